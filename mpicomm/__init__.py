@@ -1,0 +1,33 @@
+"""mpicomm: MPI ranks, one per GPU, open each other's memory and run collectives directly on it.
+
+`Communicator` is an mpi4py communicator; see the README for a first program.
+"""
+
+from mpicomm.communicator import Communicator
+from mpicomm.errors import (
+    BackendUnavailableError,
+    CollectiveTimeoutError,
+    HandleError,
+    InvalidUsageError,
+    KernelCompileError,
+    MpicommError,
+    PeerError,
+)
+from mpicomm.events import SharedEvent
+from mpicomm.memory import SymmetricArray
+
+__all__ = [
+    "BackendUnavailableError",
+    "CollectiveTimeoutError",
+    "Communicator",
+    "HandleError",
+    "InvalidUsageError",
+    "KernelCompileError",
+    "MpicommError",
+    "PeerError",
+    "SharedEvent",
+    "SymmetricArray",
+    "__version__",
+]
+
+__version__ = "0.1.0"

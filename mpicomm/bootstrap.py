@@ -1,0 +1,246 @@
+"""What ranks agree on over MPI while they set something up, and how they find the ranks of their node.
+
+Everything collective in set-up and teardown goes through `Group.exchange`, so that a rank that fails cannot leave
+the others behind in a collective: either every rank gets every rank's result, or every rank raises the same error.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mpi4py import MPI
+
+from mpicomm import environment
+from mpicomm.errors import CollectiveTimeoutError, HandleError, MpicommError, PeerError
+from mpicomm.log import TRACE, logger
+
+T = TypeVar("T")
+
+_SPINS = 64
+_LONGEST_PAUSE_S = 1e-3
+_GRACE_S = 0.5  # how much longer the others wait than the root, whose message names the rank that is missing
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """One rank's part of an exchange: its result, or why it has none."""
+
+    step: str
+    value: Any = None
+    error: MpicommError | None = None
+
+
+class Group:
+    """Ranks that set things up together, with a deadline on everything they do.
+
+    ``comm`` is private to mpicomm, so no message of the user's can be taken for one of its. ``ranks`` are the ranks of
+    ``comm`` that belong to the group, in order; errors name ranks of ``comm``. After a timeout the group is broken: its
+    ranks no longer agree on where they are, and every later exchange raises `CollectiveTimeoutError` at once.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], timeout_s: float, *, tag: int = 0) -> None:
+        self._comm = comm
+        self._tag = tag
+        self.ranks = tuple(ranks)
+        self.timeout_s = timeout_s
+        self.rank = self.ranks.index(comm.rank)
+        self.size = len(self.ranks)
+        self.broken: CollectiveTimeoutError | None = None
+
+    def subgroup(self, ranks: Sequence[int], *, tag: int) -> Group:
+        """Return the group of some of these ranks; local. ``tag`` keeps its messages apart from this group's."""
+        return Group(self._comm, ranks, self.timeout_s, tag=tag)
+
+    def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
+        """Run ``produce`` on every rank and return all results in group order. Collective, blocking.
+
+        If it raises on any rank, every rank raises an error of the same class and text that names those ranks; the
+        original is its ``__cause__`` where it happened. Ranks that call with different ``step`` get a `PeerError`,
+        a rank that does not call within ``timeout_s`` seconds makes the others raise `CollectiveTimeoutError`.
+        """
+        if self.broken is not None:
+            raise CollectiveTimeoutError(
+                f"{step}: this communicator is unusable since an earlier timeout ({self.broken}); create a new one",
+                ranks=self.broken.ranks,
+            )
+        cause: Exception | None = None
+        try:
+            mine = _Outcome(step, produce())
+        except Exception as error:
+            cause = error
+            mine = _Outcome(step, error=_portable(error))
+        logger.log(TRACE, "exchange %r in ranks %s: %s", step, self.ranks, mine.error or "done here")
+        outcomes = self._gather_and_share(mine)
+        failure = self._judge(outcomes)
+        if failure is not None:
+            raise failure from cause
+        return [outcome.value for outcome in outcomes]
+
+    def agree(self, step: str, act: Callable[[], object]) -> None:
+        """Run ``act`` on every rank; all return when all have succeeded, or all raise as in `exchange`."""
+
+        def produce() -> None:
+            act()
+
+        self.exchange(step, produce)
+
+    def barrier(self, step: str) -> None:
+        """Return when every rank has called it, or raise as in `exchange`."""
+        self.exchange(step, lambda: None)
+
+    def _judge(self, outcomes: list[_Outcome]) -> MpicommError | None:
+        """Return the error that all ranks raise; a pure function of the outcomes, so it is the same everywhere."""
+        steps = {outcome.step for outcome in outcomes}
+        if len(steps) > 1:
+            said = "; ".join(f"rank {rank}: {outcome.step}" for rank, outcome in zip(self.ranks, outcomes, strict=True))
+            return PeerError(f"ranks called different things: {said}", ranks=self.ranks)
+        failed = {
+            rank: outcome.error for rank, outcome in zip(self.ranks, outcomes, strict=True) if outcome.error is not None
+        }
+        if not failed:
+            return None
+        reasons: dict[str, list[int]] = {}
+        for rank, error in failed.items():
+            reasons.setdefault(str(error), []).append(rank)
+        text = "; ".join(f"{_names(ranks)}: {reason}" for reason, ranks in reasons.items())
+        return type(next(iter(failed.values())))(f"{outcomes[0].step} failed on {text}", ranks=failed)
+
+    def _gather_and_share(self, mine: _Outcome) -> list[_Outcome]:
+        """All-gather over a star: the first rank hears everybody, so it can tell who is missing, and tells everybody.
+
+        A rank cannot begin the next exchange before the first rank has answered this one, which it does when it has
+        heard all; so messages of two exchanges never meet, and one tag is enough.
+        """
+        if self.size == 1:
+            return [mine]
+        outcomes: list[_Outcome]
+        if self.rank == 0:
+            heard = {self.ranks[0]: mine}
+            status = MPI.Status()
+
+            def hear() -> bool:
+                while message := self._comm.improbe(MPI.ANY_SOURCE, self._tag, status):
+                    heard[status.source] = message.recv()
+                return len(heard) == self.size
+
+            if _poll(hear, self.timeout_s):
+                outcomes = [heard[rank] for rank in self.ranks]
+                answer: list[_Outcome] | CollectiveTimeoutError = outcomes
+            else:
+                missing = [rank for rank in self.ranks if rank not in heard]
+                answer = CollectiveTimeoutError(
+                    f"{mine.step}: {_names(missing)} did not arrive within {self.timeout_s:g} s", ranks=missing
+                )
+            # The missing rank gets the answer too: should it arrive late, it learns at once what happened.
+            requests = [self._comm.isend(answer, rank, self._tag) for rank in self.ranks[1:]]
+        else:
+            answers: list[list[_Outcome] | CollectiveTimeoutError] = []
+            requests = [self._comm.isend(mine, self.ranks[0], self._tag)]
+
+            def listen() -> bool:
+                if message := self._comm.improbe(self.ranks[0], self._tag):
+                    answers.append(message.recv())
+                return bool(answers)
+
+            if _poll(listen, self.timeout_s + _GRACE_S):
+                answer = answers[0]
+            else:
+                first = self.ranks[0]
+                answer = CollectiveTimeoutError(
+                    f"{mine.step}: {_names([first])} did not arrive within {self.timeout_s:g} s", ranks=[first]
+                )
+        if isinstance(answer, CollectiveTimeoutError):
+            # Sends to a rank that is gone never complete; mpi4py keeps their buffers with the requests.
+            _abandoned.extend(requests)
+            self.broken = answer
+            raise answer
+        if not _poll(lambda: MPI.Request.Testall(requests), self.timeout_s):
+            _abandoned.extend(requests)
+            self.broken = CollectiveTimeoutError(f"{mine.step}: a peer stopped receiving", ranks=self.ranks)
+            raise self.broken
+        return answer
+
+
+_abandoned: list[MPI.Request] = []
+
+
+def _poll(ready: Callable[[], bool], timeout_s: float) -> bool:
+    """Call ``ready`` until it is true or time is up. Sleeps between calls: ranks may outnumber cores."""
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.0
+    for _ in range(_SPINS):
+        if ready():
+            return True
+        os.sched_yield()
+    while not ready():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
+        pause_s = min(pause_s + 2e-5, _LONGEST_PAUSE_S)
+    return True
+
+
+def _portable(error: Exception) -> MpicommError:
+    """Return the error as one of mpicomm's that can be sent to the other ranks: class, text, ranks, nothing else."""
+    if isinstance(error, MpicommError):
+        return type(error)(str(error), ranks=error.ranks)
+    return HandleError(f"{type(error).__name__}: {error}")
+
+
+def _names(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def node_key() -> str:
+    """Return a text that is equal for ranks that can be expected to reach each other's memory.
+
+    MPICOMM_HOSTID, or the kernel's boot id with the network namespace: descriptors travel over abstract sockets, which
+    live in one. Host names say nothing: containers of one host have several, cloned machines share one.
+    """
+    given = environment.host_id()
+    if given is not None:
+        return f"MPICOMM_HOSTID={given}"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot_id}/{Path('/proc/self/ns/net').readlink()}"
+
+
+def whereabouts() -> str:
+    """Return "host:pid" of this process."""
+    return f"{socket.gethostname()}:{os.getpid()}"
+
+
+def group_by_node(keys: Sequence[str]) -> list[list[int]]:
+    """Return the ranks of each node, nodes in the order of their first rank."""
+    nodes: dict[str, list[int]] = {}
+    for rank, key in enumerate(keys):
+        nodes.setdefault(key, []).append(rank)
+    return list(nodes.values())
+
+
+_at_finalize: weakref.WeakSet[Any] = weakref.WeakSet()
+_finalize_keyval = MPI.KEYVAL_INVALID
+
+
+def release_before_finalize(owner: Any) -> None:
+    """Call ``owner.release()`` before MPI_Finalize, unless it is gone by then. Local.
+
+    MPI deletes the attributes of MPI_COMM_SELF first of all in MPI_Finalize (MPI 4.1, section 11.2.4), whoever calls
+    it: the user, or mpi4py when the interpreter ends.
+    """
+    global _finalize_keyval
+    if _finalize_keyval == MPI.KEYVAL_INVALID:
+        _finalize_keyval = MPI.Comm.Create_keyval(delete_fn=_release_all)
+        MPI.COMM_SELF.Set_attr(_finalize_keyval, None)
+    _at_finalize.add(owner)
+
+
+def _release_all(comm: MPI.Comm, keyval: int, value: Any) -> None:
+    for owner in list(_at_finalize):
+        owner.release()

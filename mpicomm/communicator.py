@@ -1,0 +1,276 @@
+"""Communicator: an mpi4py communicator whose ranks can open each other's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpicomm import log
+from mpicomm.backend.base import Link
+from mpicomm.domain import Domain
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.events import SharedEvent
+from mpicomm.memory import SymmetricArray
+from mpicomm.placement import Placement
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where a rank is, what it uses, and how it reaches the memory of each rank of the communicator."""
+
+    rank: int
+    host: str
+    pid: int
+    node: int
+    device: int | str
+    device_name: str
+    device_uuid: bytes
+    pci_bus_id: str
+    numa_node: int
+    handle: str
+    rejected: dict[str, str]
+    """Better handle kinds that were tried, with the reason each was refused."""
+    links: tuple[Link, ...]
+
+
+class Communicator(MPI.Intracomm):
+    """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
+
+    ``comm`` is the communicator to work on; a duplicate of it is made, so messages cannot mix, and `Free` frees that.
+
+    ``device`` is "auto" (the GPUs that the ranks of the node see, shared out by local rank, or the cpu where some rank
+    has none), "cpu", or this rank's device ordinal. ``handle`` is how memory is opened: "ipc", "fd", "fabric",
+    "staged", or "auto" for the best that works between all ranks of the node. After ``timeout_s`` seconds (30, or
+    MPICOMM_TIMEOUT) a missing rank is an error. ``handle`` and ``timeout_s`` are the same on all ranks.
+
+    Raises, on every rank alike, `InvalidUsageError` for bad arguments, `BackendUnavailableError` where the device asked
+    for cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.
+
+    Everything an mpi4py communicator does is inherited. Communicators made from this one (``Dup``, ``Split``,
+    ``Create_group``, ...) are Communicators on the same devices; their set-up waits for their first use.
+    """
+
+    _placement: Placement
+    _domain: Domain | None  # None until the first use of a communicator that was made from another
+
+    def __new__(
+        cls,
+        comm: MPI.Intracomm = MPI.COMM_WORLD,
+        *,
+        device: int | str = "auto",
+        handle: str = "auto",
+        timeout_s: float | None = None,
+    ) -> Self:
+        """Duplicate ``comm`` twice, for the user and for mpicomm's own messages, and set up."""
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
+        log.configure(MPI.COMM_WORLD.rank)
+        plain = MPI.Intracomm(comm)
+        private = plain.Dup()
+        try:
+            domain = Domain.create(private, device, handle, timeout_s)
+        except CollectiveTimeoutError:
+            raise  # freeing is collective, and somebody is missing
+        except Exception:
+            private.Free()
+            raise
+        self = super().__new__(cls, plain.Dup())
+        self._placement = domain.placement
+        self._domain = domain
+        return self
+
+    def __repr__(self) -> str:
+        if self == MPI.COMM_NULL:
+            return "<mpicomm.Communicator freed>"
+        return (
+            f"<mpicomm.Communicator rank {self.rank} of {self.size} device={self.device!r} handle={self.handle!r}>"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.Free()
+
+    @property
+    def device(self) -> int | str:
+        """This rank's device ordinal, or "cpu"."""
+        return self._placement.here.device
+
+    @property
+    def handle(self) -> str:  # type: ignore[override]
+        """How memory is opened on this rank's node: "ipc", "fd", "fabric", "staged", or "memfd" on the cpu.
+
+        It hides mpi4py's attribute of that name, MPI's own handle: that is ``MPI.Intracomm(comm).handle``.
+        """
+        return self._placement.here.handle
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's place among the ranks of its node."""
+        return self._placement.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this node."""
+        return len(self._placement.node_ranks)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self._placement.nodes)
+
+    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike = float) -> SymmetricArray:
+        """Allocate an array of ``shape`` on every rank and open it to the others of the node. Collective, blocking.
+
+        Contents are undefined. Shape and dtype are the same on all ranks; zero-size arrays are allowed. Close it with
+        ``close()``, or leave it to `Free`. Raises, on every rank alike, `InvalidUsageError` for a bad or differing
+        shape or dtype, `HandleError` where memory cannot be had or opened, `CollectiveTimeoutError`.
+        """
+        return self._set_up("empty").empty(shape, dtype, zero=False)
+
+    def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = float) -> SymmetricArray:
+        """Allocate as `empty` does, filled with zeros."""
+        return self._set_up("zeros").empty(shape, dtype, zero=True)
+
+    def register(self, array: Any) -> SymmetricArray:
+        """Open memory that exists already, one array per rank, to the others of the node. Collective, blocking.
+
+        On a GPU, any C-contiguous CuPy, DLPack or ``__cuda_array_interface__`` array in memory of ``cudaMalloc`` (the
+        default pools of CuPy and PyTorch): the whole block of the pool becomes visible to the peers. On the host, an
+        array in a shared mapping (``multiprocessing.shared_memory``, a writable ``numpy.memmap``). The memory stays the
+        caller's and must outlive the `SymmetricArray`, which is closed like those of `empty`.
+
+        Raises, on every rank alike, `InvalidUsageError` for memory that cannot be opened, naming its kind and the way
+        out, and for shapes or dtypes that differ; `HandleError`, `CollectiveTimeoutError`.
+        """
+        return self._set_up("register").register(array)
+
+    def shared_event(self) -> SharedEvent:
+        """Create an event per rank that all ranks of the node can wait for. Collective, blocking."""
+        return self._set_up("shared_event").shared_event()
+
+    def check(self, stream: Any = None) -> None:
+        """Wait for ``stream``, then raise what an earlier stream-ordered call could not do. Local, blocking.
+
+        Raises `CollectiveTimeoutError` naming the rank that did not come. The communicator is unusable then.
+        """
+        self._set_up("check").check(stream)
+
+    def describe(self) -> RankInfo:
+        """Return where this rank is and how it reaches the others. Local, once the communicator is set up."""
+        domain = self._set_up("describe")
+        places, here = self._placement.places, self._placement.here
+        device = here.devices[here.device] if isinstance(here.device, int) else None
+        return RankInfo(
+            rank=self.rank,
+            host=here.host,
+            pid=here.pid,
+            node=self._placement.node_index,
+            device=here.device,
+            device_name=device.name if device else "cpu",
+            device_uuid=here.device_uuid,
+            pci_bus_id=device.pci_bus_id if device else "",
+            numa_node=device.numa_node if device else -1,
+            handle=domain.kind,
+            rejected=here.rejected,
+            links=tuple(
+                Link("self")
+                if rank == self.rank
+                else domain.backend.link(place.device_uuid, domain.kind)
+                if rank in self._placement.node_ranks
+                else Link("other node")
+                for rank, place in enumerate(places)
+            ),
+        )
+
+    def Free(self) -> None:
+        """Free all arrays and events of the communicator, and the communicator. Collective, blocking.
+
+        A second call does nothing. After a timeout it frees what is this rank's without waiting for the others.
+        """
+        if self._close_domain():
+            super().Free()
+
+    def Disconnect(self) -> None:
+        """Free as `Free` does, after pending communication has completed."""
+        if self._close_domain():
+            super().Disconnect()
+
+    def Dup(self, info: MPI.Info | None = None) -> Self:
+        """Duplicate the communicator; its memory is its own."""
+        return self._adopt(MPI.Intracomm(self).Dup(info))
+
+    def Dup_with_info(self, info: MPI.Info) -> Self:
+        """Duplicate the communicator with other hints."""
+        return self._adopt(MPI.Intracomm(self).Dup_with_info(info))
+
+    def Clone(self) -> Self:
+        """Duplicate the communicator; mpi4py's other name for `Dup`."""
+        return self._adopt(MPI.Intracomm(self).Clone())
+
+    def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
+        """Duplicate without blocking; the new communicator may be used when the request is complete."""
+        comm, request = MPI.Intracomm(self).Idup(info)
+        return self._adopt(comm, range(self.size)), request
+
+    def Idup_with_info(self, info: MPI.Info) -> tuple[Self, MPI.Request]:
+        """Duplicate with other hints, without blocking."""
+        comm, request = MPI.Intracomm(self).Idup_with_info(info)
+        return self._adopt(comm, range(self.size)), request
+
+    def Create(self, group: MPI.Group) -> MPI.Intracomm:
+        """Make a communicator of the ranks of ``group``; COMM_NULL on the others."""
+        return self._adopt_part(MPI.Intracomm(self).Create(group))
+
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
+        """Make a communicator of the ranks of ``group``, collective over those only."""
+        return self._adopt_part(MPI.Intracomm(self).Create_group(group, tag))
+
+    def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
+        """Make one communicator per color; COMM_NULL for ``MPI.UNDEFINED``."""
+        return self._adopt_part(MPI.Intracomm(self).Split(color, key))
+
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
+        """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
+        return self._adopt_part(MPI.Intracomm(self).Split_type(split_type, key, info))
+
+    def _adopt_part(self, comm: MPI.Comm) -> MPI.Intracomm:
+        assert isinstance(comm, MPI.Intracomm)  # parts of an intracommunicator are intracommunicators
+        return comm if comm == MPI.COMM_NULL else self._adopt(comm)
+
+    def _adopt(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> Self:
+        """Return the MPI communicator, made from this one, as a Communicator that sets itself up when first used."""
+        if ranks is None:
+            group, parent_group = comm.Get_group(), self.Get_group()
+            ranks = group.Translate_ranks(None, parent_group)
+            group.Free()
+            parent_group.Free()
+        child = MPI.Intracomm.__new__(type(self), comm)
+        child._placement = self._placement.subset(ranks)
+        child._domain = None
+        return child
+
+    def _set_up(self, what: str) -> Domain:
+        """Return the domain; collective the first time, on a communicator that was made from another."""
+        if self._domain is None:
+            if self == MPI.COMM_NULL:
+                raise InvalidUsageError(f"{what}: the communicator was freed; create another")
+            self._domain = Domain.derive(MPI.Intracomm(self).Dup(), self._placement)
+        return self._domain
+
+    def _close_domain(self) -> bool:
+        """Close the domain if there is one; return whether MPI's own free, which is collective, may follow."""
+        if self == MPI.COMM_NULL:
+            return False
+        if self._domain is None:
+            return True
+        self._domain.close()
+        return self._domain.intact

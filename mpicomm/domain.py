@@ -1,0 +1,283 @@
+"""Domain: what one communicator has on this rank: its groups, its device, its shared memory, and their teardown."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpicomm import environment
+from mpicomm.backend.base import Backend, Event, Segment
+from mpicomm.bootstrap import Group, release_before_finalize
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
+from mpicomm.events import SharedEvent
+from mpicomm.handle import Kind
+from mpicomm.log import logger
+from mpicomm.memory import SymmetricArray, checked_shape, require_contiguous, require_writable
+from mpicomm.placement import Placement, find_placement
+from mpicomm.probe import choose_kind
+from mpicomm.shared_segments import SharedSegments, share
+from mpicomm.signals import SignalPads
+
+_NODE_TAG = 1  # keeps the messages of a node's group apart from those of the whole communicator
+
+
+class Shared(Protocol):
+    """What is given back in two steps with a barrier between: unmap the peers', then free one's own."""
+
+    def close_peers(self) -> None:
+        """Let go of the peers' part; local."""
+
+    def close_own(self) -> None:
+        """Free this rank's part; local, after every peer's `close_peers`."""
+
+
+class Domain:
+    """Groups, device and shared memory of one communicator. ``comm`` is private to it and freed by `close`."""
+
+    def __init__(self, comm: MPI.Intracomm, group: Group, node: Group, placement: Placement, backend: Backend) -> None:
+        self._comm = comm
+        self._group = group
+        self._node = node
+        self.placement = placement
+        self.backend = backend
+        self.kind = cast(Kind, placement.here.handle)
+        self.pads = SignalPads(node, backend, self.kind)
+        self._shared: list[Shared] = []
+        self._freed = False
+        release_before_finalize(self)
+
+    @classmethod
+    def create(cls, comm: MPI.Intracomm, device: int | str, handle: str, timeout_s: float | None) -> Domain:
+        """Find nodes, devices and the best handle kind. Collective; a failure raises the same error on all ranks.
+
+        ``comm`` is a duplicate of the user's communicator; it becomes the domain's own if this returns.
+        """
+        # A bad timeout must not keep this rank from telling the others, so it is judged inside the exchange.
+        try:
+            deadline_s = environment.timeout_s(timeout_s)
+        except InvalidUsageError:
+            deadline_s = environment.DEFAULT_TIMEOUT_S
+        group = Group(comm, range(comm.size), deadline_s)
+        group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
+        placement = find_placement(group, device, handle)
+        node = group.subgroup(placement.node_ranks, tag=_NODE_TAG)
+        with _bound(group, placement) as backend:
+            request = placement.here.handle
+            chosen = group.exchange("Communicator: choose handle", lambda: choose_kind(node, backend, request))
+            placement = placement.with_handles(chosen)
+            if node.rank == 0:
+                _announce_handle(backend, request, *chosen[group.rank])
+            return cls(comm, group, node, placement, backend)
+
+    @classmethod
+    def derive(cls, comm: MPI.Intracomm, placement: Placement) -> Domain:
+        """Return the domain of a communicator made from another, whose choices it keeps. Collective."""
+        group = Group(comm, range(comm.size), placement.here.timeout_s)
+        node = group.subgroup(placement.node_ranks, tag=_NODE_TAG)
+        with _bound(group, placement) as backend:
+            return cls(comm, group, node, placement, backend)
+
+    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zero: bool) -> SymmetricArray:
+        """Allocate a symmetric array; see ``Communicator.empty`` and ``zeros``."""
+        what = "zeros" if zero else "empty"
+        checked: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+
+        def signature() -> Hashable:
+            checked.append(checked_shape(shape, dtype))
+            return _signature(*checked[0])
+
+        def allocate() -> Segment:
+            (sizes, element) = checked[0]
+            nbytes = element.itemsize * int(np.prod(sizes, dtype=object))
+            segment = self.backend.allocate(self.kind, nbytes)
+            if zero:
+                # Before the exchange that tells the peers of this memory, or their first put could be zeroed away.
+                self.backend.zero(segment.pointer, nbytes)
+            return segment
+
+        return self._array(what, allocate, signature, lambda own: self.backend.view(own, *checked[0]))
+
+    def register(self, array: Any) -> SymmetricArray:
+        """Open existing memory to the peers; see ``Communicator.register``."""
+        converted: list[Any] = []
+
+        def signature() -> Hashable:
+            local = self.backend.asarray(array)
+            require_contiguous(local, "array")
+            require_writable(local, "array")
+            checked_shape(local.shape, local.dtype)
+            converted.append(local)
+            return _signature(local.shape, local.dtype)
+
+        return self._array("register", lambda: self.backend.adopt(converted[0]), signature, lambda _: converted[0])
+
+    def _array(
+        self,
+        what: str,
+        produce: Callable[[], Segment],
+        signature: Callable[[], Hashable],
+        view: Callable[[Segment], Any],
+    ) -> SymmetricArray:
+        self.require_usable(what)
+        pad = self.pads.take()
+        try:
+            segments = self._share_everywhere(what, produce, signature)
+        except Exception:
+            self.pads.give_back(pad)
+            raise
+        array = SymmetricArray(self, segments, pad, view(segments.own))
+        self._shared.append(array)
+        return array
+
+    def _share_everywhere(
+        self, what: str, produce: Callable[[], Segment], signature: Callable[[], Hashable]
+    ) -> SharedSegments:
+        """Share within each node, so that all ranks of all nodes succeed with one signature, or all fail."""
+        if self._node.size == self._group.size:
+            return share(self._node, self.backend, what, produce, signature)
+        opened: list[SharedSegments] = []
+
+        def in_node() -> Hashable:
+            opened.append(share(self._node, self.backend, what, produce, signature))
+            return signature()
+
+        try:
+            signatures = self._group.exchange(f"{what}: on all nodes", in_node)
+            if len(set(signatures)) > 1:
+                raise InvalidUsageError(f"{what}: the ranks differ: {signatures}; a symmetric array is the same on all")
+        except Exception:
+            for segments in opened:
+                with contextlib.suppress(MpicommError):
+                    segments.close(f"{what}: undo on all nodes")
+            raise
+        return opened[0]
+
+    def shared_event(self) -> SharedEvent:
+        """Create an event per rank; see ``Communicator.shared_event``."""
+        self.require_usable("shared_event")
+        events: dict[int, Event] = {}
+        rank = self.placement.rank
+
+        def create() -> bytes:
+            events[rank] = self.backend.create_event()
+            return events[rank].export()
+
+        def open_peers() -> None:
+            for peer in self.placement.node_ranks:
+                if peer != rank:
+                    events[peer] = self.backend.open_event(exported[peer])
+
+        try:
+            exported = self._group.exchange("shared_event: create and export", create)
+            self._group.agree("shared_event: open", open_peers)
+        except Exception:
+            for event in events.values():
+                event.close()
+            raise
+        shared = SharedEvent(self, events)
+        self._shared.append(shared)
+        return shared
+
+    def close_shared(self, shared: Shared, what: str) -> None:
+        """Give back one array or event; see its ``close``."""
+        if self._freed:
+            return
+        try:
+            self._close([shared], f"{what}: close")
+        finally:
+            self._shared.remove(shared)
+
+    def check(self, stream: Any) -> None:
+        """Wait for a stream, then raise what went wrong on it; see ``Communicator.check``."""
+        self.require_usable("check")
+        self.backend.synchronize(self.backend.stream(stream))
+        self.backend.check()
+
+    def require_usable(self, what: str) -> None:
+        """Raise if the communicator was freed, or is unusable since a timeout; local and cheap."""
+        if self._freed:
+            raise InvalidUsageError(f"{what}: the communicator was freed; create another")
+        broken = self._group.broken or self._node.broken
+        if broken:
+            raise CollectiveTimeoutError(
+                f"{what}: this communicator is unusable since an earlier timeout ({broken}); create another",
+                ranks=broken.ranks,
+            )
+        self.backend.check()
+
+    def close(self) -> None:
+        """Give everything back. Collective, blocking; local where the communicator is broken. Idempotent."""
+        if self._freed:
+            return
+        self._freed = True
+        try:
+            self._close([*reversed(self._shared), self.pads], "Free")
+        finally:
+            self._shared.clear()
+            self.backend.close()
+            if self.intact:
+                self._comm.Free()
+
+    @property
+    def intact(self) -> bool:
+        """Whether all ranks still answered when last asked; collective MPI calls would hang otherwise."""
+        return not (self._group.broken or self._node.broken)
+
+    def _close(self, shared: Sequence[Shared], step: str) -> None:
+        """Stop work, unmap the peers' memory, barrier, free own memory.
+
+        The barrier keeps a rank from freeing memory that a slower peer still has mapped, or is still working on. No
+        second one is needed: nothing of these is used again before the next exchange.
+        """
+        with contextlib.ExitStack() as last:
+            for member in reversed(shared):
+                last.callback(member.close_own)  # whatever fails before: a peer that is gone has nothing mapped
+            self.backend.synchronize()
+            for member in shared:
+                member.close_peers()
+            if self.intact:
+                self._group.barrier(step)
+
+    def release(self) -> None:
+        """Unmap the peers' memory before MPI_Finalize; local, without a barrier.
+
+        Own memory is left to the end of the process: peers that are not yet here may still use it.
+        """
+        if self._freed:
+            return
+        self._freed = True
+        with contextlib.suppress(MpicommError):
+            self.backend.synchronize()
+            for member in (*self._shared, self.pads):
+                member.close_peers()
+
+
+@contextlib.contextmanager
+def _bound(group: Group, placement: Placement) -> Iterator[Backend]:
+    """Give every rank its backend, and close it again if that, or the block, raises on any. Collective."""
+    backends: list[Backend] = []
+    try:
+        group.agree("Communicator: bind device", lambda: backends.append(placement.create_backend()))
+        yield backends[0]
+    except Exception:
+        for backend in backends:
+            backend.close()
+        raise
+
+
+def _announce_handle(backend: Backend, request: str, kind: Kind, rejected: dict[str, str]) -> None:
+    if request == kind:
+        reason = "as asked"
+    else:
+        reason = "; ".join(f"not {other}: {why}" for other, why in rejected.items()) or "the best there is"
+    say = logger.warning if kind == "staged" else logger.info
+    say("device %s, memory handles %s: %s", backend.device, kind, reason)
+
+
+def _signature(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
+    return f"shape={shape} dtype={dtype.name}"

@@ -1,0 +1,76 @@
+"""The MPICOMM_* environment variables, read and checked in one place; arguments win over them."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.handle import KINDS
+
+DEFAULT_TIMEOUT_S = 30.0
+HANDLES = ("auto", *(kind for kind in KINDS if kind != "memfd"))
+
+
+def device(argument: int | str) -> int | str:
+    """Return ``device=``, or MPICOMM_DEVICE where the argument is "auto": "auto", "cpu" or an ordinal."""
+    name, value = "device", argument
+    if argument == "auto" and "MPICOMM_DEVICE" in os.environ:
+        name, value = "MPICOMM_DEVICE", os.environ["MPICOMM_DEVICE"]
+        if value.isdecimal():
+            value = int(value)
+    if value in ("auto", "cpu") or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise InvalidUsageError(f'{name}={value!r} is no device: use "auto", "cpu" or a device ordinal (0, 1, ...)')
+
+
+def handle(argument: str) -> str:
+    """Return ``handle=``, or MPICOMM_HANDLE where the argument is "auto"."""
+    name, value = "handle", argument
+    if argument == "auto" and "MPICOMM_HANDLE" in os.environ:
+        name, value = "MPICOMM_HANDLE", os.environ["MPICOMM_HANDLE"]
+    if value in HANDLES:
+        return value
+    raise InvalidUsageError(f"{name}={value!r} is no handle kind: use one of {', '.join(HANDLES)}")
+
+
+def timeout_s(argument: float | None) -> float:
+    """Return ``timeout_s=``, or MPICOMM_TIMEOUT, or 30: seconds."""
+    name, value = "timeout_s", argument
+    if value is None and "MPICOMM_TIMEOUT" in os.environ:
+        name = "MPICOMM_TIMEOUT"
+        try:
+            value = float(os.environ[name])
+        except ValueError:
+            raise InvalidUsageError(f"{name}={os.environ[name]!r} is no number of seconds") from None
+    if value is None:
+        return DEFAULT_TIMEOUT_S
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+        return float(value)
+    raise InvalidUsageError(f"{name}={value!r}: use a positive number of seconds")
+
+
+def host_id() -> str | None:
+    """Return MPICOMM_HOSTID: ranks with the same text count as one node; ``None`` leaves it to the probe."""
+    return os.environ.get("MPICOMM_HOSTID") or None
+
+
+def bind_cpu() -> bool:
+    """Return whether MPICOMM_BIND_CPU asks each rank to stay on the cores of its GPU's NUMA node."""
+    value = os.environ.get("MPICOMM_BIND_CPU", "0")
+    if value not in ("0", "1"):
+        raise InvalidUsageError(f"MPICOMM_BIND_CPU={value!r}: use 1 to bind, 0 not to")
+    return value == "1"
+
+
+def debug() -> str:
+    """Return MPICOMM_DEBUG, the least severe level that is logged."""
+    value = os.environ.get("MPICOMM_DEBUG", "WARN").upper()
+    if value not in ("WARN", "INFO", "TRACE"):
+        raise InvalidUsageError(f"MPICOMM_DEBUG={value!r}: use WARN, INFO or TRACE")
+    return value
+
+
+def debug_file() -> str | None:
+    """Return MPICOMM_DEBUG_FILE, the log's file name; %h, %p and %r stand for host, pid and rank."""
+    return os.environ.get("MPICOMM_DEBUG_FILE") or None

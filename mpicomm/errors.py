@@ -1,0 +1,48 @@
+"""The exceptions of mpicomm.
+
+    MpicommError
+    +-- InvalidUsageError (ValueError)        an argument, or a call at the wrong time
+    +-- HandleError                           memory that could not be allocated, exported, exchanged or opened
+    +-- PeerError                             ranks that called different things
+    +-- CollectiveTimeoutError (TimeoutError) a rank that did not arrive in time
+    +-- BackendUnavailableError               no driver, device or library for what was asked
+    +-- KernelCompileError                    NVRTC refused a kernel
+
+Set-up errors are raised on every rank of the communicator together, with the same class and the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class MpicommError(Exception):
+    """Base of every error mpicomm raises; ``ranks`` are the ranks at fault, where they are known."""
+
+    def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class InvalidUsageError(MpicommError, ValueError):
+    """An argument has a value that cannot work, or a call came at the wrong time."""
+
+
+class HandleError(MpicommError):
+    """Memory could not be allocated, exported, exchanged, opened or mapped."""
+
+
+class PeerError(MpicommError):
+    """Ranks of one communicator called different things."""
+
+
+class CollectiveTimeoutError(MpicommError, TimeoutError):
+    """A rank did not arrive in time; the communicator is unusable afterwards, others are not."""
+
+
+class BackendUnavailableError(MpicommError):
+    """What was asked for needs a driver, a device or a library that is not there."""
+
+
+class KernelCompileError(MpicommError):
+    """NVRTC refused a kernel; the message holds its log."""

@@ -1,0 +1,62 @@
+"""SharedEvent: a point in one rank's stream that the streams of its node's other ranks can wait for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mpicomm.errors import InvalidUsageError
+
+if TYPE_CHECKING:
+    from mpicomm.backend.base import Event
+    from mpicomm.domain import Domain
+
+
+class SharedEvent:
+    """One event per rank, open to all ranks of the node (CUDA interprocess events). Made by ``comm.shared_event``.
+
+    As with CUDA events, `wait` refers to the latest `record` at the time it is called, and returns at once where there
+    was none: something else (a message, a barrier) must tell the waiting rank that the peer has recorded.
+    """
+
+    def __init__(self, domain: Domain, events: dict[int, Event]) -> None:
+        self._domain = domain
+        self._events = events
+        self.closed = False
+
+    def record(self, stream: Any = None) -> None:
+        """Mark the work enqueued on ``stream`` so far on this rank. Local, stream-ordered."""
+        rank = self._domain.placement.rank
+        self._event(rank).record(self._domain.backend.stream(stream))
+
+    def wait(self, peer: int, stream: Any = None) -> None:
+        """Make ``stream`` wait for the latest `record` of ``peer``. Local, stream-ordered.
+
+        On the host, where calls block, both are memory fences. Raises `InvalidUsageError` for a rank that is not on
+        this node.
+        """
+        self._event(peer).wait(self._domain.backend.stream(stream))
+
+    def close(self) -> None:
+        """Release the events. Collective, blocking. A second call does nothing."""
+        if not self.closed:
+            self._domain.close_shared(self, "SharedEvent")
+
+    def close_peers(self) -> None:
+        """Close the peers' events; local, first step of a close."""
+        self.closed = True
+        for rank in [rank for rank in self._events if rank != self._domain.placement.rank]:
+            self._events.pop(rank).close()
+
+    def close_own(self) -> None:
+        """Close this rank's event; local, last step of a close."""
+        for event in self._events.values():
+            event.close()
+        self._events.clear()
+
+    def _event(self, rank: int) -> Event:
+        if self.closed:
+            raise InvalidUsageError("this SharedEvent is closed; create another with comm.shared_event()")
+        self._domain.require_usable("shared event")
+        if rank not in self._events:
+            raise InvalidUsageError(f"peer={rank!r} is none of the ranks {sorted(self._events)} of this node")
+        return self._events[rank]

@@ -1,0 +1,207 @@
+"""Pass file descriptors between processes of one node: abstract unix sockets and SCM_RIGHTS, no CUDA, no MPI.
+
+Every rank listens, tells the others its `address` by a channel they trust (MPI), and then `swap`s: one message from
+each rank to each other rank, with at most one descriptor. ``pidfd_getfd`` would need no socket, but containers often
+forbid it.
+
+Who can get in: the socket's name is visible to every user of the machine (/proc/net/unix), so it proves nothing. A
+message counts only if its process has this process's uid (SO_PEERCRED, from the kernel) and it carries the secret that
+the rank it claims to be told everyone over MPI. Strangers are dropped and the swap goes on.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import hmac
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mpicomm.errors import CollectiveTimeoutError, HandleError
+
+logger = logging.getLogger("mpicomm")
+
+_MAGIC = b"mpicommF"
+_SECRET_NBYTES = 32
+_HELLO = struct.Struct(f"<8sII{_SECRET_NBYTES}s")
+_CREDENTIALS = struct.Struct("3i")
+_RETRY_S = 0.01
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank listens, and the secret by which its own messages are known. The repr keeps the secret."""
+
+    name: bytes
+    secret: bytes = field(repr=False)
+
+
+class FdExchange:
+    """One rank's end of one swap of descriptors; ``rank`` of ``size``. Local; `close` it, or use ``with``."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._listener: socket.socket | None = None
+        name = b"\0mpicomm-" + secrets.token_hex(16).encode()
+        self.address = Address(name, secrets.token_bytes(_SECRET_NBYTES))
+        if size == 1:
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(name)
+            listener.listen(socket.SOMAXCONN)
+        except OSError as error:
+            listener.close()
+            raise HandleError(f"cannot listen on an abstract unix socket: {error.strerror}") from error
+        self._listener = listener
+
+    def __enter__(self) -> FdExchange:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening. A second call does nothing."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def swap(self, addresses: Sequence[Address], fd: int, timeout_s: float) -> dict[int, int]:
+        """Send ``fd`` to every other rank and return theirs, by rank. Collective among the ranks, blocking.
+
+        ``addresses`` holds every rank's `address`. ``fd`` stays the caller's. The returned descriptors are new and the
+        caller closes each; when this raises, it has closed what it had received. Raises `HandleError` for a peer that
+        cannot be reached or sends something else, `CollectiveTimeoutError` for one that sends nothing in time.
+        """
+        if self._listener is None:
+            return {}
+        deadline = time.monotonic() + timeout_s
+        others = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
+        # All sends come first: nothing that fails while receiving can then keep a peer waiting for this rank. A
+        # message rests in the peer's queue, descriptor included, although this end is closed before it is read.
+        for rank, address in others.items():
+            self._send(rank, address, fd, deadline)
+        return self._receive(self._listener, others, deadline)
+
+    def _send(self, rank: int, address: Address, fd: int, deadline: float) -> None:
+        hello = _HELLO.pack(_MAGIC, self._rank, rank, self.address.secret)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        while True:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as peer:
+                try:
+                    peer.connect(address.name)
+                    if not _same_user(peer):
+                        raise HandleError(f"the socket of rank {rank} belongs to another user; nothing was sent to it")
+                    peer.sendmsg([hello], rights)
+                    return
+                except BlockingIOError:
+                    # The peer's queue of connections is full; it empties as the peer, or whoever filled it, goes on.
+                    if time.monotonic() > deadline:
+                        raise HandleError(f"the socket of rank {rank} accepted no connection in time") from None
+                except OSError as error:
+                    raise HandleError(
+                        f"cannot send a descriptor to rank {rank}: {error.strerror}; if its container has a network "
+                        "namespace of its own, give it another MPICOMM_HOSTID"
+                    ) from error
+            time.sleep(_RETRY_S)
+
+    def _receive(self, listener: socket.socket, others: Mapping[int, Address], deadline: float) -> dict[int, int]:
+        received: dict[int, int] = {}
+        with _closing_on_error(received), contextlib.ExitStack() as sockets, selectors.DefaultSelector() as selector:
+            selector.register(listener, selectors.EVENT_READ)
+            while len(received) < len(others):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    missing = sorted(set(others) - set(received))
+                    raise CollectiveTimeoutError(f"no descriptor came from local ranks {missing} in time")
+                for key, _ in selector.select(remaining_s):
+                    if key.data is None:
+                        # A connection that stays silent costs a place in the selector and delays nobody.
+                        for connection in _accept(listener):
+                            sockets.enter_context(connection)
+                            selector.register(connection, selectors.EVENT_READ, connection)
+                        continue
+                    selector.unregister(key.data)
+                    with key.data as connection:
+                        message = self._read(connection, others)
+                    if message is None:
+                        logger.warning("dropped a stranger's message to the descriptor exchange")
+                        continue
+                    rank, fd = message
+                    if rank in received:
+                        os.close(fd)
+                        raise HandleError(f"local rank {rank} sent two descriptors")
+                    received[rank] = fd
+        return received
+
+    def _read(self, connection: socket.socket, others: Mapping[int, Address]) -> tuple[int, int] | None:
+        """Return (rank, descriptor) from a connection, or None for a stranger's, whose descriptors are closed."""
+        fds = array.array("i")
+        try:
+            content, ancillary, flags, _ = connection.recvmsg(
+                _HELLO.size + 1, socket.CMSG_SPACE(2 * fds.itemsize), socket.MSG_CMSG_CLOEXEC
+            )
+        except OSError:
+            return None
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        rank = self._sender(content, others)
+        if rank is not None and len(fds) == 1 and not flags & socket.MSG_CTRUNC:
+            return rank, fds[0]
+        for fd in fds:
+            os.close(fd)
+        if rank is None:
+            return None
+        if flags & socket.MSG_CTRUNC and not fds:
+            # The kernel drops a descriptor it cannot install, and says no more than this.
+            raise HandleError(f"no room for the descriptor of local rank {rank}: raise the limit (ulimit -n)")
+        raise HandleError(f"local rank {rank} sent {len(fds)} descriptors instead of 1")
+
+    def _sender(self, content: bytes, others: Mapping[int, Address]) -> int | None:
+        if len(content) != _HELLO.size:
+            return None
+        magic, sender, receiver, secret = _HELLO.unpack(content)
+        if magic != _MAGIC or receiver != self._rank or sender not in others:
+            return None
+        return sender if hmac.compare_digest(secret, others[sender].secret) else None
+
+
+def _accept(listener: socket.socket) -> list[socket.socket]:
+    """Return the connections that wait, without those of other users: they are closed unread."""
+    connections = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            connection, _ = listener.accept()
+            if _same_user(connection):
+                connection.setblocking(False)
+                connections.append(connection)
+            else:
+                connection.close()
+                logger.warning("dropped another user's connection to the descriptor exchange")
+    return connections
+
+
+def _same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return bool(uid == os.getuid())
+
+
+@contextlib.contextmanager
+def _closing_on_error(received: Mapping[int, int]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for fd in received.values():
+            os.close(fd)
+        raise

@@ -1,0 +1,84 @@
+"""MemoryHandle: the packet with which one rank tells another how to open its memory.
+
+Packets come from peers, so unpacking trusts nothing: length, magic, version, kind, digest and ranges are checked
+and every failure is a `HandleError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from mpicomm.errors import HandleError
+
+Kind = Literal["memfd", "ipc", "fd", "fabric", "staged"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+FD_KINDS: frozenset[Kind] = frozenset({"memfd", "fd", "staged"})  # a file descriptor travels beside the packet
+
+KEY_NBYTES = 64  # sizeof(CUipcMemHandle) == sizeof(CUmemFabricHandle)
+
+_MAGIC = b"mpicommH"
+_VERSION = 1
+_BODY = struct.Struct(f"<8sBB2x16s{KEY_NBYTES}sQQQ")
+_DIGEST_NBYTES = 16
+PACKET_NBYTES = _BODY.size + _DIGEST_NBYTES
+
+
+@dataclass(frozen=True)
+class MemoryHandle:
+    """How to open ``nbytes`` bytes that lie ``offset`` bytes into an allocation of another process.
+
+    ``device`` is the UUID of the GPU that owns the memory (zeros for host memory). ``key`` is the CUDA IPC or fabric
+    handle of the *allocation*; for the kinds in `FD_KINDS` it is empty and a file descriptor travels beside the packet.
+    ``size`` is the size in bytes of that allocation.
+    """
+
+    kind: Kind
+    device: bytes
+    key: bytes
+    size: int
+    offset: int
+    nbytes: int
+
+    def pack(self) -> bytes:
+        """Return the packet, `PACKET_NBYTES` bytes."""
+        body = _BODY.pack(
+            _MAGIC,
+            _VERSION,
+            KINDS.index(self.kind),
+            self.device,
+            self.key.ljust(KEY_NBYTES, b"\0"),
+            self.size,
+            self.offset,
+            self.nbytes,
+        )
+        return body + _digest(body)
+
+    @classmethod
+    def unpack(cls, packet: bytes) -> MemoryHandle:
+        """Read a packet; raises `HandleError` for anything `pack` cannot have written."""
+        if len(packet) != PACKET_NBYTES:
+            raise HandleError(f"handle packet has {len(packet)} bytes instead of {PACKET_NBYTES}: it was truncated")
+        body, digest = packet[: _BODY.size], packet[_BODY.size :]
+        magic, version, kind, device, key, size, offset, nbytes = _BODY.unpack(body)
+        if magic != _MAGIC:
+            raise HandleError(f"handle packet begins with {magic!r} instead of {_MAGIC!r}: it is not mpicomm's")
+        if version != _VERSION:
+            raise HandleError(
+                f"handle packet has version {version}, this mpicomm reads {_VERSION}: run one mpicomm on all ranks"
+            )
+        if digest != _digest(body):
+            raise HandleError("handle packet does not match its digest: it was altered on the way")
+        if kind >= len(KINDS):
+            raise HandleError(f"handle packet has the unknown kind {kind}")
+        if offset + nbytes > size:
+            raise HandleError(f"handle packet names bytes {offset}..{offset + nbytes} of an allocation of {size}")
+        name = KINDS[kind]
+        return cls(name, device, b"" if name in FD_KINDS else key, size, offset, nbytes)
+
+
+def _digest(body: bytes) -> bytes:
+    # Catches damage, not malice: a peer that can send a packet is trusted as far as the memory it offers.
+    return hashlib.blake2b(body, digest_size=_DIGEST_NBYTES, person=b"mpicomm-handle").digest()

@@ -1,0 +1,38 @@
+"""Logging: the standard logger "mpicomm", with lines that begin host:pid:rank.
+
+MPICOMM_DEBUG chooses the level (WARN, INFO, TRACE), MPICOMM_DEBUG_FILE a file instead of stderr. A program that puts
+a handler of its own on the logger "mpicomm" gets the records and nothing is written twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+
+from mpicomm import environment
+
+TRACE = logging.DEBUG - 5
+logging.addLevelName(TRACE, "TRACE")
+
+logger = logging.getLogger("mpicomm")
+
+
+def configure(rank: int) -> None:
+    """Set the logger up from the environment, once per process; ``rank`` is the one in MPI.COMM_WORLD."""
+    if logger.handlers:
+        return
+    level = environment.debug()
+    host, pid = socket.gethostname(), os.getpid()
+    path = environment.debug_file()
+    handler: logging.Handler
+    if path is None:
+        handler = logging.StreamHandler()
+    else:
+        for mark, text in (("%h", host), ("%p", str(pid)), ("%r", str(rank))):
+            path = path.replace(mark, text)
+        handler = logging.FileHandler(path)
+    handler.setFormatter(logging.Formatter(f"{host}:{pid}:{rank} mpicomm %(levelname)s %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel({"WARN": logging.WARNING, "INFO": logging.INFO, "TRACE": TRACE}[level])
+    logger.propagate = False

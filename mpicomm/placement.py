@@ -1,0 +1,207 @@
+"""Where the ranks of a communicator are: their nodes, and the device each one uses."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpicomm import environment
+from mpicomm.backend.base import Backend
+from mpicomm.backend.host import NO_DEVICE, HostBackend
+from mpicomm.bootstrap import Group, group_by_node, node_key
+from mpicomm.errors import BackendUnavailableError, InvalidUsageError
+from mpicomm.handle import Kind
+from mpicomm.log import logger
+
+if TYPE_CHECKING:
+    from mpicomm.backend.cuda_driver import DeviceInfo
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where one rank is, and with what it works: first what was asked for, in the end what was chosen.
+
+    ``device`` is an ordinal among ``devices``, those the rank can see, or "cpu" or, before it is chosen, "auto".
+    ``handle`` is a handle kind or, before it is chosen, "auto"; ``rejected`` says why better kinds were not taken.
+    """
+
+    host: str
+    pid: int
+    node_key: str
+    devices: tuple[DeviceInfo, ...]
+    no_device_reason: str
+    device: int | str
+    handle: str
+    timeout_s: float
+    rejected: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def device_uuid(self) -> bytes:
+        """UUID of the device, zeros on the cpu."""
+        return self.devices[self.device].uuid if isinstance(self.device, int) else NO_DEVICE
+
+
+class Placement:
+    """The places of all ranks; the same on every rank but for ``rank``."""
+
+    def __init__(self, places: Sequence[RankPlace], rank: int) -> None:
+        self.places = tuple(places)
+        self.rank = rank
+        self.nodes = group_by_node([place.node_key for place in places])
+        self.node_index, self.node_ranks = next(
+            (index, ranks) for index, ranks in enumerate(self.nodes) if rank in ranks
+        )
+        self.local_rank = self.node_ranks.index(rank)
+
+    @property
+    def here(self) -> RankPlace:
+        """This rank's place."""
+        return self.places[self.rank]
+
+    def subset(self, ranks: Sequence[int]) -> Placement:
+        """Return the placement of a communicator of some of these ranks, this one among them; local."""
+        return Placement([self.places[rank] for rank in ranks], list(ranks).index(self.rank))
+
+    def with_handles(self, chosen: Sequence[tuple[Kind, dict[str, str]]]) -> Placement:
+        """Return the placement with each rank's chosen handle kind, and the kinds rejected before it."""
+        places = [
+            replace(place, handle=kind, rejected=rejected)
+            for place, (kind, rejected) in zip(self.places, chosen, strict=True)
+        ]
+        return Placement(places, self.rank)
+
+    def create_backend(self) -> Backend:
+        """Return a backend for this rank's device; local. Raises `BackendUnavailableError` or `HandleError`."""
+        place = self.here
+        if isinstance(place.device, str):
+            return HostBackend(place.timeout_s)
+        from mpicomm.backend.cuda import CudaBackend
+
+        return CudaBackend(place.device, place.timeout_s)
+
+
+def find_placement(group: Group, device: int | str, handle: str) -> Placement:
+    """Find the nodes and give every rank its device. Collective; on bad arguments every rank raises the same error."""
+    places = group.exchange("Communicator: find devices", lambda: _look_around(device, handle, group.timeout_s))
+    _require_same("handle", [place.handle for place in places])
+    _require_same("timeout_s", [place.timeout_s for place in places])
+    requests = [place.device for place in places]
+    kinds = ["ordinal" if isinstance(request, int) else request for request in requests]
+    _require_same("device", kinds)
+    if kinds[0] == "auto":
+        requests = _choose_devices(places)
+    for rank, (place, request) in enumerate(zip(places, requests, strict=True)):
+        if isinstance(request, int) and not place.devices:
+            raise BackendUnavailableError(f"device={request} on rank {rank}: {place.no_device_reason}", ranks=[rank])
+        if isinstance(request, int) and request >= len(place.devices):
+            raise InvalidUsageError(
+                f"device={request} on rank {rank}: it sees the devices 0 to {len(place.devices) - 1}; "
+                "CUDA_VISIBLE_DEVICES decides which",
+                ranks=[rank],
+            )
+    places = [replace(place, device=request) for place, request in zip(places, requests, strict=True)]
+    placement = Placement(places, group.rank)
+    _announce(placement, automatic=kinds[0] == "auto")
+    if environment.bind_cpu():
+        _bind_cpu(placement.here)
+    return placement
+
+
+def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
+    environment.bind_cpu()  # a bad value is an error on every rank from here, not on one rank later
+    request = environment.device(device)
+    devices: tuple[DeviceInfo, ...] = ()
+    reason = "the cpu was asked for"
+    if request != "cpu":
+        from mpicomm.backend.cuda_driver import visible_devices
+
+        try:
+            devices = tuple(visible_devices())
+        except BackendUnavailableError as error:
+            reason = str(error)
+    handle = environment.handle(handle)
+    return RankPlace(socket.gethostname(), os.getpid(), node_key(), devices, reason, request, handle, timeout_s)
+
+
+def _require_same(argument: str, values: Sequence[object]) -> None:
+    if len(set(values)) > 1:
+        said = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+        raise InvalidUsageError(f"{argument} differs between ranks: {said}; pass the same on all")
+
+
+def _choose_devices(places: Sequence[RankPlace]) -> list[int | str]:
+    if not all(place.devices for place in places):
+        return ["cpu"] * len(places)
+    chosen: list[int | str] = ["cpu"] * len(places)
+    for ranks in group_by_node([place.node_key for place in places]):
+        uuids = [[device.uuid for device in places[rank].devices] for rank in ranks]
+        for rank, ordinal in zip(ranks, assign_devices(uuids), strict=True):
+            chosen[rank] = ordinal
+    return chosen
+
+
+def assign_devices(visible: Sequence[Sequence[bytes]]) -> list[int]:
+    """Give each rank of a node the device that fewest ranks before it got; returns ordinals in each rank's own list.
+
+    ``visible`` holds the UUIDs each rank sees, in its order. One rule covers the usual cases: ranks that see all
+    devices get one each in order, ranks that see one each (CUDA_VISIBLE_DEVICES set per rank) get that, more ranks than
+    devices share evenly.
+    """
+    users: Counter[bytes] = Counter()
+    ordinals = []
+    for uuids in visible:
+        ordinal = min(range(len(uuids)), key=lambda index: (users[uuids[index]], index))
+        users[uuids[ordinal]] += 1
+        ordinals.append(ordinal)
+    return ordinals
+
+
+def _announce(placement: Placement, *, automatic: bool) -> None:
+    """Say once what was decided, at WARN where it is slower than it could be."""
+    places = placement.places
+    if automatic and placement.rank == 0 and places[0].device == "cpu":
+        rank = next(rank for rank, place in enumerate(places) if not place.devices)
+        # A GPU that cannot be used is worth a warning; a machine without one is not.
+        wanted = any(place.devices for place in places) or Path("/dev/nvidiactl").exists()
+        say: Callable[..., None] = logger.warning if wanted else logger.info
+        say("using the cpu: rank %d has no device: %s", rank, places[rank].no_device_reason)
+    if placement.local_rank == 0:
+        users: dict[bytes, list[int]] = {}
+        for rank in placement.node_ranks:
+            if places[rank].device != "cpu":
+                users.setdefault(places[rank].device_uuid, []).append(rank)
+        shared = [ranks for ranks in users.values() if len(ranks) > 1]
+        if shared:
+            logger.warning("ranks share a GPU, which is correct but slow: %s", shared)
+
+
+def _bind_cpu(place: RankPlace) -> None:
+    """Keep this process on the cores of its GPU's NUMA node; local."""
+    if not isinstance(place.device, int):
+        return
+    node = place.devices[place.device].numa_node
+    cpulist = Path(f"/sys/devices/system/node/node{node}/cpulist")
+    if node < 0 or not cpulist.exists():
+        logger.info("MPICOMM_BIND_CPU: the NUMA node of device %d is unknown; nothing bound", place.device)
+        return
+    cores = parse_cpulist(cpulist.read_text()) & os.sched_getaffinity(0)
+    if not cores:
+        logger.warning("MPICOMM_BIND_CPU: this process may use no core of NUMA node %d; nothing bound", node)
+        return
+    os.sched_setaffinity(0, cores)
+    logger.info("bound to cores %s of NUMA node %d", sorted(cores), node)
+
+
+def parse_cpulist(text: str) -> set[int]:
+    """Return the cores of a Linux cpulist such as "0-3,8"."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores
