@@ -67,6 +67,7 @@ class Domain:
         placement = find_placement(group, device, handle)
         node = group.subgroup(placement.node_ranks, tag=_NODE_TAG)
         with _bound(group, placement) as backend:
+            backend.make_current()
             request = placement.here.handle
             chosen = group.exchange("Communicator: choose handle", lambda: choose_kind(node, backend, request))
             placement = placement.with_handles(chosen)
@@ -266,7 +267,8 @@ def _bound(group: Group, placement: Placement) -> Iterator[Backend]:
         yield backends[0]
     except Exception:
         for backend in backends:
-            backend.close()
+            with contextlib.suppress(MpicommError):  # a device that has failed refuses this too; the cause is raised
+                backend.close()
         raise
 
 

@@ -65,6 +65,9 @@ class Backend(Protocol):
     kinds: tuple[Kind, ...]
     """The handle kinds it can allocate, best first."""
 
+    def make_current(self) -> None:
+        """Make the device the calling thread's current one, on which other libraries then allocate and launch."""
+
     def allocate(self, kind: Kind, nbytes: int) -> Segment:
         """Allocate at least ``nbytes`` bytes that can be exported as ``kind``; contents are undefined."""
 

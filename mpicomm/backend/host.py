@@ -116,6 +116,9 @@ class HostBackend:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
+    def make_current(self) -> None:
+        """Return: the host is always there."""
+
     def allocate(self, kind: Kind, nbytes: int) -> HostSegment:
         """Allocate shared memory in whole pages, all zero."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,0 +1,281 @@
+"""The memory of one GPU as a `Backend`: CuPy arrays over memory that the CUDA driver shares between processes."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from contextlib import suppress
+from typing import Any
+
+import cupy
+import numpy as np
+from cuda.bindings import driver
+
+from mpicomm.backend.base import Link
+from mpicomm.backend.cuda_arrays import allocation_of, as_cupy
+from mpicomm.backend.cuda_context import PrimaryContext
+from mpicomm.backend.cuda_driver import DriverShutDownError, call, visible_devices
+from mpicomm.backend.cuda_faults import FaultPage
+from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
+from mpicomm.backend.streams import resolve_stream
+from mpicomm.errors import BackendUnavailableError, HandleError
+from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
+from mpicomm.kernels.compile import KERNELS, compile_kernel
+from mpicomm.kernels.load import Module
+
+_EVENT_HANDLE_NBYTES = 64  # sizeof(CUipcEventHandle)
+
+
+class CudaEvent:
+    """A CUDA event that processes share, this process's or a peer's."""
+
+    def __init__(self, context: PrimaryContext, event: Any) -> None:
+        self._context = context
+        self._event = event
+
+    def export(self) -> bytes:
+        """Return the event's handle."""
+        with self._context.current():
+            handle = call(driver.cuIpcGetEventHandle, self._event)
+        # The bindings give the handle an address and no accessor for its bytes.
+        return ctypes.string_at(handle.getPtr(), _EVENT_HANDLE_NBYTES)
+
+    def record(self, stream: int) -> None:
+        """Mark the work enqueued on ``stream`` so far. Local, does not block."""
+        with self._context.current():
+            call(driver.cuEventRecord, self._event, stream)
+
+    def wait(self, stream: int) -> None:
+        """Make later work on ``stream`` wait for the latest `record`. Local, does not block."""
+        with self._context.current():
+            call(driver.cuStreamWaitEvent, stream, self._event, 0)
+
+    def close(self) -> None:
+        """Release the event. A second call does nothing."""
+        event, self._event = self._event, None
+        if event is not None:
+            with suppress(DriverShutDownError), self._context.current():
+                call(driver.cuEventDestroy, event)
+
+
+class _SignalKernels:
+    """The kernels of signal.cu, compiled and loaded before the first of them can spin."""
+
+    def __init__(self, compute_capability: tuple[int, int]) -> None:
+        pointer = ctypes.c_void_p
+        self.module = Module(compile_kernel(KERNELS / "signal.cu", compute_capability))
+        self.signal = self.module.kernel("mpicomm_signal", (pointer, pointer, pointer))
+        self.wait = self.module.kernel(
+            "mpicomm_wait_signal", (pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer)
+        )
+
+
+class CudaBackend:
+    """GPU ``ordinal`` as a `Backend`. Its methods work from any thread and leave the thread's current device alone."""
+
+    kinds: tuple[Kind, ...] = ("ipc", "fd", "fabric", "staged")
+
+    def __init__(self, ordinal: int, timeout_s: float) -> None:
+        devices = visible_devices()
+        if not 0 <= ordinal < len(devices):
+            raise BackendUnavailableError(
+                f"device={ordinal}: this process sees GPUs 0 to {len(devices) - 1}; choose one of them, or widen "
+                "CUDA_VISIBLE_DEVICES"
+            )
+        self.device: int | str = ordinal
+        self.info = devices[ordinal]
+        self._ordinal = ordinal
+        self._devices = devices
+        self._timeout_ns = int(timeout_s * 1e9)
+        self._lock = threading.Lock()
+        self._kernels: _SignalKernels | None = None
+        self._stream: Any = None
+        self._faults: FaultPage | None = None
+        self._closed = False
+        self._context = PrimaryContext(self.info)
+        try:
+            with self._context.current():
+                # Non-blocking: a stream that is ordered with the null stream would wait for all of the user's work.
+                self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._faults = FaultPage(self._context)
+        except HandleError:
+            self.close()
+            raise
+
+    def make_current(self) -> None:
+        """Make this GPU the calling thread's current one, for CuPy, PyTorch and all that use the CUDA runtime."""
+        cupy.cuda.Device(self._ordinal).use()
+
+    def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
+        """Allocate memory in whole blocks of 2 MiB that hold nothing else."""
+        if kind == "ipc":
+            return IpcSegment.allocate(self._context, nbytes)
+        if kind == "staged":
+            return StagedSegment.allocate(self._context, nbytes)
+        if kind in ("fd", "fabric"):
+            return VirtualSegment.allocate(self._context, kind, nbytes)
+        raise HandleError(f"handle={kind!r}: GPU memory is shared as {', '.join(self.kinds)}; use one of them")
+
+    def adopt(self, array: Any) -> IpcSegment:
+        """Return the memory of a C-contiguous ``cupy.ndarray``; its whole allocation is what peers will open."""
+        if array.nbytes == 0:
+            # Nothing to share, and no allocation to find; peers still expect a handle that opens.
+            segment = IpcSegment.allocate(self._context, 1)
+            segment.nbytes = 0
+            return segment
+        with self._context.current():
+            found = allocation_of(array, self._ordinal)
+        return IpcSegment(self._context, array.data.ptr, array.nbytes, base=found.base, size=found.size, array=array)
+
+    def export(self, segment: Any) -> tuple[MemoryHandle, int | None]:
+        """Return the handle of a segment of this process, and for `FD_KINDS` a descriptor the caller closes."""
+        handle: tuple[MemoryHandle, int | None] = segment.export()
+        return handle
+
+    def open(self, handle: MemoryHandle, fd: int | None) -> CudaSegment:
+        """Map a peer's memory for this GPU. ``fd`` stays the caller's."""
+        if handle.kind not in self.kinds:
+            raise HandleError(
+                f"a GPU communicator cannot open a {handle.kind} handle, which comes from a cpu communicator: use one "
+                "device= on all ranks"
+            )
+        if handle.kind == "ipc":
+            return OpenedIpcSegment(self._context, handle)
+        if handle.kind in FD_KINDS and fd is None:
+            raise HandleError(f"a {handle.kind} handle arrived without its file descriptor")
+        if handle.kind == "staged":
+            assert fd is not None
+            return StagedSegment.open(self._context, handle, fd)
+        return VirtualSegment.open(self._context, handle, fd)
+
+    def asarray(self, array: Any) -> Any:
+        """Return ``array`` as a ``cupy.ndarray`` without copying."""
+        with self._context.current():
+            return as_cupy(array, self._ordinal)
+
+    def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return a ``cupy.ndarray`` over the start of a segment; also of a peer's, whichever device that lies on."""
+        memory = cupy.cuda.UnownedMemory(segment.pointer, segment.nbytes, segment, self._ordinal)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def pointer_table(self, pointers: list[int]) -> Any:
+        """Return a uint64 ``cupy.ndarray`` of addresses; it is filled when this returns."""
+        with self._context.current():
+            table = cupy.array(pointers, dtype=np.uint64)
+            # CuPy fills it on its current stream, the kernels that read it may run on any other.
+            cupy.cuda.get_current_stream(self._ordinal).synchronize()
+        return table
+
+    def stream(self, stream: Any, array: Any = None) -> int:
+        """Resolve a ``stream=`` argument."""
+        with self._context.current():
+            return resolve_stream(stream, array, self._ordinal)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy between two addresses, of whichever device or of the host. Local, stream-ordered."""
+        if nbytes > 0:
+            with self._context.current():
+                call(driver.cuMemcpyAsync, target, source, nbytes, stream)
+
+    def zero(self, pointer: int, nbytes: int) -> None:
+        """Set bytes to zero and wait for that, and for nothing else on the device."""
+        if nbytes > 0:
+            with self._context.current():
+                call(driver.cuMemsetD8Async, pointer, 0, nbytes, self._stream)
+                call(driver.cuStreamSynchronize, self._stream)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Wait for the work of one stream, or of the whole device."""
+        with self._context.current():
+            if stream is None:
+                call(driver.cuCtxSynchronize)
+            else:
+                call(driver.cuStreamSynchronize, stream)
+
+    def signal(self, sent: int, inbox: int, stream: int) -> None:
+        """Add 1 to the counter at ``sent`` and publish it at ``inbox``. Local, stream-ordered, capturable."""
+        with self._context.current():
+            self._load_kernels().signal.launch(stream, sent, inbox, self._fault_page().pointer)
+
+    def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
+        """Hold ``stream`` until ``inbox`` has the next count. Local, stream-ordered, capturable; see `check`."""
+        with self._context.current():
+            pointer = self._fault_page().pointer
+            self._load_kernels().wait.launch(stream, expected, inbox, peer, self._timeout_ns, pointer)
+
+    def check(self) -> None:
+        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time. Does not wait for the device."""
+        self._fault_page().check()
+
+    def create_event(self) -> CudaEvent:
+        """Return an event other processes can open."""
+        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING | driver.CUevent_flags.CU_EVENT_INTERPROCESS
+        with self._context.current():
+            return CudaEvent(self._context, call(driver.cuEventCreate, int(flags)))
+
+    def open_event(self, exported: bytes) -> CudaEvent:
+        """Open a peer's event."""
+        if len(exported) != _EVENT_HANDLE_NBYTES:
+            raise HandleError(f"event handle has {len(exported)} bytes instead of {_EVENT_HANDLE_NBYTES}")
+        handle = driver.CUipcEventHandle()
+        ctypes.memmove(handle.getPtr(), exported, _EVENT_HANDLE_NBYTES)
+        with self._context.current():
+            return CudaEvent(self._context, call(driver.cuIpcOpenEventHandle, handle))
+
+    def link(self, device: bytes, kind: Kind) -> Link:
+        """Say how this GPU reaches memory of the one with that UUID; "unknown" if this process does not see it."""
+        if kind == "staged":
+            return Link("staged")
+        if device == self.info.uuid:
+            return Link("same device", access=True, native_atomics=True)
+        peers = [other for other in self._devices if other.uuid == device]
+        if not peers:
+            return Link("unknown")
+        attribute = driver.CUdevice_P2PAttribute
+        rank, access, atomics = (
+            call(driver.cuDeviceGetP2PAttribute, what, self._ordinal, peers[0].ordinal)
+            for what in (
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
+            )
+        )
+        # Of the links between GPUs, NVLink carries atomics and PCIe does not.
+        return Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
+
+    def close(self) -> None:
+        """Release the kernels, the fault page, the stream and the context. A second call does nothing.
+
+        No kernel of this backend may be running, and its segments and events must be closed.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        kernels, self._kernels = self._kernels, None
+        faults, self._faults = self._faults, None
+        with suppress(DriverShutDownError), self._context.current():
+            if kernels is not None:
+                kernels.module.unload()
+            if self._stream is not None:
+                call(driver.cuStreamDestroy, self._stream)
+        if faults is not None:
+            faults.close()
+        self._context.release()
+
+    def _fault_page(self) -> FaultPage:
+        if self._faults is None:
+            raise HandleError(f"the communicator on GPU {self._ordinal} is freed; create another")
+        return self._faults
+
+    def _load_kernels(self) -> _SignalKernels:
+        with self._lock:
+            if self._kernels is None:
+                # Loading is not stream work, but a thread that captures a graph is forbidden it all the same unless it
+                # says that it means it; the first signal may well be a captured one.
+                relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+                before = call(driver.cuThreadExchangeStreamCaptureMode, relaxed)
+                try:
+                    self._kernels = _SignalKernels(self.info.compute_capability)
+                finally:
+                    call(driver.cuThreadExchangeStreamCaptureMode, before)
+            return self._kernels

@@ -1,0 +1,141 @@
+"""The CUDA driver as calls that raise, and the devices it shows to this process. Importable where CUDA is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpicomm.errors import BackendUnavailableError, HandleError
+
+
+class DriverShutDownError(HandleError):
+    """The driver has shut down with the process: what was still to be released is gone already."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One GPU as this process sees it."""
+
+    ordinal: int
+    """Its number here, which CUDA_VISIBLE_DEVICES changes; other processes may count differently."""
+    name: str
+    uuid: bytes
+    """16 bytes that name the device (or MIG instance) in every process."""
+    pci_bus_id: str
+    """For example ``0000:1b:00.0``."""
+    numa_node: int
+    """NUMA node of the host the device is attached to; -1 where the machine does not say."""
+    compute_capability: tuple[int, int]
+
+
+def call(function: Callable[..., Any], *arguments: Any, hint: str = "") -> Any:
+    """Call a function of ``cuda.bindings.driver`` and return what it returns beside its status.
+
+    Local. Raises `HandleError` with the function, the error's name, its description and ``hint``, the way out.
+    """
+    status, *values = function(*arguments)
+    check(function.__name__, status, hint)
+    if len(values) > 1:
+        return tuple(values)
+    return values[0] if values else None
+
+
+def check(function: str, status: Any, hint: str = "") -> None:
+    """Raise `HandleError` if ``status``, a ``CUresult`` that ``function`` returned, is an error."""
+    if int(status) == 0:
+        return
+    message = f"{function} failed: {describe(status)}" + (f"; {hint}" if hint else "")
+    if status.name == "CUDA_ERROR_DEINITIALIZED":
+        raise DriverShutDownError(message)
+    raise HandleError(message)
+
+
+def describe(status: Any) -> str:
+    """Return the name and the driver's description of a ``CUresult``."""
+    from cuda.bindings import driver
+
+    _, description = driver.cuGetErrorString(status)
+    return f"{status.name} ({description.decode() if description else 'unknown to this driver'})"
+
+
+def visible_devices() -> list[DeviceInfo]:
+    """Return the GPUs of this process in ordinal order.
+
+    Local; starts the driver, but creates no context. Raises `BackendUnavailableError` with the reason and the way out
+    where there is no driver, no CuPy, no cuda-bindings, or no device.
+    """
+    driver_major = _driver_major()
+    extra = f'pip install "mpicomm[cuda{13 if driver_major >= 13 else 12}]"'
+    try:
+        importlib.import_module("cupy")
+        driver: Any = importlib.import_module("cuda.bindings.driver")
+        bindings_version: str = importlib.import_module("cuda.bindings").__version__
+    except ImportError as error:
+        raise BackendUnavailableError(f"GPUs need CuPy and cuda-bindings: {error}; run: {extra}") from error
+    if int(bindings_version.split(".")[0]) > driver_major:
+        raise BackendUnavailableError(
+            f"cuda-bindings {bindings_version} needs a newer driver than this one, which is for CUDA {driver_major}; "
+            f"run: {extra}"
+        )
+    (status,) = driver.cuInit(0)
+    if int(status) != 0 and status.name != "CUDA_ERROR_NO_DEVICE":
+        raise BackendUnavailableError(f'the NVIDIA driver did not start: {describe(status)}; or use device="cpu"')
+    count = 0 if int(status) != 0 else call(driver.cuDeviceGetCount)
+    if count == 0:
+        mask = os.environ.get("CUDA_VISIBLE_DEVICES")
+        raise BackendUnavailableError(
+            "no GPU is visible: CUDA_VISIBLE_DEVICES is "
+            + ("not set, so the driver itself lists none" if mask is None else f"{mask!r}; widen or unset it")
+            + ', or use device="cpu"'
+        )
+    return [_device_info(driver, ordinal) for ordinal in range(count)]
+
+
+def _driver_major() -> int:
+    # Through ctypes, so that it is known which cuda-bindings to recommend when there is none.
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"no NVIDIA driver: {error}; install it (or start the container with GPUs, e.g. --gpus all), "
+            'or use device="cpu"'
+        ) from error
+    version = ctypes.c_int(0)
+    library.cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000
+
+
+def _device_info(driver: Any, ordinal: int) -> DeviceInfo:
+    device = call(driver.cuDeviceGet, ordinal)
+    # CUDA 12 has the UUID of a MIG instance (rather than of the GPU it is cut from) under _v2; in CUDA 13 that is the
+    # only one, without the suffix.
+    get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+    attribute = driver.CUdevice_attribute
+    pci_bus_id = _text(call(driver.cuDeviceGetPCIBusId, 32, device)).lower()
+    return DeviceInfo(
+        ordinal=ordinal,
+        name=_text(call(driver.cuDeviceGetName, 256, device)),
+        uuid=call(get_uuid, device).bytes,
+        pci_bus_id=pci_bus_id,
+        numa_node=_numa_node(pci_bus_id),
+        compute_capability=(
+            call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device),
+            call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device),
+        ),
+    )
+
+
+def _text(buffer: bytes) -> str:
+    return buffer.split(b"\0")[0].decode().strip()
+
+
+def _numa_node(pci_bus_id: str) -> int:
+    try:
+        return int(Path(f"/sys/bus/pci/devices/{pci_bus_id}/numa_node").read_text())
+    except (OSError, ValueError):
+        return -1

@@ -1,0 +1,70 @@
+"""The page of host memory in which a kernel that ran out of time says whom it waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from typing import Any
+
+from cuda.bindings import driver
+
+from mpicomm.backend.cuda_context import PrimaryContext
+from mpicomm.backend.cuda_driver import DriverShutDownError, call
+from mpicomm.backend.host import fence
+from mpicomm.errors import CollectiveTimeoutError
+
+_WRITTEN = 2  # kWritten in kernels/faults.cuh
+_OPERATIONS = {1: "wait_signal"}  # enum Operation there
+
+
+class FaultRecord(ctypes.Structure):
+    """The host's copy of ``FaultRecord`` in kernels/faults.cuh."""
+
+    _fields_ = [
+        ("state", ctypes.c_uint32),
+        ("operation", ctypes.c_uint32),
+        ("sequence", ctypes.c_uint64),
+        ("block", ctypes.c_uint32),
+        ("peer", ctypes.c_uint32),
+        ("elapsed_ns", ctypes.c_uint64),
+    ]
+
+
+class FaultPage:
+    """One fault record in pinned host memory; ``pointer`` is its address for kernels."""
+
+    def __init__(self, context: PrimaryContext) -> None:
+        self._context = context
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        with context.current(), contextlib.ExitStack() as on_failure:
+            address: int = call(driver.cuMemHostAlloc, mmap.PAGESIZE, flags)
+            on_failure.callback(call, driver.cuMemFreeHost, address)
+            ctypes.memset(address, 0, mmap.PAGESIZE)
+            self.pointer = int(call(driver.cuMemHostGetDevicePointer, address, 0))
+            on_failure.pop_all()
+        self._address = address
+        self._record: Any = FaultRecord.from_address(address)
+
+    def check(self) -> None:
+        """Raise `CollectiveTimeoutError` if a record is there, every time. Local; does not wait for the device."""
+        # A record that is still being filled in does not count yet: its kernel runs, and the next check sees it.
+        if self._record is None or self._record.state != _WRITTEN:
+            return
+        # Pairs with the store_release of `state` in report_fault: the fields are read after the state that published
+        # them.
+        fence()
+        record = self._record
+        operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
+        raise CollectiveTimeoutError(
+            f"{operation}: number {record.sequence} from rank {record.peer} did not come within "
+            f"{record.elapsed_ns / 1e9:.3g} s (block {record.block}); the communicator is unusable from here on",
+            ranks=[record.peer],
+        )
+
+    def close(self) -> None:
+        """Free the page; no kernel may run that knows it. A second call does nothing."""
+        if self._record is not None:
+            self._record = None
+            with contextlib.suppress(DriverShutDownError), self._context.current():
+                call(driver.cuMemFreeHost, self._address)

@@ -1,0 +1,48 @@
+"""What a ``stream=`` argument means."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import cupy
+
+from mpicomm.errors import InvalidUsageError
+
+_ACCEPTED = "pass a CuPy or PyTorch stream, an object with __cuda_stream__, an int, or leave stream out"
+
+
+def resolve_stream(stream: Any, array: Any, ordinal: int) -> int:
+    """Return the ``CUstream`` that ``stream`` names.
+
+    ``None`` is the stream that is current on GPU ``ordinal`` in the library ``array`` comes from: PyTorch's for its
+    tensors, CuPy's for everything else. Local; raises `InvalidUsageError`.
+    """
+    torch = sys.modules.get("torch")  # a torch object can only be given to us once torch is imported
+    if stream is None:
+        if torch is not None and isinstance(array, torch.Tensor):
+            return int(torch.cuda.current_stream(ordinal).cuda_stream)
+        return int(cupy.cuda.get_current_stream(ordinal).ptr)
+    if isinstance(stream, cupy.cuda.stream.BaseStream):
+        return int(stream.ptr)
+    if torch is not None and isinstance(stream, torch.cuda.Stream):
+        return int(stream.cuda_stream)
+    if hasattr(stream, "__cuda_stream__"):
+        return _from_protocol(stream)
+    if isinstance(stream, int) and not isinstance(stream, bool):
+        if stream < 0:
+            raise InvalidUsageError(f"stream={stream} is no address of a CUDA stream; {_ACCEPTED}")
+        return stream
+    raise InvalidUsageError(f"stream={stream!r} is a {type(stream).__name__}; {_ACCEPTED}")
+
+
+def _from_protocol(stream: Any) -> int:
+    try:
+        version, pointer = stream.__cuda_stream__()
+    except (TypeError, ValueError) as error:
+        raise InvalidUsageError(
+            f"stream={stream!r}: __cuda_stream__ must be a method that returns (0, address): {error}"
+        ) from error
+    if version != 0:
+        raise InvalidUsageError(f"stream={stream!r} speaks version {version} of __cuda_stream__, mpicomm version 0")
+    return int(pointer)

@@ -1,0 +1,92 @@
+// Bounded spins, and the record a spin leaves behind when its time is up.
+#pragma once
+
+#include "memory_order.cuh"
+
+namespace mpicomm {
+
+// What `FaultRecord::state` goes through, once and never back. It is also the abort word of every spin: what is not
+// kClear makes them all leave, so that one missing rank ends the work of the device in order instead of piling up one
+// timeout after the other.
+enum FaultState : u32 {
+  kClear = 0,
+  kWriting = 1,  // one thread has won the record and fills it in
+  kWritten = 2,  // the record can be read
+};
+
+enum Operation : u32 {
+  kWaitSignal = 1,
+};
+
+// Lies in mapped host memory, so that the host can read it while kernels run. The host's copy of this layout is
+// FaultRecord in backend/cuda_faults.py; a test compares the two.
+struct FaultRecord {
+  u32 state;
+  u32 operation;   // an Operation
+  u64 sequence;    // the count or epoch that was waited for
+  u32 block;       // the block that waited
+  u32 peer;        // the rank that did not come
+  u64 elapsed_ns;  // how long it was waited for
+};
+
+// What a spin waits for, for the record.
+struct Watch {
+  FaultRecord* fault;
+  u64 timeout_ns;
+  u32 operation;
+  u64 sequence;
+  u32 block;
+  u32 peer;
+};
+
+MPICOMM_DEVICE void report_fault(const Watch& watch, u64 elapsed_ns) {
+  FaultRecord* fault = watch.fault;
+  // The first writer wins: the rank that is missing first is the one to name; later timeouts follow from it. Without
+  // the swap two threads of different streams could mix their fields.
+  if (compare_and_swap(&fault->state, kClear, kWriting) != kClear) return;
+  store_relaxed(&fault->operation, watch.operation);
+  store_relaxed(&fault->sequence, watch.sequence);
+  store_relaxed(&fault->block, watch.block);
+  store_relaxed(&fault->peer, watch.peer);
+  store_relaxed(&fault->elapsed_ns, elapsed_ns);
+  // Pairs with the host's read of `state` followed by its fence (FaultPage.check); publishes the fields above. A plain
+  // store could reach host memory before them, and the host would raise with zeros.
+  store_release(&fault->state, kWritten);
+}
+
+constexpr u32 kFirstPolls = 16;
+constexpr u32 kPollsBeforeClock = 1000;
+constexpr u64 kLookEvery_ns = 10 * 1000;
+
+// Calls `reached` until it returns true. Returns whether it did; false means that time is up, here or elsewhere on this
+// device, and that the kernel must leave without touching what it waited for.
+template <class Reached>
+MPICOMM_DEVICE bool spin_until(Reached reached, const Watch& watch) {
+  // The abort word lies across PCIe, about a microsecond away. This load is on its way while the first polls run and is
+  // looked at only after them, so a flag that is already up costs nothing more.
+  const u32 state_on_entry = load_relaxed(&watch.fault->state);
+  for (u32 poll = 0; poll < kFirstPolls; ++poll) {
+    if (reached()) return true;
+  }
+  if (state_on_entry != kClear) return false;
+  for (u32 poll = kFirstPolls; poll < kPollsBeforeClock; ++poll) {
+    if (reached()) return true;
+  }
+  const u64 start = clock_ns();
+  u64 next_look = start;
+  while (!reached()) {
+    const u64 now = clock_ns();
+    if (now - start > watch.timeout_ns) {
+      report_fault(watch, now - start);
+      return false;
+    }
+    if (now >= next_look) {
+      // Relaxed: the word alone says to leave, nobody reads the record here. Its writer is report_fault above.
+      if (load_relaxed(&watch.fault->state) != kClear) return false;
+      next_look = now + kLookEvery_ns;
+    }
+  }
+  return true;
+}
+
+}  // namespace mpicomm

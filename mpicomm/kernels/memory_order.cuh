@@ -1,0 +1,146 @@
+// Every memory-ordering instruction of mpicomm, and the clock that bounds its spins. Nothing else in this package
+// writes one, so this is the only file to read (or to port) when the question is who sees what, and when.
+//
+// Scope: all of it is at *system* scope. The other side is another GPU, another process on this GPU, or the host;
+// gpu scope would let a flag stay in an L2 cache that a peer across the link does not look into.
+//
+// How a flag works, here and on the peer:
+//
+//     writer                                    reader
+//     data = ...                                while (load_acquire(flag) < target) {}
+//     __syncthreads() if others wrote data      __syncthreads() if others read data
+//     store_release(flag, target)               ... = data
+//
+// The release is cumulative: it publishes what its thread wrote, and what that thread had seen written by others, be
+// it through a barrier of the block or because an earlier kernel or copy of the same stream wrote it.
+//
+// nvcc and NVRTC get PTX; any other compiler gets the C++ atomics of the same meaning, so that the same kernels run on
+// CPU threads, where tools can look for races.
+#pragma once
+
+#if defined(__CUDACC__)
+#define MPICOMM_DEVICE __device__ __forceinline__
+#define MPICOMM_KERNEL extern "C" __global__
+#else
+#include <atomic>
+#include <chrono>
+#define MPICOMM_DEVICE inline
+#define MPICOMM_KERNEL extern "C"
+#endif
+
+namespace mpicomm {
+
+// Not <cstdint>: NVRTC has none of its own, and these kernels compile where no CUDA headers are installed.
+using u32 = unsigned int;
+using u64 = unsigned long long;
+static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "flags and records have fixed layouts");
+
+#if defined(__CUDACC__)
+
+// A "memory" clobber on each keeps the compiler from moving other accesses across; `volatile` keeps it from dropping
+// or merging the access itself.
+
+// Reads what follows in program order only after the flag. Pairs with a release of the same word.
+MPICOMM_DEVICE u32 load_acquire(const u32* p) {
+  u32 value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+MPICOMM_DEVICE u64 load_acquire(const u64* p) {
+  u64 value;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+
+// Publishes all that precedes it in program order with the flag. Pairs with an acquire of the same word.
+MPICOMM_DEVICE void store_release(u32* p, u32 value) {
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+MPICOMM_DEVICE void store_release(u64* p, u64 value) {
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+
+// Whole and fresh, but ordering nothing: for words whose reader needs no data beside them.
+MPICOMM_DEVICE u32 load_relaxed(const u32* p) {
+  u32 value;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+MPICOMM_DEVICE u64 load_relaxed(const u64* p) {
+  u64 value;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+MPICOMM_DEVICE void store_relaxed(u32* p, u32 value) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+MPICOMM_DEVICE void store_relaxed(u64* p, u64 value) {
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+
+// As relaxed, in the form that also exists for vectors: packets that carry their own flag.
+MPICOMM_DEVICE u32 load_volatile(const u32* p) {
+  u32 value;
+  asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+MPICOMM_DEVICE u64 load_volatile(const u64* p) {
+  u64 value;
+  asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+MPICOMM_DEVICE void store_volatile(u32* p, u32 value) {
+  asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+}
+MPICOMM_DEVICE void store_volatile(u64* p, u64 value) {
+  asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+
+// Orders this thread's accesses before it against those after it, for every observer.
+MPICOMM_DEVICE void fence_system() { __threadfence_system(); }
+
+// Returns what the word held; the word is `value` afterwards if that was `expected`. Orders nothing.
+MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
+  u32 before;
+  asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;"
+               : "=r"(before)
+               : "l"(p), "r"(expected), "r"(value)
+               : "memory");
+  return before;
+}
+
+// Nanoseconds of a clock that all SMs share, in steps of up to a microsecond. Unlike clock64 it runs at one rate
+// whatever the GPU's clocks do, and a thread keeps reading the same one.
+MPICOMM_DEVICE u64 clock_ns() {
+  u64 now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+  return now;
+}
+
+#else
+
+MPICOMM_DEVICE u32 load_acquire(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+MPICOMM_DEVICE u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+MPICOMM_DEVICE void store_release(u32* p, u32 value) { __atomic_store_n(p, value, __ATOMIC_RELEASE); }
+MPICOMM_DEVICE void store_release(u64* p, u64 value) { __atomic_store_n(p, value, __ATOMIC_RELEASE); }
+MPICOMM_DEVICE u32 load_relaxed(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+MPICOMM_DEVICE u64 load_relaxed(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
+MPICOMM_DEVICE void store_relaxed(u32* p, u32 value) { __atomic_store_n(p, value, __ATOMIC_RELAXED); }
+MPICOMM_DEVICE void store_relaxed(u64* p, u64 value) { __atomic_store_n(p, value, __ATOMIC_RELAXED); }
+MPICOMM_DEVICE u32 load_volatile(const u32* p) { return load_relaxed(p); }
+MPICOMM_DEVICE u64 load_volatile(const u64* p) { return load_relaxed(p); }
+MPICOMM_DEVICE void store_volatile(u32* p, u32 value) { store_relaxed(p, value); }
+MPICOMM_DEVICE void store_volatile(u64* p, u64 value) { store_relaxed(p, value); }
+MPICOMM_DEVICE void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
+  __atomic_compare_exchange_n(p, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+}
+MPICOMM_DEVICE u64 clock_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+#endif
+
+}  // namespace mpicomm

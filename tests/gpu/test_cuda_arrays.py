@@ -1,0 +1,164 @@
+"""Arrays and streams that come from elsewhere: what is taken as it is, and what is refused with which words."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpicomm.backend.cuda_driver import visible_devices
+from mpicomm.errors import BackendUnavailableError, InvalidUsageError
+
+try:
+    DEVICES = visible_devices()
+except BackendUnavailableError as unavailable:
+    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
+
+import cupy
+
+from mpicomm.backend.cuda import CudaBackend
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def backend() -> Iterator[CudaBackend]:
+    backend = CudaBackend(0, timeout_s=5.0)
+    yield backend
+    backend.check()
+    backend.close()
+
+
+def test_adopts_part_of_a_pool_block(
+    backend: CudaBackend, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("mpicomm"), "propagate", True)  # a communicator turns it off
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc), caplog.at_level(logging.WARNING, "mpicomm"):
+        block = cupy.empty(MIB, np.uint8)
+        del block  # the pool cuts the next two from it
+        arrays = [cupy.full(1000, value, np.uint8) for value in (1, 2)]
+        segments = [backend.adopt(array) for array in arrays]
+    handles = [backend.export(segment)[0] for segment in segments]
+    assert handles[0].key == handles[1].key
+    assert handles[0].offset != handles[1].offset
+    assert all(handle.kind == "ipc" and handle.nbytes == 1000 and handle.size >= MIB for handle in handles)
+    assert len(caplog.records) == 1
+    assert str(handles[0].size) in caplog.text
+    for segment in segments:
+        segment.close()
+        segment.close()
+    assert arrays[1].get().tolist() == [2] * 1000
+
+
+def test_an_adopted_array_lives_as_long_as_its_segment(backend: CudaBackend) -> None:
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        segment = backend.adopt(cupy.empty(512, np.uint8))
+    assert pool.used_bytes() == 512
+    segment.close()
+    assert pool.used_bytes() == 0
+
+
+def test_adopts_an_empty_array(backend: CudaBackend) -> None:
+    segment = backend.adopt(cupy.empty((0, 3), np.float32))
+    assert segment.nbytes == 0
+    assert backend.export(segment)[0].nbytes == 0
+    assert backend.view(segment, (0, 3), np.dtype(np.float32)).shape == (0, 3)
+    segment.close()
+
+
+def array_at(memory: Any) -> Any:
+    return cupy.ndarray((16,), np.float32, memory)
+
+
+def test_refuses_memory_that_ipc_cannot_export(backend: CudaBackend) -> None:
+    with pytest.raises(InvalidUsageError, match=r"managed memory.*comm\.empty\(\)"):
+        backend.adopt(array_at(cupy.cuda.malloc_managed(64)))
+    with pytest.raises(
+        InvalidUsageError, match=r"cudaMallocAsync.*set_allocator\(cupy\.cuda\.MemoryPool\(\)\.malloc\)"
+    ):
+        backend.adopt(array_at(cupy.cuda.malloc_async(64)))
+    pinned = cupy.cuda.alloc_pinned_memory(64)
+    host = cupy.cuda.UnownedMemory(pinned.ptr, 64, pinned, 0)
+    with pytest.raises(InvalidUsageError, match=r"host memory.*comm\.empty\(\)"):
+        backend.adopt(array_at(cupy.cuda.MemoryPointer(host, 0)))
+    segment = backend.allocate("fd", 64)
+    with pytest.raises(InvalidUsageError, match=r"virtual memory.*expandable_segments:False"):
+        backend.adopt(backend.view(segment, (16,), np.dtype(np.float32)))
+    segment.close()
+
+
+@pytest.mark.skipif(len(DEVICES) < 2, reason="needs two GPUs")
+def test_refuses_memory_of_another_device(backend: CudaBackend) -> None:
+    with cupy.cuda.Device(1):
+        array = cupy.empty(16)
+    with pytest.raises(InvalidUsageError, match=r"GPU 1.*GPU 0"):
+        backend.asarray(array)
+    other = CudaBackend(1, 1.0)
+    assert other.link(DEVICES[0].uuid, "ipc").path in ("NVLink", "PCIe")
+    other.close()
+
+
+# Arrays and streams of other libraries
+
+
+class CudaArray:
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+
+class ProtocolStream:
+    def __init__(self, *answer: int) -> None:
+        self._answer = answer
+
+    def __cuda_stream__(self) -> tuple[int, ...]:
+        return self._answer
+
+
+def test_views_arrays_without_copying(backend: CudaBackend) -> None:
+    array = cupy.arange(8, dtype=np.int32)
+    assert backend.asarray(array) is array
+    assert backend.asarray(CudaArray(array)).data.ptr == array.data.ptr
+    for other in (np.arange(8), [1, 2], None):
+        with pytest.raises(InvalidUsageError, match="on GPU 0"):
+            backend.asarray(other)
+
+
+def test_resolves_streams(backend: CudaBackend) -> None:
+    stream = cupy.cuda.Stream(non_blocking=True)
+    assert backend.stream(None) == cupy.cuda.get_current_stream().ptr
+    with stream:
+        assert backend.stream(None, cupy.empty(1)) == stream.ptr
+    assert backend.stream(stream) == stream.ptr
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # CuPy 14 prefers Stream.from_external, 13 has only this
+        external = cupy.cuda.ExternalStream(stream.ptr)
+    assert backend.stream(external) == stream.ptr
+    assert backend.stream(ProtocolStream(0, stream.ptr)) == stream.ptr
+    assert backend.stream(stream.ptr) == stream.ptr
+    assert backend.stream(0) == 0
+    for wrong in (True, -1, "0", 1.5, ProtocolStream(1, 0), ProtocolStream(0)):
+        with pytest.raises(InvalidUsageError, match="stream="):
+            backend.stream(wrong)
+
+
+def test_takes_torch_tensors_and_streams(backend: CudaBackend) -> None:
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed")
+    if not torch.cuda.is_available():
+        pytest.skip("this PyTorch has no CUDA")
+    tensor = torch.arange(8, dtype=torch.float32, device="cuda:0", requires_grad=True)
+    assert backend.asarray(tensor).data.ptr == tensor.data_ptr()
+    assert backend.asarray(tensor.detach().bool()).dtype == np.bool_
+    with pytest.raises(InvalidUsageError, match=r"torch\.Tensor.*on GPU 0"):
+        backend.asarray(torch.zeros(8))
+    stream = torch.cuda.Stream()
+    assert backend.stream(stream) == stream.cuda_stream
+    with torch.cuda.stream(stream):
+        assert backend.stream(None, tensor) == stream.cuda_stream
+        assert backend.stream(None, cupy.empty(1)) == cupy.cuda.get_current_stream().ptr

@@ -1,0 +1,136 @@
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from mpicomm.errors import KernelCompileError
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
+
+from mpicomm.backend.cuda_faults import FaultRecord  # noqa: E402
+from mpicomm.kernels import compile as kernel_compile  # noqa: E402
+from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
+
+WANTED = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
+CAPABILITIES = [(major, minor) for major, minor in WANTED if 10 * major + minor in SUPPORTED]
+SOURCES = sorted(KERNELS.glob("*.cu"))
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "mpicomm"
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names NVRTC was really run for."""
+    names: list[str] = []
+    run_nvrtc = kernel_compile._run_nvrtc
+
+    def counted(text: bytes, name: str, options: list[str]) -> bytes:
+        names.append(name)
+        return run_nvrtc(text, name, options)
+
+    monkeypatch.setattr(kernel_compile, "_run_nvrtc", counted)
+    return names
+
+
+def source_in(directory: Path, text: str) -> Path:
+    source = directory / "sample.cu"
+    source.write_text(text)
+    return source
+
+
+def test_there_is_something_to_compile_for() -> None:
+    assert (9, 0) in CAPABILITIES
+    assert [source.name for source in SOURCES if source.name == "signal.cu"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
+@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+def test_every_kernel_compiles(source: Path, capability: tuple[int, int]) -> None:
+    names = re.findall(r"MPICOMM_KERNEL\s+void\s+(\w+)\(", source.read_text())
+    image = compile_kernel(source, capability)
+    assert image.startswith(b"\x7fELF")
+    assert names
+    assert [name for name in names if name.encode() not in image] == []
+
+
+def test_signal_kernels_have_the_names_the_backend_loads() -> None:
+    image = compile_kernel(KERNELS / "signal.cu", (9, 0))
+    assert b"mpicomm_signal" in image
+    assert b"mpicomm_wait_signal" in image
+
+
+def test_a_device_newer_than_nvrtc_gets_ptx() -> None:
+    image = compile_kernel(KERNELS / "signal.cu", (99, 0))
+    assert f".target sm_{max(SUPPORTED)}".encode() in image
+
+
+def test_a_device_older_than_nvrtc_is_named() -> None:
+    with pytest.raises(KernelCompileError, match=r"this device has 1\.0"):
+        compile_kernel(KERNELS / "signal.cu", (1, 0))
+
+
+def test_a_broken_source_names_the_line(tmp_path: Path) -> None:
+    source = source_in(tmp_path, '\nextern "C" __global__ void f(int* p) {\n  *p = missing;\n}\n')
+    with pytest.raises(KernelCompileError, match=r"sample\.cu\(3\): error: .*missing"):
+        compile_kernel(source, (9, 0))
+
+
+def test_the_host_reads_the_fault_record_as_the_kernels_write_it(tmp_path: Path) -> None:
+    offsets = {field[0]: getattr(FaultRecord, field[0]).offset for field in FaultRecord._fields_}
+    # NVRTC brings no header that defines offsetof; this is what its compiler makes of it.
+    check = "static_assert(__INTADDR__(&static_cast<mpicomm::FaultRecord*>(nullptr)->{}) == {});"
+    checks = [check.format(name, offset) for name, offset in offsets.items()]
+    source = source_in(
+        tmp_path,
+        '#include "faults.cuh"\nstatic_assert(sizeof(mpicomm::FaultRecord) == 32);\n'
+        "static_assert(mpicomm::kWritten == 2 && mpicomm::kWaitSignal == 1);\n" + "\n".join(checks),
+    )
+    compile_kernel(source, (9, 0))
+    assert set(offsets) == {"state", "operation", "sequence", "block", "peer", "elapsed_ns"}
+
+
+def test_a_second_call_reads_the_cache(runs: list[str], cache: Path) -> None:
+    first = compile_kernel(KERNELS / "signal.cu", (9, 0))
+    second = compile_kernel(KERNELS / "signal.cu", (9, 0))
+    assert second == first
+    assert runs == ["signal.cu"]
+    assert [path.read_bytes() for path in cache.iterdir()] == [first]
+
+
+def test_another_device_is_another_entry(runs: list[str]) -> None:
+    compile_kernel(KERNELS / "signal.cu", (8, 0))
+    compile_kernel(KERNELS / "signal.cu", (9, 0))
+    assert runs == ["signal.cu", "signal.cu"]
+
+
+def test_a_changed_header_is_another_entry(runs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(KERNELS, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")))
+    monkeypatch.setattr(kernel_compile, "KERNELS", copy)
+    compile_kernel(copy / "signal.cu", (9, 0))
+    compile_kernel(copy / "signal.cu", (9, 0))
+    assert len(runs) == 1
+    header = copy / "memory_order.cuh"
+    header.write_text(header.read_text() + "// changed\n")
+    compile_kernel(copy / "signal.cu", (9, 0))
+    assert len(runs) == 2
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.NamedTemporaryFile() as file:
+        monkeypatch.setenv("XDG_CACHE_HOME", file.name)
+        assert compile_kernel(KERNELS / "signal.cu", (9, 0)) == compile_kernel(KERNELS / "signal.cu", (9, 0))
+    assert len(runs) == 2
+
+
+def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    compile_kernel(KERNELS / "signal.cu", (9, 0))
+    assert list((tmp_path / ".cache" / "mpicomm").iterdir())
