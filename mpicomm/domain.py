@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
-from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.backend.base import Backend, Event, Segment
@@ -22,6 +21,9 @@ from mpicomm.placement import Placement, find_placement
 from mpicomm.probe import choose_kind
 from mpicomm.shared_segments import SharedSegments, share
 from mpicomm.signals import SignalPads
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
 
 _NODE_TAG = 1  # keeps the messages of a node's group apart from those of the whole communicator
 

@@ -17,6 +17,7 @@ from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call, visible_devices
 from mpicomm.backend.cuda_faults import FaultPage
 from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
+from mpicomm.backend.nvml_links import nvml_link
 from mpicomm.backend.streams import resolve_stream
 from mpicomm.errors import BackendUnavailableError, HandleError
 from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
@@ -223,14 +224,14 @@ class CudaBackend:
             return CudaEvent(self._context, call(driver.cuIpcOpenEventHandle, handle))
 
     def link(self, device: bytes, kind: Kind) -> Link:
-        """Say how this GPU reaches memory of the one with that UUID; "unknown" if this process does not see it."""
+        """Say how this GPU reaches memory of the one with that UUID; NVML knows those this process does not see."""
         if kind == "staged":
             return Link("staged")
         if device == self.info.uuid:
             return Link("same device", access=True, native_atomics=True)
         peers = [other for other in self._devices if other.uuid == device]
         if not peers:
-            return Link("unknown")
+            return nvml_link(self.info.uuid, device)
         attribute = driver.CUdevice_P2PAttribute
         rank, access, atomics = (
             call(driver.cuDeviceGetP2PAttribute, what, self._ordinal, peers[0].ordinal)

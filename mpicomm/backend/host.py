@@ -131,8 +131,9 @@ class HostBackend:
 
     def adopt(self, array: Any) -> HostSegment:
         """Find the shared mapping an existing array lies in (``multiprocessing.shared_memory``, ``numpy.memmap``)."""
-        nbytes = max(array.nbytes, 1)
-        fd, offset = _find_shared_mapping(array.ctypes.data, nbytes)
+        if array.nbytes == 0:
+            return self.allocate("memfd", 0)  # an empty array lies nowhere, and has nothing that could be shared
+        fd, offset = _find_shared_mapping(array.ctypes.data, array.nbytes)
         content = np.lib.stride_tricks.as_strided(array.reshape(-1).view(np.uint8), (array.nbytes,))
         return HostSegment(content, fd=fd, size=os.fstat(fd).st_size, offset=offset)
 
@@ -157,11 +158,16 @@ class HostBackend:
         try:
             if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
                 return np.from_dlpack(array)
-            return np.asarray(array, copy=False)
         except (TypeError, ValueError, BufferError, RuntimeError) as error:
             raise InvalidUsageError(
-                f"array is a {type(array).__name__}, which offers neither the buffer protocol nor DLPack on the "
-                f"host: {error}"
+                f"array is a {type(array).__name__}, which DLPack does not hand over on the host: {error}"
+            ) from error
+        try:
+            return np.asarray(array, copy=False)
+        except (TypeError, ValueError) as error:
+            raise InvalidUsageError(
+                f"array is a {type(array).__name__}, which offers neither the buffer protocol nor DLPack: pass a NumPy "
+                "array"
             ) from error
 
     def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -245,16 +251,12 @@ def fence() -> None:
     """Order this thread's earlier reads and writes before its later ones, as other processes see them.
 
     Python has no fence. A lock that is taken and given back is not enough (acquire and release leave the middle open
-    to both sides); given back and taken again it is: nothing moves down past the acquire or up past the release, and
-    the acquire cannot pass the release of the same lock. ``_fence_lock`` therefore rests in the taken state.
+    to both sides); given back and taken again it is: nothing moves down past the first release or up past the second
+    acquire, and that acquire cannot pass the release of the same lock.
     """
-    with _fence_users:
-        _fence_lock.release()
-        _fence_lock.acquire()
-
-
-_fence_users = threading.Lock()  # one thread at a time, or two could both release
-_fence_lock.acquire()
+    for _ in range(2):
+        with _fence_lock:
+            pass
 
 
 def _bytes_at(pointer: int, nbytes: int) -> npt.NDArray[np.uint8]:
@@ -292,22 +294,24 @@ def _available_nbytes() -> int:
 
 def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[int, int]:
     """Return a new descriptor of the file that backs an address, and the address's offset in that file."""
-    with Path("/proc/self/maps").open() as maps:
+    # In bytes: file names need not be text.
+    with Path("/proc/self/maps").open("rb") as maps:
         for line in maps:
-            fields = line.split(maxsplit=5)
-            start, end = (int(bound, 16) for bound in fields[0].split("-"))
+            fields = line.rstrip(b"\n").split(maxsplit=5)
+            start, end = (int(bound, 16) for bound in fields[0].split(b"-"))
             if not start <= pointer < end:
                 continue
-            path = fields[5].strip() if len(fields) > 5 else ""
-            if fields[1][3] == "s" and fields[1][1] == "w" and pointer + nbytes <= end:
+            path = fields[5] if len(fields) > 5 else b""
+            permissions = fields[1].decode()
+            if permissions[3] == "s" and permissions[1] == "w" and pointer + nbytes <= end:
                 with contextlib.suppress(OSError):
                     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
                     if os.fstat(fd).st_ino == int(fields[4]):
                         return fd, int(fields[2], 16) + pointer - start
                     os.close(fd)
                 raise InvalidUsageError(
-                    f"array lies in a shared mapping of {path or 'anonymous memory'}, which cannot be opened again by "
-                    "name; allocate with comm.empty(), or register before the name is removed"
+                    f"array lies in a shared mapping of {os.fsdecode(path) or 'anonymous memory'}, which cannot be "
+                    "opened again by name; allocate with comm.empty(), or register before the name is removed"
                 )
             break
     raise InvalidUsageError(

@@ -1,0 +1,122 @@
+"""``python -m mpicomm.info``: what the ranks run on, how they reach each other's memory, and with which versions."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mpicomm import command_line
+from mpicomm.communicator import Communicator
+from mpicomm.cuda_aware import query_cuda_aware
+
+_FILE_WIDTH = 1000  # nothing is folded where no terminal sets the width; a table takes what it needs
+
+
+def collect(comm: Communicator) -> dict[str, Any]:
+    """Return all there is to show, ready for JSON. Collective."""
+    record = command_line.rank_record(comm.describe())
+    record["environment"] = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("MPICOMM_")}
+    return {
+        "ranks": comm.allgather(record),
+        "processor": command_line.processor(),
+        "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
+        "versions": command_line.versions(),
+    }
+
+
+def group_ranks(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str]]:
+    """Return (ranks, name, value) for what each rank has set, ranks with the same value on one line."""
+    holders: dict[tuple[str, str], list[int]] = {}
+    for rank, named in enumerate(settings):
+        for item in named.items():
+            holders.setdefault(item, []).append(rank)
+    return [
+        ("all" if len(ranks) == len(settings) else ", ".join(map(str, ranks)), name, value)
+        for (name, value), ranks in holders.items()
+    ]
+
+
+def tables(found: Mapping[str, Any]) -> list[Table]:
+    """Return the tables a person reads."""
+    ranks = found["ranks"]
+    where = _table("Ranks", "rank", "host", "pid", "node", "device", "name", "UUID", "PCI id", "NUMA node")
+    for info in ranks:
+        names = ("rank", "host", "pid", "node", "device", "device_name", "device_uuid", "pci_bus_id", "numa_node")
+        where.add_row(*(_cell(info[name]) for name in names))
+
+    paths = _table("Paths to memory (row: rank, column: peer)", "rank", *map(str, range(len(ranks))), "handle")
+    for info in ranks:
+        paths.add_row(str(info["rank"]), *(link["path"] for link in info["links"]), info["handle"])
+
+    result = [where, paths]
+    for title, name, key in (
+        ("Better handles that were refused", "handle", "rejected"),
+        ("Environment", "variable", "environment"),
+    ):
+        rows = group_ranks([info[key] for info in ranks])
+        if rows:
+            table = _table(title, "ranks", name, "reason" if key == "rejected" else "value")
+            for row in rows:
+                table.add_row(*row)
+            result.append(table)
+
+    system = _table("System of rank 0", "part", "version")
+    system.add_row("processor", found["processor"])
+    for name, version in found["versions"].items():
+        system.add_row(name, version)
+    mpi = found["cuda_aware_mpi"]
+    answer = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
+    system.add_row("MPI is CUDA-aware", f"{answer} ({mpi['how']})")
+    return [*result, system]
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _cell(value: object) -> str:
+    return "-" if value in (None, "", -1) else str(value)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m mpicomm.info",
+        description="Show what the ranks run on, how they reach each other's memory, and with which versions.",
+    )
+    command_line.add_communicator_arguments(result)
+    result.add_argument("--json", action="store_true", help="print one JSON object")
+    return result
+
+
+def main() -> int:
+    """Run the command line on this rank. Collective."""
+    options = command_line.parse_args(parser())
+    comm = command_line.open_communicator(options.device, options.handle)
+    rank = comm.rank
+    found = collect(comm)
+    comm.Free()
+    if rank != 0:
+        return 0
+    if options.json:
+        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, markup=False, highlight=False)
+    for table in tables(found):
+        console.print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    command_line.run(main)

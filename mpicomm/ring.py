@@ -1,0 +1,338 @@
+"""``python -m mpicomm.ring``: every rank moves bytes to and from its neighbours in a ring, checks each, and is timed.
+
+Rank r writes straight into the memory of rank r+1 (put) and reads straight from that of rank r-1 (get), both through
+the mapped memory, as a kernel of the user's would, and with copies. The options are those of nccl-tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+
+import mpicomm
+from mpicomm import command_line, environment
+from mpicomm.backend.base import Link
+from mpicomm.communicator import Communicator, RankInfo
+from mpicomm.errors import InvalidUsageError
+
+DIRECTIONS = ("put", "get")
+
+_CHECKS = 4  # patterns per size and direction; half go through mapped memory, half through copies
+_POISON = 0xA5
+_CHUNK_NBYTES = 1 << 20  # what the pattern is made in: bounds the memory it takes, and lies in a CPU's cache
+_WORD = np.dtype(np.uint32)
+
+
+class Pattern:
+    """Bytes that depend on the rank that wrote them, the iteration and their index.
+
+    A 32-bit hash of the word index and a seed, seen as bytes: shifted, swapped, stale or missing data do not match.
+    ``xp`` is the array module, numpy or cupy.
+    """
+
+    def __init__(self, xp: Any) -> None:
+        self._xp = xp
+        self._ramp = xp.arange(_CHUNK_NBYTES // _WORD.itemsize, dtype=_WORD) * _WORD.type(0x9E3779B1)
+        self._words = xp.empty_like(self._ramp)
+        self._shifted = xp.empty_like(self._ramp)
+        self._expected = xp.empty(_CHUNK_NBYTES, np.uint8)
+
+    def write(self, target: Any, rank: int, iteration: int) -> None:
+        """Write the pattern into an array of bytes; the elementwise kernel (or NumPy loop) stores right into it."""
+        for start in range(0, target.size, _CHUNK_NBYTES):
+            self._write_chunk(target[start : start + _CHUNK_NBYTES], start, rank, iteration)
+
+    def count_wrong(self, array: Any, rank: int, iteration: int) -> int:
+        """Return how many bytes of an array are not the pattern's; all of them are compared."""
+        wrong = 0
+        for start in range(0, array.size, _CHUNK_NBYTES):
+            chunk = array[start : start + _CHUNK_NBYTES]
+            expected = self._expected[: chunk.size]
+            self._write_chunk(expected, start, rank, iteration)
+            wrong += int(self._xp.count_nonzero(chunk != expected))
+        return wrong
+
+    def _write_chunk(self, target: Any, start: int, rank: int, iteration: int) -> None:
+        xp = self._xp
+        count = -(-target.size // _WORD.itemsize)
+        words, shifted = self._words[:count], self._shifted[:count]
+        offset = start // _WORD.itemsize * 0x9E3779B1 + (rank + 1) * 0x85EBCA77 + (iteration + 1) * 0xC2B2AE3D
+        xp.add(self._ramp[:count], _WORD.type(offset % 2**32), out=words)
+        xp.right_shift(words, _WORD.type(15), out=shifted)
+        xp.bitwise_xor(words, shifted, out=words)
+        xp.multiply(words, _WORD.type(0x2C1B3C6D), out=words)
+        xp.right_shift(words, _WORD.type(13), out=shifted)
+        # The last step is done bytewise: it needs no alignment of the target, and a tail is like the rest.
+        xp.bitwise_xor(words.view(np.uint8)[: target.size], shifted.view(np.uint8)[: target.size], out=target)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One size and direction: wrong bytes on all ranks, and the time per iteration of the slowest rank."""
+
+    nbytes: int
+    wrong: int
+    time_us: float
+
+    @property
+    def algbw_gb_s(self) -> float:
+        """Bytes each rank moved by the time, in GB/s."""
+        return self.nbytes / self.time_us * 1e-3
+
+
+class Ring:
+    """A window of memory on each rank, which the neighbours write to and read from, and an array of its own."""
+
+    def __init__(self, comm: Communicator, pattern: Pattern, xp: Any, nbytes: int) -> None:
+        self._comm = comm
+        self._pattern = pattern
+        self._nbytes = nbytes
+        self._window = comm.empty((nbytes,), np.uint8)
+        self._own = xp.empty(nbytes, np.uint8)
+        self._next = (comm.rank + 1) % comm.size
+        self._previous = (comm.rank - 1) % comm.size
+
+    def measure(self, direction: str, iterations: int, warmup: int) -> Measurement:
+        """Check, then time one direction. Collective."""
+        check, step = (self._check_put, self._put) if direction == "put" else (self._check_get, self._get)
+        wrong = sum(self._comm.allgather(check()))  # which also holds the timed writes until all windows are checked
+        return Measurement(self._nbytes, wrong, self._time_us(step, iterations, warmup))
+
+    def close(self) -> None:
+        """Give the window back. Collective."""
+        self._window.close()
+
+    def _put(self) -> None:
+        self._window.put(self._own, self._next)
+        self._hand_over(self._next, self._previous)
+
+    def _get(self) -> None:
+        self._window.get(self._previous, self._own)
+        # Tells the owner that it may write again, and waits for the same word about this rank's window.
+        self._hand_over(self._previous, self._next)
+
+    def _check_put(self) -> int:
+        rank, wrong = self._comm.rank, 0
+        for iteration in range(_CHECKS):
+            self._window.local.fill(_POISON)
+            self._meet()  # no window is written to before its owner has poisoned it
+            if iteration % 2:
+                self._pattern.write(self._own, rank, iteration)
+                self._put()
+            else:
+                self._pattern.write(self._window.peer(self._next), rank, iteration)
+                self._hand_over(self._next, self._previous)
+            wrong += self._pattern.count_wrong(self._window.local, self._previous, iteration)
+        return wrong
+
+    def _check_get(self) -> int:
+        rank, wrong = self._comm.rank, 0
+        for iteration in range(_CHECKS):
+            self._own.fill(_POISON)
+            self._meet()  # no window is overwritten before its reader is done with it
+            self._window.local.fill(_POISON)
+            self._pattern.write(self._window.local, rank, iteration)
+            self._hand_over(self._next, self._previous)
+            if iteration % 2:
+                self._window.get(self._previous, self._own)
+                wrong += self._pattern.count_wrong(self._own, self._previous, iteration)
+            else:
+                wrong += self._pattern.count_wrong(self._window.peer(self._previous), self._previous, iteration)
+        return wrong
+
+    def _hand_over(self, to: int, by: int) -> None:
+        self._window.signal(to)
+        self._window.wait_signal(by)
+
+    def _meet(self) -> None:
+        self._comm.check()
+        self._comm.barrier()
+
+    def _time_us(self, step: Callable[[], None], iterations: int, warmup: int) -> float:
+        for _ in range(warmup):
+            step()
+        self._meet()
+        start = time.perf_counter()
+        for _ in range(iterations):
+            step()
+        self._comm.check()
+        elapsed_s = time.perf_counter() - start
+        slowest_s: float = max(self._comm.allgather(elapsed_s))
+        return slowest_s / iterations * 1e6
+
+
+def sizes(smallest: int, largest: int, factor: int) -> list[int]:
+    """Return the sizes of a sweep, the largest included where the steps reach it."""
+    found = []
+    while smallest <= largest:
+        found.append(smallest)
+        smallest *= factor
+    return found
+
+
+def header(ranks: Sequence[RankInfo], requested_handle: str) -> list[str]:
+    """Return the lines that say what runs where."""
+    hosts = sorted({info.host for info in ranks})
+    count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    lines = [f"mpicomm {mpicomm.__version__} ring: {count} on {', '.join(hosts)} ({command_line.processor()})"]
+    for info in ranks:
+        device = f"{info.device:>2} [{info.pci_bus_id}] {info.device_name}" if info.pci_bus_id else info.device
+        lines.append(f" Rank {info.rank:>2} Pid {info.pid:>6} on {info.host} device {device}")
+    if environment.handle(requested_handle) != "auto":
+        why = "as asked for"
+    elif ranks[0].rejected:
+        why = "; ".join(f"not {kind}: {reason}" for kind, reason in ranks[0].rejected.items())
+    else:
+        why = "the best for this device"
+    return [*lines, f"handle: {ranks[0].handle} ({why})"]
+
+
+def matrix(title: str, cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a rank by rank table."""
+    width = max(len(cell) for row in cells for cell in row) + 2
+    lines = [f"{title} (row: rank, column: peer)", " " * 4 + "".join(f"{peer:>{width}}" for peer in range(len(cells)))]
+    return lines + [f"{rank:>4}" + "".join(f"{cell:>{width}}" for cell in row) for rank, row in enumerate(cells)]
+
+
+def matrices(links: Sequence[Sequence[Link]]) -> list[str]:
+    """Return the peer-to-peer matrix, and what CUDA says of the links where it says something."""
+    lines = matrix("path", [[link.path for link in row] for row in links])
+    if any(link.native_atomics is not None for row in links for link in row):
+        cells = [
+            [" ".join(map(_mark, (link.performance_rank, link.access, link.native_atomics))) for link in row]
+            for row in links
+        ]
+        lines += matrix("performance rank, access, native atomics", cells)
+    return lines
+
+
+def _mark(value: int | bool | None) -> str:
+    if value is None:
+        return "-"
+    return ("n", "y")[value] if isinstance(value, bool) else str(value)
+
+
+def table_head(directions: Iterable[str]) -> list[str]:
+    """Return the head of the table, as nccl-tests prints it."""
+    blocks = list(directions)
+    return [
+        f"{'':>12}" + "".join(f"{name:>16}{'':>14}" for name in blocks),
+        f"{'size':>12}" + f"{'time':>12}{'algbw':>9}{'#wrong':>9}" * len(blocks),
+        f"{'(B)':>12}" + f"{'(us)':>12}{'(GB/s)':>9}{'':>9}" * len(blocks),
+    ]
+
+
+def table_row(nbytes: int, measurements: Iterable[Measurement]) -> str:
+    """Return one line of the table."""
+    return f"{nbytes:>13}" + "".join(f"{m.time_us:>12.2f}{m.algbw_gb_s:>9.2f}{m.wrong:>9}" for m in measurements)
+
+
+def report(
+    ranks: Sequence[RankInfo],
+    options: argparse.Namespace,
+    results: dict[int, dict[str, Measurement]],
+) -> dict[str, Any]:
+    """Return everything that was shown, and what it ran on, for the JSON file."""
+    wrong = sum(m.wrong for row in results.values() for m in row.values())
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "options": {name: value for name, value in vars(options).items() if name != "json"},
+        "processor": command_line.processor(),
+        "versions": command_line.versions(),
+        "ranks": [command_line.rank_record(info) for info in ranks],
+        "handle": ranks[0].handle,
+        "results": [
+            {
+                "nbytes": nbytes,
+                **{
+                    direction: {"time_us": m.time_us, "algbw_gb_s": m.algbw_gb_s, "wrong": m.wrong}
+                    for direction, m in row.items()
+                },
+            }
+            for nbytes, row in results.items()
+        ],
+        "wrong": wrong,
+        "ok": wrong == 0,
+    }
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m mpicomm.ring",
+        description="Every rank moves bytes to and from its neighbours in a ring, checks each, and is timed.",
+    )
+    size, count = command_line.parse_size, command_line.count_from
+    result.add_argument("-b", "--minbytes", type=size, default=1 << 10, metavar="SIZE", help="default: 1K")
+    result.add_argument("-e", "--maxbytes", type=size, metavar="SIZE", help="default: 64M on the cpu, 1G on GPUs")
+    result.add_argument("-f", "--stepfactor", type=count(2), default=4, metavar="N", help="default: 4")
+    result.add_argument("-n", "--iters", type=count(1), default=20, metavar="N", help="timed iterations; default: 20")
+    result.add_argument("-w", "--warmup_iters", type=count(0), default=5, metavar="N", help="default: 5")
+    result.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: both")
+    command_line.add_communicator_arguments(result)
+    result.add_argument("--json", type=command_line.output_file, metavar="FILE", help="write the results there too")
+    return result
+
+
+def main() -> int:
+    """Run the command line on this rank. Collective."""
+    options = command_line.parse_args(parser())
+    comm = command_line.open_communicator(options.device, options.handle)
+    if comm.num_nodes > 1:
+        raise InvalidUsageError(
+            f"the ring goes through mapped memory and needs all ranks on one node; these {comm.size} ranks are on "
+            f"{comm.num_nodes} nodes"
+        )
+    if options.maxbytes is None:
+        options.maxbytes = max(options.minbytes, 64 << 20 if comm.device == "cpu" else 1 << 30)
+    swept = sizes(options.minbytes, options.maxbytes, options.stepfactor)
+    if not swept:
+        raise InvalidUsageError(
+            f"no size to measure: -b {command_line.format_size(options.minbytes)} is above "
+            f"-e {command_line.format_size(options.maxbytes)}"
+        )
+    rank = comm.rank
+    directions = DIRECTIONS if options.direction == "both" else (options.direction,)
+
+    def show(*lines: str) -> None:
+        if rank == 0:
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+            sys.stdout.flush()
+
+    ranks = comm.allgather(comm.describe())
+    for line in (*header(ranks, options.handle), *matrices([info.links for info in ranks]), ""):
+        show(f"# {line}".rstrip())
+    show(*(f"#{line}".rstrip() for line in table_head(directions)))
+
+    xp = importlib.import_module("numpy" if comm.device == "cpu" else "cupy")
+    pattern = Pattern(xp)
+    results: dict[int, dict[str, Measurement]] = {}
+    for completed, nbytes in enumerate(swept):
+        with command_line.progress_line(command_line.format_size(nbytes), completed, len(swept)):
+            ring = Ring(comm, pattern, xp, nbytes)
+            results[nbytes] = {
+                direction: ring.measure(direction, options.iters, options.warmup_iters) for direction in directions
+            }
+            ring.close()
+        show(table_row(nbytes, results[nbytes].values()))
+
+    outcome = report(ranks, options, results)
+    if options.json is not None and rank == 0:
+        command_line.write_json(options.json, outcome)
+    comm.Free()
+    show("# OK" if outcome["ok"] else f"# FAILED: {outcome['wrong']} wrong")
+    return 0 if outcome["ok"] else 1
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,62 @@
+# Sourced by the scripts beside it, which set -e: $root, $python and prepare_environment.
+
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
+python=$root/.venv/bin/python
+
+# prepare_environment EXTRA...: makes .venv hold the project with these extras, and with CuPy where a driver can run it.
+prepare_environment() {
+  (
+    # Two first calls at once must not build one environment. Some parallel file systems have no locks: go on without.
+    flock 9 || true
+    make_environment
+    cuda=$(cuda_extra)
+    install_extras "$@" $cuda
+    # Appending changes nothing, and NFS gives this lock only on a file that is open for writing.
+  ) 9>>"$root/scripts/environment.sh"
+}
+
+make_environment() {
+  if "$python" -m pip --version >/dev/null 2>&1; then
+    return
+  fi
+  if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
+    echo "mpicomm needs Python 3.10 or newer as python3; this is $(python3 --version 2>&1)" >&2
+    exit 1
+  fi
+  if ! python3 -c 'import ensurepip, venv'; then
+    echo "python3 cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv" >&2
+    exit 1
+  fi
+  python3 -m venv --clear "$root/.venv"
+}
+
+# The extra for the NVIDIA driver of this machine; empty where there is none, or one older than CUDA 12.
+cuda_extra() {
+  "$python" - <<'EOT'
+import contextlib
+import ctypes
+
+version = ctypes.c_int()
+with contextlib.suppress(OSError):
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+if version.value >= 12000:
+    print("cuda13" if version.value >= 13000 else "cuda12")
+EOT
+}
+
+# .venv/installed says what is done: a hash of what the installation depends on, then its extras.
+install_extras() {
+  local installed=$root/.venv/installed hash extra missing=
+  hash=$({ cat "$root/pyproject.toml"; echo "$root"; "$python" -VV; } | sha256sum)
+  if [[ $(head -n 1 "$installed" 2>/dev/null) != "$hash" ]]; then
+    echo "$hash" >"$installed"
+  fi
+  for extra; do
+    grep -qx "$extra" "$installed" || missing+=,$extra
+  done
+  if [[ $missing ]]; then
+    echo "installing mpicomm[${missing#,}] into $root/.venv" >&2
+    "$python" -m pip install --quiet --disable-pip-version-check --editable "$root[${missing#,}]"
+    tr , '\n' <<<"${missing#,}" >>"$installed"
+  fi
+}

@@ -1,0 +1,56 @@
+"""Communicators on the device of a test, their arrays on the host, and whether their memory works."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+import mpicomm
+
+
+def communicator(
+    device: str, comm: MPI.Intracomm = MPI.COMM_WORLD, *, timeout_s: float = 20.0, handle: str = "auto"
+) -> mpicomm.Communicator:
+    """Return a new Communicator on what the ``device`` fixture names. Collective."""
+    return mpicomm.Communicator(comm, device="cpu" if device == "cpu" else "auto", handle=handle, timeout_s=timeout_s)
+
+
+@contextlib.contextmanager
+def array_module(comm: mpicomm.Communicator) -> Iterator[Any]:
+    """Give NumPy, or CuPy with the communicator's GPU as the current device."""
+    if comm.device == "cpu":
+        yield np
+    else:
+        import cupy
+
+        with cupy.cuda.Device(comm.device):
+            yield cupy
+
+
+def to_host(array: Any) -> npt.NDArray[Any]:
+    """Return a NumPy copy of a NumPy or CuPy array."""
+    copy: npt.NDArray[Any] = array.get() if hasattr(array, "get") else np.array(array)
+    return copy
+
+
+def node_ranks(array: mpicomm.SymmetricArray) -> list[int]:
+    """Return the ranks whose parts can be reached from here."""
+    return [rank for rank, pointer in enumerate(to_host(array.pointers).tolist()) if pointer]
+
+
+def require_memory_works(comm: mpicomm.Communicator) -> None:
+    """Let every rank write into every part it can reach, and find in its own what those have written. Collective."""
+    with array_module(comm), comm.zeros(comm.size, np.int64) as array:
+        ranks = node_ranks(array)
+        assert comm.rank in ranks
+        for peer in ranks:
+            array.peer(peer)[comm.rank] = 1000 + 10 * comm.rank + peer
+        comm.check()
+        comm.Barrier()
+        expected = [1000 + 10 * rank + comm.rank if rank in ranks else 0 for rank in range(comm.size)]
+        assert to_host(array.local).tolist() == expected

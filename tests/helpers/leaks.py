@@ -1,0 +1,59 @@
+"""What a test must give back: file descriptors, mapped shared memory, threads and files in /dev/shm."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+# Threads end, and other ranks free their part, a little after the call that asked for it has returned.
+PATIENCE_S = 1.0
+
+
+@contextlib.contextmanager
+def nothing_leaks() -> Iterator[None]:
+    """Fail when the block leaves something behind, and name it."""
+    gc.collect()
+    before = _resources()
+    yield
+    gc.collect()
+    deadline = time.monotonic() + PATIENCE_S
+    while leaked := _resources() - before:
+        if time.monotonic() > deadline:
+            raise AssertionError("leaked: " + ", ".join(sorted(leaked)))
+        time.sleep(0.01)
+
+
+def _resources() -> set[str]:
+    return _descriptors() | _mappings() | _threads() | _shared_files()
+
+
+def _descriptors() -> set[str]:
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        # The one that listed the directory is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            found.add(f"fd {fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
+    return found
+
+
+def _mappings() -> set[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {f"mapping {line}" for line in lines if "/memfd:mpicomm" in line}
+
+
+def _threads() -> set[str]:
+    return {f"thread {tid}" for tid in os.listdir("/proc/self/task")}
+
+
+def _shared_files() -> set[str]:
+    found = set()
+    for path in Path("/dev/shm").iterdir():
+        # Other processes, other MPI jobs above all, make and remove files here meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            if path.lstat().st_uid == os.getuid() and not path.name.startswith("mpich"):
+                found.add(str(path))
+    return found

@@ -1,0 +1,44 @@
+"""Run a program on several ranks from a test that is one process."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+JOB_LIMIT_S = 60.0
+
+
+def mpiexec_command(nprocs: int, *arguments: str) -> list[str]:
+    """Return the command that runs this Python with ``arguments`` on ``nprocs`` ranks."""
+    mpiexec = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
+    assert mpiexec, "there is no mpiexec, neither beside the Python interpreter nor on the PATH"
+    return [mpiexec, "-n", str(nprocs), sys.executable, *arguments]
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """Return an environment for jobs: this checkout's package, nothing of MPICOMM_*, Open MPI on any machine."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("MPICOMM_")}
+    return {
+        **own,
+        "PYTHONPATH": str(ROOT),
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        **variables,
+    }
+
+
+def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run this Python with ``arguments`` on ``nprocs`` ranks and return what came of it."""
+    return subprocess.run(
+        mpiexec_command(nprocs, *arguments),
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=JOB_LIMIT_S,
+    )

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.backend.cuda_driver import visible_devices
+from tests.helpers.agreement import RankAgreement
+
+AGREEMENT = pytest.StashKey[RankAgreement]()
+DEVICES = pytest.StashKey[list[str]]()
+
+
+# Last, because it replaces the terminal reporter that pytest sets up in the same hook.
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    if not config.getoption("--with-mpi"):
+        return
+    results = os.environ.get("MPICOMM_TEST_RESULTS")
+    if results is None:
+        raise pytest.UsageError("run the ranks with: python -m tests.helpers.run_ranks N tests/mpi")
+    config.stash[AGREEMENT] = RankAgreement(config, Path(results))
+    config.pluginmanager.register(config.stash[AGREEMENT])
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" in metafunc.fixturenames:
+        metafunc.parametrize("device", _devices(metafunc.config), indirect=True)
+
+
+def _devices(config: pytest.Config) -> list[str]:
+    """What every rank can run on; collective at its first call."""
+    if DEVICES not in config.stash:
+        mine = _has_gpu()
+        everyone = config.stash[AGREEMENT].allgather(mine) if AGREEMENT in config.stash else [mine]
+        config.stash[DEVICES] = ["cpu", "cuda"] if all(everyone) else ["cpu"]
+    return config.stash[DEVICES]
+
+
+def _has_gpu() -> bool:
+    try:
+        return bool(visible_devices())
+    except mpicomm.BackendUnavailableError:
+        return False
+
+
+@pytest.fixture
+def comm_world() -> MPI.Intracomm:
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda":
+        # A CUDA context lasts as long as its process: made here, it is no leak of the first test that needs it.
+        with mpicomm.Communicator(MPI.COMM_WORLD) as communicator:
+            communicator.zeros(1, "u1")
+    return str(request.param)
+
+
+@pytest.fixture
+def comm(device: str) -> Iterator[mpicomm.Communicator]:
+    communicator = mpicomm.Communicator(MPI.COMM_WORLD, device="cpu" if device == "cpu" else "auto", timeout_s=20)
+    yield communicator
+    communicator.Free()

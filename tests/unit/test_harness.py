@@ -1,0 +1,186 @@
+"""The harness of tests/mpi, on small test files of which ranks fail, hang or die."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.agreement import Outcome, verdict
+from tests.helpers.leaks import nothing_leaks
+
+ROOT = Path(__file__).parents[2]
+
+RunRanks = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_ranks(tmp_path: Path) -> RunRanks:
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/mpi/conftest.py").read_text())
+
+    def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / "test_it.py").write_text(
+            "import os, time, pytest\nfrom mpi4py import MPI\n"
+            "from tests.helpers.raising import raises_everywhere\n"
+            "WORLD = MPI.COMM_WORLD\nRANK = WORLD.rank\n" + code
+        )
+        command = [sys.executable, "-m", "tests.helpers.run_ranks", "2"]
+        command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "--timeout=20"]
+        return subprocess.run(
+            [*command, *arguments, str(tmp_path / "test_it.py")],
+            # Where `tests` can be imported from.
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=60,
+        )
+
+    return run
+
+
+def test_ranks_report_one_outcome(run_ranks: RunRanks) -> None:
+    result = run_ranks("""
+def test_passes(comm_world):
+    assert comm_world.size == 2
+
+@pytest.mark.mpi(min_size=3)
+def test_needs_three(): pass
+
+@pytest.mark.xfail(reason="known")
+def test_is_expected_to_fail(): assert False
+
+def test_fails_on_one():
+    print("captured on", RANK)
+    assert RANK != 1, "only here"
+
+def test_fails_first_on_one():
+    time.sleep(0.1 * (1 - RANK))
+    raise ValueError(f"I am {RANK}")
+
+def test_skipped_on_one():
+    if RANK == 1:
+        pytest.skip("not here")
+
+@pytest.fixture
+def bad_on_one():
+    assert RANK != 1
+
+def test_set_up_fails_on_one(bad_on_one):
+    WORLD.Barrier()
+
+def test_same_error():
+    with raises_everywhere(WORLD, ValueError, match="same") as excinfo:
+        raise ValueError("the same")
+    assert str(excinfo.value) == "the same"
+
+def test_same_error_with_another_text():
+    with raises_everywhere(WORLD, ValueError, match="another"):
+        raise ValueError("the same")
+
+def test_different_texts():
+    with raises_everywhere(WORLD, ValueError):
+        raise ValueError(RANK)
+
+def test_raised_by_one():
+    with raises_everywhere(WORLD, ValueError):
+        if RANK == 0:
+            raise ValueError("alone")
+""")
+    assert result.returncode == 1, result.stdout
+    for line in [
+        "failed on ranks [1] of 2; first on rank 1:",
+        "AssertionError: only here",
+        "captured on 1",
+        "failed on ranks [0, 1] of 2; first on rank 1:",
+        "ValueError: I am 1",
+        "ranks disagree",
+        "Regex pattern did not match",
+        "not the same ValueError on all ranks",
+        "rank 1: raised nothing",
+        "2 ranks: mpiexec exited with 1; rank 0 exited with 1; rank 1 exited with 1",
+    ]:
+        assert line in result.stdout
+    assert "ValueError: I am 0" not in result.stdout
+    # Only one rank prints.
+    assert result.stdout.count("6 failed, 2 passed, 1 skipped, 1 xfailed, 1 error") == 1
+    assert "last words" not in result.stdout
+
+
+def test_passing_run_is_judged_passed(run_ranks: RunRanks) -> None:
+    result = run_ranks("def test_it(no_leaks): WORLD.Barrier()", "-p", "tests.conftest")
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.endswith("2 ranks: passed\n")
+    assert result.stdout.count("1 passed") == 1
+
+
+def test_hanging_rank_ends_the_run_with_all_stacks(run_ranks: RunRanks) -> None:
+    result = run_ranks(
+        """
+def wait_for_ever():
+    while True:
+        time.sleep(0.1)
+
+def test_hangs():
+    assert RANK == 1, "the cause"
+    wait_for_ever()
+""",
+        "--timeout=2",
+    )
+    assert result.returncode == 1
+    first, second = result.stdout.split("---- last words of rank ")[1:]
+    assert "AssertionError: the cause" in first
+    assert "in _wait" in first
+    assert "in wait_for_ever" in second
+    assert "rank 0 did not reach its end; rank 1 did not reach its end" in result.stdout
+
+
+def test_rank_that_exits_with_0_is_judged_failed(run_ranks: RunRanks) -> None:
+    # Both do it, so that mpiexec exits with 0.
+    result = run_ranks("def test_exits(): os._exit(0)")
+    assert result.returncode == 1
+    assert result.stdout.endswith("2 ranks: rank 0 did not reach its end; rank 1 did not reach its end\n")
+
+
+def test_different_collections_are_refused(run_ranks: RunRanks) -> None:
+    result = run_ranks("if RANK == 1: raise ImportError('only here')\ndef test_it(): pass")
+    assert result.returncode == 1
+    assert "ranks collected different tests" in result.stdout
+    assert "ImportError: only here" in result.stdout
+
+
+def outcome(what: str, stopped: float = 0.0) -> Outcome:
+    return Outcome("test call", what, stopped, f"{what} at {stopped}", [])
+
+
+def test_verdict_is_the_earliest_failure() -> None:
+    agreed = verdict([outcome("failed", 2.0), outcome("passed"), outcome("failed", 1.0)])
+    assert agreed.outcome == "failed"
+    assert agreed.text == "failed on ranks [0, 2] of 3; first on rank 2:\n\nfailed at 1.0"
+
+
+def test_verdict_on_a_skip_of_one_rank() -> None:
+    assert verdict([outcome("skipped"), outcome("skipped")]).outcome == "skipped"
+    agreed = verdict([outcome("passed"), outcome("skipped")])
+    assert agreed.outcome == "failed"
+    assert "rank 1: test call: skipped" in agreed.text
+
+
+def test_leaks_are_named(tmp_path: Path) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait)
+    file = (tmp_path / "left-open").open("w")
+    file.close()
+    try:
+        with pytest.raises(AssertionError, match=r"fd \d+ -> .*left-open, thread \d+"), nothing_leaks():
+            thread.start()
+            file = (tmp_path / "left-open").open("w")
+    finally:
+        stop.set()
+        file.close()
+    with nothing_leaks():
+        pass

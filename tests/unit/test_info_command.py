@@ -1,0 +1,116 @@
+"""``python -m mpicomm.info`` as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import mpi4py
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import cuda_aware
+from tests.helpers.mpiexec import run_job
+
+INFO = ("-m", "mpicomm.info", "--device", "cpu")
+
+
+def test_json_is_one_complete_object() -> None:
+    job = run_job(2, *INFO, "--json", MPICOMM_TIMEOUT="12")
+    assert (job.returncode, job.stderr) == (0, "")
+    found = json.loads(job.stdout)
+    assert [info["rank"] for info in found["ranks"]] == [0, 1]
+    assert len({info["pid"] for info in found["ranks"]}) == 2
+    for rank, info in enumerate(found["ranks"]):
+        assert (info["host"], info["node"], info["device"]) == (socket.gethostname(), 0, "cpu")
+        assert (info["handle"], info["rejected"], info["device_uuid"]) == ("memfd", {}, None)
+        assert info["environment"] == {"MPICOMM_TIMEOUT": "12"}
+        assert info["links"][rank]["path"] == "self"
+        assert info["links"][1 - rank]["path"] == "host memory"
+    assert found["versions"]["mpicomm"] == mpicomm.__version__
+    assert found["versions"]["numpy"] == np.__version__
+    assert found["versions"]["mpi4py"] == mpi4py.__version__
+    assert found["versions"]["MPI"].split()[0] == MPI.Get_library_version().split()[0]
+    assert set(found["cuda_aware_mpi"]) == {"aware", "how"}
+
+
+def test_tables_for_people() -> None:
+    job = run_job(3, *INFO, MPICOMM_TIMEOUT="12")
+    assert (job.returncode, job.stderr) == (0, "")
+    assert job.stdout.count("Ranks") == 1
+    assert job.stdout.count("host memory") == 3 * 2
+    assert job.stdout.count("MPICOMM_TIMEOUT") == 1
+    assert "MPI is CUDA-aware" in job.stdout
+
+
+def test_a_wrong_variable_is_said_once() -> None:
+    job = run_job(2, *INFO, MPICOMM_TIMEOUT="soon")
+    assert (job.returncode, job.stdout) == (2, "")
+    assert job.stderr.count("MPICOMM_TIMEOUT") == 1
+    assert "Traceback" not in job.stderr
+
+
+class FakeInfo:
+    def __init__(self, kinds: str | None) -> None:
+        self.kinds = kinds
+
+    def Get(self, key: str) -> str | None:
+        assert key == "mpi_memory_alloc_kinds"
+        return self.kinds
+
+
+class FakeLibrary:
+    """Has the query functions it is given the answers of."""
+
+    _name = "libmpi.so.12"
+
+    def __init__(self, cuda: int | None = None, gpu: tuple[int, int] | None = None) -> None:
+        if cuda is not None:
+            self.MPIX_Query_cuda_support = lambda: cuda
+        if gpu is not None:
+            self._gpu = gpu
+            self.MPIX_GPU_query_support = self._query
+
+    def _query(self, kind: int, supported: object) -> int:
+        assert kind == 0
+        error, supported._obj.value = self._gpu  # type: ignore[attr-defined]  # what ctypes.byref points to
+        return error
+
+
+@pytest.mark.parametrize(
+    ("kinds", "libraries", "aware", "how"),
+    [
+        ("mpi,system,cuda:device", [FakeLibrary(cuda=0)], True, "mpi_memory_alloc_kinds=mpi,system,cuda:device"),
+        ("mpi,cuda", [], True, "mpi_memory_alloc_kinds=mpi,cuda"),
+        ("mpi,cudazilla", [], False, "mpi_memory_alloc_kinds=mpi,cudazilla"),
+        ("mpi,system", [FakeLibrary(cuda=1)], True, "MPIX_Query_cuda_support of libmpi.so.12"),
+        (None, [FakeLibrary(cuda=0, gpu=(0, 1))], False, "MPIX_Query_cuda_support of libmpi.so.12"),
+        (None, [FakeLibrary(), FakeLibrary(gpu=(0, 1))], True, "MPIX_GPU_query_support of libmpi.so.12"),
+        (None, [FakeLibrary(gpu=(0, 0))], False, "MPIX_GPU_query_support of libmpi.so.12"),
+        (None, [FakeLibrary(gpu=(1, 1))], None, "this MPI has neither mpi_memory_alloc_kinds nor a query function"),
+        (None, [], None, "this MPI has neither mpi_memory_alloc_kinds nor a query function"),
+    ],
+)
+def test_cuda_awareness(
+    kinds: str | None, libraries: list[FakeLibrary], aware: bool | None, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FakeWorld:
+        @staticmethod
+        def Get_info() -> FakeInfo:
+            return FakeInfo(kinds)
+
+    monkeypatch.setattr(MPI, "COMM_WORLD", FakeWorld)
+    monkeypatch.setattr(cuda_aware, "_loaded_libraries", lambda: libraries)
+    assert cuda_aware.query_cuda_aware() == cuda_aware.CudaAwareness(aware, how)
+
+
+def test_the_library_that_is_asked_is_the_one_that_is_loaded() -> None:
+    paths = [library._name for library in cuda_aware._loaded_libraries()]
+    assert paths
+    maps = Path(f"/proc/{os.getpid()}/maps").read_text()
+    for path in paths:
+        assert path in maps

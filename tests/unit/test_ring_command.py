@@ -1,0 +1,297 @@
+"""``python -m mpicomm.ring`` as a user runs it, and with faults planted into what it runs on."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpicomm
+from tests.helpers.mpiexec import environment, mpiexec_command, run_job
+
+RING = ("-m", "mpicomm.ring", "--device", "cpu")
+SHORT = ("-b", "1K", "-e", "64K", "-n", "2", "-w", "1")
+SIZES = [1024, 4096, 16384, 65536]
+
+Job = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def run_changed(tmp_path: Path) -> Job:
+    """Run the ring after ``code``, which changes what it calls."""
+
+    def run(nprocs: int, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+        driver = tmp_path / "driver.py"
+        driver.write_text(
+            "import numpy as np\nfrom mpi4py import MPI\nimport mpicomm\n"
+            "from mpicomm import SymmetricArray, command_line, ring\nRANK = MPI.COMM_WORLD.rank\n"
+            f"{code}\ncommand_line.run(ring.main)\n"
+        )
+        return run_job(nprocs, str(driver), "--device", "cpu", *(arguments or SHORT))
+
+    return run
+
+
+def table(stdout: str) -> dict[int, list[float]]:
+    rows = [line.split() for line in stdout.splitlines() if not line.startswith("#")]
+    return {int(row[0]): [float(cell) for cell in row[1:]] for row in rows}
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 4])
+def test_all_is_well(nprocs: int, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    job = run_job(nprocs, *RING, *SHORT, "--json", str(path))
+    assert (job.returncode, job.stderr) == (0, "")
+    lines = job.stdout.splitlines()
+    assert lines[0].startswith(f"# mpicomm {mpicomm.__version__} ring: {nprocs} rank")
+    assert [line for line in lines if line.startswith("#  Rank")] == [
+        line
+        for line in lines
+        if re.fullmatch(rf"#  Rank +\d+ Pid +\d+ on {re.escape(socket.gethostname())} device cpu", line)
+    ]
+    assert len([line for line in lines if line.startswith("#  Rank")]) == nprocs
+    assert "# handle: memfd (the best for this device)" in lines
+    assert job.stdout.count("host memory") == nprocs * (nprocs - 1)
+    assert lines[-1] == "# OK"
+    # One header, ranks, handle, matrix, blank, head of table, table, verdict: no rank but the first wrote anything.
+    assert len(lines) == 1 + nprocs + 1 + (2 + nprocs) + 1 + 3 + len(SIZES) + 1
+
+    shown = table(job.stdout)
+    assert list(shown) == SIZES
+    for nbytes, (put_us, put_gb_s, put_wrong, get_us, get_gb_s, get_wrong) in shown.items():
+        assert put_wrong == get_wrong == 0
+        assert put_gb_s == pytest.approx(nbytes / put_us / 1e3, abs=0.0051, rel=0.01)
+        assert get_gb_s == pytest.approx(nbytes / get_us / 1e3, abs=0.0051, rel=0.01)
+    check_report(json.loads(path.read_text()), nprocs, shown)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def check_report(report: dict[str, Any], nprocs: int, shown: dict[int, list[float]]) -> None:
+    assert (report["ok"], report["wrong"]) == (True, 0)
+    assert report["handle"] == "memfd"
+    assert report["options"]["iters"] == 2
+    assert report["options"]["maxbytes"] == 65536
+    assert report["processor"]
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", report["date"])
+    assert report["versions"]["mpicomm"] == mpicomm.__version__
+    assert report["versions"]["numpy"] == np.__version__
+    assert {"Python", "mpi4py", "MPI"} <= set(report["versions"])
+    assert [info["rank"] for info in report["ranks"]] == list(range(nprocs))
+    assert len({info["pid"] for info in report["ranks"]}) == nprocs
+    for rank, info in enumerate(report["ranks"]):
+        paths = [link["path"] for link in info["links"]]
+        assert paths == ["self" if peer == rank else "host memory" for peer in range(nprocs)]
+    for row in report["results"]:
+        cells = [round(row[name][key], 2) for name in ("put", "get") for key in ("time_us", "algbw_gb_s", "wrong")]
+        assert cells == pytest.approx(shown.pop(row["nbytes"]), abs=0.011)
+    assert not shown
+
+
+@pytest.mark.parametrize("direction", ["put", "get"])
+def test_one_direction(direction: str) -> None:
+    job = run_job(2, *RING, "--direction", direction, "-b", "1K", "-e", "1K", "-n", "1", "-w", "0")
+    assert job.returncode == 0
+    assert [len(row) for row in table(job.stdout).values()] == [3]
+    assert [name for name in ("put", "get") if f" {name}\n" in job.stdout] == [direction]
+
+
+def test_sizes_that_are_no_multiple_of_anything() -> None:
+    job = run_job(2, *RING, "-b", "1", "-e", "1200000", "-f", "101", "-n", "1", "-w", "0")
+    assert job.returncode == 0
+    assert list(table(job.stdout)) == [1, 101, 10201, 1030301]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-b", "12Q"), "argument -b/--minbytes: '12Q' is no size"),
+        (("-f", "1"), "argument -f/--stepfactor: '1': use a whole number from 2 up"),
+        (("--json", "/no/such/directory/file"), "argument --json"),
+        (("--direction", "up"), "argument --direction"),
+        (("--bogus",), "unrecognized arguments: --bogus"),
+        (("-b", "1M", "-e", "1K"), "error: no size to measure: -b 1M is above -e 1K"),
+        (("--handle", "ipc"), 'handle="ipc"'),
+    ],
+)
+def test_a_wrong_option_is_said_once(options: tuple[str, ...], message: str) -> None:
+    job = run_job(3, *RING, *options)
+    assert job.returncode == 2
+    assert job.stdout == ""
+    assert job.stderr.count(message) == 1
+    assert job.stderr.count("error:") == 1
+    assert "Traceback" not in job.stderr
+    assert "abort" not in job.stderr.lower()
+
+
+def test_help_is_printed_once() -> None:
+    job = run_job(2, *RING, "--help")
+    assert (job.returncode, job.stderr) == (0, "")
+    assert job.stdout.count("usage:") == 1
+
+
+def test_ranks_on_two_nodes_are_refused(run_changed: Job) -> None:
+    job = run_changed(3, "import os; os.environ['MPICOMM_HOSTID'] = 'a' if RANK == 0 else 'b'")
+    assert (job.returncode, job.stdout) == (2, "")
+    assert job.stderr == (
+        "error: the ring goes through mapped memory and needs all ranks on one node; these 3 ranks are on 2 nodes\n"
+    )
+
+
+def assert_found_wrong(job: subprocess.CompletedProcess[str], path: Path, put: bool, get: bool) -> None:
+    assert job.returncode == 1
+    assert "Traceback" not in job.stderr
+    last = job.stdout.splitlines()[-1]
+    match = re.fullmatch(r"# FAILED: (\d+) wrong", last)
+    assert match, last
+    assert "# OK" not in job.stdout
+    shown = table(job.stdout)
+    assert list(shown) == SIZES
+    assert sum(int(row[2] + row[5]) for row in shown.values()) == int(match[1]) > 0
+    for row in shown.values():
+        assert (row[2] > 0, row[5] > 0) == (put, get)
+    report = json.loads(path.read_text())
+    assert (report["ok"], report["wrong"]) == (False, int(match[1]))
+
+
+@pytest.mark.parametrize(("culprit", "index"), [(0, 0), (1, 517), (0, -1)])
+def test_one_wrong_byte_of_a_put_is_found(culprit: int, index: int, run_changed: Job, tmp_path: Path) -> None:
+    code = f"""
+put = SymmetricArray.put
+def corrupt(self, src, peer, **options):
+    put(self, src, peer, **options)
+    if RANK == {culprit}:
+        self.peer(peer)[{index}] ^= 1
+SymmetricArray.put = corrupt
+"""
+    path = tmp_path / "out.json"
+    job = run_changed(2, code, *SHORT, "--json", str(path))
+    assert_found_wrong(job, path, put=True, get=False)
+    # One byte for each put that is checked, two per size.
+    assert json.loads(path.read_text())["wrong"] == 2 * len(SIZES)
+
+
+def test_one_wrong_byte_of_a_get_is_found(run_changed: Job, tmp_path: Path) -> None:
+    code = """
+get = SymmetricArray.get
+def corrupt(self, peer, out=None, **options):
+    out = get(self, peer, out, **options)
+    if RANK == 0:
+        out[-1] ^= 0x80
+    return out
+SymmetricArray.get = corrupt
+"""
+    path = tmp_path / "out.json"
+    job = run_changed(2, code, *SHORT, "--json", str(path))
+    assert_found_wrong(job, path, put=False, get=True)
+    assert json.loads(path.read_text())["wrong"] == 2 * len(SIZES)
+
+
+def test_a_put_that_does_nothing_is_found(run_changed: Job, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    job = run_changed(2, "SymmetricArray.put = lambda *args, **options: None", *SHORT, "--json", str(path))
+    assert_found_wrong(job, path, put=True, get=False)
+
+
+def test_a_peer_that_is_a_copy_is_found(run_changed: Job, tmp_path: Path) -> None:
+    code = """
+peer = SymmetricArray.peer
+first = {}
+def copied(self, rank):
+    return first.setdefault((id(self), rank), (self, peer(self, rank).copy()))[1]
+SymmetricArray.peer = copied
+"""
+    path = tmp_path / "out.json"
+    job = run_changed(2, code, *SHORT, "--json", str(path))
+    assert_found_wrong(job, path, put=True, get=True)
+
+
+def test_data_for_another_rank_is_found(run_changed: Job, tmp_path: Path) -> None:
+    code = """
+put = SymmetricArray.put
+SymmetricArray.put = lambda self, src, peer, **options: put(self, src, (peer + 1) % 3, **options)
+"""
+    path = tmp_path / "out.json"
+    job = run_changed(3, code, *SHORT, "--json", str(path))
+    assert_found_wrong(job, path, put=True, get=False)
+
+
+@pytest.mark.parametrize("error", ["RuntimeError", "mpicomm.InvalidUsageError"])
+def test_an_error_on_one_rank_ends_the_job(error: str, run_changed: Job) -> None:
+    code = f"""
+def fail(self, *arguments, **options):
+    raise {error}("planted")
+if RANK == 1:
+    SymmetricArray.put = fail
+"""
+    start = time.monotonic()
+    job = run_changed(3, code)
+    assert time.monotonic() - start < 10  # starting Python takes most of it; a rank that waits would take 30 s
+    assert job.returncode != 0
+    assert "# OK" not in job.stdout
+    assert "# FAILED" not in job.stdout
+    assert f"mpicomm: rank 1 on {socket.gethostname()} (device cpu) failed\nTraceback" in job.stderr
+    assert f"{error.removeprefix('mpicomm.')}: planted" in job.stderr
+    assert "(device cpu) failed" not in job.stderr.replace(f"rank 1 on {socket.gethostname()} (device cpu) failed", "")
+
+
+def test_an_error_before_there_is_a_device(run_changed: Job) -> None:
+    job = run_changed(2, "if RANK == 0: command_line.Communicator = lambda *args, **options: 1 / 0")
+    assert job.returncode != 0
+    assert f"mpicomm: rank 0 on {socket.gethostname()} (no device yet) failed\nTraceback" in job.stderr
+    assert "ZeroDivisionError" in job.stderr
+
+
+def test_errors_on_all_ranks_at_once_end_the_job(run_changed: Job) -> None:
+    job = run_changed(4, "ring.Pattern.write = lambda *args: 1 / 0")
+    assert job.returncode != 0
+    assert "ZeroDivisionError" in job.stderr
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_an_interrupt_is_quiet(nprocs: int) -> None:
+    command = mpiexec_command(nprocs, *RING, "-b", "1K", "-e", "1K", "-n", "100000000")
+    job = subprocess.Popen(
+        command if nprocs > 1 else command[command.index(sys.executable) :],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout is not None
+    try:
+        for line in job.stdout:
+            if "algbw" in line:  # the measurement goes on for ever
+                break
+        time.sleep(0.2)
+        job.send_signal(signal.SIGINT)
+        _, stderr = job.communicate(timeout=20)
+    finally:
+        job.kill()
+    assert job.returncode != 0
+    assert "Traceback" not in stderr
+    assert "mpicomm" not in stderr
+
+
+def test_time_is_that_of_one_iteration(run_changed: Job) -> None:
+    code = """
+import time
+put = SymmetricArray.put
+def slow(self, src, peer, **options):
+    time.sleep(0.02)
+    put(self, src, peer, **options)
+SymmetricArray.put = slow
+"""
+    job = run_changed(2, code, "-b", "1K", "-e", "1K", "-n", "10", "-w", "0")
+    put_us, *_, get_us, _, _ = table(job.stdout)[1024]
+    assert 20_000 <= put_us < 100_000
+    assert get_us < 20_000

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from mpicomm import ring
+from mpicomm.backend.base import Link
+from mpicomm.communicator import RankInfo
+
+CPU = RankInfo(
+    rank=0,
+    host="here",
+    pid=7,
+    node=0,
+    device="cpu",
+    device_name="cpu",
+    device_uuid=bytes(16),
+    pci_bus_id="",
+    numa_node=-1,
+    handle="memfd",
+    rejected={},
+    links=(Link("self"),),
+)
+GPU = dataclasses.replace(
+    CPU,
+    device=1,
+    device_name="NVIDIA H200",
+    device_uuid=bytes(range(16)),
+    pci_bus_id="0000:17:00.0",
+    handle="fd",
+    rejected={"ipc": "no CUDA IPC in this container"},
+)
+
+
+def test_header_names_devices_and_why_the_handle() -> None:
+    lines = ring.header([GPU, dataclasses.replace(GPU, rank=1)], "auto")
+    assert "2 ranks on here" in lines[0]
+    assert lines[1] == " Rank  0 Pid      7 on here device  1 [0000:17:00.0] NVIDIA H200"
+    assert lines[-1] == "handle: fd (not ipc: no CUDA IPC in this container)"
+    assert ring.header([GPU], "fd")[-1] == "handle: fd (as asked for)"
+    assert ring.header([CPU], "auto")[-1] == "handle: memfd (the best for this device)"
+
+
+def test_header_knows_a_handle_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOMM_HANDLE", "fd")
+    assert ring.header([GPU], "auto")[-1] == "handle: fd (as asked for)"
+
+
+def test_matrices_show_what_cuda_says() -> None:
+    nvlink = Link("NVLink", 0, True, True)
+    pcie = Link("PCIe", 1, True, False)
+    unseen = Link("NVLink", None, True, None)
+    assert ring.matrices([[Link("self"), nvlink], [pcie, unseen]]) == [
+        "path (row: rank, column: peer)",
+        "           0       1",
+        "   0    self  NVLink",
+        "   1    PCIe  NVLink",
+        "performance rank, access, native atomics (row: rank, column: peer)",
+        "          0      1",
+        "   0  - - -  0 y y",
+        "   1  1 y n  - y -",
+    ]
+
+
+def test_the_host_has_only_paths() -> None:
+    links = [[Link("self"), Link("host memory", access=True)], [Link("host memory", access=True), Link("self")]]
+    assert len(ring.matrices(links)) == 4
+
+
+def test_table_columns_line_up() -> None:
+    row = ring.table_row(1 << 30, [ring.Measurement(1 << 30, 0, 4500.0), ring.Measurement(1 << 30, 3, 100.25)])
+    head = [f"#{line}" for line in ring.table_head(["put", "get"])]
+    assert row.split() == ["1073741824", "4500.00", "238.61", "0", "100.25", "10710.64", "3"]
+    ends = [row.index(cell) + len(cell) for cell in ("1073741824", "4500.00", "238.61")]
+    assert ends == [head[1].index(name) + len(name) for name in ("size", "time", "algbw")]
+    assert len(row) == len(head[1])
