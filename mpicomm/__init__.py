@@ -3,6 +3,7 @@
 `Communicator` is an mpi4py communicator; see the README for a first program.
 """
 
+from mpicomm.collectives.ops import AVG
 from mpicomm.communicator import Communicator
 from mpicomm.errors import (
     BackendUnavailableError,
@@ -17,6 +18,7 @@ from mpicomm.events import SharedEvent
 from mpicomm.memory import SymmetricArray
 
 __all__ = [
+    "AVG",
     "BackendUnavailableError",
     "CollectiveTimeoutError",
     "Communicator",

@@ -6,9 +6,7 @@ the others behind in a collective: either every rank gets every rank's result, o
 
 from __future__ import annotations
 
-import os
-import socket
-import time
+import atexit
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +18,10 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.errors import CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.log import TRACE, logger
+from mpicomm.waiting import wait_until
 
 T = TypeVar("T")
 
-_SPINS = 64
-_LONGEST_PAUSE_S = 1e-3
 _GRACE_S = 0.5  # how much longer the others wait than the root, whose message names the rank that is missing
 
 
@@ -74,6 +71,8 @@ class Group:
         try:
             mine = _Outcome(step, produce())
         except Exception as error:
+            if self.broken is not None:
+                raise  # an exchange inside this one ran out of time: nobody would come to this one
             cause = error
             mine = _Outcome(step, error=_portable(error))
         logger.log(TRACE, "exchange %r in ranks %s: %s", step, self.ranks, mine.error or "done here")
@@ -110,7 +109,9 @@ class Group:
         for rank, error in failed.items():
             reasons.setdefault(str(error), []).append(rank)
         text = "; ".join(f"{_names(ranks)}: {reason}" for reason, ranks in reasons.items())
-        return type(next(iter(failed.values())))(f"{outcomes[0].step} failed on {text}", ranks=failed)
+        # At fault are the ranks an error names, such as the one a timeout waited for, else those it happened on.
+        at_fault = sorted({culprit for rank, error in failed.items() for culprit in error.ranks or (rank,)})
+        return type(next(iter(failed.values())))(f"{outcomes[0].step} failed on {text}", ranks=at_fault)
 
     def _gather_and_share(self, mine: _Outcome) -> list[_Outcome]:
         """All-gather over a star: the first rank hears everybody, so it can tell who is missing, and tells everybody.
@@ -130,7 +131,9 @@ class Group:
                     heard[status.source] = message.recv()
                 return len(heard) == self.size
 
-            if _poll(hear, self.timeout_s):
+            # This rank is here: the others, who may have come long before, now wait as long as it does.
+            requests = [self._comm.isend(None, rank, self._tag) for rank in self.ranks[1:]]
+            if wait_until(hear, self.timeout_s):
                 outcomes = [heard[rank] for rank in self.ranks]
                 answer: list[_Outcome] | CollectiveTimeoutError = outcomes
             else:
@@ -139,18 +142,19 @@ class Group:
                     f"{mine.step}: {_names(missing)} did not arrive within {self.timeout_s:g} s", ranks=missing
                 )
             # The missing rank gets the answer too: should it arrive late, it learns at once what happened.
-            requests = [self._comm.isend(answer, rank, self._tag) for rank in self.ranks[1:]]
+            requests += [self._comm.isend(answer, rank, self._tag) for rank in self.ranks[1:]]
         else:
-            answers: list[list[_Outcome] | CollectiveTimeoutError] = []
+            answers: list[Any] = []  # None as soon as the first rank is here, then what it has heard
             requests = [self._comm.isend(mine, self.ranks[0], self._tag)]
 
             def listen() -> bool:
                 if message := self._comm.improbe(self.ranks[0], self._tag):
                     answers.append(message.recv())
-                return bool(answers)
+                    return True
+                return False
 
-            if _poll(listen, self.timeout_s + _GRACE_S):
-                answer = answers[0]
+            if wait_until(listen, self.timeout_s + _GRACE_S) and wait_until(listen, self.timeout_s + _GRACE_S):
+                answer = answers[1]
             else:
                 first = self.ranks[0]
                 answer = CollectiveTimeoutError(
@@ -161,7 +165,7 @@ class Group:
             _abandoned.extend(requests)
             self.broken = answer
             raise answer
-        if not _poll(lambda: MPI.Request.Testall(requests), self.timeout_s):
+        if not wait_until(lambda: MPI.Request.Testall(requests), self.timeout_s):
             _abandoned.extend(requests)
             self.broken = CollectiveTimeoutError(f"{mine.step}: a peer stopped receiving", ranks=self.ranks)
             raise self.broken
@@ -171,20 +175,16 @@ class Group:
 _abandoned: list[MPI.Request] = []
 
 
-def _poll(ready: Callable[[], bool], timeout_s: float) -> bool:
-    """Call ``ready`` until it is true or time is up. Sleeps between calls: ranks may outnumber cores."""
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.0
-    for _ in range(_SPINS):
-        if ready():
-            return True
-        os.sched_yield()
-    while not ready():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(pause_s + 2e-5, _LONGEST_PAUSE_S)
-    return True
+def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm:
+    """Return a duplicate of ``comm``. Collective; raises `CollectiveTimeoutError` where not all ranks come in time.
+
+    Which ones is not known: `Group` names them, but it needs the duplicate.
+    """
+    copy, request = comm.Idup()
+    if not wait_until(request.Test, timeout_s):
+        _abandoned.append(request)
+        raise CollectiveTimeoutError(f"{step}: not all ranks arrived within {timeout_s:g} s")
+    return copy
 
 
 def _portable(error: Exception) -> MpicommError:
@@ -211,9 +211,9 @@ def node_key() -> str:
     return f"{boot_id}/{Path('/proc/self/ns/net').readlink()}"
 
 
-def whereabouts() -> str:
-    """Return "host:pid" of this process."""
-    return f"{socket.gethostname()}:{os.getpid()}"
+def world_rank() -> int:
+    """Return this process's rank in MPI.COMM_WORLD, by which the log knows it."""
+    return MPI.COMM_WORLD.rank
 
 
 def group_by_node(keys: Sequence[str]) -> list[list[int]]:
@@ -231,16 +231,17 @@ _finalize_keyval = MPI.KEYVAL_INVALID
 def release_before_finalize(owner: Any) -> None:
     """Call ``owner.release()`` before MPI_Finalize, unless it is gone by then. Local.
 
-    MPI deletes the attributes of MPI_COMM_SELF first of all in MPI_Finalize (MPI 4.1, section 11.2.4), whoever calls
-    it: the user, or mpi4py when the interpreter ends.
+    MPI deletes the attributes of MPI_COMM_SELF first of all in MPI_Finalize (MPI 4.1, section 11.2.4): that is for a
+    program that calls it. mpi4py calls it when the interpreter is gone and no callback can run: that is for atexit.
     """
     global _finalize_keyval
     if _finalize_keyval == MPI.KEYVAL_INVALID:
         _finalize_keyval = MPI.Comm.Create_keyval(delete_fn=_release_all)
         MPI.COMM_SELF.Set_attr(_finalize_keyval, None)
+        atexit.register(_release_all)
     _at_finalize.add(owner)
 
 
-def _release_all(comm: MPI.Comm, keyval: int, value: Any) -> None:
-    for owner in list(_at_finalize):
-        owner.release()
+def _release_all(*_: object) -> None:
+    while _at_finalize:
+        _at_finalize.pop().release()

@@ -9,13 +9,19 @@ from typing import TYPE_CHECKING, Any
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm import log
+from mpicomm import environment
 from mpicomm.backend.base import Link
+from mpicomm.blocking_collectives import BlockingCollectives
+from mpicomm.bootstrap import duplicate
+from mpicomm.collectives.dispatcher import Collectives
 from mpicomm.domain import Domain
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.events import SharedEvent
 from mpicomm.memory import SymmetricArray
+from mpicomm.nonblocking_collectives import NonblockingCollectives
+from mpicomm.persistent_collectives import PersistentCollectives
 from mpicomm.placement import Placement
+from mpicomm.point_to_point import PointToPoint
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -40,7 +46,7 @@ class RankInfo:
     links: tuple[Link, ...]
 
 
-class Communicator(MPI.Intracomm):
+class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollectives, PointToPoint):
     """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
 
     ``comm`` is the communicator to work on; a duplicate of it is made, so messages cannot mix, and `Free` frees that.
@@ -72,9 +78,9 @@ class Communicator(MPI.Intracomm):
         """Duplicate ``comm`` twice, for the user and for mpicomm's own messages, and set up."""
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
-        log.configure(MPI.COMM_WORLD.rank)
         plain = MPI.Intracomm(comm)
-        private = plain.Dup()
+        deadline_s = environment.usable_timeout_s(timeout_s)
+        private = duplicate(plain, "Communicator", deadline_s)
         try:
             domain = Domain.create(private, device, handle, timeout_s)
         except CollectiveTimeoutError:
@@ -82,17 +88,20 @@ class Communicator(MPI.Intracomm):
         except Exception:
             private.Free()
             raise
-        self = super().__new__(cls, plain.Dup())
-        self._placement = domain.placement
-        self._domain = domain
+        self = super().__new__(cls, duplicate(plain, "Communicator", deadline_s))
+        self._begin(domain.placement, domain)
         return self
+
+    def _begin(self, placement: Placement, domain: Domain | None) -> None:
+        self._placement = placement
+        self._domain = domain
+        self._collectives = Collectives(self, placement, self._set_up)
 
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:
             return "<mpicomm.Communicator freed>"
-        return (
-            f"<mpicomm.Communicator rank {self.rank} of {self.size} device={self.device!r} handle={self.handle!r}>"
-        )
+        rank, size = self._placement.rank, len(self._placement.places)  # MPI's answers end with MPI_Finalize
+        return f"<mpicomm.Communicator rank {rank} of {size} device={self.device!r} handle={self.handle!r}>"
 
     def __enter__(self) -> Self:
         return self
@@ -163,6 +172,8 @@ class Communicator(MPI.Intracomm):
 
         Raises `CollectiveTimeoutError` naming the rank that did not come. The communicator is unusable then.
         """
+        if self._domain is None and self != MPI.COMM_NULL:
+            return  # nothing was enqueued yet, and setting up would be collective
         self._set_up("check").check(stream)
 
     def describe(self) -> RankInfo:
@@ -195,7 +206,8 @@ class Communicator(MPI.Intracomm):
     def Free(self) -> None:
         """Free all arrays and events of the communicator, and the communicator. Collective, blocking.
 
-        A second call does nothing. After a timeout it frees what is this rank's without waiting for the others.
+        A second call does nothing, nor does one after MPI_Finalize. After a timeout it frees what is this rank's and
+        does not wait for the others.
         """
         if self._close_domain():
             super().Free()
@@ -255,8 +267,7 @@ class Communicator(MPI.Intracomm):
             group.Free()
             parent_group.Free()
         child = MPI.Intracomm.__new__(type(self), comm)
-        child._placement = self._placement.subset(ranks)
-        child._domain = None
+        child._begin(self._placement.subset(ranks), None)
         return child
 
     def _set_up(self, what: str) -> Domain:
@@ -264,12 +275,19 @@ class Communicator(MPI.Intracomm):
         if self._domain is None:
             if self == MPI.COMM_NULL:
                 raise InvalidUsageError(f"{what}: the communicator was freed; create another")
-            self._domain = Domain.derive(MPI.Intracomm(self).Dup(), self._placement)
+            private = duplicate(MPI.Intracomm(self), what, self._placement.here.timeout_s)
+            try:
+                self._domain = Domain.derive(private, self._placement)
+            except CollectiveTimeoutError:
+                raise  # as above
+            except Exception:
+                private.Free()
+                raise
         return self._domain
 
     def _close_domain(self) -> bool:
         """Close the domain if there is one; return whether MPI's own free, which is collective, may follow."""
-        if self == MPI.COMM_NULL:
+        if self == MPI.COMM_NULL or MPI.Is_finalized():
             return False
         if self._domain is None:
             return True

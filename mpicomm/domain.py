@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm import environment
+from mpicomm import environment, log
 from mpicomm.backend.base import Backend, Event, Segment
-from mpicomm.bootstrap import Group, release_before_finalize
+from mpicomm.bootstrap import Group, release_before_finalize, world_rank
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
 from mpicomm.events import SharedEvent
 from mpicomm.handle import Kind
@@ -20,7 +20,7 @@ from mpicomm.memory import SymmetricArray, checked_shape, require_contiguous, re
 from mpicomm.placement import Placement, find_placement
 from mpicomm.probe import choose_kind
 from mpicomm.shared_segments import SharedSegments, share
-from mpicomm.signals import SignalPads
+from mpicomm.signals import SignalPad, SignalPads
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -38,13 +38,16 @@ class Shared(Protocol):
         """Free this rank's part; local, after every peer's `close_peers`."""
 
 
+T = TypeVar("T", bound=Shared)
+
+
 class Domain:
     """Groups, device and shared memory of one communicator. ``comm`` is private to it and freed by `close`."""
 
     def __init__(self, comm: MPI.Intracomm, group: Group, node: Group, placement: Placement, backend: Backend) -> None:
         self._comm = comm
         self._group = group
-        self._node = node
+        self.node = node
         self.placement = placement
         self.backend = backend
         self.kind = cast(Kind, placement.here.handle)
@@ -59,15 +62,12 @@ class Domain:
 
         ``comm`` is a duplicate of the user's communicator; it becomes the domain's own if this returns.
         """
-        # A bad timeout must not keep this rank from telling the others, so it is judged inside the exchange.
-        try:
-            deadline_s = environment.timeout_s(timeout_s)
-        except InvalidUsageError:
-            deadline_s = environment.DEFAULT_TIMEOUT_S
-        group = Group(comm, range(comm.size), deadline_s)
+        group = Group(comm, range(comm.size), environment.usable_timeout_s(timeout_s))
+        # What is wrong on one rank must not keep it from telling the others, so it is judged inside an exchange.
         group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
+        group.agree("Communicator: log", lambda: log.configure(world_rank()))
         placement = find_placement(group, device, handle)
-        node = group.subgroup(placement.node_ranks, tag=_NODE_TAG)
+        node = _node_of(group, placement)
         with _bound(group, placement) as backend:
             backend.make_current()
             request = placement.here.handle
@@ -81,7 +81,7 @@ class Domain:
     def derive(cls, comm: MPI.Intracomm, placement: Placement) -> Domain:
         """Return the domain of a communicator made from another, whose choices it keeps. Collective."""
         group = Group(comm, range(comm.size), placement.here.timeout_s)
-        node = group.subgroup(placement.node_ranks, tag=_NODE_TAG)
+        node = _node_of(group, placement)
         with _bound(group, placement) as backend:
             return cls(comm, group, node, placement, backend)
 
@@ -89,6 +89,7 @@ class Domain:
         """Allocate a symmetric array; see ``Communicator.empty`` and ``zeros``."""
         what = "zeros" if zero else "empty"
         checked: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
+        views: list[Any] = []
 
         def signature() -> Hashable:
             checked.append(checked_shape(shape, dtype))
@@ -98,55 +99,68 @@ class Domain:
             (sizes, element) = checked[0]
             nbytes = element.itemsize * int(np.prod(sizes, dtype=object))
             segment = self.backend.allocate(self.kind, nbytes)
-            if zero:
-                # Before the exchange that tells the peers of this memory, or their first put could be zeroed away.
-                self.backend.zero(segment.pointer, nbytes)
+            try:
+                views.append(self.backend.view(segment, sizes, element))
+                if zero:
+                    # Before the exchange that tells the peers of this memory, or their first put could be zeroed away.
+                    self.backend.zero(segment.pointer, nbytes)
+            except Exception:
+                segment.close()
+                raise
             return segment
 
-        return self._array(what, allocate, signature, lambda own: self.backend.view(own, *checked[0]))
+        return self._array(what, allocate, signature, views)
 
     def register(self, array: Any) -> SymmetricArray:
         """Open existing memory to the peers; see ``Communicator.register``."""
-        converted: list[Any] = []
+        views: list[Any] = []
 
         def signature() -> Hashable:
             local = self.backend.asarray(array)
             require_contiguous(local, "array")
             require_writable(local, "array")
             checked_shape(local.shape, local.dtype)
-            converted.append(local)
+            views.append(local)
             return _signature(local.shape, local.dtype)
 
-        return self._array("register", lambda: self.backend.adopt(converted[0]), signature, lambda _: converted[0])
+        return self._array("register", lambda: self.backend.adopt(views[0]), signature, views)
 
     def _array(
-        self,
-        what: str,
-        produce: Callable[[], Segment],
-        signature: Callable[[], Hashable],
-        view: Callable[[Segment], Any],
+        self, what: str, produce: Callable[[], Segment], signature: Callable[[], Hashable], views: list[Any]
     ) -> SymmetricArray:
+        """Share what ``produce`` returns; by then this rank's view of it is in ``views``."""
         self.require_usable(what)
-        pad = self.pads.take()
+        pads: list[SignalPad] = []
+
+        def clear_and_produce() -> Segment:
+            # Before the exchange that tells the peers of this array, or their first signal could be cleared away.
+            self.pads.clear(pads[0])
+            return produce()
+
+        def share_in_node() -> SharedSegments:
+            pads.append(self.pads.take())
+            return share(self.node, self.backend, what, clear_and_produce, signature)
+
         try:
-            segments = self._share_everywhere(what, produce, signature)
+            segments = self._share_everywhere(what, share_in_node, signature)
         except Exception:
-            self.pads.give_back(pad)
+            for pad in pads:
+                self.pads.give_back(pad)
             raise
-        array = SymmetricArray(self, segments, pad, view(segments.own))
+        array = SymmetricArray(self, segments, pads[0], views[0])
         self._shared.append(array)
         return array
 
     def _share_everywhere(
-        self, what: str, produce: Callable[[], Segment], signature: Callable[[], Hashable]
+        self, what: str, share_in_node: Callable[[], SharedSegments], signature: Callable[[], Hashable]
     ) -> SharedSegments:
         """Share within each node, so that all ranks of all nodes succeed with one signature, or all fail."""
-        if self._node.size == self._group.size:
-            return share(self._node, self.backend, what, produce, signature)
+        if self.node is self._group:
+            return share_in_node()
         opened: list[SharedSegments] = []
 
         def in_node() -> Hashable:
-            opened.append(share(self._node, self.backend, what, produce, signature))
+            opened.append(share_in_node())
             return signature()
 
         try:
@@ -159,6 +173,11 @@ class Domain:
                     segments.close(f"{what}: undo on all nodes")
             raise
         return opened[0]
+
+    def keep(self, shared: T) -> T:
+        """Give ``shared`` back with the communicator; all ranks keep the same in the same order. Local."""
+        self._shared.append(shared)
+        return shared
 
     def shared_event(self) -> SharedEvent:
         """Create an event per rank; see ``Communicator.shared_event``."""
@@ -190,8 +209,11 @@ class Domain:
         """Give back one array or event; see its ``close``."""
         if self._freed:
             return
+        # Its place tells it from the others: all ranks have the same ones, in the same order.
+        step = f"{what} {self._shared.index(shared)}: close"
+        late = self._meet(step)
         try:
-            self._close([shared], f"{what}: close")
+            self._give_back([shared], step, late)
         finally:
             self._shared.remove(shared)
 
@@ -205,7 +227,7 @@ class Domain:
         """Raise if the communicator was freed, or is unusable since a timeout; local and cheap."""
         if self._freed:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
-        broken = self._group.broken or self._node.broken
+        broken = self._group.broken or self.node.broken
         if broken:
             raise CollectiveTimeoutError(
                 f"{what}: this communicator is unusable since an earlier timeout ({broken}); create another",
@@ -217,9 +239,10 @@ class Domain:
         """Give everything back. Collective, blocking; local where the communicator is broken. Idempotent."""
         if self._freed:
             return
+        late = self._meet("Free")
         self._freed = True
         try:
-            self._close([*reversed(self._shared), self.pads], "Free")
+            self._give_back([*reversed(self._shared), self.pads], "Free", late)
         finally:
             self._shared.clear()
             self.backend.close()
@@ -229,22 +252,42 @@ class Domain:
     @property
     def intact(self) -> bool:
         """Whether all ranks still answered when last asked; collective MPI calls would hang otherwise."""
-        return not (self._group.broken or self._node.broken)
+        return not (self._group.broken or self.node.broken)
 
-    def _close(self, shared: Sequence[Shared], step: str) -> None:
-        """Stop work, unmap the peers' memory, barrier, free own memory.
+    def _meet(self, step: str) -> CollectiveTimeoutError | None:
+        """Wait until all ranks are about to give the same back; if one does not come, return that for `_give_back`.
 
-        The barrier keeps a rank from freeing memory that a slower peer still has mapped, or is still working on. No
+        Raises `PeerError` where they call different things: nothing has been given back then, and all can go on.
+        """
+        if self.intact:
+            try:
+                self._group.barrier(step)
+            except CollectiveTimeoutError as error:
+                return error
+        return None
+
+    def _give_back(self, shared: Sequence[Shared], step: str, late: CollectiveTimeoutError | None) -> None:
+        """Stop work, unmap the peers' memory, wait for all ranks to have done so, free own memory; raise ``late``.
+
+        The wait keeps a rank from freeing memory that a slower peer still has mapped, or is still working on. No
         second one is needed: nothing of these is used again before the next exchange.
         """
+
+        def stop_and_unmap() -> None:
+            with contextlib.ExitStack() as then:
+                for member in reversed(shared):
+                    then.callback(member.close_peers)
+                self.backend.synchronize()
+
         with contextlib.ExitStack() as last:
             for member in reversed(shared):
                 last.callback(member.close_own)  # whatever fails before: a peer that is gone has nothing mapped
-            self.backend.synchronize()
-            for member in shared:
-                member.close_peers()
             if self.intact:
-                self._group.barrier(step)
+                self._group.agree(f"{step}: unmap", stop_and_unmap)
+            else:
+                stop_and_unmap()
+            if late is not None:
+                raise late
 
     def release(self) -> None:
         """Unmap the peers' memory before MPI_Finalize; local, without a barrier.
@@ -258,6 +301,13 @@ class Domain:
             self.backend.synchronize()
             for member in (*self._shared, self.pads):
                 member.close_peers()
+
+
+def _node_of(group: Group, placement: Placement) -> Group:
+    """Return the group of this rank's node: on one node the same, so that ranks that differ meet in one exchange."""
+    if len(placement.node_ranks) == group.size:
+        return group
+    return group.subgroup(placement.node_ranks, tag=_NODE_TAG)
 
 
 @contextlib.contextmanager
@@ -284,4 +334,4 @@ def _announce_handle(backend: Backend, request: str, kind: Kind, rejected: dict[
 
 
 def _signature(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
-    return f"shape={shape} dtype={dtype.name}"
+    return f"shape={shape} dtype={dtype}"

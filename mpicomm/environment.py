@@ -9,6 +9,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.handle import KINDS
 
 DEFAULT_TIMEOUT_S = 30.0
+LONGEST_TIMEOUT_S = 1e6  # epoll counts milliseconds in 32 bits
 HANDLES = ("auto", *(kind for kind in KINDS if kind != "memfd"))
 
 
@@ -36,18 +37,27 @@ def handle(argument: str) -> str:
 
 def timeout_s(argument: float | None) -> float:
     """Return ``timeout_s=``, or MPICOMM_TIMEOUT, or 30: seconds."""
-    name, value = "timeout_s", argument
+    said, value = f"timeout_s={argument!r}", argument
     if value is None and "MPICOMM_TIMEOUT" in os.environ:
-        name = "MPICOMM_TIMEOUT"
+        text = os.environ["MPICOMM_TIMEOUT"]
+        said = f"MPICOMM_TIMEOUT={text!r}"
         try:
-            value = float(os.environ[name])
+            value = float(text)
         except ValueError:
-            raise InvalidUsageError(f"{name}={os.environ[name]!r} is no number of seconds") from None
+            value = math.nan
     if value is None:
         return DEFAULT_TIMEOUT_S
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf:
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= LONGEST_TIMEOUT_S:
         return float(value)
-    raise InvalidUsageError(f"{name}={value!r}: use a positive number of seconds")
+    raise InvalidUsageError(f"{said}: use a positive number of seconds, {LONGEST_TIMEOUT_S:g} at most")
+
+
+def usable_timeout_s(argument: float | None) -> float:
+    """Return `timeout_s`, or 30 where that is an error, of which a rank has yet to tell the others."""
+    try:
+        return timeout_s(argument)
+    except InvalidUsageError:
+        return DEFAULT_TIMEOUT_S
 
 
 def host_id() -> str | None:
@@ -65,10 +75,10 @@ def bind_cpu() -> bool:
 
 def debug() -> str:
     """Return MPICOMM_DEBUG, the least severe level that is logged."""
-    value = os.environ.get("MPICOMM_DEBUG", "WARN").upper()
-    if value not in ("WARN", "INFO", "TRACE"):
+    value = os.environ.get("MPICOMM_DEBUG", "WARN")
+    if value.upper() not in ("WARN", "INFO", "TRACE"):
         raise InvalidUsageError(f"MPICOMM_DEBUG={value!r}: use WARN, INFO or TRACE")
-    return value
+    return value.upper()
 
 
 def debug_file() -> str | None:

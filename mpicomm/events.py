@@ -57,6 +57,5 @@ class SharedEvent:
         if self.closed:
             raise InvalidUsageError("this SharedEvent is closed; create another with comm.shared_event()")
         self._domain.require_usable("shared event")
-        if rank not in self._events:
-            raise InvalidUsageError(f"peer={rank!r} is none of the ranks {sorted(self._events)} of this node")
-        return self._events[rank]
+        placement = self._domain.placement
+        return self._events[placement.node_ranks[placement.node_index_of(rank)]]

@@ -82,51 +82,39 @@ class FdExchange:
         caller closes each; when this raises, it has closed what it had received. Raises `HandleError` for a peer that
         cannot be reached or sends something else, `CollectiveTimeoutError` for one that sends nothing in time.
         """
-        if self._listener is None:
+        if self._size == 1:
             return {}
+        if self._listener is None:
+            raise HandleError("this exchange of descriptors is closed")
         deadline = time.monotonic() + timeout_s
         others = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
+        try:
+            return self._swap(self._listener, others, fd, deadline)
+        except CollectiveTimeoutError:
+            raise  # an OSError too
+        except OSError as error:
+            raise HandleError(
+                f"cannot exchange descriptors: {error.strerror}; if too many are open, raise the limit (ulimit -n)"
+            ) from error
+
+    def _swap(self, listener: socket.socket, others: Mapping[int, Address], fd: int, deadline: float) -> dict[int, int]:
         # All sends come first: nothing that fails while receiving can then keep a peer waiting for this rank. A
         # message rests in the peer's queue, descriptor included, although this end is closed before it is read.
-        for rank, address in others.items():
-            self._send(rank, address, fd, deadline)
-        return self._receive(self._listener, others, deadline)
-
-    def _send(self, rank: int, address: Address, fd: int, deadline: float) -> None:
-        hello = _HELLO.pack(_MAGIC, self._rank, rank, self.address.secret)
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        while True:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as peer:
-                try:
-                    peer.connect(address.name)
-                    if not _same_user(peer):
-                        raise HandleError(f"the socket of rank {rank} belongs to another user; nothing was sent to it")
-                    peer.sendmsg([hello], rights)
-                    return
-                except BlockingIOError:
-                    # The peer's queue of connections is full; it empties as the peer, or whoever filled it, goes on.
-                    if time.monotonic() > deadline:
-                        raise HandleError(f"the socket of rank {rank} accepted no connection in time") from None
-                except OSError as error:
-                    raise HandleError(
-                        f"cannot send a descriptor to rank {rank}: {error.strerror}; if its container has a network "
-                        "namespace of its own, give it another MPICOMM_HOSTID"
-                    ) from error
-            time.sleep(_RETRY_S)
-
-    def _receive(self, listener: socket.socket, others: Mapping[int, Address], deadline: float) -> dict[int, int]:
+        unsent = self._send(others, fd)
         received: dict[int, int] = {}
         with _closing_on_error(received), contextlib.ExitStack() as sockets, selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
-            while len(received) < len(others):
+            while unsent or len(received) < len(others):
                 remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 and unsent:
+                    raise HandleError(f"the sockets of local ranks {sorted(unsent)} accepted no connection in time")
                 if remaining_s <= 0:
                     missing = sorted(set(others) - set(received))
                     raise CollectiveTimeoutError(f"no descriptor came from local ranks {missing} in time")
-                for key, _ in selector.select(remaining_s):
+                for key, _ in selector.select(min(remaining_s, _RETRY_S) if unsent else remaining_s):
                     if key.data is None:
                         # A connection that stays silent costs a place in the selector and delays nobody.
-                        for connection in _accept(listener):
+                        if connection := _accept(listener):
                             sockets.enter_context(connection)
                             selector.register(connection, selectors.EVENT_READ, connection)
                         continue
@@ -136,12 +124,36 @@ class FdExchange:
                     if message is None:
                         logger.warning("dropped a stranger's message to the descriptor exchange")
                         continue
-                    rank, fd = message
+                    rank, received_fd = message
                     if rank in received:
-                        os.close(fd)
+                        os.close(received_fd)
                         raise HandleError(f"local rank {rank} sent two descriptors")
-                    received[rank] = fd
+                    received[rank] = received_fd
+                # A full queue empties as its owner goes on. The owner may be waiting for this rank's queue in the same
+                # way, so this rank receives meanwhile.
+                unsent = self._send(unsent, fd)
         return received
+
+    def _send(self, addresses: Mapping[int, Address], fd: int) -> dict[int, Address]:
+        """Send the descriptor; return the addresses whose queue of connections is full."""
+        unsent = {}
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        for rank, address in addresses.items():
+            hello = _HELLO.pack(_MAGIC, self._rank, rank, self.address.secret)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as peer:
+                try:
+                    peer.connect(address.name)
+                    if not _same_user(peer):
+                        raise HandleError(f"the socket of rank {rank} belongs to another user; nothing was sent to it")
+                    peer.sendmsg([hello], rights)
+                except BlockingIOError:
+                    unsent[rank] = address
+                except OSError as error:
+                    raise HandleError(
+                        f"cannot send a descriptor to rank {rank}: {error.strerror}; if its container has a network "
+                        "namespace of its own, give it another MPICOMM_HOSTID"
+                    ) from error
+        return unsent
 
     def _read(self, connection: socket.socket, others: Mapping[int, Address]) -> tuple[int, int] | None:
         """Return (rank, descriptor) from a connection, or None for a stranger's, whose descriptors are closed."""
@@ -176,25 +188,27 @@ class FdExchange:
         return sender if hmac.compare_digest(secret, others[sender].secret) else None
 
 
-def _accept(listener: socket.socket) -> list[socket.socket]:
-    """Return the connections that wait, without those of other users: they are closed unread."""
-    connections = []
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            connection, _ = listener.accept()
-            if _same_user(connection):
-                connection.setblocking(False)
-                connections.append(connection)
-            else:
-                connection.close()
-                logger.warning("dropped another user's connection to the descriptor exchange")
-    return connections
+def _accept(listener: socket.socket) -> socket.socket | None:
+    """Return the next connection, or None for one of another user, which is closed unread.
+
+    One at a time: what a flood sends is then read and closed as it comes in, and cannot use all descriptors up.
+    """
+    try:
+        connection, _ = listener.accept()
+    except BlockingIOError:
+        return None
+    if _same_user(connection):
+        connection.setblocking(False)
+        return connection
+    connection.close()
+    logger.warning("dropped another user's connection to the descriptor exchange")
+    return None
 
 
 def _same_user(connection: socket.socket) -> bool:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
-    return bool(uid == os.getuid())
+    return bool(uid == os.geteuid())  # what the kernel reports is the effective uid
 
 
 @contextlib.contextmanager

@@ -60,7 +60,10 @@ class MemoryHandle:
     def unpack(cls, packet: bytes) -> MemoryHandle:
         """Read a packet; raises `HandleError` for anything `pack` cannot have written."""
         if len(packet) != PACKET_NBYTES:
-            raise HandleError(f"handle packet has {len(packet)} bytes instead of {PACKET_NBYTES}: it was truncated")
+            raise HandleError(
+                f"handle packet has {len(packet)} bytes instead of {PACKET_NBYTES}: damaged on the way, or another "
+                "mpicomm wrote it: run one mpicomm on all ranks"
+            )
         body, digest = packet[: _BODY.size], packet[_BODY.size :]
         magic, version, kind, device, key, size, offset, nbytes = _BODY.unpack(body)
         if magic != _MAGIC:

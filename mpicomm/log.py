@@ -11,6 +11,7 @@ import os
 import socket
 
 from mpicomm import environment
+from mpicomm.errors import InvalidUsageError
 
 TRACE = logging.DEBUG - 5
 logging.addLevelName(TRACE, "TRACE")
@@ -31,7 +32,10 @@ def configure(rank: int) -> None:
     else:
         for mark, text in (("%h", host), ("%p", str(pid)), ("%r", str(rank))):
             path = path.replace(mark, text)
-        handler = logging.FileHandler(path)
+        try:
+            handler = logging.FileHandler(path)
+        except OSError as error:
+            raise InvalidUsageError(f"MPICOMM_DEBUG_FILE={path!r} cannot be opened: {error.strerror}") from error
     handler.setFormatter(logging.Formatter(f"{host}:{pid}:{rank} mpicomm %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel({"WARN": logging.WARNING, "INFO": logging.INFO, "TRACE": TRACE}[level])

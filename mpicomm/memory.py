@@ -54,6 +54,13 @@ class SymmetricArray:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.local.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, number = self.local.__dlpack_device__()
+        return int(kind), int(number)
+
     @property
     def local(self) -> Any:
         """This rank's part: a numpy or cupy ndarray, zero copy."""
@@ -94,7 +101,8 @@ class SymmetricArray:
         """
         index = self._node_index(peer)
         source = self._checked(src, "src")
-        if not 0 <= operator.index(offset) <= self.size - source.size:
+        offset = operator.index(offset)  # of NumPy's integers, some are too small for an address
+        if not 0 <= offset <= self.size - source.size:
             raise InvalidUsageError(
                 f"src has {source.size} elements and offset={offset}: they do not fit into {self.size} elements"
             )
@@ -169,20 +177,7 @@ class SymmetricArray:
 
     def _node_index(self, rank: int) -> int:
         self._require_open("peer access")
-        placement = self._domain.placement
-        size = len(placement.places)
-        try:
-            rank = operator.index(rank)
-        except TypeError:
-            raise InvalidUsageError(f"peer={rank!r} is no rank: use 0 to {size - 1}") from None
-        if not 0 <= rank < size:
-            raise InvalidUsageError(f"peer={rank} is no rank of this communicator: use 0 to {size - 1}")
-        if rank not in placement.node_ranks:
-            raise InvalidUsageError(
-                f"peer={rank} is on another node ({placement.places[rank].host}): only the ranks "
-                f"{placement.node_ranks} of this node reach each other's memory; use MPI's calls for the others"
-            )
-        return placement.node_ranks.index(rank)
+        return self._domain.placement.node_index_of(rank)
 
     def _checked(self, array: Any, name: str) -> Any:
         converted = self._domain.backend.asarray(array)
@@ -215,8 +210,10 @@ def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tup
         raise InvalidUsageError(f"shape={shape!r} is no shape: use an int or a tuple of ints") from None
     try:
         element = np.dtype(dtype)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise InvalidUsageError(f"dtype={dtype!r} is no NumPy dtype: {error}") from None
+    if element.subdtype is not None:
+        raise InvalidUsageError(f"dtype={element} is itself an array: add its shape to that of the array")
     if element.hasobject or element.itemsize == 0:
         raise InvalidUsageError(f"dtype={element} holds no plain bytes of a fixed size: use a numeric dtype")
     if any(n < 0 for n in sizes):
@@ -235,4 +232,5 @@ def _writable(array: Any) -> bool:
 
 
 def _pointer(array: Any) -> int:
-    return int(array.data.ptr if hasattr(array.data, "ptr") else array.ctypes.data)
+    # NumPy's `data` is a memoryview, which some dtypes (bfloat16, dates) do not allow.
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import socket
 from collections import Counter
@@ -62,6 +63,22 @@ class Placement:
     def here(self) -> RankPlace:
         """This rank's place."""
         return self.places[self.rank]
+
+    def node_index_of(self, rank: int) -> int:
+        """Return the place of ``rank`` among the ranks of this node; raises `InvalidUsageError` if it is not there."""
+        size = len(self.places)
+        try:
+            rank = operator.index(rank)
+        except TypeError:
+            raise InvalidUsageError(f"peer={rank!r} is no rank: use 0 to {size - 1}") from None
+        if not 0 <= rank < size:
+            raise InvalidUsageError(f"peer={rank} is no rank of this communicator: use 0 to {size - 1}")
+        if rank not in self.node_ranks:
+            raise InvalidUsageError(
+                f"peer={rank} is on another node ({self.places[rank].host}): only the ranks {self.node_ranks} of this "
+                "node reach each other's memory; use MPI's calls for the others"
+            )
+        return self.node_ranks.index(rank)
 
     def subset(self, ranks: Sequence[int]) -> Placement:
         """Return the placement of a communicator of some of these ranks, this one among them; local."""

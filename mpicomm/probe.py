@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import secrets
+from typing import Any
 
 import numpy as np
 
@@ -54,10 +55,12 @@ def probe(node: Group, backend: Backend, kind: Kind) -> None:
     what = f"probe {kind}"
     segments = share(node, backend, what, lambda: backend.allocate(kind, nbytes), lambda: kind)
     try:
-        own = backend.view(segments.own, (node.size + 2,), word)
-        token = secrets.randbits(62)
+        own: Any = None
 
         def prepare() -> int:
+            nonlocal own
+            own = backend.view(segments.own, (node.size + 2,), word)
+            token = secrets.randbits(62)
             own[:-1] = token
             backend.synchronize()
             return token
@@ -65,7 +68,7 @@ def probe(node: Group, backend: Backend, kind: Kind) -> None:
         def write() -> None:
             for index in range(node.size):
                 inboxes = backend.view(segments[index], (node.size + 2,), word)
-                inboxes[1 + node.rank : 2 + node.rank] = token ^ index
+                inboxes[1 + node.rank : 2 + node.rank] = tokens[node.rank] ^ index
             backend.synchronize()
 
         def read() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mpicomm.backend.base import Backend, Segment
 from mpicomm.bootstrap import Group
-from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
 from mpicomm.fd_exchange import Address, FdExchange
 from mpicomm.handle import MemoryHandle
 
@@ -45,10 +45,10 @@ class SharedSegments:
         Own memory is freed although the barrier in between fails: the barrier only keeps a rank from freeing memory
         that a slower peer has still mapped, and a peer that is gone has nothing mapped.
         """
-        self.close_peers()
         try:
-            self._node.barrier(step)
+            self._node.agree(step, self.close_peers)
         finally:
+            self.close_peers()  # where the group is broken, nothing was done above
             self.close_own()
 
 
@@ -94,11 +94,20 @@ def share(
                     temporary.callback(os.close, fd)
             for index, offer in enumerate(offers):
                 if index != node.rank:
-                    segments._segments[index] = backend.open(MemoryHandle.unpack(offer.packet), received.get(index))
+                    try:
+                        segments._segments[index] = backend.open(MemoryHandle.unpack(offer.packet), received.get(index))
+                    except HandleError as error:
+                        raise HandleError(f"memory of rank {node.ranks[index]}: {error}") from error
 
         try:
             offers = node.exchange(f"{what}: allocate and export", export)
             _require_same_signature(what, node, offers)
+        except Exception:
+            # Nobody has opened it yet, and ranks that called something else are not here.
+            with contextlib.suppress(MpicommError):
+                segments.close_own()
+            raise
+        try:
             node.agree(f"{what}: open", lambda: open_peers(offers))
         except Exception:
             # All ranks are here together, or the group is broken and the barrier fails at once.

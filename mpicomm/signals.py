@@ -54,10 +54,7 @@ class SignalPads:
         self._per_chunk = max(1, _CHUNK_NBYTES // self._stride)
 
     def take(self) -> SignalPad:
-        """Return a pad of zeros; collective where a new chunk is needed.
-
-        Peers may signal only after the caller's next exchange with them: before it, a peer's pad may not be zero yet.
-        """
+        """Return a pad, to be cleared; collective where a new chunk is needed."""
         if not self._free:
             nbytes = self._per_chunk * self._stride
             chunk = share(
@@ -74,8 +71,11 @@ class SignalPads:
         index, slot = divmod(number, self._per_chunk)
         chunk = self._chunks[index]
         bases = tuple(chunk[rank].pointer + slot * self._stride for rank in range(self._node.size))
-        self._backend.zero(bases[self._node.rank], self._stride)
         return SignalPad(number, bases, self._node.rank)
+
+    def clear(self, pad: SignalPad) -> None:
+        """Set this rank's counters to zero; local. Peers may signal only after the next exchange with them."""
+        self._backend.zero(pad.bases[pad.own], self._stride)
 
     def give_back(self, pad: SignalPad) -> None:
         """Let the pad be taken again; local. Every peer must have stopped using it."""

@@ -2,9 +2,10 @@
 
 Set-up: milliseconds to create a communicator, a first and a second array (slowest rank; the first creation in the
 process, which on GPUs includes the CUDA context, and the median of later ones).
-Ring, every rank to the next at once, GB/s per rank at 64 MiB (host) or 256 MiB (GPU): on the host, a copy into the
-next rank's mapped memory and what a receiver of Sendrecv sees; on GPUs, a put for each handle kind beside plain
-copy-engine copies between the same two devices, made in one process without any handle, interleaved in the same run.
+Ring, every rank to the next at once, GB/s per rank at 64 MiB (host) or 256 MiB (GPU): on the host, a put into the next
+rank's mapped memory and MPI's Sendrecv, and the same for an array that is computed on the way (straight into the next
+rank's memory, or computed and then sent); on GPUs, a put for each handle kind beside plain copy-engine copies between
+the same two devices, made in one process without any handle.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from mpi4py import MPI
 import mpicomm
 
 WORLD = MPI.COMM_WORLD
-ROUNDS = 11
+ROUNDS = 21
 
 
 def slowest(seconds: float) -> float:
     """Return the longest time any rank took."""
-    return WORLD.allreduce(seconds, MPI.MAX)
+    longest: float = WORLD.allreduce(seconds, MPI.MAX)
+    return longest
 
 
 def timed(work: Callable[[], object]) -> float:
@@ -54,25 +56,37 @@ def set_up() -> dict[str, list[float]]:
 
 
 def host_ring(nbytes: int) -> dict[str, float]:
-    """Return GB/s of a put into the next rank's memory and of MPI's Sendrecv, rounds interleaved."""
+    """Return GB/s to the next rank, rounds interleaved: of data that exists, and of results as they are computed."""
     with mpicomm.Communicator(WORLD, device="cpu") as comm:
         following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        source = np.random.default_rng(comm.rank).integers(0, 256, nbytes, np.uint8)
-        target = np.empty_like(source)
-        array = comm.empty(nbytes, np.uint8)
+        source = np.random.default_rng(comm.rank).random(nbytes // 4, np.float32)
+        scratch, target = np.empty_like(source), np.empty_like(source)
+        array = comm.empty(source.shape, source.dtype)
+
+        def hand_over() -> None:
+            array.signal(following)
+            array.wait_signal(previous)
 
         def put() -> None:
             array.put(source, following)
-            array.signal(following)
-            array.wait_signal(previous)
+            hand_over()
 
         def sendrecv() -> None:
             WORLD.Sendrecv(source, following, recvbuf=target, source=previous)
 
-        times: dict[str, list[float]] = {"mapped memory": [], "MPI Sendrecv": []}
+        def compute_there() -> None:
+            np.sqrt(source, out=array.peer(following))
+            hand_over()
+
+        def compute_and_sendrecv() -> None:
+            np.sqrt(source, out=scratch)
+            WORLD.Sendrecv(scratch, following, recvbuf=target, source=previous)
+
+        ways: list[Callable[[], None]] = [put, sendrecv, compute_there, compute_and_sendrecv]
+        times: dict[str, list[float]] = {way.__name__: [] for way in ways}
         for _ in range(ROUNDS):
-            times["mapped memory"].append(timed(put))
-            times["MPI Sendrecv"].append(timed(sendrecv))
+            for way in ways:
+                times[way.__name__].append(timed(way))
         if not np.array_equal(array.local, target):
             raise SystemExit("the two ways moved different bytes")
     return {way: nbytes / statistics.median(values[1:]) / 1e9 for way, values in times.items()}

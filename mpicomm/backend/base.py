@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from mpicomm.handle import Kind, MemoryHandle
 
@@ -109,6 +111,15 @@ class Backend(Protocol):
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time."""
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return host memory that is fast to copy from and to the device."""
+
+    def completion(self, stream: int) -> Callable[[], bool]:
+        """Return a function that says whether the work enqueued on ``stream`` so far is done.
+
+        What a stream captures is not run: it counts as done.
+        """
 
     def create_event(self) -> Event:
         """Return an event other processes can open."""

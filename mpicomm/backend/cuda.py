@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
 import cupy
 import numpy as np
+import numpy.typing as npt
 from cuda.bindings import driver
 
 from mpicomm.backend.base import Link
 from mpicomm.backend.cuda_arrays import allocation_of, as_cupy
 from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call, visible_devices
-from mpicomm.backend.cuda_faults import FaultPage
+from mpicomm.backend.cuda_faults import Calls, FaultPage
 from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
+from mpicomm.backend.cuda_order import StreamOrder
 from mpicomm.backend.nvml_links import nvml_link
 from mpicomm.backend.streams import resolve_stream
 from mpicomm.errors import BackendUnavailableError, HandleError
@@ -87,7 +91,9 @@ class CudaBackend:
         self.info = devices[ordinal]
         self._ordinal = ordinal
         self._devices = devices
-        self._timeout_ns = int(timeout_s * 1e9)
+        self.timeout_ns = int(timeout_s * 1e9)
+        self.calls: Calls | None = None
+        """What `check` asks for what each rank called, where they called different things."""
         self._lock = threading.Lock()
         self._kernels: _SignalKernels | None = None
         self._stream: Any = None
@@ -202,11 +208,64 @@ class CudaBackend:
         """Hold ``stream`` until ``inbox`` has the next count. Local, stream-ordered, capturable; see `check`."""
         with self._context.current():
             pointer = self._fault_page().pointer
-            self._load_kernels().wait.launch(stream, expected, inbox, peer, self._timeout_ns, pointer)
+            self._load_kernels().wait.launch(stream, expected, inbox, peer, self.timeout_ns, pointer)
 
     def check(self) -> None:
-        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time. Does not wait for the device."""
-        self._fault_page().check()
+        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time, `PeerError` if ranks called different
+        things. Does not wait for the device.
+        """
+        self._fault_page().check(self.calls)
+
+    @property
+    def fault_pointer(self) -> int:
+        """Address of the fault record for kernels."""
+        return self._fault_page().pointer
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many blocks of any size can certainly run at once."""
+        count = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return int(call(driver.cuDeviceGetAttribute, count, self._ordinal))
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Return a ``with`` block in which the device's context is current on the calling thread."""
+        return self._context.current()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Give a ``with`` block, of one thread at a time, that may load kernels even while it captures a graph."""
+        with self._lock, self._context.current():
+            # Loading is not stream work, but a thread that captures a graph is forbidden it all the same unless it
+            # says that it means it; the first use of a kernel may well be a captured one.
+            relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+            before = call(driver.cuThreadExchangeStreamCaptureMode, relaxed)
+            try:
+                yield
+            finally:
+                call(driver.cuThreadExchangeStreamCaptureMode, before)
+
+    def stream_order(self) -> StreamOrder:
+        """Return a new order for work of several streams of this device."""
+        with self._context.current():
+            return StreamOrder()
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return pinned host memory of CuPy's pool; it goes back when the array is gone."""
+        with self._context.current():
+            memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+        return np.frombuffer(memory, np.uint8, nbytes)
+
+    def completion(self, stream: int) -> Callable[[], bool]:
+        """Return a function that says whether the work enqueued on ``stream`` so far is done; callable in any thread.
+
+        What a stream captures is not run: it counts as done.
+        """
+        with self._context.current():
+            if int(call(driver.cuStreamIsCapturing, stream)) != 0:
+                return lambda: True
+            event = cupy.cuda.Event(disable_timing=True)  # destroyed with the function
+            call(driver.cuEventRecord, event.ptr, stream)
+        return lambda: bool(event.done)
 
     def create_event(self) -> CudaEvent:
         """Return an event other processes can open."""
@@ -269,14 +328,7 @@ class CudaBackend:
         return self._faults
 
     def _load_kernels(self) -> _SignalKernels:
-        with self._lock:
-            if self._kernels is None:
-                # Loading is not stream work, but a thread that captures a graph is forbidden it all the same unless it
-                # says that it means it; the first signal may well be a captured one.
-                relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-                before = call(driver.cuThreadExchangeStreamCaptureMode, relaxed)
-                try:
-                    self._kernels = _SignalKernels(self.info.compute_capability)
-                finally:
-                    call(driver.cuThreadExchangeStreamCaptureMode, before)
-            return self._kernels
+        if self._kernels is None:
+            with self.loading():
+                self._kernels = self._kernels or _SignalKernels(self.info.compute_capability)
+        return self._kernels

@@ -32,7 +32,8 @@ def as_cupy(array: Any, ordinal: int) -> Any:
 
 
 def _convert(array: Any, ordinal: int) -> Any:
-    name = f"{type(array).__module__}.{type(array).__qualname__}"
+    cls = type(array)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
     torch = sys.modules.get("torch")  # a tensor can only be given to us once torch is imported
     if torch is not None and isinstance(array, torch.Tensor):
         array = _Tensor(array)
@@ -93,12 +94,11 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
     names = [
         attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
         attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED,
-        attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
         attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
         attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
         attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
     ]
-    memory_type, managed, device, pool, ipc_capable, buffer_id = call(
+    memory_type, managed, pool, ipc_capable, buffer_id = call(
         driver.cuPointerGetAttributes, len(names), names, pointer
     )
     # Managed first: it also counts as device or host memory, wherever its pages happen to be.
@@ -112,8 +112,6 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
             f"array lies in host memory (pinned, or the system's), not on GPU {ordinal}; {_USE_EMPTY}, or copy it with "
             "cupy.array(array)"
         )
-    if int(device) != ordinal:
-        raise _other_device(int(device), ordinal)
     if int(pool) != 0:
         raise InvalidUsageError(
             "array lies in the stream-ordered pool (cudaMallocAsync), whose memory CUDA IPC cannot export; "

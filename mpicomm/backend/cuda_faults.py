@@ -1,10 +1,11 @@
-"""The page of host memory in which a kernel that ran out of time says whom it waited for."""
+"""The page of host memory in which a kernel that cannot go on says why."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from cuda.bindings import driver
@@ -12,10 +13,15 @@ from cuda.bindings import driver
 from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call
 from mpicomm.backend.host import fence
-from mpicomm.errors import CollectiveTimeoutError
+from mpicomm.errors import CollectiveTimeoutError, PeerError
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
-_OPERATIONS = {1: "wait_signal"}  # enum Operation there
+_OPERATIONS = {1: "wait_signal", 2: "collective"}  # enum Operation there
+_MISMATCH = 3  # kMismatch
+_UNUSABLE = "the communicator is unusable from here on"
+
+Calls = Callable[[], Sequence[str]]
+"""Returns what each rank called last, in words."""
 
 
 class FaultRecord(ctypes.Structure):
@@ -46,8 +52,11 @@ class FaultPage:
         self._address = address
         self._record: Any = FaultRecord.from_address(address)
 
-    def check(self) -> None:
-        """Raise `CollectiveTimeoutError` if a record is there, every time. Local; does not wait for the device."""
+    def check(self, calls: Calls | None = None) -> None:
+        """Raise `CollectiveTimeoutError` or `PeerError` if a record is there, every time.
+
+        Local; does not wait for the device. ``calls`` is asked for the text of a `PeerError`.
+        """
         # A record that is still being filled in does not count yet: its kernel runs, and the next check sees it.
         if self._record is None or self._record.state != _WRITTEN:
             return
@@ -55,11 +64,17 @@ class FaultPage:
         # them.
         fence()
         record = self._record
+        where = f"number {record.sequence} from rank {record.peer}"
+        if record.operation == _MISMATCH:
+            said = "; ".join(calls()) if calls else "it is not known what"
+            raise PeerError(
+                f"ranks called different things: {said} (noticed in {where}, block {record.block}); {_UNUSABLE}",
+                ranks=[record.peer],
+            )
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
+        time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
         raise CollectiveTimeoutError(
-            f"{operation}: number {record.sequence} from rank {record.peer} did not come within "
-            f"{record.elapsed_ns / 1e9:.3g} s (block {record.block}); the communicator is unusable from here on",
-            ranks=[record.peer],
+            f"{operation}: {where} did not come {time} (block {record.block}); {_UNUSABLE}", ranks=[record.peer]
         )
 
     def close(self) -> None:

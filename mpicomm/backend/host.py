@@ -7,7 +7,7 @@ import fcntl
 import mmap
 import os
 import threading
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from mpicomm.backend.base import Link
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.handle import Kind, MemoryHandle
+from mpicomm.waiting import wait_until
 
 NO_DEVICE = bytes(16)
 
@@ -115,6 +116,7 @@ class HostBackend:
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
+        self._missed: tuple[str, int] | None = None
 
     def make_current(self) -> None:
         """Return: the host is always there."""
@@ -125,7 +127,7 @@ class HostBackend:
         fd = memfd_create(size)
         try:
             return HostSegment(map_shared(fd, 0, size), fd=fd, size=size)
-        except HandleError:
+        except Exception:
             os.close(fd)
             raise
 
@@ -211,22 +213,30 @@ class HostBackend:
         """Add 1 to the counter at ``expected`` and block until ``inbox`` has reached it."""
         count, box = _word_at(expected), _word_at(inbox)
         target = int(count[0]) + 1
-        deadline = time.monotonic() + self._timeout_s
-        pause_s = 0.0
-        while int(box[0]) < target:
-            if time.monotonic() > deadline:
-                raise CollectiveTimeoutError(
-                    f"wait_signal: no signal number {target} from rank {peer} within {self._timeout_s:g} s",
-                    ranks=[peer],
-                )
-            time.sleep(pause_s)  # 0 yields the core to the peer that is to signal
-            pause_s = min(pause_s + 1e-6, 1e-3)
+        if not wait_until(lambda: int(box[0]) >= target, self._timeout_s):
+            self._missed = (
+                f"wait_signal: number {target} from rank {peer} did not come within {self._timeout_s:g} s; the "
+                "communicator is unusable from here on",
+                peer,
+            )
+            self.check()
         count[0] = target
         # Pairs with the fence in signal: reads of the peer's data come after the counter that published them.
         fence()
 
     def check(self) -> None:
-        """Return: host calls raise when they fail."""
+        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time, every time, as on a GPU."""
+        if self._missed is not None:
+            text, peer = self._missed
+            raise CollectiveTimeoutError(text, ranks=[peer])
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return host memory; it is where the device is."""
+        return np.empty(nbytes, np.uint8)
+
+    def completion(self, stream: int) -> Callable[[], bool]:
+        """Return that everything is done: host calls block."""
+        return lambda: True
 
     def create_event(self) -> HostEvent:
         """Return an event; on the host it is a fence."""
@@ -260,11 +270,11 @@ def fence() -> None:
 
 
 def _bytes_at(pointer: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    return _array_at(pointer, nbytes, np.dtype(np.uint8))
+    return array_at(pointer, nbytes, np.dtype(np.uint8))
 
 
 def _word_at(pointer: int) -> npt.NDArray[np.uint64]:
-    return _array_at(pointer, 1, np.dtype(np.uint64))
+    return array_at(pointer, 1, np.dtype(np.uint64))
 
 
 class _Memory:
@@ -279,7 +289,8 @@ class _Memory:
         }
 
 
-def _array_at(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+def array_at(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return a NumPy array over memory that no Python object owns; the caller keeps the memory there meanwhile."""
     if count == 0:
         return np.empty(0, dtype)
     return np.asarray(_Memory(pointer, count, dtype))

@@ -7,6 +7,9 @@ from typing import Any
 
 from mpicomm.backend.base import Link
 
+# nvmlGpuP2PCapsIndex_t of nvml.h; in several versions of pynvml a stray comma makes tuples of them.
+_READ, _NVLINK, _ATOMICS = 0, 2, 3
+
 
 def nvml_link(device: bytes, peer: bytes) -> Link:
     """Return the link between the GPUs with these UUIDs; "unknown" where NVML or its Python package does not say."""
@@ -22,11 +25,7 @@ def nvml_link(device: bytes, peer: bytes) -> Link:
         ends = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=end)}".encode()) for end in (device, peer)]
         linked, access, atomics = (
             _supported(pynvml, ends, capability)
-            for capability in (
-                pynvml.NVML_P2P_CAPS_INDEX_NVLINK,
-                pynvml.NVML_P2P_CAPS_INDEX_READ,
-                pynvml.NVML_P2P_CAPS_INDEX_ATOMICS,
-            )
+            for capability in (_NVLINK, _READ, _ATOMICS)
         )
         return Link("NVLink" if linked else "PCIe", None, access, atomics)
     except pynvml.NVMLError:

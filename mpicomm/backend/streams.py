@@ -23,7 +23,7 @@ def resolve_stream(stream: Any, array: Any, ordinal: int) -> int:
         if torch is not None and isinstance(array, torch.Tensor):
             return int(torch.cuda.current_stream(ordinal).cuda_stream)
         return int(cupy.cuda.get_current_stream(ordinal).ptr)
-    if isinstance(stream, cupy.cuda.stream.BaseStream):
+    if isinstance(stream, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
         return int(stream.ptr)
     if torch is not None and isinstance(stream, torch.cuda.Stream):
         return int(stream.cuda_stream)

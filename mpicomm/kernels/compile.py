@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from mpicomm.errors import BackendUnavailableError, KernelCompileError
 KERNELS = Path(__file__).parent
 
 
-def compile_kernel(source: Path, compute_capability: tuple[int, int]) -> bytes:
+def compile_kernel(source: Path, compute_capability: tuple[int, int], extra_options: Sequence[str] = ()) -> bytes:
     """Return ``source`` (a .cu file) compiled for a device: CUBIN, or PTX for a device newer than this NVRTC.
 
     Local, blocking (up to some seconds the first time). Raises `KernelCompileError` with NVRTC's log, and
@@ -28,7 +29,7 @@ def compile_kernel(source: Path, compute_capability: tuple[int, int]) -> bytes:
     text = source.read_bytes()
     version = _nvrtc_version()
     architecture = _architecture(compute_capability, version)
-    options = [f"-arch={architecture}", "-std=c++17", f"-I{KERNELS}", *_cuda_headers()]
+    options = [f"-arch={architecture}", "-std=c++17", f"-I{KERNELS}", *extra_options, *_cuda_headers()]
     digest = hashlib.sha256(repr((version, options, text)).encode())
     for header in sorted(KERNELS.glob("*.cuh")):
         digest.update(repr((header.name, header.read_bytes())).encode())

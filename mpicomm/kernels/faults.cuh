@@ -16,6 +16,8 @@ enum FaultState : u32 {
 
 enum Operation : u32 {
   kWaitSignal = 1,
+  kExchange = 2,
+  kMismatch = 3,  // a rank did come, with data of another call than this rank's
 };
 
 // Lies in mapped host memory, so that the host can read it while kernels run. The host's copy of this layout is
@@ -25,8 +27,8 @@ struct FaultRecord {
   u32 operation;   // an Operation
   u64 sequence;    // the count or epoch that was waited for
   u32 block;       // the block that waited
-  u32 peer;        // the rank that did not come
-  u64 elapsed_ns;  // how long it was waited for
+  u32 peer;        // the rank that did not come, or came with something else
+  u64 elapsed_ns;  // how long it was waited for; 0 in a kExchange means that another rank waited and told this one
 };
 
 // What a spin waits for, for the record.
@@ -58,8 +60,38 @@ constexpr u32 kFirstPolls = 16;
 constexpr u32 kPollsBeforeClock = 1000;
 constexpr u64 kLookEvery_ns = 10 * 1000;
 
-// Calls `reached` until it returns true. Returns whether it did; false means that time is up, here or elsewhere on this
-// device, and that the kernel must leave without touching what it waited for.
+enum SpinEnd : u32 {
+  kReached,
+  kTimeUp,  // here; the record says so
+  kLeft,    // because `leave` said so
+};
+
+// Calls `reached` until it returns true, and after a while `leave` every now and then. Unless it ends with kReached the
+// kernel must leave without touching what it waited for.
+template <class Reached, class Leave>
+MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
+  for (u32 poll = 0; poll < kPollsBeforeClock; ++poll) {
+    if (reached()) return kReached;
+  }
+  const u64 start = clock_ns();
+  u64 next_look = start;
+  while (!reached()) {
+    const u64 now = clock_ns();
+    if (now - start > watch.timeout_ns) {
+      report_fault(watch, now - start);
+      return kTimeUp;
+    }
+    if (now >= next_look) {
+      if (leave()) return kLeft;
+      next_look = now + kLookEvery_ns;
+    }
+  }
+  return kReached;
+}
+
+// For kernels of one block: returns whether `reached` came true; false means that time is up, here or elsewhere on this
+// device. Reads of one word of host memory are served one after the other, about a microsecond each, so many blocks
+// had better look at a word of the device.
 template <class Reached>
 MPICOMM_DEVICE bool spin_until(Reached reached, const Watch& watch) {
   // The abort word lies across PCIe, about a microsecond away. This load is on its way while the first polls run and is
@@ -69,24 +101,8 @@ MPICOMM_DEVICE bool spin_until(Reached reached, const Watch& watch) {
     if (reached()) return true;
   }
   if (state_on_entry != kClear) return false;
-  for (u32 poll = kFirstPolls; poll < kPollsBeforeClock; ++poll) {
-    if (reached()) return true;
-  }
-  const u64 start = clock_ns();
-  u64 next_look = start;
-  while (!reached()) {
-    const u64 now = clock_ns();
-    if (now - start > watch.timeout_ns) {
-      report_fault(watch, now - start);
-      return false;
-    }
-    if (now >= next_look) {
-      // Relaxed: the word alone says to leave, nobody reads the record here. Its writer is report_fault above.
-      if (load_relaxed(&watch.fault->state) != kClear) return false;
-      next_look = now + kLookEvery_ns;
-    }
-  }
-  return true;
+  // Relaxed: the word alone says to leave, nobody reads the record here. Its writer is report_fault above.
+  return spin(reached, [&] { return load_relaxed(&watch.fault->state) != kClear; }, watch) == kReached;
 }
 
 }  // namespace mpicomm

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 from cuda.bindings import driver
@@ -18,20 +19,15 @@ class Kernel:
 
     def launch(self, stream: int, *arguments: Any, blocks: int = 1, threads: int = 1) -> None:
         """Enqueue the kernel on ``stream``. Local, does not block; raises `HandleError`."""
-        call(
-            driver.cuLaunchKernel,
-            self._function,
-            blocks,
-            1,
-            1,
-            threads,
-            1,
-            1,
-            0,
-            stream,
-            (arguments, self._types),
-            0,
-        )
+        self._launch(stream, blocks, threads, (arguments, self._types))
+
+    def launch_structure(self, stream: int, arguments: ctypes.Structure, *, blocks: int, threads: int) -> None:
+        """Enqueue a kernel whose one parameter is a structure by value; it is copied before this returns."""
+        pointer = ctypes.c_void_p(ctypes.addressof(arguments))
+        self._launch(stream, blocks, threads, ctypes.addressof(pointer))
+
+    def _launch(self, stream: int, blocks: int, threads: int, parameters: Any) -> None:
+        call(driver.cuLaunchKernel, self._function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
 
 
 class Module:

@@ -11,6 +11,8 @@ from pathlib import Path
 
 # Threads end, and other ranks free their part, a little after the call that asked for it has returned.
 PATIENCE_S = 1.0
+# In /dev/shm: what other MPI jobs make at any time, and what the CUDA driver makes once per process for its events.
+OF_OTHERS = ("mpich", "cuda.shm.")
 
 
 @contextlib.contextmanager
@@ -36,7 +38,9 @@ def _descriptors() -> set[str]:
     for fd in os.listdir("/proc/self/fd"):
         # The one that listed the directory is closed by now.
         with contextlib.suppress(FileNotFoundError):
-            found.add(f"fd {fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if not Path(target).name.startswith(OF_OTHERS):
+                found.add(f"fd {fd} -> {target}")
     return found
 
 
@@ -54,6 +58,6 @@ def _shared_files() -> set[str]:
     for path in Path("/dev/shm").iterdir():
         # Other processes, other MPI jobs above all, make and remove files here meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            if path.lstat().st_uid == os.getuid() and not path.name.startswith("mpich"):
+            if path.lstat().st_uid == os.getuid() and not path.name.startswith(OF_OTHERS):
                 found.add(str(path))
     return found

@@ -19,7 +19,7 @@ ROOT = Path(mpicomm.__file__).parents[1]
 # of them that has a row of its own belongs to that.
 LAYERS = [
     {"errors"},
-    {"handle", "fd_exchange", "cuda_aware"},
+    {"handle", "fd_exchange", "cuda_aware", "waiting"},
     {"environment"},
     {"log"},
     {"bootstrap", "backend.cuda_driver"},
@@ -29,13 +29,22 @@ LAYERS = [
     {"probe", "signals"},
     {"events", "memory"},
     {"domain"},
+    {"collectives"},
+    {"collectives.types", "collectives.requests"},
+    {"collectives.ops", "collectives.buffers"},
+    {"collectives.arguments", "collectives.host_copies"},
+    {"collectives.calls"},
+    {"collectives.dispatcher"},
+    {"blocking_collectives", "nonblocking_collectives", "persistent_collectives", "point_to_point"},
     {"communicator"},
     {"command_line"},
     {"ring", "info"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
-MPI_USERS = {"bootstrap", "cuda_aware", "communicator", "command_line"}
+MPI_USERS = {"bootstrap", "cuda_aware", "communicator", "command_line"} | {
+    name for names in LAYERS[LAYERS.index({"collectives"}) + 1 : LAYERS.index({"communicator"})] for name in names
+}
 CUDA_USERS = ("backend/cuda", "backend/streams.py", "kernels/")
 # They are used as any user of the package would be.
 COMMAND_LINES = {"command_line", "ring", "info"}
@@ -124,6 +133,7 @@ def test_import_loads_nothing_heavy() -> None:
 
 def test_public_names() -> None:
     assert set(mpicomm.__all__) == {
+        "AVG",
         "BackendUnavailableError",
         "CollectiveTimeoutError",
         "Communicator",

@@ -1,0 +1,45 @@
+"""Allreduce of CuPy arrays, without a CUDA-aware MPI: `mpirun -np 4 python examples/gpu_allreduce.py`.
+
+Every rank averages its gradients with those of the others, as data-parallel training does, and says how long it takes.
+"""
+
+import sys
+
+from mpi4py import MPI
+
+import mpicomm
+
+try:
+    import cupy
+
+    cupy.cuda.runtime.getDeviceCount()
+except Exception as error:  # no CuPy, no driver, no device: each has a class of its own
+    sys.exit(f"this example needs CuPy and a GPU ({error}); examples/stock_mpi4py.py runs without")
+
+comm = mpicomm.Communicator(MPI.COMM_WORLD)
+if comm.device == "cpu":
+    sys.exit("this example needs a GPU on every rank; examples/stock_mpi4py.py runs without")
+
+count = 16 * 2**20
+gradients = cupy.full(count, comm.rank, cupy.float32)  # on this rank's GPU, which is the current device now
+averaged = cupy.empty_like(gradients)
+
+# Enqueued on CuPy's current stream: the host goes on at once, and later work on the stream finds the result.
+comm.Allreduce(gradients, averaged, op=mpicomm.AVG)
+assert (averaged == (comm.size - 1) / 2).all()
+
+repeats = 20
+start, end = cupy.cuda.Event(), cupy.cuda.Event()
+start.record()
+for _ in range(repeats):
+    comm.Allreduce(gradients, averaged, op=mpicomm.AVG)
+end.record()
+end.synchronize()
+comm.check()  # raises if a rank did not come
+
+microseconds = 1000 * cupy.cuda.get_elapsed_time(start, end) / repeats
+slowest = comm.allreduce(microseconds, op=MPI.MAX)
+if comm.rank == 0:
+    busbw = 2 * (comm.size - 1) / comm.size * gradients.nbytes / slowest / 1000
+    print(f"{comm.size} ranks, {gradients.nbytes / 2**20:.0f} MiB: {slowest:.0f} us, bus bandwidth {busbw:.0f} GB/s")
+comm.Free()

@@ -1,0 +1,319 @@
+"""Collectives: which way each collective call of one communicator goes, and the engines for it.
+
+Device arrays on one node go through the kernels of `DeviceEngine`. Host arrays go through the mapped memory of
+`HostEngine` where that is faster than MPI or MPI lacks the element type or operation, else to MPI itself. The rest of
+what device arrays can be in goes through pinned host copies and MPI. The choice depends only on what MPI requires to be
+the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.collectives import patterns, types
+from mpicomm.collectives.arguments import parse
+from mpicomm.collectives.board import Board
+from mpicomm.collectives.buffers import read
+from mpicomm.collectives.calls import FORMS, Arguments, Call
+from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.host_copies import HostCopies, announce, through_host
+from mpicomm.collectives.host_engine import HostEngine
+from mpicomm.collectives.host_selection import piece_nbytes, use_mapped
+from mpicomm.collectives.ops import AVG
+from mpicomm.collectives.requests import Completer, PersistentRequest
+from mpicomm.collectives.signature import Signature
+from mpicomm.domain import Domain
+from mpicomm.errors import InvalidUsageError
+from mpicomm.memory import SymmetricArray
+from mpicomm.placement import Placement
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.device_engine import DeviceEngine
+
+ALGORITHMS = ("auto", "mpi", "one_shot", "two_shot")
+_TWO_SHOT = ("Allreduce", "Bcast")
+_DEVICE_TWO_SHOT_NBYTES = 256 * 1024
+"""From this size on a device all-reduce is two-shot: less traffic, one more kernel."""
+
+
+class Collectives:
+    """The collectives of the communicator ``comm``; ``set_up`` gives its domain, collectively the first time."""
+
+    def __init__(self, comm: MPI.Intracomm, placement: Placement, set_up: Callable[[str], Domain]) -> None:
+        self._comm = comm
+        self._set_up = set_up
+        self._rank = placement.rank
+        self._size = len(placement.places)
+        self._completer = Completer()
+        self._board: Board | None = None
+        self._host_engine: HostEngine | None = None
+        self._device_engine: DeviceEngine | None = None
+        self._barrier_array: SymmetricArray | None = None
+
+    def run(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> None:
+        """Carry out a blocking collective; on device arrays, enqueue it."""
+        if algorithm == "auto" and stream is None and self._is_plainly_mpis(operation, arguments):
+            self._mpi(operation, arguments, "{}")
+            return
+        call = self._read(operation, arguments, algorithm)
+        if call.on_device:
+            self._enqueue(call, stream, algorithm)
+        elif self._mapped(call, algorithm):
+            _refuse_stream(operation, stream)
+            self._on_host(operation).run(self._exchanges(call, algorithm), call.signature)
+        else:
+            _refuse_stream(operation, stream)
+            self._mpi(operation, arguments, "{}")
+
+    def start(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
+        """Start a nonblocking collective."""
+        call = self._read(operation, arguments, algorithm)
+        if call.on_device:
+            resolved = self._enqueue(call, stream, algorithm)
+            domain = self._set_up(operation)
+            done = domain.backend.completion(resolved)
+            return self._completer.start(done, domain.backend.check)
+        _refuse_stream(operation, stream)
+        if _mpi_knows(call) and algorithm in ("auto", "mpi"):
+            request: MPI.Request = self._mpi(operation, arguments, "I{}")
+            return request
+        # MPI has no such type, and the host engine has no thread of its own: done when this returns.
+        self._on_host(operation).run(self._exchanges(call, algorithm), call.signature)
+        return self._completer.start(lambda: True, lambda: None)
+
+    def prepare(
+        self, operation: str, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
+    ) -> MPI.Prequest:
+        """Return a persistent collective."""
+        call = self._read(operation, arguments, algorithm)
+        if not call.on_device and _mpi_knows(call) and algorithm in ("auto", "mpi"):
+            _refuse_stream(operation, stream)
+            prepared: MPI.Prequest = self._mpi(operation, arguments, "{}_init", info)
+            return prepared
+        return PersistentRequest.of(lambda: self.start(operation, arguments, stream, algorithm))
+
+    def barrier(self, stream: Any) -> None:
+        """Hold a stream of this rank's GPU until the streams of all ranks of the node have come here."""
+        domain = self._set_up("Barrier")
+        if not isinstance(domain.backend.device, int):
+            _refuse_stream("Barrier", stream)
+        _require_one_node(domain, "Barrier(stream=)")
+        if self._barrier_array is None:
+            self._barrier_array = domain.empty((2, self._size), np.uint8, zero=True)
+        base = self._barrier_array.local.data.ptr
+        mine, theirs = ([Span(base + row * self._size + peer, 1) for peer in range(self._size)] for row in (0, 1))
+        steps = patterns.alltoall(self._rank, self._size, np.dtype(np.uint8), mine, theirs)
+        self._on_device("Barrier").run(steps, Signature("Barrier", "uint8", 1), domain.backend.stream(stream))
+
+    def through_host(
+        self, operation: str, call: Callable[..., Any], buffers: list[tuple[Any, bool, str]], stream: Any
+    ) -> Any:
+        """Call a blocking function of MPI's on host copies of the device arrays among ``buffers``."""
+        domain = self._set_up(operation)
+        announce(operation, "MPI matches messages by tag and source")
+        resolved = domain.backend.stream(stream, _array(buffers[0][0]))
+        return through_host(domain.backend, resolved, call, buffers)
+
+    def start_through_host(
+        self, operation: str, call: Callable[..., MPI.Request], buffers: list[tuple[Any, bool, str]], stream: Any
+    ) -> MPI.Request:
+        """Call a nonblocking function of MPI's on host copies; what arrives is copied before the request completes."""
+        domain = self._set_up(operation)
+        announce(operation, "MPI matches messages by tag and source")
+        copies = HostCopies(domain.backend, domain.backend.stream(stream, _array(buffers[0][0])))
+        specs = [copies.spec(spec, writable=writable, name=name) for spec, writable, name in buffers]
+        copies.ready()
+        request = call(*specs)
+        status = MPI.Status()
+        return self._completer.start(lambda: request.Test(status), copies.back, status)
+
+    def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
+        if algorithm not in ALGORITHMS:
+            raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(ALGORITHMS)}")
+        if algorithm == "two_shot" and operation not in _TWO_SHOT:
+            raise InvalidUsageError(f'algorithm="two_shot" is for {" and ".join(_TWO_SHOT)}: use "one_shot"')
+        if operation == "Reduce_scatter" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
+            mine = parse(arguments.receive, writable=True, name="recvbuf").total
+            arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
+        call = Call(operation, arguments, self._rank, self._size)
+        if algorithm in ("one_shot", "two_shot") and call.dtype is None:
+            raise InvalidUsageError(
+                f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
+            )
+        return call
+
+    def _mapped(self, call: Call, algorithm: str) -> bool:
+        """Whether a call on host arrays goes through mapped memory; the same on all ranks."""
+        if call.dtype is None or algorithm == "mpi":
+            return False
+        if algorithm == "auto" and _mpi_knows(call):
+            nbytes = call.nbytes
+            if nbytes is None or not use_mapped(call.operation, nbytes, self._size):
+                return False
+            return len(self._set_up(call.operation).placement.nodes) == 1
+        _require_one_node(self._set_up(call.operation), f"{call.operation} of {call.dtype}")
+        return True
+
+    def _enqueue(self, call: Call, stream: Any, algorithm: str) -> int:
+        """Carry a call on device arrays out; return the stream it is on."""
+        operation = call.operation
+        domain = self._set_up(operation)
+        if not isinstance(domain.backend.device, int):
+            raise InvalidUsageError(
+                f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
+            )
+        for operand in call.operands:
+            if operand.device is not None and operand.on_device and operand.device != domain.backend.device:
+                raise InvalidUsageError(
+                    f"{operation}: {operand.name} is on GPU {operand.device}, but this communicator is on GPU "
+                    f"{domain.backend.device}: copy it there"
+                )
+        domain.require_usable(operation)
+        resolved = domain.backend.stream(stream, _array(call.operands[0].spec) if call.operands else None)
+        one_node = len(domain.placement.nodes) == 1
+        if call.dtype is not None and algorithm != "mpi" and one_node:
+            self._on_device(operation).run(self._exchanges(call, algorithm), call.signature, resolved)
+            return resolved
+        announce(operation, "only MPI can carry it out" if one_node else "the ranks are on several nodes")
+        arguments = call.arguments
+        buffers = [
+            (spec, writable, name)
+            for spec, writable, name in (
+                (arguments.send, False, "sendbuf"),
+                (arguments.receive, True, "recvbuf"),
+            )
+        ]
+        through_host(
+            domain.backend,
+            resolved,
+            lambda send, receive: self._mpi(operation, replace(arguments, send=send, receive=receive), "{}"),
+            buffers,
+        )
+        return resolved
+
+    def _exchanges(self, call: Call, algorithm: str) -> list[Exchange]:
+        nbytes = call.nbytes or 0
+        piece = None
+        if call.operation in _TWO_SHOT and self._size > 1:
+            if call.on_device:
+                two_shot = call.operation == "Allreduce" and nbytes >= _DEVICE_TWO_SHOT_NBYTES
+                if (algorithm == "auto" and two_shot) or algorithm == "two_shot":
+                    piece = max(nbytes, 1)
+            elif algorithm in ("auto", "two_shot"):
+                piece = piece_nbytes(call.operation, nbytes, self._size, forced=algorithm == "two_shot")
+        return call.exchanges(piece)
+
+    def _is_plainly_mpis(self, operation: str, arguments: Arguments) -> bool:
+        """Whether a call on plain NumPy arrays is below the switch point; quick, as such calls take microseconds."""
+        send, receive = arguments.send, arguments.receive
+        array = receive if type(receive) is np.ndarray else send
+        other = receive if array is send else send
+        if type(array) is not np.ndarray or array.dtype.char not in MPI_CODES or arguments.op is AVG:
+            return False
+        if type(other) is not np.ndarray and other is not MPI.IN_PLACE and other is not None:
+            return False
+        return not use_mapped(operation, self._total_nbytes(operation, send, receive), self._size)
+
+    def _total_nbytes(self, operation: str, send: Any, receive: Any) -> int:
+        """Return `Call.nbytes` for NumPy arrays."""
+        form = FORMS[operation]
+        if type(send) is np.ndarray and form.send != "one":
+            return int(send.nbytes)
+        if type(receive) is np.ndarray and (form.receive != "one" or form.send == "one"):
+            return int(receive.nbytes)
+        if send is MPI.IN_PLACE:  # of Reduce_scatter_block: all blocks are in the receive buffer
+            return int(receive.nbytes)
+        array = send if type(send) is np.ndarray else receive
+        return int(array.nbytes) * (1 if form.send == form.receive == "one" else self._size)
+
+    def _mpi(self, operation: str, arguments: Arguments, method: str, info: MPI.Info | None = None) -> Any:
+        """Call MPI's method and not the Communicator's, which has called this one."""
+        if arguments.op is AVG:
+            raise InvalidUsageError(f"{operation}: MPI has no AVG; use MPI.SUM and divide, or one node")
+        form = FORMS[operation]
+        passed: list[Any] = [arguments.receive] if operation == "Bcast" else [arguments.send, arguments.receive]
+        if operation == "Reduce_scatter":
+            passed.append(arguments.counts)
+        if form.reduces:
+            passed.append(arguments.op)
+        if form.rooted:
+            passed.append(arguments.root)
+        if info is not None:
+            passed.append(info)
+        name = method.format(operation if not method.startswith("I") else operation.lower())
+        return getattr(MPI.Intracomm, name)(self._comm, *passed)
+
+    def _on_host(self, operation: str) -> HostEngine:
+        if self._host_engine is None:
+            domain = self._set_up(operation)
+            self._host_engine = domain.keep(HostEngine(domain.node, self._shared_board(domain)))
+        return self._host_engine
+
+    def _on_device(self, operation: str) -> DeviceEngine:
+        if self._device_engine is None:
+            from mpicomm.backend.cuda import CudaBackend
+            from mpicomm.collectives.device_engine import DeviceEngine
+
+            domain = self._set_up(operation)
+            backend = domain.backend
+            assert isinstance(backend, CudaBackend)
+            board = self._shared_board(domain)
+            self._device_engine = domain.keep(DeviceEngine(domain.node, backend, domain.kind, board))
+        return self._device_engine
+
+    def _shared_board(self, domain: Domain) -> Board:
+        if self._board is None:
+            self._board = domain.keep(Board(domain.node))
+        return self._board
+
+
+SMALL_NBYTES = 16 * 1024
+"""Up to here a block is MPI's in any case; below every switch point of host_selection.py for 8 ranks."""
+MPI_CODES = frozenset("?bBhHiIlLqQfdFD")
+
+
+def is_small(first: Any, second: Any) -> bool:
+    """Whether a call with these buffers is MPI's beyond doubt; quick, for calls that take a microsecond in all."""
+    return (
+        type(second) is np.ndarray
+        and second.nbytes <= SMALL_NBYTES
+        and second.dtype.char in MPI_CODES
+        and (type(first) is np.ndarray or first is MPI.IN_PLACE)
+    )
+
+
+def is_on_device(spec: Any) -> bool:
+    """Whether a buffer argument is a device array, which MPI must not see."""
+    array = _array(spec)
+    if type(array) is np.ndarray or array is None or array is MPI.BOTTOM or array is MPI.IN_PLACE:
+        return False
+    return read(array, False, "buf").on_device
+
+
+def _mpi_knows(call: Call) -> bool:
+    """Whether MPI has the element type and the operation, and gives what mpicomm promises of it."""
+    if call.dtype is None:
+        return True
+    if call.op == "avg" or (call.reduces and call.dtype == np.float16):  # MPI would round after every step
+        return False
+    return types.mpi_datatype(call.dtype) is not None
+
+
+def _require_one_node(domain: Domain, what: str) -> None:
+    nodes = len(domain.placement.nodes)
+    if nodes > 1:
+        raise InvalidUsageError(f"{what} works between the ranks of one node; these are on {nodes}")
+
+
+def _refuse_stream(operation: str, stream: Any) -> None:
+    if stream is not None:
+        raise InvalidUsageError(f"{operation}: stream={stream!r} is for device arrays: calls on host arrays block")
+
+
+def _array(spec: Any) -> Any:
+    return spec[0] if isinstance(spec, (list, tuple)) and spec else spec

@@ -1,0 +1,52 @@
+"""Exchange: what one rank sends to each rank and does with what it receives; every collective is a list of these.
+
+The engines (host_engine, device_engine) know exchanges and nothing of MPI; patterns.py knows MPI's collectives and
+nothing of memory. Between two ranks the bytes sent and received agree, which is all that has to agree: no rank needs to
+know the counts of others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Span:
+    """``count`` consecutive elements at address ``pointer``."""
+
+    pointer: int
+    count: int
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Reduce what the ``sources`` send, in that order, into ``output``.
+
+    ``own`` is this rank's contribution where it is one of the sources. It may be the same memory as ``output``; sources
+    and output do not overlap otherwise.
+    """
+
+    op: str
+    sources: tuple[int, ...]
+    own: Span | None
+    output: Span
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One step of a collective as one rank sees it; ranks are indices in the node.
+
+    ``sends[r]`` is what goes to rank r. Of what comes from rank r, ``receives[r]`` says where it lands; a rank that is
+    one of ``reduction.sources`` has no place in ``receives``: its data is reduced. What a rank sends to itself is
+    copied to ``receives[self]`` (nothing happens if both are the same memory); in a reduction it is ``own``. Sends may
+    overlap each other and, in a reduction only where they are the same memory as ``own``, the output: an engine reads
+    all of an element's contributions before it writes the element, and sends a piece before it overwrites it.
+    """
+
+    dtype: np.dtype[Any]
+    sends: tuple[Span | None, ...]
+    receives: tuple[Span | None, ...]
+    reduction: Reduction | None = None

@@ -1,0 +1,140 @@
+"""Reductions of host memory with NumPy: which operations there are, on which types, and what they return.
+
+Element by element, strictly in the order of the parts: ((part 0 op part 1) op part 2) ..., so the result is bitwise the
+same wherever it is computed, however the array was cut. Left open is which of two NaNs with different payloads comes
+out. Of a single part the result is that part.
+
+- Floats of less than 32 bits (float16 and those of ml_dtypes) are accumulated in float32 and rounded once at the end,
+  to nearest even, overflowing as a conversion of their type from float32 does.
+- Integers wrap around. Booleans: ``sum`` and ``max`` are or, ``prod`` and ``min`` are and, as in NumPy.
+- ``max`` and ``min`` return NaN where any part is NaN. Of 0.0 and -0.0, which are equal, they return the one NumPy does
+  on this processor: on x86 the later one.
+- ``land``, ``lor`` and ``lxor`` return 0 or 1 in the type of the parts.
+- ``avg`` is the sum divided by the number of parts, of floats and complex numbers.
+- No floating-point error is reported: overflow gives inf, inf - inf gives NaN. Callers hold ``np.errstate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.errors import InvalidUsageError
+
+_UFUNCS: dict[str, np.ufunc] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    "max": np.maximum,
+    "min": np.minimum,
+    "land": np.logical_and,
+    "lor": np.logical_or,
+    "lxor": np.logical_xor,
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+}
+OPERATIONS = tuple(_UFUNCS)
+"""The names of all operations."""
+
+_NARROW = {"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+_FLOAT32 = np.dtype(np.float32)
+# Parts, accumulator and result of a block stay in a core's L2 cache while they go through several operations.
+_BLOCK_NBYTES = 128 * 1024
+
+
+def is_narrow(dtype: np.dtype[Any]) -> bool:
+    """Return whether ``dtype`` is a float that is accumulated in float32."""
+    return dtype.name in _NARROW
+
+
+def is_supported(op: str, dtype: np.dtype[Any]) -> bool:
+    """Return whether ``op`` is defined on ``dtype``; local, the same on all ranks."""
+    if op not in _UFUNCS:
+        return False
+    kind = "f" if is_narrow(dtype) else dtype.kind
+    if not dtype.isnative or kind not in "biufc":
+        return False
+    if op in {"band", "bor", "bxor"}:
+        return kind in "biu"
+    if op in {"max", "min"}:
+        return kind != "c"
+    return op != "avg" or kind in "fc"
+
+
+def require_supported(op: str, dtype: np.dtype[Any]) -> None:
+    """Raise `InvalidUsageError` unless ``op`` is defined on ``dtype``."""
+    if not is_supported(op, dtype):
+        raise InvalidUsageError(f"op={op!r} is not defined on {dtype.name}: use another op, or convert the data")
+
+
+class Reducer:
+    """Reduces with one operation on one dtype. Raises `InvalidUsageError` where that is not defined."""
+
+    def __init__(self, op: str, dtype: np.dtype[Any]) -> None:
+        require_supported(op, dtype)
+        self._ufunc = _UFUNCS[op]
+        self._average = op == "avg"
+        self._dtype = _FLOAT32 if is_narrow(dtype) else dtype
+        self._narrow = is_narrow(dtype)
+        self._block = max(_BLOCK_NBYTES // self._dtype.itemsize, 2)
+        # Made when first needed: two parts of a wide type need none.
+        self._scratch: list[npt.NDArray[Any]] = []
+
+    def reduce(self, parts: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any]) -> None:
+        """Reduce ``parts``, flat arrays of one length, in their order into ``out``; local.
+
+        ``out`` may be the same memory as one of the parts: a block of it is written when all parts of the block have
+        been read.
+        """
+        if len(parts) == 1:
+            np.copyto(out, parts[0])
+            return
+        if len(parts) == 2 and not self._narrow:
+            self._reduce_block(parts, out)
+            return
+        for start in range(0, out.size, self._block):
+            stop = start + self._block
+            block = [part[start:stop] for part in parts]
+            if self._narrow:
+                self._reduce_narrow_block(block, out[start:stop])
+            else:
+                self._reduce_block(block, out[start:stop])
+
+    def _reduce_block(self, parts: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any]) -> None:
+        ufunc = self._ufunc
+        if out.size == 1:
+            # NumPy takes another loop for one element in place, which rounds complex products differently.
+            result = parts[0]
+            for part in parts[1:]:
+                result = ufunc(result, part)
+        else:
+            result = out
+            accumulator = parts[0]
+            for part in parts[1:-1]:
+                # Not into `out`: that may be a part which is still to come.
+                accumulator = ufunc(accumulator, part, out=self._scratch_array(0, out.size))
+            ufunc(accumulator, parts[-1], out=out)
+        if self._average:
+            result = np.divide(result, len(parts), out=result)
+        if result is not out:
+            np.copyto(out, result, casting="unsafe")
+
+    def _reduce_narrow_block(self, parts: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any]) -> None:
+        accumulator = self._scratch_array(0, out.size)
+        operand = self._scratch_array(1, out.size)
+        np.copyto(accumulator, parts[0])
+        for part in parts[1:]:
+            np.copyto(operand, part)
+            self._ufunc(accumulator, operand, out=accumulator)
+        if self._average:
+            np.divide(accumulator, len(parts), out=accumulator)
+        np.copyto(out, accumulator, casting="unsafe")
+
+    def _scratch_array(self, index: int, count: int) -> npt.NDArray[Any]:
+        while index >= len(self._scratch):
+            self._scratch.append(np.empty(self._block, self._dtype))
+        return self._scratch[index][:count]

@@ -1,0 +1,207 @@
+"""Patterns: what each of MPI's collectives is as a list of exchanges, seen from one rank. Pure functions.
+
+All take ``rank`` and ``size`` (of the node), the dtype, then spans of this rank's memory: ``send`` is one span, and
+``blocks`` one per rank (see `blocks` and `split`). A span that MPI does not look at on this rank is None. In place is
+expressed by equal pointers, as MPI says where: input and output are then the same span, or in the gathering ones the
+rank's own block. All ranks get equally many exchanges, in which what one sends to another agrees with what that
+receives; counts of 0 are nothing.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from mpicomm.collectives.exchange import Exchange, Reduction, Span
+from mpicomm.errors import InvalidUsageError
+
+_ALIGNED_NBYTES = 128  # shards begin at whole cache lines of the array, where it has that many
+
+Dtype = np.dtype[Any]
+Spans = Sequence[Span]
+T = TypeVar("T")
+
+
+def blocks(pointer: int, counts: Sequence[int], displs: Sequence[int], itemsize: int) -> list[Span]:
+    """Return the blocks of a buffer that begin ``displs[r]`` elements after its start."""
+    return [Span(pointer + displ * itemsize, count) for count, displ in zip(counts, displs, strict=True)]
+
+
+def split(span: Span, size: int, itemsize: int) -> list[Span]:
+    """Return ``size`` shards of a span, in order and equal but for the last ones; depends on nothing else."""
+    step = -(-span.count // size)
+    line = max(1, _ALIGNED_NBYTES // itemsize)
+    if step > line:
+        step = -(-step // line) * line
+    bounds = [min(span.count, index * step) for index in range(size + 1)]
+    return [_part(span, start, stop, itemsize) for start, stop in itertools.pairwise(bounds)]
+
+
+def allreduce(
+    rank: int,
+    size: int,
+    dtype: Dtype,
+    send: Span,
+    output: Span,
+    op: str,
+    *,
+    piece_nbytes: int | None = None,
+) -> list[Exchange]:
+    """Every rank's ``output`` is the reduction of all ranks' ``send``.
+
+    One-shot: all send all to all. With ``piece_nbytes`` two-shot: piece after piece, each rank reduces a shard and
+    sends the result to all, while it is in the cache. Both return the same, bitwise.
+    """
+    everybody = tuple(range(size))
+    if piece_nbytes is None:
+        return [Exchange(dtype, (send,) * size, (None,) * size, Reduction(op, everybody, send, output))]
+    steps = []
+    for piece, result in zip(_pieces(send, dtype, piece_nbytes), _pieces(output, dtype, piece_nbytes), strict=True):
+        shards, results = split(piece, size, dtype.itemsize), split(result, size, dtype.itemsize)
+        steps.append(_reduce_blocks(rank, size, dtype, shards, results[rank], op))
+        steps += allgather(rank, size, dtype, results[rank], results)
+    return steps
+
+
+def reduce(
+    rank: int,
+    size: int,
+    dtype: Dtype,
+    send: Span,
+    output: Span | None,
+    op: str,
+    root: int,
+    *,
+    scratch: Span | None = None,
+    piece_nbytes: int | None = None,
+) -> list[Exchange]:
+    """The root's ``output`` is the reduction of all ranks' ``send``.
+
+    One-shot: all send to the root, which reduces. With ``piece_nbytes`` two-shot: piece after piece, each rank reduces
+    a shard and sends it to the root; all ranks but the root need `reduce_scratch_count` elements of ``scratch``.
+    """
+    nowhere: tuple[None, ...] = (None,) * size
+    everybody = tuple(range(size))
+    if piece_nbytes is None:
+        if rank == root:
+            return [Exchange(dtype, nowhere, nowhere, Reduction(op, everybody, send, _needed(output)))]
+        return [Exchange(dtype, _only(root, send, size), nowhere)]
+    steps = []
+    outputs = _pieces(_needed(output), dtype, piece_nbytes) if rank == root else []
+    for index, piece in enumerate(_pieces(send, dtype, piece_nbytes)):
+        shards = split(piece, size, dtype.itemsize)
+        if rank == root:
+            results = split(outputs[index], size, dtype.itemsize)
+            steps.append(_reduce_blocks(rank, size, dtype, shards, results[rank], op))
+            steps += gather(rank, size, dtype, results[rank], results, root)
+        else:
+            result = Span(_needed(scratch).pointer, shards[rank].count)
+            steps.append(_reduce_blocks(rank, size, dtype, shards, result, op))
+            steps += gather(rank, size, dtype, result, None, root)
+    return steps
+
+
+def reduce_scratch_count(count: int, size: int, dtype: Dtype, piece_nbytes: int) -> int:
+    """Return how many elements of scratch memory a two-shot `reduce` of ``count`` elements needs on other ranks."""
+    return split(_pieces(Span(0, count), dtype, piece_nbytes)[0], size, dtype.itemsize)[0].count if count else 0
+
+
+def reduce_scatter(rank: int, size: int, dtype: Dtype, blocks: Spans, output: Span, op: str) -> list[Exchange]:
+    """Rank r's ``output`` is the reduction of all ranks' block r; blocks of equal counts make it the block variant.
+
+    In place MPI wants the result at the start of block 0, where other ranks' input is: it is reduced in its own place
+    first, and moved in a second exchange. Where counts differ the two places may overlap, the target being the
+    lower one.
+    """
+    if output.pointer != blocks[0].pointer:
+        return [_reduce_blocks(rank, size, dtype, blocks, output, op)]
+    own = blocks[rank]
+    move = Exchange(dtype, _only(rank, own, size), _only(rank, output, size))
+    return [_reduce_blocks(rank, size, dtype, blocks, own, op), move]
+
+
+def allgather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans) -> list[Exchange]:
+    """Every rank's block r is what rank r sends; blocks of any counts and places make it MPI's Allgatherv."""
+    return [Exchange(dtype, (send,) * size, tuple(blocks))]
+
+
+def gather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans | None, root: int) -> list[Exchange]:
+    """The root's block r is what rank r sends; any counts and places."""
+    receives = tuple(_needed(blocks)) if rank == root else (None,) * size
+    return [Exchange(dtype, _only(root, send, size), receives)]
+
+
+def scatter(rank: int, size: int, dtype: Dtype, blocks: Spans | None, output: Span, root: int) -> list[Exchange]:
+    """Rank r's ``output`` is the root's block r; any counts and places."""
+    sends = tuple(_needed(blocks)) if rank == root else (None,) * size
+    return [Exchange(dtype, sends, _only(root, output, size))]
+
+
+def alltoall(rank: int, size: int, dtype: Dtype, send_blocks: Spans, blocks: Spans) -> list[Exchange]:
+    """Block r of rank s is what rank r has in its send block s; any counts and places."""
+    return [Exchange(dtype, tuple(send_blocks), tuple(blocks))]
+
+
+def bcast(
+    rank: int, size: int, dtype: Dtype, buffer: Span, root: int, *, piece_nbytes: int | None = None
+) -> list[Exchange]:
+    """Every rank's ``buffer`` is the root's.
+
+    The root sends all to all, or with ``piece_nbytes`` "scatter_allgather": piece after piece, the root sends each rank
+    a shard, which that sends on to the others: where what one rank can send is the limit.
+    """
+    if piece_nbytes is None:
+        sends = tuple(buffer if rank == root != peer else None for peer in range(size))
+        return [Exchange(dtype, sends, _only(root, None if rank == root else buffer, size))]
+    steps = []
+    for piece in _pieces(buffer, dtype, piece_nbytes):
+        shards = split(piece, size, dtype.itemsize)
+        steps += scatter(rank, size, dtype, shards, shards[rank], root)
+        others = tuple(None if peer in (rank, root) else shards[rank] for peer in range(size))
+        receives = tuple(None if rank in (peer, root) else shard for peer, shard in enumerate(shards))
+        steps.append(Exchange(dtype, others, receives))
+    return steps
+
+
+def scan(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> list[Exchange]:
+    """Rank r's ``output`` is the reduction of ``send`` of the ranks up to r."""
+    reduction = Reduction(op, tuple(range(rank + 1)), send, output)
+    return [Exchange(dtype, _to_later(rank, send, size), (None,) * size, reduction)]
+
+
+def exscan(rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str) -> list[Exchange]:
+    """Rank r's ``output`` is the reduction of ``send`` of the ranks before r; rank 0's is left alone."""
+    reduction = Reduction(op, tuple(range(rank)), None, _needed(output)) if rank else None
+    return [Exchange(dtype, _to_later(rank, send, size), (None,) * size, reduction)]
+
+
+def _reduce_blocks(rank: int, size: int, dtype: Dtype, blocks: Spans, output: Span, op: str) -> Exchange:
+    sends = tuple(None if peer == rank else block for peer, block in enumerate(blocks))
+    return Exchange(dtype, sends, (None,) * size, Reduction(op, tuple(range(size)), blocks[rank], output))
+
+
+def _to_later(rank: int, send: Span, size: int) -> tuple[Span | None, ...]:
+    return tuple(send if peer > rank else None for peer in range(size))
+
+
+def _only(peer: int, span: Span | None, size: int) -> tuple[Span | None, ...]:
+    return tuple(span if index == peer else None for index in range(size))
+
+
+def _part(span: Span, start: int, stop: int, itemsize: int) -> Span:
+    return Span(span.pointer + start * itemsize, stop - start)
+
+
+def _pieces(span: Span, dtype: Dtype, piece_nbytes: int) -> list[Span]:
+    step = max(1, piece_nbytes // dtype.itemsize)
+    starts = range(0, span.count, step)
+    return [_part(span, start, min(start + step, span.count), dtype.itemsize) for start in starts]
+
+
+def _needed(value: T | None) -> T:
+    if value is None:
+        raise InvalidUsageError("a buffer that this rank needs was not given")
+    return value

@@ -1,0 +1,173 @@
+"""Requests for work that MPI does not know: a device's stream, or a message that still has to be copied to a device."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from mpi4py import MPI
+
+from mpicomm.errors import InvalidUsageError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_PAUSE_S = 50e-6
+
+
+class DeferredRequest(MPI.Grequest):
+    """An MPI request (a generalized one), completed by a `Completer`; MPI's own wait and test calls take it too.
+
+    `Wait` and `Test` raise what went wrong with the work. ``MPI.Request.Waitall`` and its kin cannot: after them the
+    communicator's ``check()``, or its next call, raises.
+    """
+
+    _error: list[BaseException]
+
+    def __new__(cls, request: MPI.Grequest, error: list[BaseException]) -> Self:
+        """Wrap the generalized request; ``error`` is filled before it completes."""
+        self = super().__new__(cls, request)
+        self._error = error
+        return self
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
+        """Block until the work is done. Raises what the work raised."""
+        super().Wait(status)
+        self._raise()
+        return True
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the work is done. Raises what the work raised."""
+        done = super().Test(status)
+        if done:
+            self._raise()
+        return done
+
+    def _raise(self) -> None:
+        if self._error:
+            raise self._error[0]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    request: MPI.Grequest
+    error: list[BaseException]
+    done: Callable[[], bool]
+    finish: Callable[[], None]
+
+
+class Completer:
+    """Completes the deferred requests of one communicator, in a thread that lives while some are pending.
+
+    The thread exists so that ``MPI.Request.Waitall`` over a mixture of requests works: inside MPI's wait nobody else
+    could notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default; with less, requests are
+    completed before they are returned.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: list[_Pending] = []
+
+    def start(
+        self, done: Callable[[], bool], finish: Callable[[], None], status: MPI.Status | None = None
+    ) -> DeferredRequest:
+        """Return a request that completes once ``done`` returns true and ``finish`` has run after it.
+
+        ``status`` is filled by then with what the request's own status is to say.
+        """
+        error: list[BaseException] = []
+
+        def query(shown: MPI.Status) -> None:
+            shown.Set_elements(MPI.BYTE, 0 if status is None else status.Get_count(MPI.BYTE))
+            shown.Set_cancelled(False)
+            if status is not None:
+                shown.Set_source(status.source)
+                shown.Set_tag(status.tag)
+
+        request = MPI.Grequest.Start(query, _free, _cancel)
+        pending = _Pending(request, error, done, finish)
+        wrapped = DeferredRequest(request, error)
+        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+            while not _advance(pending):
+                time.sleep(_PAUSE_S)
+            return wrapped
+        with self._lock:
+            self._pending.append(pending)
+            if len(self._pending) == 1:
+                threading.Thread(target=self._run, name="mpicomm completer", daemon=True).start()
+        return wrapped
+
+    def _run(self) -> None:
+        while True:
+            for pending in list(self._pending):
+                if _advance(pending):
+                    with self._lock:
+                        self._pending.remove(pending)
+                        if not self._pending:
+                            return  # under the lock: `start` either sees an empty list or is seen by this loop
+            time.sleep(_PAUSE_S)
+
+
+class PersistentRequest(MPI.Prequest):
+    """A persistent collective on device arrays. MPI does not know it: ``MPI.Prequest.Startall`` cannot start it."""
+
+    _begin: Callable[[], MPI.Request] | None
+    _active: MPI.Request | None
+
+    @classmethod
+    def of(cls, begin: Callable[[], MPI.Request]) -> Self:
+        """Return a request that calls ``begin`` each time it is started."""
+        self = cls()
+        self._begin = begin
+        self._active = None
+        return self
+
+    def Start(self) -> None:
+        """Start the collective, enqueued on its stream. Collective."""
+        if self._begin is None:
+            raise InvalidUsageError("Start: this persistent request was freed; create another")
+        if self._active is not None:
+            raise InvalidUsageError("Start: this persistent request is active; call Wait first")
+        self._active = self._begin()
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
+        """Block until the started collective is done; at once if none is. Raises what went wrong."""
+        if self._active is not None:
+            active, self._active = self._active, None
+            active.Wait(status)
+        return True
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the started collective is done, or none is. Raises what went wrong."""
+        if self._active is not None:
+            if not self._active.Test(status):
+                return False
+            self._active = None
+        return True
+
+    def Free(self) -> None:
+        """Give the request up, after a wait for what it has started. A second call does nothing."""
+        self.Wait()
+        self._begin = None
+
+
+def _advance(pending: _Pending) -> bool:
+    try:
+        if not pending.done():
+            return False
+        pending.finish()
+    except BaseException as error:
+        pending.error.append(error)
+    pending.request.Complete()
+    return True
+
+
+def _free() -> None:
+    pass
+
+
+def _cancel(completed: bool) -> None:
+    pass

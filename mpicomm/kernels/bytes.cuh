@@ -1,0 +1,86 @@
+// Sixteen bytes at a time from and to memory of any alignment.
+#pragma once
+
+#include "numbers.cuh"
+
+namespace mpicomm {
+
+// What a thread moves at once. In slots it lies at multiples of its size, in users' arrays anywhere.
+struct alignas(16) Packet {
+  u32 words[4];
+};
+constexpr u32 kPacketNbytes = 16;
+static_assert(sizeof(Packet) == kPacketNbytes);
+
+// The widest access that an address allows: 16, 8, 4, 2 or 1.
+MPICOMM_DEVICE u32 width_of(const void* pointer) {
+  const u32 low = (static_cast<u32>(reinterpret_cast<u64>(pointer)) & 15) | 16;
+  return low & -low;
+}
+
+MPICOMM_DEVICE Packet load_aligned(const u8* from) { return *reinterpret_cast<const Packet*>(from); }
+MPICOMM_DEVICE void store_aligned(u8* to, const Packet& packet) { *reinterpret_cast<Packet*>(to) = packet; }
+
+// A packet in accesses of `width`, or its first `nbytes` if there are no more; the rest of it is zero then. Loops are
+// unrolled because a packet that is indexed by a variable would have to live in memory.
+MPICOMM_DEVICE Packet load_any(const u8* from, u32 width, u64 nbytes) {
+  Packet packet{};
+  if (width >= 4 && nbytes >= kPacketNbytes) {
+#pragma unroll
+    for (u32 word = 0; word < 4; ++word) packet.words[word] = reinterpret_cast<const u32*>(from)[word];
+  } else if (width == 2 && nbytes >= kPacketNbytes) {
+#pragma unroll
+    for (u32 half = 0; half < 8; ++half) {
+      packet.words[half / 2] |= static_cast<u32>(reinterpret_cast<const u16*>(from)[half]) << (half % 2 * 16);
+    }
+  } else {
+#pragma unroll
+    for (u32 byte = 0; byte < kPacketNbytes; ++byte) {
+      if (byte < nbytes) packet.words[byte / 4] |= static_cast<u32>(from[byte]) << (byte % 4 * 8);
+    }
+  }
+  return packet;
+}
+
+MPICOMM_DEVICE void store_any(u8* to, const Packet& packet, u32 width, u64 nbytes) {
+  if (width >= 4 && nbytes >= kPacketNbytes) {
+#pragma unroll
+    for (u32 word = 0; word < 4; ++word) reinterpret_cast<u32*>(to)[word] = packet.words[word];
+  } else if (width == 2 && nbytes >= kPacketNbytes) {
+#pragma unroll
+    for (u32 half = 0; half < 8; ++half) {
+      reinterpret_cast<u16*>(to)[half] = static_cast<u16>(packet.words[half / 2] >> (half % 2 * 16));
+    }
+  } else {
+#pragma unroll
+    for (u32 byte = 0; byte < kPacketNbytes; ++byte) {
+      if (byte < nbytes) to[byte] = static_cast<u8>(packet.words[byte / 4] >> (byte % 4 * 8));
+    }
+  }
+}
+
+// Copies with `threads` threads, of which the caller is number `thread`.
+MPICOMM_DEVICE void copy_bytes(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads) {
+  constexpr u32 kAtOnce = 4;
+  const u32 to_width = width_of(to), from_width = width_of(from);
+  const u64 stride = static_cast<u64>(threads) * kPacketNbytes;
+  const u64 aligned = to_width == 16 && from_width == 16 ? nbytes / kPacketNbytes * kPacketNbytes : 0;
+  const u64 first = static_cast<u64>(thread) * kPacketNbytes;
+  // All loads before the first store: that many are under way at once.
+  for (u64 start = first; start < aligned; start += kAtOnce * stride) {
+    Packet packets[kAtOnce];
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      if (start + i * stride < aligned) packets[i] = load_aligned(from + start + i * stride);
+    }
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      if (start + i * stride < aligned) store_aligned(to + start + i * stride, packets[i]);
+    }
+  }
+  for (u64 start = aligned + first; start < nbytes; start += stride) {
+    store_any(to + start, load_any(from + start, from_width, nbytes - start), to_width, nbytes - start);
+  }
+}
+
+}  // namespace mpicomm

@@ -1,0 +1,369 @@
+// One exchange: every rank sends to every rank, and places or reduces what it receives. Each rank launches one kernel.
+//
+// Channels. Block b of a rank talks to block b of each other rank and to no other block: a pair of ranks and a block
+// number are a channel, with `kSlots` slots in the receiver's arena, a flag for each and a word for credit in the
+// sender's arena. A channel carries its part of the message in chunks, first in first out. Chunks are counted for ever,
+// by epochs: chunk e lies in slot e % kSlots, its flag is {e, tag of the call}, and credit {e} says that the receiver is
+// done with chunk e. The two counts of a channel live in each rank's own memory and the kernel advances them, so a
+// captured graph can be replayed for ever, and nothing is reset or agreed on between two exchanges.
+//
+//     sender                                             receiver
+//     while (load_acquire(credit) < e - kSlots) {}       while (load_acquire(flag) < e) {}
+//     __syncthreads()                                    __syncthreads()
+//     slot = chunk (all threads)                         ... = slot (all threads)
+//     __syncthreads()                                    __syncthreads()
+//     store_release(flag, e)                             store_release(credit, e)
+//
+// Steps. In step k a block waits, sends chunk k to each rank that gets one, takes chunk k - 1 from each rank that sends
+// one, and then raises its flags and gives its credit.
+//
+// Why that cannot deadlock. In step k a block waits for flags of chunks k - 1, which the same block of a peer raises at
+// the end of its step k - 1, and for credit of chunks k - kSlots, which that gives at the end of its step
+// k - kSlots + 1: not later than step k - 1, as kSlots >= 2. Of all blocks with this number that are not done, look at
+// one with the smallest step (in the earliest exchange, counted alike on all ranks): all it waits for has been done by
+// others, so it goes on. That needs all blocks to run at once, or the one with the smallest step might be waiting for a
+// multiprocessor: the host launches at most as many blocks as the smallest device has multiprocessors. (Kernels of two
+// communicators may still keep each other out of a small device; then time runs out and both say so.)
+//
+// Why `own` may be the output. Where the memory that is sent is the output of the reduction, it is as long as what
+// everybody sends here, so its bytes are cut into the same channels and chunks: the block that writes a piece has sent
+// it, to all, in an earlier step, and has read its own contribution in the thread that writes the result.
+
+#include "bytes.cuh"
+#include "faults.cuh"
+#if defined(MPICOMM_DTYPE)
+#include "reduce.cuh"
+#endif
+
+namespace mpicomm {
+
+// The host's copies of these constants and structures are in exchange.py; a test compares them.
+constexpr u32 kMaxRanks = 8;
+constexpr u32 kThreads = 512;
+constexpr u32 kSlots = 2;
+constexpr u64 kSlotNbytes = 32 * 1024;
+constexpr u64 kLineNbytes = 128;  // flags and credits of two channels never share a line
+
+// What goes to, or comes from, one rank; all of a channel's part lies at [channel * stride, (channel + 1) * stride).
+struct Link {
+  u8* pointer;  // of what is received: null where it is reduced
+  u64 nbytes;
+  u64 stride;
+  u32 tag;
+  u32 overlaps;  // of what this rank sends itself: 1 where the place it goes to begins inside it, at a lower address
+};
+
+struct Exchange {
+  u8* arenas[kMaxRanks];  // every rank's, as mapped here
+  Link sends[kMaxRanks];
+  Link receives[kMaxRanks];
+  const u8* own;
+  u8* output;
+  FaultRecord* fault;
+  u64 timeout_ns;
+  u64 credits;  // where they begin in every arena; the counts begin after the first line
+  u64 flags;
+  u64 slots;
+  u32 channels;  // that an arena has
+  u32 size;
+  u32 rank;
+  u32 num_sources;
+  u32 sources[kMaxRanks];  // in the order of the reduction, own among them
+  u32 names[kMaxRanks];    // the ranks as the user's communicator counts them, for records
+};
+
+// The part of a link that one channel carries.
+struct Part {
+  u64 begin;
+  u64 nbytes;
+  u32 chunks;
+  u32 epoch;  // of the last chunk before this kernel
+};
+
+MPICOMM_DEVICE Part part_of(const Link& link, u32 channel) {
+  const u64 begin = channel * link.stride;
+  if (begin >= link.nbytes) return {0, 0, 0, 0};
+  const u64 nbytes = link.nbytes - begin < link.stride ? link.nbytes - begin : link.stride;
+  return {begin, nbytes, static_cast<u32>((nbytes + kSlotNbytes - 1) / kSlotNbytes), 0};
+}
+
+// Strides depend on the arena alone: were they those of the message, chunks of two messages could overlap.
+MPICOMM_DEVICE u8* slot_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
+  const u64 number = (static_cast<u64>(sender) * exchange.channels + channel) * kSlots + epoch % kSlots;
+  return exchange.arenas[owner] + exchange.slots + number * kSlotNbytes;
+}
+MPICOMM_DEVICE u64* flag_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
+  const u64 line = static_cast<u64>(sender) * exchange.channels + channel;
+  return reinterpret_cast<u64*>(exchange.arenas[owner] + exchange.flags + line * kLineNbytes) + epoch % kSlots;
+}
+MPICOMM_DEVICE u64* credit_of(const Exchange& exchange, u32 owner, u32 receiver, u32 channel) {
+  const u64 line = static_cast<u64>(receiver) * exchange.channels + channel;
+  return reinterpret_cast<u64*>(exchange.arenas[owner] + exchange.credits + line * kLineNbytes);
+}
+
+// A rank that gives up says so in the first word of every arena: {operation:8, rank at fault:24, epoch:32}, never zero.
+// Relaxed on both sides: the word is whole and says everything. Of several writers any may win, each has a reason.
+MPICOMM_DEVICE u64* abort_word(const Exchange& exchange, u32 owner) {
+  return reinterpret_cast<u64*>(exchange.arenas[owner]);
+}
+MPICOMM_DEVICE void raise_abort(const Exchange& exchange, const Watch& watch) {
+  const u64 operation = watch.operation, peer = watch.peer, epoch = watch.sequence;
+  for (u32 rank = 0; rank < exchange.size; ++rank) {
+    store_relaxed(abort_word(exchange, rank), operation << 56 | peer << 32 | epoch);
+  }
+}
+// Records here what another rank has said, if one has.
+MPICOMM_DEVICE bool heed_abort(const Exchange& exchange, u32 block) {
+  const u64 word = load_relaxed(abort_word(exchange, exchange.rank));
+  if (word == 0) return false;
+  const u32 operation = static_cast<u32>(word >> 56), peer = static_cast<u32>(word >> 32) & 0xFFFFFFu;
+  report_fault({exchange.fault, 0, operation, word & 0xFFFFFFFFu, block, peer}, 0);
+  return true;
+}
+
+// Whether this rank may begin: nobody has given up, and no wait of another kernel has failed here. What is computed after
+// such a failure is not what it should be, and the others learn at once that nothing more comes from here.
+MPICOMM_DEVICE bool is_healthy(const Exchange& exchange, u32 block) {
+  // One block alone reads host memory: 64 reads of one word would take as many microseconds.
+  const u32 state = block == 0 ? load_relaxed(&exchange.fault->state) : kClear;
+  if (heed_abort(exchange, block)) return false;
+  if (state == kClear) return true;
+  raise_abort(exchange, {exchange.fault, 0, kExchange, 0, block, exchange.names[exchange.rank]});
+  return false;
+}
+
+// Waits until the epoch in the upper half of `word` is `epoch`; if `tagged`, the lower half must be `tag` then. False
+// means that the kernel must leave: time is up, the tag is another call's, or another rank has given up.
+MPICOMM_DEVICE bool await(const Exchange& exchange, const u64* word, const Watch& watch, bool tagged, u32 tag) {
+  const u32 epoch = static_cast<u32>(watch.sequence);
+  u64 value = 0;
+  const auto reached = [&] {
+    // For a flag: pairs with the peer's store_release of it in its step before; what that publishes is the chunk in the
+    // slot. Were it a plain load, the block could read the slot first and take what the slot held kSlots chunks ago.
+    // For a credit: pairs with the peer's store_release of that; it says that the peer's reads of the slot are over.
+    // Were it a plain load, the block's stores to the slot could overtake them. System scope, the peer being another
+    // device. The other threads of the block are ordered after this one by the barrier that follows.
+    value = load_acquire(word);
+    // Signed, as epochs wrap: a credit may be ahead of what is asked for.
+    return static_cast<i32>(static_cast<u32>(value >> 32) - epoch) >= 0;
+  };
+  const auto leave = [&] { return load_relaxed(abort_word(exchange, exchange.rank)) != 0; };
+  const SpinEnd end = spin(reached, leave, watch);
+  if (end == kTimeUp) raise_abort(exchange, watch);
+  if (end == kLeft) heed_abort(exchange, watch.block);
+  if (end != kReached) return false;
+  if (!tagged || static_cast<u32>(value) == tag) return true;
+  const Watch mismatch{watch.fault, 0, kMismatch, watch.sequence, watch.block, watch.peer};
+  report_fault(mismatch, 0);
+  raise_abort(exchange, mismatch);
+  return false;
+}
+
+// Copies within memory to a lower address, with all threads of the one block that does it: each stretch is loaded
+// before the barrier and stored after it. Stores do not reach what is loaded later, which lies higher.
+MPICOMM_DEVICE void move_down(u8* to, const u8* from, u64 nbytes) {
+  constexpr u32 kAtOnce = 4;
+  const u64 stride = static_cast<u64>(blockDim.x) * kPacketNbytes;
+  const u32 to_width = width_of(to), from_width = width_of(from);
+  for (u64 begin = 0; begin < nbytes; begin += kAtOnce * stride) {
+    const u64 first = begin + static_cast<u64>(threadIdx.x) * kPacketNbytes;
+    Packet packets[kAtOnce];
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u64 at = first + i * stride;
+      if (at < nbytes) packets[i] = load_any(from + at, from_width, nbytes - at);
+    }
+    __syncthreads();
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u64 at = first + i * stride;
+      if (at < nbytes) store_any(to + at, packets[i], to_width, nbytes - at);
+    }
+  }
+}
+
+#if defined(MPICOMM_DTYPE)
+using Element = dtype::MPICOMM_DTYPE;
+using Op = op::MPICOMM_OP<Element>;
+constexpr u32 kElements = kPacketNbytes / sizeof(Element);
+
+struct Elements {
+  Element of[kElements];
+};
+
+// Where a chunk of each source lies, and how much of it there is.
+struct Chunk {
+  const Exchange& exchange;
+  const Part* parts;
+  u32 number;
+  u64 at;  // in the message
+  u64 nbytes;
+
+  MPICOMM_DEVICE const u8* of(u32 source) const {
+    if (source == exchange.rank) return exchange.own + at;
+    return slot_of(exchange, exchange.rank, source, blockIdx.x, parts[source].epoch + number + 1);
+  }
+};
+
+// Reduces bytes `begin` to `end` of a chunk in rank order, `at_once` packets a thread; `aligned` if they all are.
+template <u32 at_once, bool aligned>
+MPICOMM_DEVICE void reduce_bytes(const Chunk& chunk, u64 begin, u64 end) {
+  u8* const output = chunk.exchange.output + chunk.at;
+  const u64 stride = static_cast<u64>(blockDim.x) * kPacketNbytes;
+  for (u64 start = begin + static_cast<u64>(threadIdx.x) * kPacketNbytes; start < end; start += at_once * stride) {
+    typename Op::State states[at_once][kElements];
+    for (u32 place = 0; place < chunk.exchange.num_sources; ++place) {
+      const u8* const from = chunk.of(chunk.exchange.sources[place]);
+      Packet packets[at_once];
+#pragma unroll
+      for (u32 i = 0; i < at_once; ++i) {
+        const u64 offset = start + i * stride;
+        packets[i] = Packet{};
+        if (offset < end) {
+          packets[i] = aligned ? load_aligned(from + offset) : load_any(from + offset, width_of(from), end - offset);
+        }
+      }
+#pragma unroll
+      for (u32 i = 0; i < at_once; ++i) {
+        const Elements elements = __builtin_bit_cast(Elements, packets[i]);
+#pragma unroll
+        for (u32 e = 0; e < kElements; ++e) {
+          states[i][e] = place == 0 ? Op::first(elements.of[e]) : Op::next(states[i][e], elements.of[e]);
+        }
+      }
+    }
+#pragma unroll
+    for (u32 i = 0; i < at_once; ++i) {
+      const u64 offset = start + i * stride;
+      Elements result;
+#pragma unroll
+      for (u32 e = 0; e < kElements; ++e) result.of[e] = Op::last(states[i][e], chunk.exchange.num_sources);
+      const Packet packet = __builtin_bit_cast(Packet, result);
+      if (offset >= end) continue;
+      if (aligned) store_aligned(output + offset, packet);
+      else store_any(output + offset, packet, width_of(output), end - offset);
+    }
+  }
+}
+
+MPICOMM_DEVICE void reduce_chunk(const Chunk& chunk) {
+  // As many packets at once as registers hold the sums of.
+  constexpr u32 kAtOnce = sizeof(Element) == 1 ? 2 : 4;
+  // Slots are always aligned; own is a null pointer, hence aligned, where this rank contributes nothing.
+  const bool aligned = width_of(chunk.exchange.output) == 16 && width_of(chunk.exchange.own) == 16;
+  const u64 whole = aligned ? chunk.nbytes / kPacketNbytes * kPacketNbytes : 0;
+  reduce_bytes<kAtOnce, true>(chunk, 0, whole);
+  reduce_bytes<1, false>(chunk, whole, chunk.nbytes);
+}
+#endif
+
+}  // namespace mpicomm
+
+using mpicomm::await;
+using mpicomm::Exchange;
+using mpicomm::kMaxRanks;
+using mpicomm::kSlotNbytes;
+using mpicomm::kSlots;
+using mpicomm::Link;
+using mpicomm::Part;
+using mpicomm::u32;
+using mpicomm::u64;
+using mpicomm::u8;
+
+// Bounds the registers, so that a block always fits: a launch that fails here would leave the peers waiting.
+extern "C" __global__ void __launch_bounds__(mpicomm::kThreads) mpicomm_exchange(const __grid_constant__ Exchange);
+
+MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) {
+  const u32 thread = threadIdx.x, channel = blockIdx.x, rank = exchange.rank, size = exchange.size;
+  __shared__ Part parts[2 * kMaxRanks];  // what this channel receives from each rank, then what it sends
+
+  // Thread r keeps the channel from rank r, thread kMaxRanks + r the one to it: it alone waits for its words, writes
+  // them and knows its count, which needs no atomics as one exchange of a communicator runs at a time.
+  const bool keeper = thread < 2 * kMaxRanks;
+  const bool sender = thread >= kMaxRanks;
+  const u32 peer = thread % kMaxRanks;
+  const bool remote = keeper && peer < size && peer != rank;
+  u32* count = nullptr;
+  Part mine{0, 0, 0, 0};
+  if (keeper && peer < size) {
+    mine = mpicomm::part_of(sender ? exchange.sends[peer] : exchange.receives[peer], channel);
+    const u64 number = (static_cast<u64>(sender ? size + peer : peer)) * exchange.channels + channel;
+    count = reinterpret_cast<u32*>(exchange.arenas[rank] + mpicomm::kLineNbytes) + number;
+    mine.epoch = *count;
+  }
+  if (keeper) parts[thread] = mine;
+
+  // One thread, of a warp that keeps no channel, looks whether somebody has given up before. The loads are under way
+  // while the first chunks are copied; their results count before the first flag is raised.
+  const bool healthy = thread != 32 || mpicomm::is_healthy(exchange, channel);
+  __syncthreads();
+
+  u32 chunks = 0;
+  for (u32 i = 0; i < 2 * kMaxRanks; ++i) chunks = parts[i].chunks > chunks ? parts[i].chunks : chunks;
+  for (u32 step = 0; step <= chunks; ++step) {
+    const u32 taken = step - 1;  // the chunk that is taken in this step; in step 0 larger than all numbers
+    const bool takes = remote && !sender && taken < mine.chunks;
+    const bool sends = remote && sender && step < mine.chunks;
+    const u32 epoch = mine.epoch + (sender ? step : taken) + 1;
+    bool ok = true;
+    if (takes || sends) {
+      const mpicomm::Watch watch{exchange.fault,           exchange.timeout_ns, mpicomm::kExchange,
+                                 sends ? epoch - kSlots : epoch, channel,             exchange.names[peer]};
+      const u64* word = sends ? mpicomm::credit_of(exchange, rank, peer, channel)
+                              : mpicomm::flag_of(exchange, rank, peer, channel, epoch);
+      ok = await(exchange, word, watch, takes, exchange.receives[peer].tag);
+    }
+    // All leave or none: a thread that went on alone would wait at the next barrier for ever.
+    if (!__syncthreads_and(ok)) return;
+
+    // Each rank begins with the one after it, so that at any time each is written to by one.
+    for (u32 i = 1; i < size; ++i) {
+      const u32 to = (rank + i) % size;
+      const Part part = parts[kMaxRanks + to];
+      if (step >= part.chunks) continue;
+      const u64 at = step * kSlotNbytes;
+      const u64 nbytes = part.nbytes - at < kSlotNbytes ? part.nbytes - at : kSlotNbytes;
+      u8* const slot = mpicomm::slot_of(exchange, to, rank, channel, part.epoch + step + 1);
+      mpicomm::copy_bytes(slot, exchange.sends[to].pointer + part.begin + at, nbytes, thread, blockDim.x);
+    }
+    for (u32 from = 0; from < size; ++from) {
+      const Part part = parts[from];
+      u8* const target = exchange.receives[from].pointer;
+      if (target == nullptr || taken >= part.chunks) continue;
+      const u64 at = taken * kSlotNbytes;
+      const u64 nbytes = part.nbytes - at < kSlotNbytes ? part.nbytes - at : kSlotNbytes;
+      const u8* const source = from == rank
+                                   ? exchange.sends[rank].pointer + part.begin + at
+                                   : mpicomm::slot_of(exchange, rank, from, channel, part.epoch + taken + 1);
+      if (exchange.receives[from].overlaps) {
+        mpicomm::move_down(target + part.begin + at, source, nbytes);
+      } else {
+        mpicomm::copy_bytes(target + part.begin + at, source, nbytes, thread, blockDim.x);
+      }
+    }
+#if defined(MPICOMM_DTYPE)
+    if (exchange.num_sources > 0 && taken < parts[exchange.sources[0]].chunks) {
+      const Part part = parts[exchange.sources[0]];
+      const u64 at = taken * kSlotNbytes;
+      const u64 nbytes = part.nbytes - at < kSlotNbytes ? part.nbytes - at : kSlotNbytes;
+      mpicomm::reduce_chunk({exchange, parts, taken, part.begin + at, nbytes});
+    }
+#endif
+
+    if (!__syncthreads_and(healthy)) return;
+    if (takes || sends) {
+      u64* word = sends ? mpicomm::flag_of(exchange, peer, rank, channel, epoch)
+                        : mpicomm::credit_of(exchange, peer, rank, channel);
+      const u32 tag = sends ? exchange.sends[peer].tag : 0;
+      // A flag: pairs with the load_acquire of it in the peer's next step and publishes the chunk, which this thread
+      // has seen written by the whole block at the barrier. A plain store could arrive before the data.
+      // A credit: pairs with the load_acquire of it at the sender and says that the block's reads of the slot, before
+      // the barrier, are over. A plain store could overtake them, and the sender would write what is still being read.
+      // System scope, the other side being another device. One instruction for both kinds: a release waits for what
+      // it publishes, and so the warp waits once.
+      mpicomm::store_release(word, static_cast<u64>(epoch) << 32 | tag);
+    }
+  }
+  // Read by the next exchange: that kernel starts when this one is over, on whichever stream the host puts it.
+  if (remote) *count = mine.epoch + mine.chunks;
+}

@@ -1,0 +1,167 @@
+"""Measure MPI against mapped memory on host arrays: `mpiexec -n N python scripts/measure_host_collectives.py`.
+
+For each collective and size, milliseconds of the slowest rank (median of rounds in which the ways take turns) with the
+MPI beneath and with the host engine, both ways where it has two, and how many times as fast as MPI each is. Sizes are
+those of a rank's largest buffer. Beside them what memory can do: a plain np.copyto of as many bytes on all ranks at
+once. ``--slots 512x4,1024x4`` compares KiB per slot x slots; ``--kib 256,1024`` picks sizes; ``--only Allreduce``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.bootstrap import Group
+from mpicomm.collectives import patterns
+from mpicomm.collectives.board import Board
+from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.host_engine import PIECE_NBYTES, SLOT_NBYTES, SLOTS, HostEngine
+from mpicomm.collectives.signature import Signature
+from mpicomm.domain import Shared
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+FLOAT32 = np.dtype(np.float32)
+Ways = dict[str, Callable[[], object]]
+
+
+class Buffers:
+    """Arrays of one size, and the collectives on them."""
+
+    def __init__(self, nbytes: int) -> None:
+        count = nbytes // 4 // SIZE * SIZE
+        rng = np.random.default_rng(RANK)
+        self.send = rng.integers(-8, 8, count).astype(np.float32)  # sums are exact: MPI's order gives the same
+        self.by_mpi, self.mapped = np.zeros_like(self.send), np.zeros_like(self.send)
+        self.scratch = np.zeros_like(self.send)
+        self.block = count // SIZE
+
+    def mpi(self, name: str) -> Callable[[], object]:
+        """Return the call of the MPI beneath."""
+        send, out, block = self.send, self.by_mpi, self.block
+        calls: Ways = {
+            "Allreduce": lambda: WORLD.Allreduce(send, out),
+            "Reduce": lambda: WORLD.Reduce(send, out),
+            "Reduce_scatter_block": lambda: WORLD.Reduce_scatter_block(send, out[:block]),
+            "Scan": lambda: WORLD.Scan(send, out),
+            "Exscan": lambda: WORLD.Exscan(send, out),
+            "Allgather": lambda: WORLD.Allgather(send[:block], out),
+            "Gather": lambda: WORLD.Gather(send[:block], out),
+            "Scatter": lambda: WORLD.Scatter(send, out[:block]),
+            "Alltoall": lambda: WORLD.Alltoall(send, out),
+            "Bcast": lambda: WORLD.Bcast(send if RANK == 0 else out),
+        }
+        return calls[name]
+
+    def exchanges(self, name: str) -> dict[str, Callable[[], list[Exchange]]]:
+        """Return the ways of the mapped path."""
+        send, out = _span(self.send), _span(self.mapped)
+        first = Span(out.pointer, self.block)
+        send_blocks, blocks = self._blocks(self.send), self._blocks(self.mapped)
+        at, scratch = (RANK, SIZE, FLOAT32), _span(self.scratch)
+        piece = PIECE_NBYTES * SIZE
+        buffer = send if RANK == 0 else out
+        ways: dict[str, dict[str, Callable[[], list[Exchange]]]] = {
+            "Allreduce": {
+                "one_shot": lambda: patterns.allreduce(*at, send, out, "sum"),
+                "two_shot": lambda: patterns.allreduce(*at, send, out, "sum", piece_nbytes=piece),
+            },
+            "Reduce": {
+                "one_shot": lambda: patterns.reduce(*at, send, out, "sum", 0),
+                "two_shot": lambda: patterns.reduce(*at, send, out, "sum", 0, scratch=scratch, piece_nbytes=piece),
+            },
+            "Reduce_scatter_block": {"mapped": lambda: patterns.reduce_scatter(*at, send_blocks, first, "sum")},
+            "Scan": {"mapped": lambda: patterns.scan(*at, send, out, "sum")},
+            "Exscan": {"mapped": lambda: patterns.exscan(*at, send, out, "sum")},
+            "Allgather": {"mapped": lambda: patterns.allgather(*at, send_blocks[0], blocks)},
+            "Gather": {"mapped": lambda: patterns.gather(*at, send_blocks[0], blocks, 0)},
+            "Scatter": {"mapped": lambda: patterns.scatter(*at, send_blocks, first, 0)},
+            "Alltoall": {"mapped": lambda: patterns.alltoall(*at, send_blocks, blocks)},
+            "Bcast": {
+                "straight": lambda: patterns.bcast(*at, buffer, 0),
+                "scatter_allgather": lambda: patterns.bcast(*at, buffer, 0, piece_nbytes=piece),
+            },
+        }
+        return ways[name]
+
+    def _blocks(self, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> list[Span]:
+        starts = [index * self.block for index in range(SIZE)]
+        return patterns.blocks(array.ctypes.data, [self.block] * SIZE, starts, 4)
+
+
+def _span(array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> Span:
+    return Span(array.ctypes.data, array.size)
+
+
+def measure(ways: Ways, rounds: int) -> dict[str, float]:
+    """Return the median of milliseconds of each way; they take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    order = list(ways)
+    for _ in range(rounds + 1):
+        order.append(order.pop(0))
+        for name in order:
+            work = ways[name]
+            WORLD.Barrier()
+            start = time.perf_counter()
+            work()
+            seconds[name].append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
+    return {name: 1e3 * statistics.median(values[1:]) for name, values in seconds.items()}
+
+
+def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int) -> None:
+    """Measure one collective at one size, check that both paths agree, and print a line."""
+    buffers = Buffers(nbytes)
+    signature = Signature(name, "float32", buffers.send.size)
+    ways: Ways = {"MPI": buffers.mpi(name)}
+    for label, engine in engines.items():
+        for way, make in buffers.exchanges(name).items():
+            ways[f"{way} {label}".strip()] = lambda engine=engine, make=make: engine.run(make(), signature)  # type: ignore[misc]
+    ways["np.copyto"] = lambda: np.copyto(buffers.scratch, buffers.send)
+    times = measure(ways, rounds)
+    if not WORLD.allreduce(np.array_equal(buffers.by_mpi, buffers.mapped), MPI.LAND):
+        raise SystemExit(f"{name}: MPI and mapped memory returned different values")
+    if RANK == 0:
+        ratios = "  ".join(f"{way} {value:8.3f} ({times['MPI'] / value:5.2f}x)" for way, value in times.items())
+        sys.stdout.write(f"{name:21s}{nbytes >> 10:7d} KiB  {ratios}\n")
+        sys.stdout.flush()
+
+
+def main() -> None:
+    """Measure and print on rank 0."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kib", default="16,64,256,1024,4096,16384,65536")
+    parser.add_argument("--slots", default="")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--rounds", type=int, default=21)
+    options = parser.parse_args()
+    node = Group(WORLD.Dup(), range(SIZE), 30.0)
+    board = Board(node)
+    pairs = [pair.split("x") for pair in options.slots.split(",") if pair]
+    shapes = {f"{kib}Kx{slots}": (int(kib) << 10, int(slots)) for kib, slots in pairs} or {"": (SLOT_NBYTES, SLOTS)}
+    engines = {
+        label: HostEngine(node, board, slot_nbytes=nbytes, slots=slots) for label, (nbytes, slots) in shapes.items()
+    }
+    names = "Allreduce Reduce Reduce_scatter_block Scan Exscan Allgather Gather Scatter Alltoall Bcast"
+    for name in options.only.split(",") if options.only else names.split():
+        for kib in options.kib.split(","):
+            nbytes = int(kib) << 10
+            compare(name, nbytes, engines, options.rounds if nbytes > 1 << 20 else 5 * options.rounds)
+    for engine in engines.values():
+        ways: Ways = {"MPI": WORLD.Barrier, "mapped": lambda: engine.barrier(Signature("Barrier", ""))}  # noqa: B023
+        times = measure(ways, 100)
+        if RANK == 0:
+            sys.stdout.write(f"Barrier {times}\n")
+    parts: list[Shared] = [*engines.values(), board]
+    for part in parts:
+        part.close_peers()
+        node.barrier("close")
+        part.close_own()
+
+
+main()

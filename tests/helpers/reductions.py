@@ -1,0 +1,95 @@
+"""What a reduction of arrays has to give, with NumPy one contribution at a time, and arrays worth reducing."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+
+_BINARY: dict[str, Callable[[Array, Array], Array]] = {
+    "sum": np.add,
+    "avg": np.add,
+    "prod": np.multiply,
+    # Written out, as which of +0.0 and -0.0 NumPy returns is not documented.
+    "max": lambda a, b: np.where((a > b) | (a != a), a, b),
+    "min": lambda a, b: np.where((a < b) | (a != a), a, b),
+    "band": np.bitwise_and,
+    "bor": np.bitwise_or,
+    "bxor": np.bitwise_xor,
+    "land": np.logical_and,
+    "lor": np.logical_or,
+    "lxor": np.logical_xor,
+}
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """Return the dtype of NumPy or of ml_dtypes (ImportError where that is needed and missing)."""
+    if name in NARROW and name != "float16":
+        name = getattr(importlib.import_module("ml_dtypes"), name)
+    dtype: np.dtype[Any] = np.dtype(name)
+    return dtype
+
+
+def reduced(op: str, parts: Sequence[Array]) -> Array:
+    """Return ((part 0 op part 1) op part 2) ..., narrow floats in float32."""
+    dtype = parts[0].dtype
+    wide = [part.astype(np.float32) for part in parts] if dtype.name in NARROW else list(parts)
+    with np.errstate(all="ignore"):
+        result: Array = wide[0]
+        for part in wide[1:]:
+            if dtype.kind == "c" and op == "prod":
+                # NumPy itself fuses products and sums where the processor can.
+                real = result.real * part.real - result.imag * part.imag
+                imag = result.real * part.imag + result.imag * part.real
+                result = np.empty_like(result)
+                result.real, result.imag = real, imag
+            else:
+                result = _BINARY[op](result, part)
+        if op == "avg":
+            result = np.divide(result, np.asarray(len(parts), result.dtype))
+        return result.astype(dtype)
+
+
+def samples(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
+    """Return random values, of floats many that are special: NaN, infinities, zeros, subnormal and large numbers."""
+    if dtype.kind == "b":
+        return rng.integers(0, 2, count).astype(np.bool_)
+    if dtype.kind in "iu":
+        integers: Array = np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).copy()
+        integers[rng.random(count) < 0.2] = 0
+        return integers
+    part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
+    size = count * (dtype.itemsize // part.itemsize)
+    values = rng.standard_normal(size).astype(part)
+    wild = rng.random(size)
+    any_bits = np.frombuffer(rng.bytes(size * part.itemsize), part)
+    special = np.array([0.0, -0.0, np.nan, np.inf, -np.inf, 1.0, 2.0**-14], np.float64)
+    with np.errstate(all="ignore"):
+        chosen = rng.choice(special, size).astype(part)
+    result: Array = np.where(wild < 0.15, any_bits, np.where(wild < 0.25, chosen, values)).view(dtype)
+    return result
+
+
+def require_same(actual: Array, expected: Array) -> None:
+    """Assert that two arrays have the same bits; of NaN only that both are."""
+    assert actual.dtype == expected.dtype
+    assert actual.shape == expected.shape
+    if actual.dtype.kind == "c":
+        part = np.dtype(f"f{actual.dtype.itemsize // 2}")
+        actual, expected = actual.view(part), expected.view(part)
+    bits = np.dtype(f"u{actual.dtype.itemsize}")
+    differ = actual.view(bits) != expected.view(bits)
+    with np.errstate(all="ignore"):
+        differ &= ~((actual != actual) & (expected != expected))
+    where = np.flatnonzero(differ)
+    assert where.size == 0, (
+        f"{where.size} of {differ.size} differ, first at {where[0]}: "
+        f"{actual[where[0]]!r} instead of {expected[where[0]]!r}"
+    )

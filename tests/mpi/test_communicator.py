@@ -1,0 +1,472 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError, MpicommError
+from mpicomm.log import logger
+from tests.helpers.communicators import communicator, node_ranks, require_memory_works, to_host
+from tests.helpers.raising import raises_everywhere
+
+Make = Callable[[mpicomm.Communicator], MPI.Intracomm]
+
+
+def test_is_an_intracommunicator(comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
+    assert isinstance(comm, MPI.Intracomm)
+    assert (comm.rank, comm.size) == (comm_world.rank, comm_world.size)
+    assert comm != comm_world
+    assert MPI.Comm.Compare(comm, comm_world) == MPI.CONGRUENT
+    assert (comm.local_rank, comm.local_size, comm.num_nodes) == (comm.rank, comm.size, 1)
+
+
+def test_calls_of_mpi4py_work_on_host_arrays(comm: mpicomm.Communicator) -> None:
+    rank, size = comm.rank, comm.size
+    assert comm.allgather({"rank": rank}) == [{"rank": each} for each in range(size)]
+    assert comm.bcast(rank, root=size - 1) == size - 1
+    total = np.full(5, rank, np.int64)
+    comm.Allreduce(MPI.IN_PLACE, total)
+    assert total.tolist() == [sum(range(size))] * 5
+    left = np.empty(1, np.int64)
+    comm.Sendrecv(np.array([rank]), (rank + 1) % size, recvbuf=left, source=(rank - 1) % size)
+    assert left[0] == (rank - 1) % size
+    comm.Ibarrier().Wait()
+
+
+def test_messages_of_the_user_and_of_mpicomm_never_meet(comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
+    received = [np.full(1, -1, np.int64) for _ in range(2)]
+    requests = [
+        comm.Irecv(received[0], MPI.ANY_SOURCE, MPI.ANY_TAG),
+        comm_world.Irecv(received[1], MPI.ANY_SOURCE, MPI.ANY_TAG),
+    ]
+    # On the tags that mpicomm uses on its own communicator.
+    sends = [comm.Isend(np.array([comm.rank]), (comm.rank + 1) % comm.size, tag) for tag in (0, 1)]
+    with comm.zeros(3) as array, communicator("cpu") as other:
+        require_memory_works(comm)
+        require_memory_works(other)
+        array.close()
+    comm_world.Send(np.array([comm.rank]), (comm.rank + 1) % comm.size)
+    MPI.Request.Waitall(requests)
+    second = np.full(1, -1, np.int64)
+    comm.Recv(second)
+    MPI.Request.Waitall(sends)
+    assert [int(each[0]) for each in (*received, second)] == [(comm.rank - 1) % comm.size] * 3
+
+
+def test_repr_says_what_it_is(comm: mpicomm.Communicator) -> None:
+    assert repr(comm) == (
+        f"<mpicomm.Communicator rank {comm.rank} of {comm.size} device={comm.device!r} handle={comm.handle!r}>"
+    )
+    other = comm.Dup()
+    other.Free()
+    assert repr(other) == "<mpicomm.Communicator freed>"
+
+
+def test_device_and_handle_are_what_was_asked_for(comm: mpicomm.Communicator, device: str) -> None:
+    assert (comm.device == "cpu") == (device == "cpu")
+    assert (comm.handle == "memfd") == (device == "cpu")
+
+
+def test_describe_says_how_every_rank_is_reached(comm: mpicomm.Communicator) -> None:
+    info = comm.describe()
+    assert (info.rank, info.node, info.device, info.handle) == (comm.rank, 0, comm.device, comm.handle)
+    assert len(set(comm.allgather((info.host, info.pid)))) == comm.size
+    assert [link.path == "self" for link in info.links] == [rank == comm.rank for rank in range(comm.size)]
+
+
+def idup(comm: mpicomm.Communicator) -> MPI.Intracomm:
+    child, request = comm.Idup()
+    request.Wait()
+    return child
+
+
+def idup_with_info(comm: mpicomm.Communicator) -> MPI.Intracomm:
+    child, request = comm.Idup_with_info(MPI.INFO_NULL)
+    request.Wait()
+    return child
+
+
+def halves(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Even ranks and odd ranks, in order."""
+    half = comm.Split(comm.rank % 2, comm.rank)
+    assert isinstance(half, MPI.Intracomm)
+    return half
+
+
+def create(comm: mpicomm.Communicator, members: list[int]) -> MPI.Intracomm:
+    whole = comm.Get_group()
+    part = whole.Incl(members)
+    try:
+        return comm.Create(part)
+    finally:
+        part.Free()
+        whole.Free()
+
+
+def create_group(comm: mpicomm.Communicator, members: list[int]) -> MPI.Comm:
+    if comm.rank not in members:
+        return MPI.COMM_NULL
+    whole = comm.Get_group()
+    part = whole.Incl(members)
+    try:
+        return comm.Create_group(part, tag=7)
+    finally:
+        part.Free()
+        whole.Free()
+
+
+def split(comm: mpicomm.Communicator, members: list[int]) -> MPI.Intracomm:
+    if comm.rank not in members:
+        return comm.Split(MPI.UNDEFINED)
+    return comm.Split(3, members.index(comm.rank))
+
+
+DUPLICATES: dict[str, Make] = {
+    "Dup": lambda comm: comm.Dup(),
+    "Dup of info": lambda comm: comm.Dup(MPI.INFO_NULL),
+    "Dup_with_info": lambda comm: comm.Dup_with_info(MPI.INFO_NULL),
+    "Clone": lambda comm: comm.Clone(),
+    "Idup": idup,
+    "Idup_with_info": idup_with_info,
+    "Split": lambda comm: comm.Split(),
+    "Split_type": lambda comm: comm.Split_type(MPI.COMM_TYPE_SHARED),
+    "Create": lambda comm: create(comm, list(range(comm.size))),
+    "Create_group": lambda comm: create_group(comm, list(range(comm.size))),
+    "Dup of Dup": lambda comm: comm.Dup().Dup(),
+}
+
+
+@pytest.mark.parametrize("duplicate", DUPLICATES.values(), ids=DUPLICATES)
+def test_what_is_made_of_all_ranks_is_a_communicator_too(comm: mpicomm.Communicator, duplicate: Make) -> None:
+    child = duplicate(comm)
+    assert type(child) is mpicomm.Communicator
+    assert (child.rank, child.size, child.device, child.handle) == (comm.rank, comm.size, comm.device, comm.handle)
+    assert (child.local_rank, child.local_size, child.num_nodes) == (comm.rank, comm.size, 1)
+    with comm.zeros(2, np.int64) as parents, child:
+        require_memory_works(child)
+        with child.zeros(2, np.int64) as own:
+            require_memory_works(comm)
+            require_memory_works(child)
+            own.local[0], parents.local[0] = 1, 2
+            child.check()
+            comm.check()
+            assert (int(own.local[0]), int(parents.local[0])) == (1, 2)
+    require_memory_works(comm)
+
+
+MEMBERS = [[0], [3], [0, 1], [2, 1], [3, 0, 2], [1, 3, 2, 0]]
+PARTS = {"Split": split, "Create": create, "Create_group": create_group}
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("members", MEMBERS, ids=str)
+def test_what_is_made_of_some_ranks_is_a_communicator_of_those(
+    comm: mpicomm.Communicator, members: list[int], part: Callable[[mpicomm.Communicator, list[int]], MPI.Comm]
+) -> None:
+    members = [rank for rank in members if rank < comm.size]
+    if not members:
+        pytest.skip("none of these ranks is there")
+    child = part(comm, members)
+    if comm.rank not in members:
+        assert child == MPI.COMM_NULL
+    else:
+        assert type(child) is mpicomm.Communicator
+        assert child.allgather(comm.rank) == members
+        assert (child.device, child.handle) == (comm.device, comm.handle)
+        assert (child.local_rank, child.local_size) == (child.rank, len(members))
+        assert [link.path == "self" for link in child.describe().links] == [rank == comm.rank for rank in members]
+        with child:
+            require_memory_works(child)
+    require_memory_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_halves_work_at_the_same_time(comm: mpicomm.Communicator) -> None:
+    half = comm.Split(comm.rank % 2, -comm.rank)
+    assert isinstance(half, mpicomm.Communicator)
+    assert half.allgather(comm.rank) == sorted(range(comm.rank % 2, comm.size, 2), reverse=True)
+    with half, comm.zeros(1, np.int64) as outer, half.zeros(1, np.int64) as inner:
+        inner.peer((half.rank + 1) % half.size)[0] = 10 + comm.rank
+        outer.peer((comm.rank + 1) % comm.size)[0] = 20 + comm.rank
+        comm.check()
+        comm.Barrier()
+        assert int(outer.local[0]) == 20 + (comm.rank - 1) % comm.size
+        assert int(inner.local[0]) == 10 + half.allgather(comm.rank)[(half.rank - 1) % half.size]
+
+
+def test_topologies_stay_mpi4pys(comm: mpicomm.Communicator) -> None:
+    ring = comm.Create_cart([comm.size], periods=[True])
+    try:
+        assert type(ring) is MPI.Cartcomm
+        assert ring.Shift(0, 1) == ((comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size)
+        assert ring.allreduce(1) == comm.size
+    finally:
+        ring.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_intercommunicators_stay_mpi4pys(comm: mpicomm.Communicator) -> None:
+    half = halves(comm)
+    between = half.Create_intercomm(0, comm, 1 - comm.rank % 2, tag=5)
+    merged = between.Merge(comm.rank % 2 == 1)
+    assert type(between) is MPI.Intercomm
+    assert between.allgather(comm.rank) == list(range(1 - comm.rank % 2, comm.size, 2))
+    assert merged.size == comm.size
+    with mpicomm.Communicator(merged, device="cpu") as on_merged:
+        require_memory_works(on_merged)
+    for made in (merged, between, half):
+        made.Free()
+
+
+def test_free_twice_does_nothing(device: str) -> None:
+    comm = communicator(device)
+    array = comm.zeros(3)
+    comm.Free()
+    assert comm == MPI.COMM_NULL
+    assert array.closed
+    comm.Free()
+    array.close()
+
+
+def test_disconnect_frees(device: str) -> None:
+    comm = communicator(device)
+    array = comm.zeros(3)
+    comm.Disconnect()
+    assert comm == MPI.COMM_NULL
+    assert array.closed
+    comm.Disconnect()
+
+
+CALLS: dict[str, Callable[[mpicomm.Communicator], object]] = {
+    "empty": lambda comm: comm.empty(3),
+    "zeros": lambda comm: comm.zeros(3),
+    "register": lambda comm: comm.register(np.zeros(3)),
+    "shared_event": lambda comm: comm.shared_event(),
+    "check": lambda comm: comm.check(),
+}
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["after use", "unused"])
+@pytest.mark.parametrize("name", CALLS)
+def test_use_after_free_is_refused(comm: mpicomm.Communicator, name: str, used: bool) -> None:
+    child = comm.Dup()
+    if used:
+        child.zeros(3)
+    child.Free()
+    with pytest.raises(InvalidUsageError, match=f"{name}: the communicator was freed; create another"):
+        CALLS[name](child)
+
+
+def test_parent_and_child_are_freed_in_any_order(device: str) -> None:
+    parent = communicator(device)
+    first, second, third = parent.Dup(), parent.Dup(), parent.Dup()
+    arrays = [comm.zeros(1, np.int64) for comm in (parent, first, second)]
+    first.Free()
+    assert [array.closed for array in arrays] == [False, True, False]
+    require_memory_works(parent)
+    parent.Free()
+    assert [array.closed for array in arrays] == [True, True, False]
+    for comm in (second, third):  # used before, and not yet used
+        require_memory_works(comm)
+        comm.Free()
+
+
+def test_check_of_an_unused_child_is_local(comm: mpicomm.Communicator) -> None:
+    with comm.Dup() as child:
+        if comm.rank == 0:
+            child.check()
+        comm.Barrier()
+        require_memory_works(child)
+
+
+def test_with_block_frees_whatever_is_raised(device: str) -> None:
+    with pytest.raises(KeyError), communicator(device) as comm:
+        array = comm.zeros(3)
+        raise KeyError
+    assert comm == MPI.COMM_NULL
+    assert array.closed
+
+
+@pytest.fixture
+def two_hosts(
+    comm_world: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[mpicomm.Communicator]:
+    """Even ranks and odd ranks, each on a host of their own."""
+    monkeypatch.setenv("MPICOMM_HOSTID", f"host {comm_world.rank % 2}")
+    with communicator(device) as comm:
+        yield comm
+
+
+def test_ranks_are_counted_by_host(two_hosts: mpicomm.Communicator) -> None:
+    comm = two_hosts
+    assert comm.num_nodes == min(comm.size, 2)
+    assert comm.local_rank == comm.rank // 2
+    assert comm.local_size == len(range(comm.rank % 2, comm.size, 2))
+    assert comm.describe().node == comm.rank % 2
+
+
+@pytest.mark.mpi(min_size=2)
+def test_memory_is_reached_within_a_host_alone(two_hosts: mpicomm.Communicator) -> None:
+    comm = two_hosts
+    require_memory_works(comm)
+    with comm.zeros(4) as array:
+        assert node_ranks(array) == list(range(comm.rank % 2, comm.size, 2))
+        other = (comm.rank + 1) % comm.size if comm.size % 2 == 0 else 1 - comm.rank % 2
+        for use in (array.peer, array.get, array.signal, array.wait_signal, lambda peer: array.put(array.local, peer)):
+            with pytest.raises(InvalidUsageError, match=rf"peer={other} is on another node .*{comm.describe().host}"):
+                use(other)
+        array.signal(comm.rank)
+        array.wait_signal(comm.rank)
+        comm.check()
+        assert [link.path == "other node" for link in comm.describe().links] == [
+            rank % 2 != comm.rank % 2 for rank in range(comm.size)
+        ]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_of_two_hosts_raise_the_same(two_hosts: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
+    comm = two_hosts
+    for culprit in range(comm.size):
+        with raises_everywhere(comm_world, InvalidUsageError, match=f"rank {culprit}.*negative"):
+            comm.empty(-1 if comm.rank == culprit else 1)
+    with raises_everywhere(comm_world, InvalidUsageError, match="the ranks differ"):
+        comm.empty(1 + comm.rank % 2)
+    require_memory_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_children_know_their_hosts(two_hosts: mpicomm.Communicator) -> None:
+    comm = two_hosts
+    with comm.Split(0, -comm.rank) as backwards:  # type: ignore[attr-defined]
+        assert backwards.num_nodes == 2
+        require_memory_works(backwards)
+    with comm.Split(comm.rank % 2) as node:  # type: ignore[attr-defined]
+        assert (node.num_nodes, node.local_size) == (1, comm.local_size)
+        require_memory_works(node)
+
+
+BAD_ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"device": "gpu"}, "device='gpu' is no device"),
+    ({"device": -1}, "device=-1 is no device"),
+    ({"device": True}, "device=True is no device"),
+    ({"device": None}, "device=None is no device"),
+    ({"handle": "magic"}, "handle='magic' is no handle kind"),
+    ({"handle": "memfd"}, "handle='memfd' is no handle kind"),
+    ({"handle": 3}, "handle=3 is no handle kind"),
+    ({"timeout_s": 0}, "timeout_s=0: use a positive number"),
+    ({"timeout_s": -1.5}, "timeout_s=-1.5: use a positive number"),
+    ({"timeout_s": math.nan}, "timeout_s=nan: use a positive number"),
+    ({"timeout_s": math.inf}, "timeout_s=inf: use a positive number"),
+    ({"timeout_s": 1e12}, "timeout_s=.*: use a positive number of seconds, .* at most"),
+    ({"timeout_s": "soon"}, "timeout_s='soon': use a positive number"),
+]
+GOOD_ARGUMENTS: dict[str, Any] = {"device": "cpu", "timeout_s": 20}
+
+
+@pytest.mark.parametrize(("bad", "text"), BAD_ARGUMENTS)
+def test_bad_argument_is_refused_by_all(comm_world: MPI.Intracomm, bad: dict[str, Any], text: str) -> None:
+    with raises_everywhere(comm_world, InvalidUsageError, match=text):
+        mpicomm.Communicator(comm_world, **{**GOOD_ARGUMENTS, **bad})
+    for culprit in range(comm_world.size):
+        with raises_everywhere(comm_world, InvalidUsageError, match=f"failed on rank {culprit}: {text}") as excinfo:
+            mpicomm.Communicator(comm_world, **{**GOOD_ARGUMENTS, **(bad if comm_world.rank == culprit else {})})
+        assert excinfo.value.ranks == (culprit,)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("MPICOMM_DEVICE", "-1", "MPICOMM_DEVICE='-1' is no device"),
+        ("MPICOMM_HANDLE", "magic", "MPICOMM_HANDLE='magic' is no handle kind"),
+        ("MPICOMM_TIMEOUT", "soon", "MPICOMM_TIMEOUT='soon': use a positive number"),
+        ("MPICOMM_TIMEOUT", "0", "MPICOMM_TIMEOUT='0': use a positive number"),
+        ("MPICOMM_BIND_CPU", "yes", "MPICOMM_BIND_CPU='yes': use 1"),
+        ("MPICOMM_DEBUG", "loud", "MPICOMM_DEBUG='loud': use WARN"),
+        ("MPICOMM_DEBUG_FILE", "/nowhere/log", "MPICOMM_DEBUG_FILE='/nowhere/log' cannot be opened: No such"),
+    ],
+)
+def test_bad_environment_of_one_rank_is_refused_by_all(
+    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str
+) -> None:
+    for culprit in range(comm_world.size):
+        with monkeypatch.context() as patch:
+            patch.setattr(logger, "handlers", [])  # as in a process that has made no communicator yet
+            if comm_world.rank == culprit:
+                patch.setenv(name, value)
+            with raises_everywhere(comm_world, MpicommError, match=f"failed on rank {culprit}: .*{text}"):
+                mpicomm.Communicator(comm_world)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("others", "of_one"),
+    [
+        ({"handle": "fd"}, {"handle": "ipc"}),
+        ({"timeout_s": 20}, {"timeout_s": 21}),
+        ({"device": "auto"}, {"device": "cpu"}),
+        ({"device": "cpu"}, {"device": 0}),
+    ],
+)
+def test_arguments_that_differ_are_refused_by_all(
+    comm_world: MPI.Intracomm, others: dict[str, Any], of_one: dict[str, Any]
+) -> None:
+    (name,) = others
+    for culprit in range(comm_world.size):
+        with raises_everywhere(comm_world, InvalidUsageError, match=f"{name} differs between ranks: .* on rank 1"):
+            mpicomm.Communicator(comm_world, **(of_one if comm_world.rank == culprit else others))
+
+
+def test_device_that_is_not_there_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
+    with raises_everywhere(comm_world, MpicommError, match="device=99 on rank 0"):
+        mpicomm.Communicator(comm_world, device=99)
+
+
+def test_handle_that_does_not_go_with_the_device_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
+    with raises_everywhere(comm_world, InvalidUsageError, match="handle=.ipc. does not go with device='cpu'"):
+        mpicomm.Communicator(comm_world, device="cpu", handle="ipc")
+
+
+def test_longest_timeout_works(comm_world: MPI.Intracomm) -> None:
+    with mpicomm.Communicator(comm_world, device="cpu", timeout_s=1e6) as comm:
+        require_memory_works(comm)
+
+
+@pytest.mark.parametrize("bad", [MPI.COMM_NULL, 3, None, "world"], ids=["COMM_NULL", "3", "None", "world"])
+def test_what_is_no_communicator_is_refused(bad: Any) -> None:
+    with pytest.raises(InvalidUsageError, match="is no intracommunicator"):
+        mpicomm.Communicator(bad)
+
+
+def test_freed_communicator_is_refused(comm: mpicomm.Communicator) -> None:
+    child = comm.Dup()
+    child.Free()
+    with pytest.raises(InvalidUsageError, match="is no intracommunicator"):
+        mpicomm.Communicator(child)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_intercommunicator_is_refused(comm_world: MPI.Intracomm) -> None:
+    half = halves(comm_world)
+    between = half.Create_intercomm(0, comm_world, 1 - comm_world.rank % 2)
+    with pytest.raises(InvalidUsageError, match="is no intracommunicator"):
+        mpicomm.Communicator(between)  # type: ignore[arg-type]
+    between.Free()
+    half.Free()
+
+
+def test_is_made_from_any_communicator(comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
+    alone = MPI.COMM_SELF
+    with mpicomm.Communicator(comm, device="cpu") as of_its_own_kind, mpicomm.Communicator(alone) as single:
+        require_memory_works(of_its_own_kind)
+        require_memory_works(single)
+        with single.zeros(1, np.int64) as array:
+            array.local[0] = 7
+            assert to_host(array.get(0)).tolist() == [7]
+    if comm_world.rank == 0:
+        with mpicomm.Communicator(alone, device="cpu") as single:  # collective over its own ranks only
+            require_memory_works(single)

@@ -1,0 +1,112 @@
+"""What is given back for good: 1,000 times later there is no more of anything than at first."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from tests.helpers.communicators import communicator, require_memory_works
+
+WARM_UP = 20
+
+
+def counts() -> dict[str, int]:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "shared mappings": sum(line.split()[1].endswith("s") for line in maps),
+        "threads": len(os.listdir("/proc/self/task")),
+    }
+
+
+@contextmanager
+def garbage_kept() -> Iterator[None]:
+    """Nothing may be left to the garbage collector, which comes when it likes."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def cycles_on(device: str) -> int:
+    return 1000 if device == "cpu" else 50
+
+
+def require_no_growth(cycle: Callable[[], object], cycles: int) -> None:
+    with garbage_kept():
+        for _ in range(WARM_UP):
+            cycle()
+        before, files = counts(), len(os.listdir("/dev/shm"))
+        for _ in range(cycles):
+            cycle()
+        assert counts() == before
+        # Other programs have files there too.
+        assert len(os.listdir("/dev/shm")) - files < cycles / 2
+    gc.collect()
+    objects = len(gc.get_objects())
+    for _ in range(WARM_UP):
+        cycle()
+    gc.collect()
+    assert len(gc.get_objects()) - objects < WARM_UP
+
+
+def test_arrays_leave_nothing(device: str) -> None:
+    with communicator(device) as comm:
+
+        def cycle() -> None:
+            with comm.zeros(10) as array:
+                array.put(array.local, (comm.rank + 1) % comm.size)
+
+        require_no_growth(cycle, cycles_on(device))
+
+
+def test_arrays_left_to_free_leave_nothing(device: str) -> None:
+    with communicator(device) as parent:
+
+        def cycle() -> None:
+            with parent.Dup() as comm:
+                comm.zeros(10)
+                comm.empty((2, 3), np.int8).peer((comm.rank + 1) % comm.size)
+                comm.shared_event()
+
+        require_no_growth(cycle, cycles_on(device) // 5)
+
+
+def test_communicators_leave_nothing(device: str) -> None:
+    def cycle() -> None:
+        with communicator(device) as comm:
+            comm.zeros(10)
+
+    require_no_growth(cycle, cycles_on(device))
+
+
+def test_events_leave_nothing(device: str) -> None:
+    with communicator(device) as comm:
+        require_no_growth(lambda: comm.shared_event().close(), cycles_on(device))
+
+
+def test_communicators_of_mpi_are_given_back() -> None:
+    # Alone, because it is faster: an MPI has room for some thousands.
+    for _ in range(3000):
+        with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm, comm.Split() as child:  # type: ignore[attr-defined]
+            child.zeros(1)
+
+
+@pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
+def test_children_leave_nothing(comm: mpicomm.Communicator, device: str, used: bool) -> None:
+    def cycle() -> None:
+        with comm.Dup() as child:
+            if used:
+                require_memory_works(child)
+
+    require_no_growth(cycle, cycles_on(device) // 5)

@@ -1,0 +1,386 @@
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from mpicomm import InvalidUsageError
+from mpicomm.collectives.arguments import Operand, parse, parse_vector
+
+# mpi4py on this process alone: a graph of one rank with n edges to itself has calls with n blocks.
+SELF = MPI.COMM_SELF
+MOST = 512  # bytes of a block, at most
+OUTSIDE = 200  # every byte around a buffer; those in it are below 128
+NOTHING = 255
+
+
+STRUCTURES: Any = np.zeros(4, "i4,f4")
+
+
+@functools.cache
+def loops(n: int) -> MPI.Distgraphcomm:
+    return SELF.Create_dist_graph_adjacent([0] * n, [0] * n)
+
+
+@functools.cache
+def column() -> MPI.Datatype:
+    return MPI.INT.Create_vector(2, 1, 2).Commit()
+
+
+class Place:
+    """A buffer in the middle of other memory, so that MPI may read and write beyond its ends."""
+
+    def __init__(self, dtype: str, length: int, kind: str) -> None:
+        self.memory = np.full(2048, OUTSIDE, np.uint8)
+        self.guarded = kind not in ("scalar", "bytes", "bytearray", "array.array", "dates", "strings", "struct", "none")
+        length = {"fortran": length // 2 * 2, "strided": length + 3}.get(kind, length)
+        element = np.dtype(dtype)
+        inner: Any = self.memory[1024 : 1024 + length * element.itemsize]
+        inner[:] = np.arange(inner.size) % 128
+        flat: Any = inner.view(element)
+        objects: dict[str, Callable[[], Any]] = {
+            "array": lambda: flat,
+            "fortran": lambda: flat.reshape(2, -1, order="F"),
+            "strided": lambda: flat[::2],
+            "swapped": lambda: flat.view(element.newbyteorder(">")),
+            "view": lambda: memoryview(flat),
+            "bytes view": lambda: memoryview(inner),
+            "scalar": lambda: np.float64(3.5),
+            "bytes": lambda: b"abcdefgh",
+            "bytearray": lambda: bytearray(b"abcdefgh"),
+            "array.array": lambda: array.array("i", [1, 2, 3, 4]),
+            "dates": lambda: np.zeros(4, "M8[s]"),
+            "strings": lambda: np.zeros(4, "S3"),
+            "struct": lambda: np.zeros(4, "i4,f4"),
+            "none": lambda: None,
+            "integer": lambda: 3,
+            "text": lambda: "abc",
+        }
+        self.object = objects[kind]()
+
+
+KINDS = [
+    *["array"] * 8,
+    *("fortran", "strided", "swapped", "view", "bytes view", "scalar", "bytes", "bytearray", "array.array", "dates"),
+    *("strings", "struct", "none", "integer", "text"),
+]
+places = st.builds(
+    Place, st.sampled_from(["f8", "f4", "i4", "u1", "?", "c16", "i2", "g"]), st.integers(0, 12), st.sampled_from(KINDS)
+)
+integers = st.one_of(
+    st.integers(-1, 6), st.integers(0, 3).map(np.int64), st.integers(0, 3).map(np.array), st.just(True)
+)
+wrong = st.sampled_from([1.0, "x", 2**70, [1.0], {}])
+mostly_integers = st.one_of(integers, integers, integers, wrong)
+datatypes = st.one_of(
+    st.sampled_from([MPI.DOUBLE, MPI.INT, MPI.BYTE, MPI.CHAR, MPI.FLOAT.Dup(), "d", "i4", "B", "?"]),
+    st.sampled_from(["nope", 7, None, "c16"]),
+)
+pairs = st.tuples(st.one_of(st.none(), mostly_integers), st.one_of(st.none(), mostly_integers))
+simple_counts = st.one_of(
+    st.none(), mostly_integers, pairs, pairs.map(list), st.just(()), st.just((1, 2, 3)), st.just([1])
+)
+
+
+def lists_of(n: int) -> st.SearchStrategy[Any]:
+    exact = st.lists(st.integers(0, 4), min_size=n, max_size=n)
+    return st.one_of(
+        exact,
+        exact,
+        exact.map(np.array),
+        exact.map(lambda numbers: np.array(numbers, "i4")),
+        st.lists(mostly_integers, min_size=n, max_size=n),
+        st.lists(integers, max_size=4),
+    )
+
+
+def vector_counts(n: int) -> st.SearchStrategy[Any]:
+    one = st.one_of(st.none(), mostly_integers, lists_of(n), lists_of(n), lists_of(n))
+    return st.one_of(one, st.tuples(one, one), st.tuples(one, one), st.just((1, 2, 3)))
+
+
+def forms(counts: st.SearchStrategy[Any], datatype: st.SearchStrategy[Any]) -> st.SearchStrategy[Callable[[Any], Any]]:
+    return st.one_of(
+        st.just(lambda buffer: buffer),
+        counts.map(lambda c: lambda buffer: [buffer, c]),
+        datatype.map(lambda t: lambda buffer: (buffer, t)),
+        st.tuples(counts, datatype).map(lambda x: lambda buffer: [buffer, *x]),
+        st.tuples(counts, counts, datatype).map(lambda x: lambda buffer: [buffer, *x]),
+        st.sampled_from([lambda buffer: [buffer], lambda buffer: [], lambda buffer: [buffer, 1, 1, "i", 1]]),
+    )
+
+
+Outcome = list[bytes] | type[Exception]
+
+
+def kind_of(error: Exception) -> type[Exception]:
+    return TypeError if isinstance(error, TypeError) else ValueError
+
+
+def of_mpi4py(call: Callable[[Any, list[Any]], object], spec: Any, n: int) -> Outcome:
+    """What mpi4py sends: the bytes of every block, or the kind of its error."""
+    out = np.full(n * MOST, NOTHING, np.uint8)
+    try:
+        call(spec, [out, [MOST] * n, [rank * MOST for rank in range(n)], MPI.BYTE])
+    except (TypeError, ValueError, KeyError, BufferError, OverflowError, MPI.Exception) as error:
+        return kind_of(error)
+    return [row[row != NOTHING].tobytes() for row in out.reshape(n, MOST)]
+
+
+def of_operand(operand: Operand, n: int) -> list[bytes]:
+    assert operand.dtype is not None
+    blocks = [operand.block(rank) for rank in range(n)]
+    assert sum(block.count for block in blocks) == operand.total
+    return [ctypes.string_at(block.pointer, block.count * operand.dtype.itemsize) for block in blocks]
+
+
+def compare(
+    understand: Callable[[Any], Operand],
+    call: Callable[[Any, list[Any]], object],
+    place: Place,
+    form: Callable[[Any], Any],
+    n: int,
+) -> None:
+    spec = form(place.object)
+    try:
+        ours: Outcome = of_operand(understand(spec), n)
+    except TypeError:
+        ours = TypeError
+    except InvalidUsageError as error:
+        ours = ValueError
+        if not place.guarded and ("asked for" in str(error) or "the buffer is None" in str(error)):
+            return  # mpi4py does not look, and MPI would read what is not there
+    theirs = of_mpi4py(call, spec, n)
+    if isinstance(theirs, list) and any(OUTSIDE in block for block in theirs):
+        theirs = ValueError  # the deviation: beyond the ends of the buffer
+    assert ours == theirs, spec
+
+
+@settings(max_examples=500, deadline=None)
+@given(places, forms(simple_counts, datatypes))
+def test_simple_forms_are_those_of_mpi4py(place: Place, form: Callable[[Any], Any]) -> None:
+    compare(
+        lambda spec: parse(spec, writable=False, name="sendbuf"),
+        lambda spec, out: SELF.Sendrecv(spec, 0, 0, [out[0], MPI.BYTE], 0, 0),
+        place,
+        form,
+        1,
+    )
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(1, 4), places, forms(simple_counts, datatypes))
+def test_block_forms_are_those_of_mpi4py(n: int, place: Place, form: Callable[[Any], Any]) -> None:
+    compare(
+        lambda spec: parse(spec, blocks=n, writable=False, name="sendbuf"),
+        lambda spec, out: loops(n).Neighbor_alltoall(spec, [out[0], MOST, MPI.BYTE]),
+        place,
+        form,
+        n,
+    )
+
+
+@settings(max_examples=700, deadline=None)
+@given(st.data(), st.integers(1, 4), places)
+def test_vector_forms_are_those_of_mpi4py(data: st.DataObject, n: int, place: Place) -> None:
+    form = data.draw(forms(vector_counts(n), datatypes))
+    compare(
+        lambda spec: parse_vector(spec, size=n, writable=False, name="sendbuf"),
+        lambda spec, out: loops(n).Neighbor_alltoallv(spec, out),
+        place,
+        form,
+        n,
+    )
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.integers(1, 4), st.sampled_from(["f8", "i4", "u1"]), st.integers(0, 12))
+def test_received_data_lands_where_mpi4py_puts_it(data: st.DataObject, n: int, dtype: str, length: int) -> None:
+    form = data.draw(forms(st.one_of(lists_of(n), st.tuples(lists_of(n), lists_of(n))), st.just(None)))
+    ours, theirs = Place(dtype, length, "array"), Place(dtype, length, "array")
+    try:
+        operand = parse_vector(form(ours.object), size=n, writable=True, name="recvbuf")
+    except (TypeError, InvalidUsageError):
+        return  # errors are compared where data is sent
+    assert operand.dtype is not None and operand.counts is not None
+    sizes = [count * operand.dtype.itemsize for count in operand.counts]
+    message = (np.arange(sum(sizes)) % 100 + 128).astype(np.uint8)
+    loops(n).Neighbor_alltoallv([message, sizes, None, MPI.BYTE], form(theirs.object))
+    for rank, part in enumerate(np.split(message, np.cumsum(sizes)[:-1])):
+        ctypes.memmove(operand.block(rank).pointer, part.tobytes(), part.size)
+    assert ours.memory.tobytes() == theirs.memory.tobytes()
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        np.zeros((4, 3))[:, 1],
+        bytes(8),
+        memoryview(bytes(8)),
+        np.float64(1),
+        np.broadcast_to(np.zeros(1), (4,)),
+        [bytes(8), 2, MPI.INT],
+        MPI.IN_PLACE,
+    ],
+    ids=str,
+)
+def test_receive_buffers_that_cannot_be_written_are_refused(spec: Any) -> None:
+    with pytest.raises((BufferError, MPI.Exception)):
+        SELF.Sendrecv(np.zeros(8), 0, 0, spec, 0, 0)
+    with pytest.raises(InvalidUsageError, match="recvbuf"):
+        parse(spec, writable=True, name="recvbuf")
+
+
+def test_read_only_array_can_be_sent_and_not_received_into() -> None:
+    a = np.zeros(4)
+    a.flags.writeable = False
+    assert parse(a, writable=False, name="sendbuf").pointer == a.ctypes.data
+    with pytest.raises(InvalidUsageError, match=r"recvbuf is a numpy\.ndarray that is read-only"):
+        parse(a, writable=True, name="recvbuf")
+
+
+def test_fields_of_a_plain_array() -> None:
+    a = np.zeros((4, 6), "f4")
+    operand = parse(a, blocks=4, writable=True, name="recvbuf")
+    assert (operand.name, operand.pointer, operand.dtype) == ("recvbuf", a.ctypes.data, np.dtype("f4"))
+    assert (operand.count, operand.total, operand.counts, operand.displs) == (6, 24, None, None)
+    assert (operand.on_device, operand.device, operand.mpi_type) == (False, None, None)
+    assert operand.owner is a and operand.spec is a
+    assert operand.block(2).pointer == a.ctypes.data + 48
+    assert operand.whole().count == 24
+
+
+def test_displacement_moves_the_pointer() -> None:
+    a = np.zeros(10)
+    operand = parse([a, (3, 2), "d"], writable=False, name="sendbuf")
+    assert (operand.pointer, operand.count, operand.total) == (a.ctypes.data + 16, 3, 3)
+    assert operand.mpi_type == MPI.DOUBLE
+    assert parse([a, (None, 2)], blocks=4, writable=False, name="sendbuf").count == 2
+
+
+def test_datatype_wins_over_the_elements_of_the_array() -> None:
+    a = np.zeros(10, "f8")
+    assert parse([a, MPI.INT], writable=False, name="x").dtype == np.dtype("i4")
+    assert parse([a, MPI.INT], writable=False, name="x").total == 20
+    assert parse([a, MPI.BYTE], writable=False, name="x").dtype == np.dtype("V1")
+
+
+def test_fields_of_a_vector() -> None:
+    a = np.zeros(10, "i4")
+    operand = parse_vector([a, ([1, 0, 4], [9, 77, 2]), MPI.INT], size=3, writable=False, name="sendbuf")
+    assert (operand.counts, operand.displs, operand.count, operand.total) == ((1, 0, 4), (9, 77, 2), 5, 5)
+    assert [operand.block(rank).pointer - a.ctypes.data for rank in range(3)] == [36, 308, 8]
+    assert parse_vector(a, size=4, writable=False, name="x").counts == (3, 3, 2, 2)
+    assert parse_vector([a, 2], size=3, writable=False, name="x").displs == (0, 2, 4)
+    assert parse_vector([a, (2, 3)], size=3, writable=False, name="x").displs == (0, 3, 6)
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ([np.zeros(4), 5], "sendbuf: elements 0 to 5 are asked for, but the buffer holds 4: "),
+        ([np.zeros(4), (3, 2)], "sendbuf: elements 0 to 3 are asked for, but the buffer holds 2 from its displ"),
+        ([np.zeros(4), (1, 5)], "sendbuf: displacement 5 lies outside the buffer, which holds 4 elements"),
+        ([np.zeros(4), (1, -1)], "sendbuf: displacement -1 lies outside"),
+        ([np.zeros(4), -1], "sendbuf: count -1 is negative"),
+        ([np.zeros(4), 2**63], f"sendbuf: count {2**63} is more than MPI can count"),
+        ([np.zeros(4), (1, 2, 3)], r"sendbuf: \(1, 2, 3\) has 3 items: pass \(count, displacement\)"),
+        ([np.zeros(4)], "sendbuf has 1 items: pass 2 to 4"),
+        ([np.zeros(4), "nope"], "sendbuf: cannot map code 'nope' to MPI datatype: pass"),
+        ([np.zeros(4), 1, 7], "sendbuf: 7 is no datatype"),
+        ([np.zeros(4), MPI.DATATYPE_NULL], "sendbuf: the datatype is MPI.DATATYPE_NULL"),
+        ([np.zeros(3, "u1"), "i4"], "sendbuf: 3 bytes are no multiple of the 4 bytes of an element: give a count"),
+        ([None, 1, "i4"], "sendbuf: the buffer is None, but its count is 1"),
+        ([None, 1], r"sendbuf: None as the buffer needs a datatype: \[None, count, type\]"),
+        (np.zeros(7), "sendbuf: 7 elements are no multiple of 2, one block for each rank: give a count"),
+        (np.zeros(8)[::2], r"sendbuf of shape \(4,\) with strides \(16,\) is neither C- nor Fortran-contiguous"),
+        (np.zeros(4, "M8[s]"), r"sendbuf has elements of type datetime64\[s\], which neither MPI nor mpicomm"),
+        (np.zeros(4, ">f8"), r"sendbuf has elements of type >f8, .* move it as bytes with \[buffer, MPI.BYTE\]"),
+        (np.array([None]), "sendbuf has elements of type object"),
+        (memoryview(STRUCTURES), "sendbuf has elements of unknown type"),
+    ],
+)
+def test_errors_name_argument_value_and_way_out(spec: Any, text: str) -> None:
+    with pytest.raises(InvalidUsageError, match=text):
+        parse(spec, blocks=2 if isinstance(spec, np.ndarray) else 1, writable=False, name="sendbuf")
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ([np.zeros(4), [1, 2]], "sendbuf: 2 counts for 3 ranks: pass one for each"),
+        ([np.zeros(4), ([1, 1, 1], [0])], "sendbuf: 1 displacements for 3 ranks"),
+        ([np.zeros(4), [1, -1, 1]], "sendbuf: count -1 is negative"),
+        ([np.zeros(4), [2, 2, 1]], "sendbuf: elements 4 to 5 are asked for, but the buffer holds 4: "),
+        ([np.zeros(4), ([1, 1, 1], [0, -1, 1])], "sendbuf: elements -1 to 0 are asked for"),
+        ([None, [0, 1, 0], "d"], "sendbuf: the buffer is None, but its count is 1"),
+    ],
+)
+def test_errors_of_vectors_name_argument_value_and_way_out(spec: Any, text: str) -> None:
+    with pytest.raises(InvalidUsageError, match=text):
+        parse_vector(spec, size=3, writable=False, name="sendbuf")
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        (3, "sendbuf is a int, which offers neither"),
+        (None, "sendbuf is a NoneType"),
+        ("abc", "sendbuf is a str"),
+        ([np.zeros(4), 1.0], "sendbuf: count 1.0 is no integer"),
+        ([np.zeros(4), (1, "x")], "sendbuf: displacement 'x' is no integer"),
+    ],
+)
+def test_wrong_kinds_are_type_errors(spec: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        parse(spec, writable=False, name="sendbuf")
+
+
+def test_derived_datatype_is_for_mpi_alone() -> None:
+    a = np.zeros(12, "i4")
+    operand = parse([a, column()], writable=False, name="sendbuf")
+    assert operand.dtype is None and operand.mpi_type == column() and operand.count == 4
+    assert parse([a, (2, 1), column()], writable=False, name="sendbuf").pointer == a.ctypes.data + 12
+    # Where the elements of one column lie nobody but MPI knows: slices with a stride of rows are used in this way.
+    assert parse([a[:1], 1, column()], writable=False, name="sendbuf").count == 1
+    with pytest.raises(InvalidUsageError, match="40 bytes are no multiple of the 12 bytes"):
+        parse([a[:10], column()], writable=False, name="sendbuf")
+
+
+def test_datatype_without_extent_needs_a_count() -> None:
+    flat = MPI.INT.Create_resized(0, 0).Commit()
+    try:
+        assert parse([np.zeros(2, "i4"), 1, flat], writable=False, name="x").count == 1
+        for spec in ([np.zeros(2, "i4"), flat], [np.zeros(2, "i4"), (1, 1), flat]):
+            with pytest.raises(ValueError, match="datatype extent 0"):
+                SELF.Sendrecv(spec, 0, 0, bytearray(99), 0, 0)
+            with pytest.raises(InvalidUsageError, match="extent is 0 cannot be counted"):
+                parse(spec, writable=False, name="x")
+    finally:
+        flat.Free()
+
+
+def test_bottom_is_for_mpi_alone() -> None:
+    operand = parse([MPI.BOTTOM, 3, MPI.INT], writable=True, name="recvbuf")
+    assert operand.dtype is None and operand.mpi_type == MPI.INT and operand.count == 3
+    assert parse_vector([MPI.BOTTOM, [3, 4], MPI.INT], size=2, writable=True, name="recvbuf").dtype is None
+    for spec in (MPI.BOTTOM, [MPI.BOTTOM, 3]):
+        with pytest.raises(KeyError, match="cannot map None"):
+            SELF.Sendrecv(np.zeros(8), 0, 0, spec, 0, 0)
+        with pytest.raises(InvalidUsageError, match=r"recvbuf.*BOTTOM"):
+            parse(spec, writable=True, name="recvbuf")
+        with pytest.raises(InvalidUsageError, match=r"recvbuf.*BOTTOM"):
+            parse_vector(spec, size=2, writable=True, name="recvbuf")
+
+
+def test_none_with_a_datatype_is_empty() -> None:
+    operand = parse([None, MPI.INT], blocks=4, writable=True, name="recvbuf")
+    assert (operand.pointer, operand.dtype, operand.total) == (0, np.dtype("i4"), 0)

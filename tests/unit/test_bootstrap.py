@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+from mpicomm import errors
+from mpicomm.bootstrap import Group, _Outcome, duplicate, node_key
+from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.waiting import wait_until
+
+CLASSES = [
+    errors.MpicommError,
+    errors.InvalidUsageError,
+    errors.HandleError,
+    errors.PeerError,
+    errors.CollectiveTimeoutError,
+    errors.BackendUnavailableError,
+    errors.KernelCompileError,
+]
+
+
+@pytest.fixture
+def group() -> Group:
+    return Group(MPI.COMM_SELF, [0], 5.0)
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def produce() -> None:
+        raise error
+
+    return produce
+
+
+# ---- exchange, on one rank
+
+
+def test_exchange_returns_what_every_rank_produced(group: Group) -> None:
+    assert group.exchange("step", lambda: ["anything"]) == [["anything"]]
+    assert group.exchange("step", lambda: None) == [None]
+
+
+def test_agree_and_barrier_return_nothing_and_do_their_part(group: Group) -> None:
+    done: list[int] = []
+    group.agree("step", lambda: done.append(1))
+    group.barrier("step")
+    assert done == [1]
+
+
+@pytest.mark.parametrize("error_class", CLASSES)
+def test_mpicomms_errors_keep_their_class(group: Group, error_class: type[MpicommError]) -> None:
+    original = error_class("it is full", ranks=[5])
+    with pytest.raises(MpicommError, match=r"^open failed on rank 0: it is full$") as failure:
+        group.exchange("open", raising(original))
+    assert type(failure.value) is error_class
+    assert failure.value.ranks == (0,)
+    assert failure.value.__cause__ is original
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("no"), "ValueError: no"),
+        (OSError(2, "No such file or directory"), r"FileNotFoundError: \[Errno 2\] No such file or directory"),
+        (AssertionError(), "AssertionError: "),
+    ],
+)
+def test_other_errors_become_handle_errors_that_name_their_class(group: Group, error: Exception, text: str) -> None:
+    with pytest.raises(HandleError, match=f"^open failed on rank 0: {text}$") as failure:
+        group.agree("open", raising(error))
+    assert failure.value.__cause__ is error
+
+
+def test_an_interrupt_is_left_alone(group: Group) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        group.exchange("step", raising(KeyboardInterrupt()))
+
+
+def test_a_failure_leaves_the_group_usable(group: Group) -> None:
+    with pytest.raises(HandleError):
+        group.exchange("step", raising(HandleError("no")))
+    assert group.exchange("step", lambda: 1) == [1]
+
+
+def test_a_broken_group_does_nothing_more(group: Group) -> None:
+    done: list[int] = []
+    group.broken = CollectiveTimeoutError("open: rank 3 did not arrive within 5 s", ranks=[3])
+    for call in (group.exchange, group.agree):
+        with pytest.raises(CollectiveTimeoutError, match=r"close: .*unusable.*\(open: rank 3 did not") as failure:
+            call("close", lambda: done.append(1))
+        assert failure.value.ranks == (3,)
+    with pytest.raises(CollectiveTimeoutError, match="create a new one"):
+        group.barrier("close")
+    assert done == []
+
+
+def test_a_timeout_inside_an_exchange_is_raised_as_it_is(group: Group) -> None:
+    timeout = CollectiveTimeoutError("inner: rank 3 did not arrive", ranks=[3])
+
+    def produce() -> None:
+        group.broken = timeout
+        raise timeout
+
+    with pytest.raises(CollectiveTimeoutError) as failure:
+        group.exchange("outer", produce)
+    assert failure.value is timeout
+
+
+def test_groups_know_their_place() -> None:
+    group = Group(MPI.COMM_SELF, [0, 2, 5], 5.0)
+    assert (group.rank, group.size, group.ranks) == (0, 3, (0, 2, 5))
+    part = group.subgroup([0, 5], tag=3)
+    assert (part.rank, part.size, part.ranks, part.timeout_s) == (0, 2, (0, 5), 5.0)
+    part.broken = CollectiveTimeoutError("no")
+    assert group.broken is None
+
+
+# ---- _judge
+
+
+def judge(*outcomes: _Outcome) -> MpicommError | None:
+    """What ranks 0, 2, 5 and 7 of a communicator make of their outcomes."""
+    return Group(MPI.COMM_SELF, [0, 2, 5, 7], 5.0)._judge(list(outcomes))
+
+
+def test_success_everywhere_is_no_error() -> None:
+    assert judge(*[_Outcome("open", value) for value in (1, None, "x", False)]) is None
+
+
+def test_different_steps_are_a_peer_error_that_names_who_said_what() -> None:
+    error = judge(_Outcome("open"), _Outcome("close"), _Outcome("open"), _Outcome("open", error=HandleError("no")))
+    assert type(error) is PeerError
+    assert str(error) == "ranks called different things: rank 0: open; rank 2: close; rank 5: open; rank 7: open"
+    assert error.ranks == (0, 2, 5, 7)
+
+
+def test_one_failing_rank_is_named() -> None:
+    error = judge(_Outcome("open"), _Outcome("open"), _Outcome("open", error=InvalidUsageError("no")), _Outcome("open"))
+    assert type(error) is InvalidUsageError
+    assert str(error) == "open failed on rank 5: no"
+    assert error.ranks == (5,)
+
+
+def test_ranks_that_failed_alike_are_named_together() -> None:
+    full, gone = HandleError("full"), HandleError("gone")
+    error = judge(*[_Outcome("open", error=error) for error in (full, gone, full, full)])
+    assert type(error) is HandleError
+    assert str(error) == "open failed on ranks 0, 5, 7: full; rank 2: gone"
+    assert set(error.ranks) == {0, 2, 5, 7}
+
+
+def test_the_class_is_that_of_the_lowest_rank_that_failed() -> None:
+    error = judge(
+        _Outcome("open"),
+        _Outcome("open", error=CollectiveTimeoutError("late")),
+        _Outcome("open"),
+        _Outcome("open", error=InvalidUsageError("wrong")),
+    )
+    assert type(error) is CollectiveTimeoutError
+    assert str(error) == "open failed on rank 2: late; rank 7: wrong"
+    assert error.ranks == (2, 7)
+
+
+# ---- the rest
+
+
+def test_hostid_decides_what_a_node_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOMM_HOSTID", "left")
+    left = node_key()
+    monkeypatch.setenv("MPICOMM_HOSTID", "right")
+    right = node_key()
+    monkeypatch.delenv("MPICOMM_HOSTID")
+    probed = node_key()
+    assert len({left, right, probed}) == 3
+    assert "left" in left
+    monkeypatch.setenv("MPICOMM_HOSTID", "left")
+    assert node_key() == left
+
+
+def test_without_hostid_a_node_is_a_boot_and_a_network_namespace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MPICOMM_HOSTID", raising=False)
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().strip() in node_key()
+    assert str(Path("/proc/self/ns/net").readlink()) in node_key()
+
+
+def test_a_duplicate_is_a_communicator_of_its_own() -> None:
+    copy = duplicate(MPI.COMM_SELF, "step", 60.0)
+    assert MPI.Comm.Compare(copy, MPI.COMM_SELF) == MPI.CONGRUENT
+    copy.Free()
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 5e-4, 0.02])
+def test_waiting_ends_when_it_is_ready(delay_s: float) -> None:
+    end = time.monotonic() + delay_s
+    assert wait_until(lambda: time.monotonic() >= end, 60.0)
+    assert time.monotonic() >= end
+
+
+def test_waiting_ends_when_time_is_up() -> None:
+    assert not wait_until(lambda: False, 0.01)
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "MPI.Finalize()",
+        "",
+    ],
+    ids=["by the program", "by the end of the interpreter"],
+)
+def test_what_is_still_there_is_released_before_mpi_is_finalized(end: str) -> None:
+    code = """
+from mpi4py import MPI
+from mpicomm.bootstrap import release_before_finalize
+
+class Owner:
+    def __init__(self, name):
+        self.name = name
+        release_before_finalize(self)
+
+    def release(self):
+        print(self.name, MPI.Is_finalized(), MPI.COMM_WORLD.size)
+
+kept, gone = Owner("kept"), Owner("gone")
+del gone
+"""
+    root = Path(__file__).parents[2]
+    process = subprocess.run([sys.executable, "-c", code + end], cwd=root, stdout=subprocess.PIPE, text=True)
+    assert (process.returncode, process.stdout) == (0, "kept False 1\n")

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpicomm import InvalidUsageError
+from mpicomm.collectives.arguments import parse, parse_vector
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_types_that_mpi_does_not_know(name: str) -> None:
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    a = np.zeros(6, dtype)
+    assert parse(a, writable=True, name="x").dtype == dtype
+    assert parse([a, 2], blocks=2, writable=True, name="x").total == 4
+    assert parse([a.view("u1"), name], writable=True, name="x").total == 6
+    assert parse([a, 2, MPI.BYTE], writable=True, name="x").dtype == np.dtype("V1")
+    assert parse(np.zeros(3, np.float16), writable=True, name="x").dtype == np.dtype(np.float16)
+
+
+class CudaArray:
+    """What a CUDA library hands out; its memory is never touched, so any address will do."""
+
+    def __init__(self, shape: tuple[int, ...], typestr: str = "<f4", **changes: Any) -> None:
+        fields = {"version": 3, "data": (0x7000_0000, False), "shape": shape, "typestr": typestr, "strides": None}
+        self.__cuda_array_interface__ = {**fields, **changes}
+
+
+def test_fields_of_a_cuda_array() -> None:
+    a = CudaArray((4, 6))
+    operand = parse(a, blocks=4, writable=True, name="recvbuf")
+    assert (operand.pointer, operand.dtype, operand.count, operand.total) == (0x7000_0000, np.dtype("f4"), 6, 24)
+    assert (operand.on_device, operand.device) == (True, None)
+    assert operand.owner is a
+
+
+def test_forms_with_cuda_arrays() -> None:
+    a = CudaArray((10,), "<f8")
+    assert parse([a, (2, 3), MPI.DOUBLE], writable=False, name="x").pointer == 0x7000_0000 + 24
+    assert parse([a, "i4"], writable=False, name="x").total == 20
+    assert parse_vector([a, [1, 2]], size=2, writable=False, name="x").displs == (0, 1)
+    assert parse([a, 1, MPI.FLOAT_INT], writable=False, name="x").dtype is None
+    with pytest.raises(InvalidUsageError, match="elements 0 to 11 are asked for"):
+        parse([a, 11], writable=False, name="x")
+
+
+@pytest.mark.parametrize("strides", [(24, 4), (4, 16), None])
+def test_cuda_array_may_be_in_either_order(strides: tuple[int, int] | None) -> None:
+    assert parse(CudaArray((4, 6), strides=strides), writable=False, name="x").total == 24
+
+
+@pytest.mark.parametrize(
+    ("array", "text"),
+    [
+        (CudaArray((4, 6), strides=(48, 4)), r"x of shape \(4, 6\) with strides \(48, 4\) is neither C- nor Fortran"),
+        (CudaArray((4,), strides=(-4,)), "neither C- nor Fortran"),
+        (CudaArray((4,), data=(1, True)), "x is a .*CudaArray that is read-only"),
+        (CudaArray((4,), mask=CudaArray((4,))), "x is a masked CUDA array"),
+        (CudaArray((4,), ">f4"), "elements of type >f4"),
+        (CudaArray((4,), "<V2"), "elements of type .*V2"),
+        (CudaArray((4,), "<f1"), "elements of unknown type"),
+        (CudaArray((4,), data=None), "makes no sense"),
+    ],
+)
+def test_cuda_arrays_that_are_refused(array: CudaArray, text: str) -> None:
+    with pytest.raises(InvalidUsageError, match=text):
+        parse(array, writable=True, name="x")
+
+
+def test_cuda_array_of_a_type_that_its_interface_cannot_name() -> None:
+    a = CudaArray((4,), "<V2")
+    a.dtype = np.dtype(ml_dtypes.bfloat16)  # type: ignore[attr-defined]
+    assert parse(a, writable=True, name="x").dtype == np.dtype(ml_dtypes.bfloat16)
+    assert parse([CudaArray((4,), "<V2"), MPI.BYTE], writable=True, name="x").total == 8
+    assert parse([CudaArray((4,), "<V2"), "bfloat16"], writable=True, name="x").total == 4
+
+
+@pytest.mark.parametrize("strides", [None, (4, 4), (999, 4)])
+def test_empty_cuda_array_may_lie_nowhere(strides: tuple[int, int] | None) -> None:
+    operand = parse(CudaArray((0, 3), data=(None, False), strides=strides), blocks=4, writable=True, name="x")
+    assert (operand.pointer, operand.total) == (0, 0)
+
+
+class DlpackArray:
+    """An array that speaks DLPack alone and says it is on some device."""
+
+    def __init__(self, array: np.ndarray[Any, Any], device: tuple[int, int], dtype: Any = None) -> None:
+        self.array = array
+        self.device = device
+        self.dtype = array.dtype if dtype is None else dtype
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+    def __dlpack__(self, stream: int | None = None) -> Any:
+        assert stream == (None if self.device[0] == 1 else -1)  # synchronisation is not asked for
+        return self.array.__dlpack__()
+
+
+@pytest.mark.parametrize(("device", "ordinal"), [((2, 3), 3), ((13, 1), 1), ((1, 0), None), ((3, 0), None)])
+def test_dlpack_array(device: tuple[int, int], ordinal: int | None) -> None:
+    a = np.zeros(6, "i2")
+    operand = parse(DlpackArray(a, device), blocks=2, writable=True, name="x")
+    assert (operand.pointer, operand.dtype, operand.count, operand.total) == (a.ctypes.data, np.dtype("i2"), 3, 6)
+    assert (operand.on_device, operand.device) == (ordinal is not None, ordinal)
+
+
+def test_dlpack_array_names_its_type_as_its_library_does() -> None:
+    assert parse(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.bfloat16"), writable=True, name="x").total == 6
+    with pytest.raises(InvalidUsageError, match="unknown type"):
+        parse(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.posit16"), writable=True, name="x")
+
+
+def test_dlpack_arrays_that_are_refused() -> None:
+    with pytest.raises(InvalidUsageError, match=r"x is a .*DlpackArray on a device of DLPack's type 10"):
+        parse(DlpackArray(np.zeros(6), (10, 0)), writable=True, name="x")
+    with pytest.raises(InvalidUsageError, match=r"DLPack does not hand over: .*not contiguous"):
+        parse(DlpackArray(np.zeros(6)[::2], (2, 0)), writable=True, name="x")
+
+
+def test_cupy_array() -> None:
+    cupy = pytest.importorskip("cupy")
+    memory = cupy.cuda.UnownedMemory(0x7000_0000, 96, None, device_id=2)  # no device is asked
+    a = cupy.ndarray((4, 6), "f4", memptr=cupy.cuda.MemoryPointer(memory, 0))
+    operand = parse(a, blocks=4, writable=True, name="x")
+    assert (operand.pointer, operand.dtype, operand.count, operand.total) == (0x7000_0000, np.dtype("f4"), 6, 24)
+    assert (operand.on_device, operand.device, operand.owner is a) == (True, 2, True)
+    assert parse(a.T, writable=True, name="x").total == 24
+    assert parse(a[1:], writable=True, name="x").pointer == 0x7000_0000 + 24
+    with pytest.raises(InvalidUsageError, match="neither C- nor Fortran-contiguous"):
+        parse(a[:, 1:], writable=True, name="x")
+
+
+def test_torch_tensor() -> None:
+    torch = pytest.importorskip("torch")
+    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
+        for dtype in ("bfloat16", "float16", "float8_e5m2", "float8_e4m3fn", "bool", "int64", "complex64"):
+            t = torch.zeros((4, 6), dtype=getattr(torch, dtype), device=device)
+            operand = parse(t, blocks=4, writable=True, name="x")
+            assert (operand.pointer, operand.count, operand.total) == (t.data_ptr(), 6, 24)
+            assert operand.dtype is not None and operand.dtype.name == dtype
+            assert (operand.on_device, operand.device) == ((True, 0) if device == "cuda" else (False, None))
+            assert parse(t.T, writable=True, name="x").pointer == t.data_ptr()
+            with pytest.raises(InvalidUsageError, match="neither C- nor Fortran-contiguous"):
+                parse(t[:, 1:], writable=True, name="x")
+    assert parse(torch.zeros(0), writable=True, name="x").total == 0
+    for refused, text in (
+        (torch.zeros(3, requires_grad=True), r"requires a gradient: pass x\.detach"),
+        (torch.zeros(3, dtype=torch.complex64).conj(), "conjugate or negative view"),
+        (torch.zeros(3, dtype=torch.complex64).conj().imag, "conjugate or negative view"),
+        (torch.zeros(3, device="meta"), "x is a torch.Tensor on meta"),
+        (torch.zeros(3).to_sparse(), "x is a tensor without plain memory"),
+        (torch.zeros(3, dtype=torch.float32).to(torch.float8_e4m3fnuz), "elements of unknown type"),
+    ):
+        with pytest.raises(InvalidUsageError, match=text):
+            parse(refused, writable=True, name="x")

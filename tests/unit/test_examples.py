@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mpiexec import ROOT, run_job
+
+STOCK = ROOT / "examples" / "stock_mpi4py.py"
+CHANGED = {
+    "import mpicomm  # <- added\n": "",
+    "comm = mpicomm.Communicator(MPI.COMM_WORLD)  # <- was: comm = MPI.COMM_WORLD\n": "comm = MPI.COMM_WORLD\n",
+}
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_stock_program_gives_what_mpi4py_gives(nprocs: int, tmp_path: Path) -> None:
+    source = STOCK.read_text()
+    for line, was in CHANGED.items():
+        assert source.count(line) == 1
+        source = source.replace(line, was)
+    assert "mpicomm." not in source
+    original = tmp_path / "original.py"
+    original.write_text(source)
+    ours, theirs = (run_job(nprocs, str(program), MPICOMM_DEVICE="cpu") for program in (STOCK, original))
+    for result in (ours, theirs):
+        assert (result.returncode, result.stderr) == (0, "")
+        assert result.stdout.startswith(f"{nprocs} ranks: eigenvalue 1.000000000 after ")
+
+
+def test_gpu_program_says_what_is_missing() -> None:
+    result = run_job(1, str(ROOT / "examples" / "gpu_allreduce.py"), CUDA_VISIBLE_DEVICES="", MPICOMM_DEVICE="cpu")
+    assert result.returncode != 0
+    assert "this example needs" in result.stderr and "examples/stock_mpi4py.py runs without" in result.stderr
+    assert "Traceback" not in result.stderr

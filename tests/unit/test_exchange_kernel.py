@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import pytest
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
+
+from mpicomm.errors import InvalidUsageError  # noqa: E402
+from mpicomm.kernels import exchange  # noqa: E402
+from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
+from mpicomm.kernels.exchange import REDUCTIONS, ExchangeArguments, Link, exchange_options  # noqa: E402
+
+SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
+CAPABILITIES = [(major, minor) for major, minor in [(8, 0), (9, 0), (12, 0)] if 10 * major + minor in SUPPORTED]
+SAMPLE = [("float32", "sum"), ("float8_e4m3fn", "avg"), ("bool", "land")]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
+@pytest.mark.parametrize("reduction", SAMPLE, ids=lambda reduction: "-".join(reduction))
+def test_compiles_with_a_reduction(reduction: tuple[str, str], capability: tuple[int, int]) -> None:
+    image = compile_kernel(KERNELS / "exchange.cu", capability, exchange_options(reduction))
+    assert image.startswith(b"\x7fELF")
+    assert b"mpicomm_exchange" in image
+
+
+def test_every_reduction_compiles(tmp_path: Path) -> None:
+    kernels = [
+        f'extern "C" __global__ void {dtype}_{op}(const dtype::{cpp}* in, dtype::{cpp}* out) {{\n'
+        f"  using Op = op::{op}<dtype::{cpp}>;\n"
+        "  out[0] = Op::last(Op::next(Op::first(in[0]), in[1]), 2);\n}"
+        for dtype, ops in REDUCTIONS.items()
+        for cpp in ["boolean" if dtype == "bool" else dtype]
+        for op in ops
+    ]
+    source = tmp_path / "all.cu"
+    source.write_text("\n".join(['#include "reduce.cuh"', "using namespace mpicomm;", *kernels]))
+    image = compile_kernel(source, (9, 0), exchange.OPTIONS)
+    assert all(f"{dtype}_{op}".encode() in image for dtype, ops in REDUCTIONS.items() for op in ops)
+
+
+def test_host_and_kernel_agree_on_structures_and_constants(tmp_path: Path) -> None:
+    lines = [
+        '#include "exchange.cu"',
+        "using mpicomm::Exchange;",
+        f"static_assert(sizeof(Link) == {ctypes.sizeof(Link)});",
+        f"static_assert(sizeof(Exchange) == {ctypes.sizeof(ExchangeArguments)});",
+        f"static_assert(mpicomm::kMaxRanks == {exchange.MAX_RANKS} && mpicomm::kThreads == {exchange.THREADS});",
+        f"static_assert(mpicomm::kSlots == {exchange.SLOTS} && mpicomm::kSlotNbytes == {exchange.SLOT_NBYTES});",
+        f"static_assert(mpicomm::kLineNbytes == {exchange.LINE_NBYTES});",
+        f"static_assert(mpicomm::kPacketNbytes == {exchange.PACKET_NBYTES});",
+        "static_assert(mpicomm::kExchange == 2 && mpicomm::kMismatch == 3);",
+    ]
+    # NVRTC brings no header that defines offsetof; this is what its compiler makes of it.
+    for name, structure in (("Link", Link), ("Exchange", ExchangeArguments)):
+        for field in structure._fields_:
+            offset = getattr(structure, field[0]).offset
+            lines.append(f"static_assert(__INTADDR__(&static_cast<{name}*>(nullptr)->{field[0]}) == {offset});")
+    source = tmp_path / "check.cu"
+    source.write_text("\n".join(lines))
+    compile_kernel(source, (9, 0), exchange.OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("reduction", "said"),
+    [
+        (("float32", "band"), "these are: sum, prod"),
+        (("complex64", "max"), "these are: sum"),
+        (("int32", "avg"), "these are"),
+        (("float128", "sum"), "no operation is"),
+    ],
+)
+def test_a_reduction_that_does_not_exist_is_refused(reduction: tuple[str, str], said: str) -> None:
+    with pytest.raises(InvalidUsageError, match=said):
+        exchange_options(reduction)
+
+
+def test_the_kernel_alone_bounds_its_registers() -> None:
+    # At 128 registers for each of 512 threads a block fits on every device; without the bound a launch could fail.
+    text = (KERNELS / "exchange.cu").read_text()
+    assert "__launch_bounds__(mpicomm::kThreads) mpicomm_exchange" in text

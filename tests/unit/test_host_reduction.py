@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import operator
+import platform
+import warnings
+from collections.abc import Sequence
+from functools import reduce as fold
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mpicomm.collectives import host_reduction
+from mpicomm.collectives.host_reduction import OPERATIONS, Reducer, is_supported, require_supported
+from mpicomm.errors import InvalidUsageError
+from tests.helpers.reductions import NARROW, dtype_named, reduced, require_same, samples
+
+Array = npt.NDArray[Any]
+
+DTYPES = [*"?bBhHiIqQfdgFD", *NARROW]
+BLOCK = host_reduction._BLOCK_NBYTES
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    try:
+        return dtype_named(name)
+    except ImportError:
+        pytest.skip("needs ml_dtypes")
+
+
+def run(op: str, parts: Sequence[Array], out: Array | None = None) -> Array:
+    out = np.empty_like(parts[0]) if out is None else out
+    with np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Reducer(op, parts[0].dtype).reduce(parts, out)
+    return out
+
+
+def expected(op: str, parts: Sequence[Array]) -> Array:
+    if len(parts) == 1:
+        return parts[0]
+    if op == "prod" and parts[0].dtype.kind == "c":
+        with np.errstate(all="ignore"):  # as NumPy does it, fused or not
+            return fold(operator.mul, parts)
+    return reduced(op, parts)
+
+
+def same(actual: Array, wanted: Array) -> None:
+    if actual.dtype.name == "longdouble" or actual.dtype.char == "g":  # has padding
+        np.testing.assert_array_equal(actual, wanted)
+        return
+    require_same(actual, wanted)
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("op", OPERATIONS)
+def test_matches_the_reference_on_special_values(op: str, name: str) -> None:
+    dtype = dtype_of(name)
+    if not is_supported(op, dtype):
+        with pytest.raises(InvalidUsageError, match=f"'{op}' is not defined on {dtype.name}"):
+            Reducer(op, dtype)
+        return
+    rng = np.random.default_rng([OPERATIONS.index(op), DTYPES.index(name)])
+    for number in (1, 2, 3, 5):
+        for count in (0, 1, 2, 7, 64, 1000):
+            if dtype.char == "g":
+                parts = [rng.standard_normal(count).astype(dtype) for _ in range(number)]
+            else:
+                parts = [samples(dtype, count, rng) for _ in range(number)]
+            if op in {"max", "min"} and platform.machine() != "x86_64":
+                parts = [np.where(part == 0, dtype.type(0), part) for part in parts]
+            wanted = expected(op, parts)
+            same(run(op, parts), wanted)
+            for own in range(number):  # in place of any one of the parts
+                copies = [part.copy() for part in parts]
+                same(run(op, copies, copies[own]), wanted)
+
+
+def test_which_operations_are_defined_on_which_types() -> None:
+    kinds = {"b": "?", "i": "i", "u": "B", "f": "d", "c": "D"}
+    for op, allowed in {
+        "sum": "biufc",
+        "prod": "biufc",
+        "max": "biuf",
+        "min": "biuf",
+        "land": "biufc",
+        "lor": "biufc",
+        "lxor": "biufc",
+        "band": "biu",
+        "bor": "biu",
+        "bxor": "biu",
+        "avg": "fc",
+        "replace": "",
+    }.items():
+        assert "".join(kind for kind, char in kinds.items() if is_supported(op, np.dtype(char))) == allowed, op
+    assert not any(is_supported("sum", np.dtype(name)) for name in ("S3", "V2", "m8[s]", "M8[s]", ">i4", "O", "U1"))
+    with pytest.raises(InvalidUsageError, match="op='band' is not defined on float32"):
+        require_supported("band", np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("number", [2, 3, 4])
+@pytest.mark.parametrize("name", ["f", "h", "D", "float16", "bfloat16"])
+def test_blocks_do_not_change_the_result(name: str, number: int) -> None:
+    dtype = dtype_of(name)
+    accumulator = 4 if name in NARROW else dtype.itemsize
+    per_block = BLOCK // accumulator
+    rng = np.random.default_rng(number)
+    for count in (per_block - 1, per_block, per_block + 1, 3 * per_block + 17):
+        parts = [samples(dtype, count, rng) for _ in range(number)]
+        same(run("sum", parts), expected("sum", parts))
+        copies = [part.copy() for part in parts]
+        same(run("sum", copies, copies[1]), expected("sum", parts))
+
+
+@pytest.mark.parametrize("char", ["F", "D"])
+def test_complex_products_do_not_depend_on_where_the_array_is_cut(char: str) -> None:
+    rng = np.random.default_rng(1)
+    dtype = np.dtype(char)
+    parts = [(rng.standard_normal(65) + 1j * rng.standard_normal(65)).astype(dtype) for _ in range(3)]
+    whole = run("prod", parts)
+    for cut in range(65):
+        for piece in (slice(0, cut), slice(cut, 65), slice(cut, cut + 1)):
+            for own in range(3):
+                copies = [part.copy()[piece] for part in parts]
+                assert run("prod", copies, copies[own]).tobytes() == whole[piece].tobytes()
+
+
+def test_order_is_that_of_the_parts() -> None:
+    parts = [np.array([value], np.float32) for value in (1e8, 1.0, -1e8, 1.0)]
+    assert run("sum", parts)[0] == 1.0  # (1e8 + 1) is 1e8
+    assert run("sum", [parts[0], parts[2], parts[1], parts[3]])[0] == 2.0
+    many = [np.full(100_000, part[0], np.float32) for part in parts]
+    assert set(run("sum", many).tolist()) == {1.0}
+
+
+def test_integers_wrap() -> None:
+    assert run("sum", [np.array([127, -128], np.int8), np.array([1, -1], np.int8)]).tolist() == [-128, 127]
+    assert run("prod", [np.array([2**31], np.uint32)] * 3)[0] == 0
+    assert run("sum", [np.array([2**63 - 1], np.int64), np.array([1], np.int64)])[0] == -(2**63)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "once"),
+    [
+        # In the type itself every step would round the small part away, or up.
+        ("float16", [2048.0, 1.0, 1.0], 2050.0),
+        ("float16", [60000.0, 60000.0, -60000.0], 60000.0),
+        ("bfloat16", [256.0, 1.0, 1.0], 258.0),
+        ("float8_e4m3fn", [16.0, 1.0, 1.0], 18.0),
+        ("float8_e4m3fn", [448.0, 448.0, -448.0], 448.0),
+        ("float8_e5m2", [8.0, 1.0, 1.0], 10.0),
+    ],
+)
+def test_narrow_floats_are_rounded_once(name: str, values: list[float], once: float) -> None:
+    parts = [np.array([value] * 3, dtype_of(name)) for value in values]
+    assert run("sum", parts).astype(float).tolist() == [once] * 3
+
+
+def test_average_of_narrow_floats_is_rounded_once() -> None:
+    parts = [np.array([value], np.float16) for value in (2048.0, 2050.0, 2050.0)]
+    assert run("avg", parts)[0] == np.float16(np.float32(6148.0) / np.float32(3))
+    large = [np.array([60000.0], np.float16)] * 4
+    assert run("avg", large)[0] == 60000.0  # the sum alone would be infinite
+
+
+def test_nan_infinities_and_zeros() -> None:
+    nan, inf = np.nan, np.inf
+    a, b = np.array([nan, 1.0, inf, -inf, inf], np.float64), np.array([1.0, nan, -inf, inf, inf], np.float64)
+    np.testing.assert_array_equal(run("max", [a, b]), [nan, nan, inf, inf, inf])
+    np.testing.assert_array_equal(run("min", [a, b]), [nan, nan, -inf, -inf, inf])
+    np.testing.assert_array_equal(run("sum", [a, b]), [nan, nan, nan, nan, inf])
+    np.testing.assert_array_equal(run("lor", [a, np.zeros(5)]), [1.0] * 5)
+    zeros = [np.array([-0.0]), np.array([-0.0])]
+    assert np.signbit(run("sum", zeros)[0])
+    assert not np.signbit(run("sum", [zeros[0], np.array([0.0])])[0])
+
+
+def test_logical_operations_give_one_or_zero_in_the_same_type() -> None:
+    a, b, c = (np.array(values, np.int32) for values in ([5, 0, 7, 0], [3, 0, 0, 0], [2, 9, 0, 0]))
+    assert run("land", [a, b, c]).tolist() == [1, 0, 0, 0]
+    assert run("lor", [a, b, c]).tolist() == [1, 1, 1, 0]
+    assert run("lxor", [a, b, c]).tolist() == [1, 1, 1, 0]
+
+
+def test_arrays_need_not_be_aligned() -> None:
+    parts = [np.arange(1000, dtype=np.float32), np.ones(1000, np.float32), np.full(1000, 0.5, np.float32)]
+    for offset in (1, 2, 3):
+        raw = [np.zeros(4000 + 8, np.uint8) for _ in range(4)]
+        shifted = [each[offset : offset + 4000].view(np.float32) for each in raw]
+        for target, part in zip(shifted, parts, strict=False):
+            target[:] = part
+        run("sum", shifted[:3], shifted[3])
+        assert shifted[3].tobytes() == run("sum", parts).tobytes()
+        assert not raw[3][:offset].any() and not raw[3][offset + 4000 :].any()
+
+
+def test_memory_it_needs_does_not_grow_with_the_arrays() -> None:
+    reducer = Reducer("sum", np.dtype(np.float16))
+    parts = [np.ones(1_000_000, np.float16)] * 3
+    reducer.reduce(parts, np.empty_like(parts[0]))
+    assert sum(scratch.nbytes for scratch in reducer._scratch) <= 2 * BLOCK

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpicomm import InvalidUsageError
+from mpicomm.collectives.ops import AVG, check_legal, op_name
+from mpicomm.collectives.types import COVERED, covered_dtype
+
+pytest.importorskip("ml_dtypes")
+
+NAMES = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
+NAMED = {name: getattr(MPI, name.upper()) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_names_of_mpi_operations(name: str) -> None:
+    assert op_name(NAMED[name]) == name
+    assert op_name(MPI.Op(NAMED[name])) == name
+
+
+@pytest.mark.parametrize("op", [MPI.MAXLOC, MPI.MINLOC, MPI.REPLACE, MPI.NO_OP, MPI.OP_NULL])
+def test_operations_for_mpi_alone_have_no_name(op: MPI.Op) -> None:
+    assert op_name(op) is None
+
+
+def test_operation_of_the_user_has_no_name() -> None:
+    op = MPI.Op.Create(lambda *_: None, commute=True)
+    try:
+        assert op_name(op) is None
+    finally:
+        op.Free()
+
+
+@pytest.mark.parametrize("op", ["sum", None, 3, np.add])
+def test_what_is_no_operation_is_a_type_error(op: Any) -> None:
+    with pytest.raises(TypeError):
+        MPI.COMM_SELF.Allreduce(np.zeros(1), np.zeros(1), op)
+    with pytest.raises(
+        TypeError, match=r"is no reduction operation: pass an MPI\.Op such as MPI\.SUM, or mpicomm\.AVG"
+    ):
+        op_name(op)
+
+
+def test_average() -> None:
+    assert op_name(AVG) == "avg"
+    assert repr(AVG) == "mpicomm.AVG"
+    assert copy.deepcopy(AVG) is AVG and pickle.loads(pickle.dumps(AVG)) is AVG
+
+
+INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
+FLOATS = {"float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"}
+COMPLEX = {"complex64", "complex128"}
+LEGAL = {
+    **dict.fromkeys(("sum", "prod"), INTEGERS | FLOATS | COMPLEX),
+    **dict.fromkeys(("max", "min"), INTEGERS | FLOATS),
+    **dict.fromkeys(("land", "lor", "lxor"), INTEGERS | {"bool"}),
+    **dict.fromkeys(("band", "bor", "bxor"), INTEGERS),
+    "avg": FLOATS | COMPLEX,
+}
+
+
+@pytest.mark.parametrize("dtype", COVERED)
+@pytest.mark.parametrize("name", LEGAL)
+def test_legal_pairs(name: str, dtype: str) -> None:
+    for _ in range(2):  # once remembered too
+        if dtype in LEGAL[name]:
+            check_legal(name, covered_dtype(dtype))
+        else:
+            with pytest.raises(InvalidUsageError, match=f"op={name} is not defined for {dtype}, only for "):
+                check_legal(name, covered_dtype(dtype))
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize("dtype", sorted(INTEGERS | {"float32", "float64"} | COMPLEX))
+def test_mpi_takes_every_pair_called_legal(name: str, dtype: str) -> None:
+    if dtype in LEGAL[name]:
+        a = np.ones(2, dtype)
+        MPI.COMM_SELF.Allreduce(a, np.zeros_like(a), NAMED[name])
+
+
+def test_other_types() -> None:
+    check_legal("bxor", np.dtype("V1"))
+    check_legal("sum", np.dtype("g"))
+    with pytest.raises(InvalidUsageError, match=r"op=sum is not defined for MPI\.BYTE, .* MPI\.BYTE: band, bor, bxor"):
+        check_legal("sum", np.dtype("V1"))
+    with pytest.raises(InvalidUsageError, match=r"not defined for \|S1, .*none, it can only be moved"):
+        check_legal("sum", np.dtype("S1"))
+    with pytest.raises(InvalidUsageError, match="integer, float, complex; defined for bool: land, lor, lxor"):
+        check_legal("sum", np.dtype("?"))
+    with pytest.raises(InvalidUsageError, match="op=avg is not defined for int32, only for float, complex"):
+        check_legal("avg", np.dtype("i4"))

@@ -1,0 +1,269 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from mpicomm import placement
+from mpicomm.backend import cuda_driver
+from mpicomm.backend.cuda_driver import DeviceInfo
+from mpicomm.backend.host import NO_DEVICE, HostBackend
+from mpicomm.bootstrap import Group, group_by_node
+from mpicomm.errors import BackendUnavailableError, InvalidUsageError
+from mpicomm.log import logger
+from mpicomm.placement import Placement, RankPlace, assign_devices, find_placement, parse_cpulist
+
+A, B, C, D = (bytes([letter]) * 16 for letter in b"ABCD")
+
+
+def devices(*uuids: bytes) -> tuple[DeviceInfo, ...]:
+    return tuple(DeviceInfo(n, "a GPU", uuid, f"0000:0{n}:00.0", -1, (9, 0)) for n, uuid in enumerate(uuids))
+
+
+def place(node: str = "node", visible: Sequence[bytes] = (), device: int | str = "auto", pid: int = 1) -> RankPlace:
+    return RankPlace("host", pid, node, devices(*visible), "no driver" if not visible else "", device, "auto", 30.0)
+
+
+# ---- assign_devices
+
+
+@pytest.mark.parametrize(
+    ("visible", "ordinals"),
+    [
+        ([], []),
+        ([[A, B, C, D]] * 4, [0, 1, 2, 3]),
+        ([[A, B, C, D]] * 2, [0, 1]),
+        ([[A], [B], [C], [D]], [0, 0, 0, 0]),
+        ([[A, B]] * 5, [0, 1, 0, 1, 0]),
+        ([[A]] * 3, [0, 0, 0]),
+        # The same devices in another order: each rank takes the first that nobody has.
+        ([[A, B], [A, B], [B, A], [B, A]], [0, 1, 0, 1]),
+        ([[A, B], [B, A]], [0, 0]),
+        ([[A, B], [A, C]], [0, 1]),
+        ([[A, B, C], [A, B], [A, B, C]], [0, 1, 2]),
+        ([[A], [A, B], [A, B, C]], [0, 1, 2]),
+    ],
+)
+def test_devices_of_the_usual_cases(visible: list[list[bytes]], ordinals: list[int]) -> None:
+    assert assign_devices(visible) == ordinals
+
+
+@settings(deadline=None)
+@given(count=st.integers(1, 16), ranks=st.integers(0, 40), data=st.data())
+def test_ranks_that_see_all_devices_share_them_evenly_in_whatever_order(
+    count: int, ranks: int, data: st.DataObject
+) -> None:
+    uuids = [bytes([n]) * 16 for n in range(count)]
+    visible = [data.draw(st.permutations(uuids)) for _ in range(ranks)]
+    ordinals = assign_devices(visible)
+    uses = Counter(seen[ordinal] for seen, ordinal in zip(visible, ordinals, strict=True))
+    assert max(uses.values(), default=0) - min((uses[uuid] for uuid in uuids), default=0) <= 1
+
+
+@settings(deadline=None)
+@given(st.lists(st.lists(st.sampled_from([A, B, C, D]), min_size=1, unique=True), max_size=20))
+def test_every_rank_gets_a_device_it_sees_that_fewest_had_before(visible: list[list[bytes]]) -> None:
+    users: Counter[bytes] = Counter()
+    ordinals = assign_devices(visible)
+    assert len(ordinals) == len(visible)
+    for seen, ordinal in zip(visible, ordinals, strict=True):
+        assert 0 <= ordinal < len(seen)
+        assert users[seen[ordinal]] == min(users[uuid] for uuid in seen)
+        users[seen[ordinal]] += 1
+
+
+# ---- find_placement, on one rank
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    for name in ("DEVICE", "HANDLE", "BIND_CPU", "HOSTID"):
+        monkeypatch.delenv(f"MPICOMM_{name}", raising=False)
+    return Group(MPI.COMM_SELF, [0], 5.0)
+
+
+def show(monkeypatch: pytest.MonkeyPatch, *uuids: bytes) -> None:
+    """Let this process see these devices."""
+
+    def visible_devices() -> list[DeviceInfo]:
+        if not uuids:
+            raise BackendUnavailableError("no NVIDIA driver: install it")
+        return list(devices(*uuids))
+
+    monkeypatch.setattr(cuda_driver, "visible_devices", visible_devices)
+
+
+@pytest.mark.parametrize(
+    ("visible", "request_", "device", "uuid"),
+    [
+        ([A, B], "auto", 0, A),
+        ([A, B], 1, 1, B),
+        ([A, B], "cpu", "cpu", NO_DEVICE),
+        ([], "auto", "cpu", NO_DEVICE),
+        ([], "cpu", "cpu", NO_DEVICE),
+    ],
+)
+def test_a_rank_gets_its_device(
+    group: Group,
+    monkeypatch: pytest.MonkeyPatch,
+    visible: list[bytes],
+    request_: int | str,
+    device: int | str,
+    uuid: bytes,
+) -> None:
+    show(monkeypatch, *visible)
+    found = find_placement(group, request_, "auto")
+    assert found.here.device == device
+    assert found.here.device_uuid == uuid
+    assert (found.nodes, found.local_rank, found.here.timeout_s) == ([[0]], 0, 5.0)
+
+
+def test_a_device_that_is_not_there_is_refused_with_the_way_out(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    show(monkeypatch, A, B)
+    with pytest.raises(InvalidUsageError, match="device=2 on rank 0: it sees the devices 0 to 1; CUDA_VISIBLE_DEVICES"):
+        find_placement(group, 2, "auto")
+    show(monkeypatch)
+    with pytest.raises(BackendUnavailableError, match="device=0 on rank 0: no NVIDIA driver: install it"):
+        find_placement(group, 0, "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("MPICOMM_DEVICE", "gpu"), ("MPICOMM_HANDLE", "gpu"), ("MPICOMM_BIND_CPU", "2")]
+)
+def test_bad_variables_are_every_ranks_error(
+    group: Group, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(InvalidUsageError, match=f"find devices failed on rank 0: {name}='{value}'"):
+        find_placement(group, "auto", "auto")
+
+
+def test_the_ranks_of_each_node_share_its_devices() -> None:
+    places = [place("left", [A, B]), place("right", [C]), place("left", [A, B]), place("right", [C, D])]
+    assert placement._choose_devices(places) == [0, 0, 1, 1]
+
+
+def test_one_rank_without_a_device_takes_all_to_the_cpu() -> None:
+    assert placement._choose_devices([place("left", [A]), place("right")]) == ["cpu", "cpu"]
+
+
+def test_arguments_that_differ_are_refused_with_who_said_what() -> None:
+    placement._require_same("handle", ["fd", "fd"])
+    with pytest.raises(InvalidUsageError, match="handle differs between ranks: 'fd' on rank 0, 'ipc' on rank 1; pass"):
+        placement._require_same("handle", ["fd", "ipc"])
+
+
+@pytest.mark.parametrize(
+    ("places", "rank", "said"),
+    [
+        ([place(visible=[A], device=0)] * 2, 0, ["ranks share a GPU, which is correct but slow: [[0, 1]]"]),
+        ([place(visible=[A], device=0)] * 2, 1, []),
+        ([place(visible=[A, B], device=0), place(visible=[A, B], device=1)], 0, []),
+        ([place(visible=[A, B], device=0), place(visible=[B, A], device=1)], 0, ["[[0, 1]]"]),
+        ([place(device="cpu")] * 2, 0, []),
+        (
+            [place(visible=[A], device="cpu"), place(device="cpu")],
+            0,
+            ["using the cpu: rank 1 has no device: no driver"],
+        ),
+    ],
+)
+def test_what_is_slower_than_it_could_be_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, places: list[RankPlace], rank: int, said: list[str]
+) -> None:
+    warnings: list[str] = []
+
+    def warning(message: str, *arguments: Any) -> None:
+        warnings.append(message % arguments)
+
+    monkeypatch.setattr(logger, "warning", warning)
+    monkeypatch.setattr(Path, "exists", lambda path: False)  # whether there is an NVIDIA driver
+    placement._announce(Placement(places, rank), automatic=True)
+    assert len(warnings) == len(said)
+    assert all(expected in warning for expected, warning in zip(said, warnings, strict=True))
+
+
+# ---- Placement
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["left", "right", "middle"]), max_size=12))
+def test_nodes_hold_every_rank_once_in_the_order_of_their_first(keys: list[str]) -> None:
+    nodes = group_by_node(keys)
+    assert sorted(rank for ranks in nodes for rank in ranks) == list(range(len(keys)))
+    assert [keys[ranks[0]] for ranks in nodes] == list(dict.fromkeys(keys))
+    assert all(ranks == sorted(ranks) and len({keys[rank] for rank in ranks}) == 1 for ranks in nodes)
+
+
+@settings(deadline=None)
+@given(keys=st.lists(st.sampled_from(["left", "right", "middle"]), min_size=1, max_size=10), data=st.data())
+def test_a_subset_keeps_who_is_where(keys: list[str], data: st.DataObject) -> None:
+    ranks = data.draw(st.lists(st.sampled_from(range(len(keys))), min_size=1, unique=True))
+    rank = data.draw(st.sampled_from(ranks))
+    whole = Placement([place(key, pid=pid) for pid, key in enumerate(keys)], rank)
+    part = whole.subset(ranks)
+    assert [each.pid for each in part.places] == ranks
+    assert part.here is whole.here
+    assert part.nodes == group_by_node([keys[rank] for rank in ranks])
+    assert part.nodes[part.node_index] == part.node_ranks
+    assert part.node_ranks[part.local_rank] == part.rank
+    assert {ranks[index] for index in part.node_ranks} == set(whole.node_ranks) & set(ranks)
+
+
+def test_chosen_handles_are_kept_with_what_was_rejected() -> None:
+    asked = Placement([place("left"), place("right")], 1)
+    chosen = asked.with_handles([("ipc", {}), ("fd", {"ipc": "not here"})])
+    assert [each.handle for each in chosen.places] == ["ipc", "fd"]
+    assert (chosen.rank, chosen.here.rejected) == (1, {"ipc": "not here"})
+    assert asked.here.handle == "auto"
+
+
+def test_only_ranks_of_the_node_have_an_index_in_it() -> None:
+    places = Placement([place("left"), place("right"), place("right")], 2)
+    assert [places.node_index_of(rank) for rank in (1, 2)] == [0, 1]
+    refusals: list[tuple[Any, str]] = [
+        (0, r"peer=0 is on another node \(host\): only the ranks \[1, 2\]"),
+        (3, "peer=3 is no rank of this communicator: use 0 to 2"),
+        (-1, "peer=-1 is no rank of this communicator: use 0 to 2"),
+        ("1", "peer='1' is no rank: use 0 to 2"),
+    ]
+    for rank, reason in refusals:
+        with pytest.raises(InvalidUsageError, match=reason):
+            places.node_index_of(rank)
+
+
+def test_the_cpu_has_the_host_backend() -> None:
+    backend = Placement([place(device="cpu")], 0).create_backend()
+    assert isinstance(backend, HostBackend)
+    assert backend.device == "cpu"
+
+
+# ---- parse_cpulist
+
+
+@pytest.mark.parametrize(
+    ("text", "cores"),
+    [
+        ("", set()),
+        ("\n", set()),
+        ("5", {5}),
+        ("0-3,8\n", {0, 1, 2, 3, 8}),
+        ("0,2,4-4", {0, 2, 4}),
+        ("9-11,127", {9, 10, 11, 127}),
+    ],
+)
+def test_cpulists(text: str, cores: set[int]) -> None:
+    assert parse_cpulist(text) == cores
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 500), st.integers(0, 9))))
+def test_cpulists_of_any_ranges(ranges: list[tuple[int, int]]) -> None:
+    text = ",".join(f"{first}-{first + more}" if more else f"{first}" for first, more in ranges)
+    assert parse_cpulist(text) == {core for first, more in ranges for core in range(first, first + more + 1)}
