@@ -30,8 +30,8 @@ from mpicomm.kernels.exchange import (
     ExchangeArguments,
     ExchangeKernels,
     Link,
-    exchange_options,
 )
+from mpicomm.kernels.reductions import options_for
 from mpicomm.shared_segments import share
 
 MAX_CHANNELS = 64
@@ -277,5 +277,5 @@ class DeviceEngine:
 def _kernel_of(dtype: np.dtype[Any], op: str) -> tuple[str, str]:
     """Return the reduction's name among the kernels; raises `InvalidUsageError` where there is none."""
     name = "uint8" if dtype == np.dtype("V1") else dtype.name  # MPI.BYTE
-    exchange_options((name, op))
+    options_for((name, op))
     return name, op

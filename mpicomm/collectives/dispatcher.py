@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 ALGORITHMS = ("auto", "mpi", "one_shot", "two_shot")
 _TWO_SHOT = ("Allreduce", "Bcast")
-_DEVICE_TWO_SHOT_NBYTES = 256 * 1024
+_DEVICE_TWO_SHOT_NBYTES = 2 << 20
 """From this size on a device all-reduce is two-shot: less traffic, one more kernel."""
 
 
@@ -263,7 +263,8 @@ class Collectives:
             backend = domain.backend
             assert isinstance(backend, CudaBackend)
             board = self._shared_board(domain)
-            self._device_engine = domain.keep(DeviceEngine(domain.node, backend, domain.kind, board))
+            with backend.loading():  # it allocates and waits, which a thread that captures a graph may not otherwise
+                self._device_engine = domain.keep(DeviceEngine(domain.node, backend, domain.kind, board))
         return self._device_engine
 
     def _shared_board(self, domain: Domain) -> Board:

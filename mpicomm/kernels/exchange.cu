@@ -3,9 +3,9 @@
 // Channels. Block b of a rank talks to block b of each other rank and to no other block: a pair of ranks and a block
 // number are a channel, with `kSlots` slots in the receiver's arena, a flag for each and a word for credit in the
 // sender's arena. A channel carries its part of the message in chunks, first in first out. Chunks are counted for ever,
-// by epochs: chunk e lies in slot e % kSlots, its flag is {e, tag of the call}, and credit {e} says that the receiver is
-// done with chunk e. The two counts of a channel live in each rank's own memory and the kernel advances them, so a
-// captured graph can be replayed for ever, and nothing is reset or agreed on between two exchanges.
+// by epochs: chunk e lies in slot e % kSlots, its flag is {e, tag of the call}, and credit {e} says that the receiver
+// is done with chunk e. Both sides of a channel keep their count of it in their own memory and the kernel advances it,
+// so a captured graph can be replayed for ever, and nothing is reset or agreed on between two exchanges.
 //
 //     sender                                             receiver
 //     while (load_acquire(credit) < e - kSlots) {}       while (load_acquire(flag) < e) {}
@@ -19,9 +19,10 @@
 //
 // Why that cannot deadlock. In step k a block waits for flags of chunks k - 1, which the same block of a peer raises at
 // the end of its step k - 1, and for credit of chunks k - kSlots, which that gives at the end of its step
-// k - kSlots + 1: not later than step k - 1, as kSlots >= 2. Of all blocks with this number that are not done, look at
-// one with the smallest step (in the earliest exchange, counted alike on all ranks): all it waits for has been done by
-// others, so it goes on. That needs all blocks to run at once, or the one with the smallest step might be waiting for a
+// k - kSlots + 1: not later than step k - 1, as kSlots >= 2. Of all blocks of all ranks that are not done, look at one
+// with the smallest step in the earliest exchange (both are counted alike on all ranks). Its kernel has begun: on its
+// rank all of earlier exchanges is done. All it waits for belongs to smaller steps or earlier exchanges, and is done:
+// so it goes on. That needs all blocks of a kernel to run at once, or it might be the one that waits for a
 // multiprocessor: the host launches at most as many blocks as the smallest device has multiprocessors. (Kernels of two
 // communicators may still keep each other out of a small device; then time runs out and both say so.)
 //
@@ -121,8 +122,8 @@ MPICOMM_DEVICE bool heed_abort(const Exchange& exchange, u32 block) {
   return true;
 }
 
-// Whether this rank may begin: nobody has given up, and no wait of another kernel has failed here. What is computed after
-// such a failure is not what it should be, and the others learn at once that nothing more comes from here.
+// Whether this rank may begin: nobody has given up, and no wait of another kernel has failed here. What is computed
+// after such a failure is not what it should be, and the others learn at once that nothing more comes from here.
 MPICOMM_DEVICE bool is_healthy(const Exchange& exchange, u32 block) {
   // One block alone reads host memory: 64 reads of one word would take as many microseconds.
   const u32 state = block == 0 ? load_relaxed(&exchange.fault->state) : kClear;
@@ -307,8 +308,9 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     const u32 epoch = mine.epoch + (sender ? step : taken) + 1;
     bool ok = true;
     if (takes || sends) {
-      const mpicomm::Watch watch{exchange.fault,           exchange.timeout_ns, mpicomm::kExchange,
-                                 sends ? epoch - kSlots : epoch, channel,             exchange.names[peer]};
+      const u32 awaited = sends ? epoch - kSlots : epoch;
+      const mpicomm::Watch watch{
+          exchange.fault, exchange.timeout_ns, mpicomm::kExchange, awaited, channel, exchange.names[peer]};
       const u64* word = sends ? mpicomm::credit_of(exchange, rank, peer, channel)
                               : mpicomm::flag_of(exchange, rank, peer, channel, epoch);
       ok = await(exchange, word, watch, takes, exchange.receives[peer].tag);

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 
-from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.compile import KERNELS, compile_kernel
 from mpicomm.kernels.load import Kernel, Module
+from mpicomm.kernels.reductions import options_for
 
 # Constants and structures of exchange.cu; a test compares them.
 MAX_RANKS = 8
@@ -15,23 +15,6 @@ SLOTS = 2
 SLOT_NBYTES = 32 * 1024
 LINE_NBYTES = 128
 PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
-
-# A sum is NumPy's, bit for bit: a product and a sum may not become one rounding.
-OPTIONS = ("-fmad=false",)
-
-_LOGICAL = ("land", "lor", "lxor")
-_BITWISE = ("band", "bor", "bxor")
-_INTEGER = ("sum", "prod", "max", "min", *_LOGICAL, *_BITWISE)
-_FLOAT = ("sum", "prod", "max", "min", "avg", *_LOGICAL)
-_COMPLEX = ("sum", "prod", "avg", *_LOGICAL)
-
-REDUCTIONS: dict[str, tuple[str, ...]] = {
-    "bool": (*_LOGICAL, *_BITWISE),
-    **{f"{sign}int{bits}": _INTEGER for sign in ("", "u") for bits in (8, 16, 32, 64)},
-    **dict.fromkeys(("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"), _FLOAT),
-    **dict.fromkeys(("complex64", "complex128"), _COMPLEX),
-}
-"""Which operations there are for which dtype, by the names of NumPy and ml_dtypes."""
 
 
 class Link(ctypes.Structure):
@@ -87,7 +70,7 @@ class ExchangeKernels:
         Local, blocking. Raises `InvalidUsageError` for a reduction that does not exist, `KernelCompileError`.
         """
         if reduction not in self._kernels:
-            image = compile_kernel(KERNELS / "exchange.cu", self._compute_capability, exchange_options(reduction))
+            image = compile_kernel(KERNELS / "exchange.cu", self._compute_capability, options_for(reduction))
             self._modules.append(Module(image))
             self._kernels[reduction] = self._modules[-1].kernel("mpicomm_exchange", (ExchangeArguments,))
         return self._kernels[reduction]
@@ -97,17 +80,3 @@ class ExchangeKernels:
         self._kernels.clear()
         while self._modules:
             self._modules.pop().unload()
-
-
-def exchange_options(reduction: tuple[str, str] | None) -> tuple[str, ...]:
-    """Return NVRTC's options for a variant."""
-    if reduction is None:
-        return OPTIONS
-    dtype, op = reduction
-    if op not in REDUCTIONS.get(dtype, ()):
-        raise InvalidUsageError(
-            f"op={op!r} is not defined for {dtype} on a GPU; "
-            + (f"these are: {', '.join(REDUCTIONS[dtype])}" if dtype in REDUCTIONS else "no operation is")
-        )
-    name = "boolean" if dtype == "bool" else dtype  # a keyword of C++
-    return (*OPTIONS, f"-DMPICOMM_DTYPE={name}", f"-DMPICOMM_OP={op}")

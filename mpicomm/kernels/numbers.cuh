@@ -1,8 +1,8 @@
 // Number formats that neither C++ nor NVRTC knows without headers: float16, bfloat16 and the two float8 of ml_dtypes.
 //
 // Both conversions are integer arithmetic and at most one float operation that is exact or rounds to nearest even, so
-// a GPU and a CPU give the same bits and a test on a CPU speaks for both. For float16 GPUs have instructions that do the
-// same (but for the payload of a NaN), which keeps the kernels of that type short.
+// a GPU and a CPU give the same bits and a test on a CPU speaks for both. For float16 GPUs have instructions that do
+// the same (but for the payload of a NaN), which keeps the kernels of that type short.
 #pragma once
 
 #include "memory_order.cuh"
@@ -43,7 +43,10 @@ struct Small {
     // The fields at their places in a float, whose bias is larger: the power of two makes up for that, and normalises
     // what is subnormal. It needs subnormal floats, which no option here may flush.
     float value = float_of(magnitude << (23 - mantissa)) * float_of((254 - kBias) << 23);
-    if (magnitude > largest) value = float_of(0x7F800000u | (magnitude == overflow && overflow != nan ? 0u : 0x400000u));
+    if (magnitude > largest) {
+      const bool infinite = overflow != nan && magnitude == overflow;
+      value = float_of(infinite ? 0x7F800000u : 0x7FC00000u);
+    }
     return float_of(bits_of(value) | (bits & (kMagnitude + 1)) << (31 - exponent - mantissa));
   }
 

@@ -15,6 +15,7 @@ import mpicomm
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.reductions import REDUCTIONS, options_for
 from tests.helpers.communicators import communicator
 from tests.helpers.raising import raises_everywhere
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples
@@ -114,10 +115,9 @@ def rig(device: str) -> Iterator[Rig]:
 def load_kernels(rig: Rig, pairs: Sequence[tuple[str, str]]) -> None:
     """Let each rank compile some of the kernels, for all."""
     from mpicomm.kernels.compile import KERNELS, compile_kernel
-    from mpicomm.kernels.exchange import exchange_options
 
     for pair in pairs[rig.rank :: rig.size]:
-        compile_kernel(KERNELS / "exchange.cu", rig.backend.info.compute_capability, exchange_options(pair))
+        compile_kernel(KERNELS / "exchange.cu", rig.backend.info.compute_capability, options_for(pair))
     MPI.COMM_WORLD.Barrier()
 
 
@@ -145,17 +145,8 @@ def allreduce(
     return check
 
 
-def dtypes() -> list[str]:
-    return [
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
-    ]
-
-
-@pytest.mark.parametrize("name", dtypes())
+@pytest.mark.parametrize("name", REDUCTIONS)
 def test_every_operation_on_every_type(rig: Rig, name: str) -> None:
-    from mpicomm.kernels.exchange import REDUCTIONS
-
     try:
         dtype = dtype_named(name)
     except ImportError:
@@ -398,7 +389,7 @@ def test_a_rank_that_does_not_come_is_named(device_name: str) -> None:
         if rig.rank == late:  # it learns at once that the others have given up
             rig.run(in_place_sum(rig, memory, two_shot=True))
             rig.backend.synchronize()
-        with raises_everywhere_named(late):
+        with raises_naming(late):
             rig.backend.check()
         # The device is free for others.
         start = time.monotonic()
@@ -407,8 +398,26 @@ def test_a_rank_that_does_not_come_is_named(device_name: str) -> None:
     comm.Free()
 
 
+def test_a_rank_whose_signal_did_not_come_tells_the_others(device_name: str) -> None:
+    comm = communicator(device_name, timeout_s=20)
+    with rig_of(comm) as rig:
+        memory = Memory(np.ones(1000, np.int64))
+        words = Memory(np.zeros(2, np.uint64))
+        if rig.rank == 0:
+            rig.backend.timeout_ns = 300_000_000
+            rig.backend.wait_signal(words.span.pointer, words.span.pointer + 8, 0, rig.stream.ptr)
+        start = time.monotonic()
+        rig.run(in_place_sum(rig, memory, two_shot=False))
+        rig.backend.synchronize()
+        assert time.monotonic() - start < 5
+        with raises_naming(0):
+            rig.backend.check()
+        words.get()
+    comm.Free()
+
+
 @contextlib.contextmanager
-def raises_everywhere_named(late: int) -> Iterator[None]:
+def raises_naming(late: int) -> Iterator[None]:
     with pytest.raises(mpicomm.CollectiveTimeoutError, match=f"from rank {late} did not come") as info:
         yield
     assert info.value.ranks == (late,)

@@ -12,16 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+import mpicomm
+from mpicomm.kernels.reductions import REDUCTIONS, cpp_name, options_for
 from tests.helpers.reductions import NARROW, dtype_named, reduced, require_same, samples
 
 pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings.driver", reason="the kernels' modules import cuda-bindings")
 if shutil.which("g++") is None:
     pytest.skip("there is no g++", allow_module_level=True)
 
-from mpicomm.kernels.compile import KERNELS
-from mpicomm.kernels.exchange import REDUCTIONS
-
+KERNELS = Path(mpicomm.__file__).parent / "kernels"
 PAIRS = [(dtype, op) for dtype, ops in REDUCTIONS.items() for op in ops]
 
 SOURCE = """
@@ -55,7 +54,7 @@ extern "C" void decode_{dtype}(const dtype::{dtype}* in, float* out, u64 count) 
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     directory = tmp_path_factory.mktemp("reductions")
     source, target = directory / "reductions.cpp", directory / "reductions.so"
-    reduce = [REDUCE.format(dtype=dtype, op=op, cpp="boolean" if dtype == "bool" else dtype) for dtype, op in PAIRS]
+    reduce = [REDUCE.format(dtype=dtype, op=op, cpp=cpp_name(dtype)) for dtype, op in PAIRS]
     source.write_text("\n".join([SOURCE, *reduce, *(CONVERT.format(dtype=dtype) for dtype in NARROW)]))
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
     command = ["g++", *options, f"-I{KERNELS}", str(source), "-o", str(target)]
@@ -101,5 +100,15 @@ def test_rounds_to_a_narrow_format_as_ml_dtypes_does(library: ctypes.CDLL, dtype
         require_same(out, values.astype(out.dtype))
 
 
-def test_the_headers_are_there() -> None:
-    assert {path.name for path in Path(KERNELS).glob("*.cuh")} >= {"reduce.cuh", "numbers.cuh"}
+@pytest.mark.parametrize(
+    ("reduction", "said"),
+    [
+        (("float32", "band"), "these are: sum, prod"),
+        (("complex64", "max"), "these are: sum"),
+        (("int32", "avg"), "these are"),
+        (("float128", "sum"), "no operation is"),
+    ],
+)
+def test_a_reduction_that_does_not_exist_is_refused(reduction: tuple[str, str], said: str) -> None:
+    with pytest.raises(mpicomm.InvalidUsageError, match=said):
+        options_for(reduction)

@@ -1,0 +1,43 @@
+"""Which reductions the kernels know, and how one is chosen when they are compiled. Imports nothing of CUDA."""
+
+from __future__ import annotations
+
+from mpicomm.errors import InvalidUsageError
+
+# A sum is NumPy's, bit for bit: a product and a sum may not become one rounding.
+OPTIONS = ("-fmad=false",)
+
+_LOGICAL = ("land", "lor", "lxor")
+_BITWISE = ("band", "bor", "bxor")
+_INTEGER = ("sum", "prod", "max", "min", *_LOGICAL, *_BITWISE)
+_FLOAT = ("sum", "prod", "max", "min", "avg", *_LOGICAL)
+_COMPLEX = ("sum", "prod", "avg", *_LOGICAL)
+
+REDUCTIONS: dict[str, tuple[str, ...]] = {
+    "bool": (*_LOGICAL, *_BITWISE),
+    **{f"{sign}int{bits}": _INTEGER for sign in ("", "u") for bits in (8, 16, 32, 64)},
+    **dict.fromkeys(("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"), _FLOAT),
+    **dict.fromkeys(("complex64", "complex128"), _COMPLEX),
+}
+"""Which operations there are for which dtype, by the names of NumPy and ml_dtypes."""
+
+
+def cpp_name(dtype: str) -> str:
+    """Return the dtype's name in numbers.cuh."""
+    return "boolean" if dtype == "bool" else dtype  # a keyword of C++
+
+
+def options_for(reduction: tuple[str, str] | None) -> tuple[str, ...]:
+    """Return NVRTC's options for a variant of exchange.cu: ``(dtype, op)``, or None for the one that does not reduce.
+
+    Raises `InvalidUsageError` for a reduction that does not exist.
+    """
+    if reduction is None:
+        return OPTIONS
+    dtype, op = reduction
+    if op not in REDUCTIONS.get(dtype, ()):
+        raise InvalidUsageError(
+            f"op={op!r} is not defined for {dtype} on a GPU; "
+            + (f"these are: {', '.join(REDUCTIONS[dtype])}" if dtype in REDUCTIONS else "no operation is")
+        )
+    return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", f"-DMPICOMM_OP={op}")

@@ -1,0 +1,380 @@
+"""Collective calls on any device: buffers in every form an argument can have, and what they have to hold afterwards."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.collectives import types
+from tests.helpers import reference
+from tests.helpers.reductions import Array, require_same, samples
+
+_MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
+OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in _MPI_OPS} | {"avg": mpicomm.AVG}
+
+REDUCTIONS = ("Allreduce", "Reduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan")
+MOVEMENTS = ("Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv")
+OPERATIONS = (*REDUCTIONS, *MOVEMENTS)
+ROOTED = ("Bcast", "Gather", "Gatherv", "Reduce", "Scatter", "Scatterv")
+VECTOR = ("Allgatherv", "Alltoallv", "Gatherv", "Scatterv")
+TWO_SHOT = ("Allreduce", "Bcast")
+FORMS = ("plain", "counted", "typed", "displaced", "four", "fortran")
+
+_GUARD = 64
+_GUARD_BYTE = 0xA5
+_POOL = 1 << 16
+
+
+def legal_ops(name: str) -> tuple[str, ...]:
+    """The reductions that are defined on the element type of that name."""
+    if name == "bool":
+        return ("land", "lor", "lxor")
+    if name.startswith("complex"):
+        return ("sum", "prod", "avg")
+    if "int" in name:
+        return tuple(op for op in OPS if op != "avg")
+    return ("sum", "prod", "max", "min", "avg")
+
+
+def algorithms(operation: str) -> tuple[str, ...]:
+    """The algorithms on mapped memory that an operation has."""
+    return ("one_shot", "two_shot") if operation in TWO_SHOT else ("one_shot",)
+
+
+@lru_cache(maxsize=64)
+def _pool(dtype: np.dtype[Any], wild: bool) -> Array:
+    rng = np.random.default_rng([zlib.crc32(dtype.name.encode()), wild])
+    if wild:
+        return samples(dtype, _POOL, rng)
+    low = 0 if dtype.kind in "bu" else -2
+    tame: Array = rng.integers(low, 2 if dtype.kind == "b" else 3, _POOL).astype(dtype)
+    return tame + rng.integers(-2, 3, _POOL) * dtype.type(1j) if dtype.kind == "c" else tame
+
+
+def values(dtype: np.dtype[Any], count: int, *key: int, wild: bool = False) -> Array:
+    """What belongs to ``key``: small integers, whose reductions are exact in any order, or any bits at all."""
+    pool = _pool(dtype, wild)
+    start = zlib.crc32(repr(key).encode()) % (_POOL // 2)
+    return pool[start : start + count].copy() if start + count <= _POOL else np.resize(pool[start:], count)
+
+
+class Foreign:
+    """A GPU array of a library that is neither CuPy nor PyTorch, of an element type that CuPy may lack."""
+
+    def __init__(self, region: Any, dtype: np.dtype[Any], count: int) -> None:
+        self._region = region
+        self.dtype = dtype
+        self.nbytes = count * dtype.itemsize
+        self.__cuda_array_interface__ = {
+            "shape": (count,),
+            "typestr": dtype.str,
+            "data": (int(region.data.ptr), False),
+            "version": 3,
+        }
+
+
+class Placed:
+    """Elements in host or GPU memory, at any address, between guards that nothing may write into."""
+
+    def __init__(self, xp: Any, content: Array, *, offset: int = 0, fortran: bool = False) -> None:
+        self.dtype = content.dtype
+        self._start, self._stop = _GUARD + offset, _GUARD + offset + content.nbytes
+        self._raw = xp.full(self._stop + _GUARD, _GUARD_BYTE, np.uint8)
+        region = self._raw[self._start : self._stop]
+        rows = 2 if fortran and content.size % 2 == 0 else 1
+        shape = (rows, content.size // rows) if fortran else (content.size,)
+        self.array: Any
+        if xp is np:
+            self.array = region.view(content.dtype).reshape(shape, order="F")
+        elif content.dtype.isbuiltin == 1:
+            self.array = xp.ndarray(shape, content.dtype, memptr=region.data, order="F")
+        else:
+            self.array = Foreign(region, content.dtype, content.size)
+        self.set(content)
+
+    def set(self, content: Array) -> None:
+        """Overwrite the elements."""
+        data = np.ascontiguousarray(content).view(np.uint8)
+        if isinstance(self._raw, np.ndarray):
+            self._raw[self._start : self._stop] = data
+        elif data.size:
+            import cupy
+
+            self._raw[self._start : self._stop].set(data)
+            cupy.cuda.get_current_stream().synchronize()
+
+    def get(self) -> Array:
+        """A host copy of the elements in the order in which they lie in memory; on a GPU after all its work."""
+        raw = self._raw
+        if not isinstance(raw, np.ndarray):
+            import cupy
+
+            cupy.cuda.Device().synchronize()
+            raw = raw.get()
+        assert (raw[: self._start] == _GUARD_BYTE).all(), "something wrote before the buffer"
+        assert (raw[self._stop :] == _GUARD_BYTE).all(), "something wrote behind the buffer"
+        elements: Array = raw[self._start : self._stop].copy().view(self.dtype)
+        return elements
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collective call, as all ranks know it. ``count`` is that of a block; of vector calls blocks are ragged."""
+
+    operation: str
+    dtype: np.dtype[Any]
+    count: int
+    op: str = "sum"
+    root: int = 0
+    form: str = "plain"
+    in_place: bool = False
+    algorithm: str = "auto"
+    offset: int = 0
+    """Bytes by which the buffers miss a good alignment."""
+    seed: int = 0
+    wild: bool = False
+    """Values for which the order of a reduction shows, for calls whose order is promised."""
+
+
+Argument = int | list[tuple[int, int]] | MPI.InPlaceType | None
+"""An argument: a buffer with this count, or with blocks in these places, or none."""
+
+
+class Prepared:
+    """This rank's part of a case: its buffers, the arguments, and the check of what has come."""
+
+    def __init__(self, case: Case, rank: int, size: int, xp: Any) -> None:
+        self._rank, self._size = rank, size
+        self._plan(case)
+        self._buffers = [
+            None if content is None else Placed(xp, content, offset=case.offset, fortran=case.form == "fortran")
+            for content in self._contents
+        ]
+
+    def run(self, comm: mpicomm.Communicator) -> None:
+        """Call the blocking method."""
+        self._call(comm, self.case.operation)
+
+    def start(self, comm: mpicomm.Communicator) -> MPI.Request:
+        """Call the nonblocking method."""
+        request: MPI.Request = self._call(comm, "I" + self.case.operation.lower())
+        return request
+
+    def prepare(self, comm: mpicomm.Communicator) -> MPI.Prequest:
+        """Call the method that makes a persistent request."""
+        request: MPI.Prequest = self._call(comm, self.case.operation + "_init")
+        return request
+
+    def renew(self, seed: int) -> None:
+        """Put the values of another seed into the same buffers."""
+        self._plan(replace(self.case, seed=seed))
+        for buffer, content in zip(self._buffers, self._contents, strict=True):
+            if buffer is not None and content is not None:
+                buffer.set(content)
+
+    def result(self) -> Array | None:
+        """What this rank has received, None where it receives nothing."""
+        buffer, expected = self._buffers[1], self._expected
+        return None if buffer is None or expected is None else buffer.get()[self._pad : self._pad + expected.size]
+
+    def check(self) -> None:
+        """Assert that what this rank has received is right, and that nothing else has changed."""
+        try:
+            self._check()
+        except AssertionError as error:
+            raise AssertionError(f"{self.case} on rank {self._rank} of {self._size}: {error}") from None
+
+    def _call(self, comm: mpicomm.Communicator, method: str) -> Any:
+        case = self.case
+        arguments = [self._argument(*each) for each in zip(self._arguments, self._buffers, strict=True)]
+        keywords: dict[str, Any] = {}
+        if case.operation in REDUCTIONS:
+            keywords["op"] = OPS[case.op]
+        if case.operation in ROOTED:
+            keywords["root"] = case.root
+        if case.operation == "Reduce_scatter" and (case.form != "plain" or case.in_place):
+            keywords["recvcounts"] = self._counts
+        if case.algorithm != "auto":
+            keywords["algorithm"] = case.algorithm
+        return getattr(comm, method)(*(arguments[1:] if case.operation == "Bcast" else arguments), **keywords)
+
+    def _argument(self, argument: Argument, buffer: Placed | None) -> Any:
+        if argument is None or buffer is None:
+            return argument
+        form, array = self.case.form, buffer.array
+        dtype: Any = types.mpi_datatype(self.case.dtype) or self.case.dtype.name
+        if form == "typed":
+            return [array, dtype]
+        if form in ("plain", "fortran"):
+            return array
+        count: Any = argument
+        displ: Any = self._pad
+        if isinstance(argument, list):
+            count, displ = [n for n, _ in argument], [start + self._pad for _, start in argument]
+        if form == "counted":
+            return [array, (count, displ)] if isinstance(argument, list) else [array, count]
+        return [array, (count, displ), dtype] if form == "displaced" else (array, count, displ, dtype)
+
+    def _check(self) -> None:
+        case, (sent, before), (send, receive) = self.case, self._contents, self._buffers
+        if send is not None and sent is not None:
+            assert send.get().tobytes() == sent.tobytes(), "the send buffer has changed"
+        if receive is None or before is None:
+            return
+        after, pad = receive.get(), self._pad
+        assert after[:pad].tobytes() == before[:pad].tobytes(), "elements before the displacement have changed"
+        expected = before[pad : before.size - pad] if self._expected is None else self._expected
+        if not (case.in_place and "Reduce_scatter" in case.operation):  # MPI leaves the rest of the input undefined
+            stop = pad + expected.size
+            assert after[stop:].tobytes() == before[stop:].tobytes(), "elements behind the count have changed"
+        actual = after[pad : pad + expected.size]
+        if case.operation in MOVEMENTS:
+            assert actual.tobytes() == expected.tobytes(), _difference(actual, expected)
+        elif case.wild:
+            require_same(actual, expected)
+        else:
+            assert np.array_equal(actual, expected), _difference(actual, expected)
+
+    def _plan(self, case: Case) -> None:
+        """Work out buffer contents, arguments and result. What counts leave open is decided by the form."""
+        self.case = case
+        self._even = case.form in ("plain", "typed", "fortran")  # no counts are given: the blocks are equal
+        self._pad = 3 if case.form in ("displaced", "four") else 0
+        self._counts = [self._ragged(rank) for rank in range(self._size)]
+        self._expected: Array | None
+        self._arguments: tuple[Argument, Argument]
+        if case.operation == "Alltoallv":
+            send, receive = self._plan_alltoallv()
+        elif case.operation in VECTOR:
+            send, receive = self._plan_vector()
+        else:
+            send, receive = self._plan_plain()
+        self._contents = (self._padded(send, 98), self._padded(receive, 99))
+
+    def _plan_plain(self) -> tuple[Array | None, Array | None]:
+        case, rank, size, root, n = self.case, self._rank, self._size, self.case.root, self.case.count
+        operation, at_root = case.operation, self._rank == self.case.root
+        total = n * size if operation in ("Alltoall", "Scatter", "Reduce_scatter_block") else n
+        room = n * size if operation in ("Allgather", "Alltoall", "Gather") else n
+        block = n
+        if operation == "Reduce_scatter":
+            total, room, block = sum(self._counts), self._counts[rank], self._counts[rank]
+        sent = [self._values(total, peer) for peer in range(size)]
+        before = self._values(room, rank, 7)
+        result: dict[str, Callable[[], Array | None]] = {
+            "Allreduce": lambda: reference.allreduce(sent, case.op)[rank],
+            "Reduce": lambda: reference.reduce(sent, case.op, root)[rank],
+            "Reduce_scatter": lambda: reference.reduce_scatter(sent, case.op, self._counts)[rank],
+            "Reduce_scatter_block": lambda: reference.reduce_scatter_block(sent, case.op)[rank],
+            "Scan": lambda: reference.scan(sent, case.op)[rank],
+            "Exscan": lambda: reference.exscan(sent, case.op, sent[0] if case.in_place else before)[rank],
+            "Allgather": lambda: reference.allgather(sent)[rank],
+            "Alltoall": lambda: reference.alltoall(sent)[rank],
+            "Bcast": lambda: reference.bcast(sent, root)[rank],
+            "Gather": lambda: reference.gather(sent, root)[rank],
+            "Scatter": lambda: reference.scatter(sent[root], size)[rank],
+        }
+        self._expected = result[operation]()
+        if operation in REDUCTIONS and {"Scan": rank + 1, "Exscan": rank}.get(operation, size) == 1:
+            self._expected = sent[0].copy()  # of a single contribution the result is that, even where x / 1 is not x
+        if operation == "Bcast":
+            self._arguments = (None, n)
+            return None, sent[rank]
+        if operation == "Scatter":
+            if not at_root:
+                self._arguments = (None, n)
+                return None, before
+            if case.in_place:
+                self._expected = None
+            self._arguments = (n, MPI.IN_PLACE if case.in_place else n)
+            return sent[rank], None if case.in_place else before
+        if operation in ROOTED and not at_root:
+            self._arguments = (n, None)
+            return sent[rank], None
+        if not case.in_place:
+            self._arguments = (total if operation == "Reduce_scatter" else n, block)
+            return sent[rank], before
+        self._arguments = (MPI.IN_PLACE, total if operation == "Reduce_scatter" else n)
+        if operation in ("Allgather", "Gather"):
+            before[rank * n : (rank + 1) * n] = sent[rank]
+            return None, before
+        return None, sent[rank]
+
+    def _plan_vector(self) -> tuple[Array | None, Array | None]:
+        case, rank, size, root = self.case, self._rank, self._size, self.case.root
+        at_root = rank == root
+        share, more = divmod(case.count, size)
+        each = [share + (peer < more) for peer in range(size)] if self._even else self._counts
+        places = self._places(each)
+        extent = _extent(places)
+        if case.operation == "Scatterv":
+            whole = self._values(extent, root)
+            in_place = case.in_place and at_root
+            self._expected = None if in_place else reference.scatterv(whole, places)[rank]
+            self._arguments = (places if at_root else None, MPI.IN_PLACE if in_place else each[rank])
+            return whole if at_root else None, None if in_place else self._values(each[rank], rank, 7)
+        sent = [self._values(each[peer], peer) for peer in range(size)]
+        takes = case.operation == "Allgatherv" or at_root
+        before = self._values(extent, size, 7)
+        self._expected = reference.put(sent, places, before) if takes else None
+        if case.in_place and takes:
+            self._arguments = (MPI.IN_PLACE, places)
+            return None, reference.put([sent[rank]], [places[rank]], before)
+        self._arguments = (each[rank], places if takes else None)
+        return sent[rank], before if takes else None
+
+    def _plan_alltoallv(self) -> tuple[Array | None, Array | None]:
+        case, rank, everyone = self.case, self._rank, range(self._size)
+
+        def count(sender: int, receiver: int) -> int:
+            if self._even:
+                return case.count
+            return self._ragged(*(sorted((sender, receiver)) if case.in_place else (sender, receiver)))
+
+        incoming = [self._places([count(a, b) for a in everyone]) for b in everyone]
+        outgoing = incoming if case.in_place else [self._places([count(a, b) for b in everyone]) for a in everyone]
+        sent = [self._values(_extent(outgoing[a]), a) for a in everyone]
+        before = sent if case.in_place else [self._values(_extent(incoming[b]), b, 7) for b in everyone]
+        self._expected = reference.alltoallv(sent, outgoing, incoming, before)[rank]
+        self._arguments = (MPI.IN_PLACE if case.in_place else outgoing[rank], incoming[rank])
+        return None if case.in_place else sent[rank], before[rank]
+
+    def _values(self, count: int, *key: int) -> Array:
+        case = self.case
+        return values(case.dtype, count, case.seed, *key, wild=case.wild or case.operation in MOVEMENTS)
+
+    def _ragged(self, *where: int) -> int:
+        n = self.case.count
+        return (n, 0, n // 2, n + 3)[zlib.crc32(repr((n, where)).encode()) % 4] if n else 0
+
+    def _places(self, counts: list[int]) -> list[tuple[int, int]]:
+        """One after the other where no counts are given, else in reverse order with gaps between them."""
+        places: list[tuple[int, int]] = []
+        start = 0
+        for count in counts if self._even else reversed(counts):
+            places.append((count, start))
+            start += count + (0 if self._even else 2)
+        return places if self._even else places[::-1]
+
+    def _padded(self, content: Array | None, key: int) -> Array | None:
+        if content is None or not self._pad:
+            return content
+        ends = self._values(2 * self._pad, key)
+        return np.concatenate((ends[: self._pad], content, ends[self._pad :]))
+
+
+def _extent(places: list[tuple[int, int]]) -> int:
+    return max((start + count for count, start in places), default=0)
+
+
+def _difference(actual: Array, expected: Array) -> str:
+    where = np.flatnonzero(actual != expected)
+    first = where[0] if where.size else 0
+    return f"{where.size} of {actual.size} differ, first at {first}: {actual[first]!r} instead of {expected[first]!r}"
