@@ -94,8 +94,6 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Block r of the root's ``recvbuf`` is what rank r sends."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf):
-            return super().Gather(sendbuf, recvbuf, root)
         return self._collectives.run("Gather", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Gatherv(
@@ -117,7 +115,8 @@ class BlockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> None:
         """The root's ``recvbuf`` is the reduction of all ranks' ``sendbuf``."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf) and op is not AVG:
+        # The other way round: what ranks that are not the root pass as recvbuf may be anything.
+        if algorithm == "auto" and stream is None and is_small(recvbuf, sendbuf) and op is not AVG:
             return super().Reduce(sendbuf, recvbuf, op, root)
         return self._collectives.run(
             "Reduce", Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), stream, algorithm
@@ -134,8 +133,6 @@ class BlockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> None:
         """As Reduce_scatter_block, with blocks of ``recvcounts`` elements."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf) and op is not AVG:
-            return super().Reduce_scatter(sendbuf, recvbuf, recvcounts, op)
         return self._collectives.run(
             "Reduce_scatter", Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op), stream, algorithm
         )
@@ -162,8 +159,6 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Every rank's ``recvbuf`` is its block of the root's ``sendbuf``."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf):
-            return super().Scatter(sendbuf, recvbuf, root)
         return self._collectives.run("Scatter", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Scatterv(

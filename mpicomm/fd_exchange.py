@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mpicomm.errors import CollectiveTimeoutError, HandleError
+from mpicomm.errors import HandleError
 
 logger = logging.getLogger("mpicomm")
 
@@ -80,7 +80,7 @@ class FdExchange:
 
         ``addresses`` holds every rank's `address`. ``fd`` stays the caller's. The returned descriptors are new and the
         caller closes each; when this raises, it has closed what it had received. Raises `HandleError` for a peer that
-        cannot be reached or sends something else, `CollectiveTimeoutError` for one that sends nothing in time.
+        cannot be reached, sends something else, or sends nothing in time.
         """
         if self._size == 1:
             return {}
@@ -90,8 +90,6 @@ class FdExchange:
         others = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
         try:
             return self._swap(self._listener, others, fd, deadline)
-        except CollectiveTimeoutError:
-            raise  # an OSError too
         except OSError as error:
             raise HandleError(
                 f"cannot exchange descriptors: {error.strerror}; if too many are open, raise the limit (ulimit -n)"
@@ -110,7 +108,7 @@ class FdExchange:
                     raise HandleError(f"the sockets of local ranks {sorted(unsent)} accepted no connection in time")
                 if remaining_s <= 0:
                     missing = sorted(set(others) - set(received))
-                    raise CollectiveTimeoutError(f"no descriptor came from local ranks {missing} in time")
+                    raise HandleError(f"no descriptor came from local ranks {missing} in time")
                 for key, _ in selector.select(min(remaining_s, _RETRY_S) if unsent else remaining_s):
                     if key.data is None:
                         # A connection that stays silent costs a place in the selector and delays nobody.

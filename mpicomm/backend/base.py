@@ -25,6 +25,15 @@ class Link:
     """Whether atomics on the peer's memory are carried out by the link."""
 
 
+@dataclass(frozen=True)
+class Scratch:
+    """Private memory of a device; ``owner`` keeps it allocated."""
+
+    pointer: int
+    nbytes: int
+    owner: Any
+
+
 class Segment(Protocol):
     """Memory mapped into this process: its own, or a peer's that was opened."""
 
@@ -114,6 +123,9 @@ class Backend(Protocol):
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return host memory that is fast to copy from and to the device."""
+
+    def scratch(self, nbytes: int) -> Scratch:
+        """Return memory of the device that is this process's alone."""
 
     def completion(self, stream: int) -> Callable[[], bool]:
         """Return a function that says whether the work enqueued on ``stream`` so far is done.

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 from cuda.bindings import driver
 
-from mpicomm.backend.base import Link
+from mpicomm.backend.base import Link, Scratch
 from mpicomm.backend.cuda_arrays import allocation_of, as_cupy
 from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call, visible_devices
@@ -254,6 +254,12 @@ class CudaBackend:
         with self._context.current():
             memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
         return np.frombuffer(memory, np.uint8, nbytes)
+
+    def scratch(self, nbytes: int) -> Scratch:
+        """Return device memory of the driver's own: a pool would hand it out again while a graph still uses it."""
+        with self.loading():
+            memory = cupy.cuda.Memory(max(nbytes, 1))
+        return Scratch(memory.ptr, nbytes, memory)
 
     def completion(self, stream: int) -> Callable[[], bool]:
         """Return a function that says whether the work enqueued on ``stream`` so far is done; callable in any thread.

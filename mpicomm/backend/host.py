@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.backend.base import Link
+from mpicomm.backend.base import Link, Scratch
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.handle import Kind, MemoryHandle
 from mpicomm.waiting import wait_until
@@ -46,6 +48,26 @@ def memfd_create(nbytes: int) -> int:
     return fd
 
 
+class _Mapping:
+    """A shared mapping, unmapped with its last view. Python's ``mmap`` would keep a descriptor open for each."""
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _map(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
+        if address == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        weakref.finalize(self, _unmap, address, nbytes).atexit = False
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_map, _unmap = _libc.mmap, _libc.munmap
+_map.restype = ctypes.c_void_p
+_map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_unmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
 def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
     """Map bytes of a descriptor that is shared memory; the mapping lasts as long as the array or a view of it."""
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -53,10 +75,10 @@ def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
         if os.fstat(fd).st_size < offset + nbytes:
             # Mapping beyond the end succeeds and kills the process at the first access.
             raise HandleError(f"shared memory has {os.fstat(fd).st_size} bytes, its handle promised {offset + nbytes}")
-        mapping = mmap.mmap(fd, offset + nbytes - start, offset=start)
-    except (OSError, ValueError, OverflowError) as error:
-        raise HandleError(f"cannot map {nbytes} bytes of shared memory: {error}") from error
-    return np.frombuffer(mapping, np.uint8, nbytes, offset - start)
+        mapping = _Mapping(fd, start, offset + nbytes - start)
+    except OSError as error:
+        raise HandleError(f"cannot map {nbytes} bytes of shared memory: {error.strerror}") from error
+    return np.asarray(mapping)[offset - start : offset + nbytes - start]
 
 
 class HostSegment:
@@ -233,6 +255,12 @@ class HostBackend:
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return host memory; it is where the device is."""
         return np.empty(nbytes, np.uint8)
+
+    @staticmethod
+    def scratch(nbytes: int) -> Scratch:
+        """Return private memory of the host."""
+        array = np.empty(nbytes, np.uint8)
+        return Scratch(array.ctypes.data, nbytes, array)
 
     def completion(self, stream: int) -> Callable[[], bool]:
         """Return that everything is done: host calls block."""

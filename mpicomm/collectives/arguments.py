@@ -76,6 +76,8 @@ def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str) ->
     if not isinstance(spec, (list, tuple)):
         memory = read(spec, writable, name)
         dtype = memory.dtype
+        if dtype is None and not memory.on_device:  # MPI may know
+            return Operand(name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec)
         if not types.is_plain(dtype):
             raise _no_type(memory, name)
         assert dtype is not None
@@ -202,7 +204,9 @@ class _Element:
         self.mpi_type: MPI.Datatype | None = None
         if datatype is None:
             self.dtype = self.memory.dtype
-            if not types.is_plain(self.dtype):
+            if self.dtype is None and not self.memory.on_device:
+                self.mpi_type = MPI.BYTE  # a stand-in: MPI may know the type, and finds it out itself
+            elif not types.is_plain(self.dtype):
                 raise _no_type(self.memory, name)
         else:
             self.dtype, self.mpi_type = _datatype(datatype, name)

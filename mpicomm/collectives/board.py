@@ -8,11 +8,12 @@ from mpicomm.backend.host import HostBackend, fence
 from mpicomm.bootstrap import Group
 from mpicomm.errors import InvalidUsageError
 from mpicomm.shared_segments import share
+from mpicomm.waiting import wait_until
 
 _TEXT_NBYTES = 248  # with the counter a slot is 256 bytes, so that no two ranks write the same cache line
 _SLOT_NBYTES = 256
 _MOST_TEXTS = 1024
-_READS = 1000
+_PATIENCE_S = 0.1  # a rank may lose its core while it writes
 
 
 class Board:
@@ -74,14 +75,17 @@ class Board:
 
     def _read(self, index: int) -> str:
         text = b""
-        for _ in range(_READS):
+
+        def read_whole() -> bool:
+            nonlocal text
             count = self._counters[index][0]
             fence()
             text = bytes(self._lines[index][8 : 8 + _TEXT_NBYTES])
             fence()
-            if count % 2 == 0 and self._counters[index][0] == count:
-                break
-        # A rank that was stopped while it wrote leaves the counter odd for ever: its text may then be a mixture.
+            return count % 2 == 0 and self._counters[index][0] == count
+
+        # A rank that was ended while it wrote leaves the counter odd for ever: its text may then be a mixture.
+        wait_until(read_whole, _PATIENCE_S)
         return text.rstrip(b"\0").decode(errors="replace") or "nothing yet"
 
     def _encode(self, text: str) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -120,6 +121,14 @@ class Call:
         root = self.arguments.root if self._form.rooted else None
         return Signature(self.operation, str(self.dtype), count, self.op, root)
 
+    @property
+    def scratch_nbytes(self) -> int:
+        """Bytes of scratch memory that `exchanges` needs on this rank."""
+        if self.send is None or self.send is not self.receive or not self.operation.startswith("Reduce_scatter"):
+            return 0
+        assert self.dtype is not None
+        return max(1, self.send.total * self.dtype.itemsize)
+
     def exchanges(self, piece_nbytes: int | None, scratch: Span | None = None) -> list[Exchange]:
         """Return the call as exchanges; two-shot where ``piece_nbytes`` is given and the operation has one."""
         assert self.dtype is not None
@@ -133,7 +142,8 @@ class Call:
         if self.operation in ("Reduce_scatter", "Reduce_scatter_block"):
             assert send is not None and output is not None
             blocks = self._reduce_blocks(send)
-            return patterns.reduce_scatter(rank, size, dtype, blocks, Span(output.pointer, blocks[rank].count), op)
+            result = Span(output.pointer, blocks[rank].count)
+            return patterns.reduce_scatter(rank, size, dtype, blocks, result, op, scratch=scratch)
         assert send is not None
         if self.operation == "Reduce":
             return patterns.reduce(
@@ -183,12 +193,10 @@ class Call:
             return None, parse(arguments.receive, writable=not at_root, name="buf")
         has_send = form.rooted != "send" or at_root
         has_receive = form.rooted != "receive" or at_root
-        send_in_place = has_send and arguments.send is MPI.IN_PLACE
-        receive_in_place = has_receive and arguments.receive is MPI.IN_PLACE
+        send_in_place = has_send and _is_in_place(arguments.send)
+        receive_in_place = has_receive and _is_in_place(arguments.receive) and form.rooted == "send" and at_root
         if send_in_place and form.rooted == "receive" and not at_root:
             raise InvalidUsageError(f"{self.operation}: sendbuf=MPI.IN_PLACE is for the root alone: pass a buffer")
-        if receive_in_place and not (form.rooted == "send" and at_root):
-            raise InvalidUsageError(f"{self.operation}: recvbuf=MPI.IN_PLACE has no meaning here: pass a buffer")
         send = receive = None
         if has_receive and not receive_in_place:
             shape = form.receive
@@ -249,12 +257,12 @@ class Call:
         assert self.dtype is not None and self.receive is not None
         if self.operation == "Reduce_scatter_block":
             return [send.block(peer) for peer in range(self._size)]
-        counts = self.arguments.counts
-        if counts is None:
+        if self.arguments.counts is None:
             raise InvalidUsageError("Reduce_scatter: recvcounts is needed with MPI.IN_PLACE")
-        if len(counts) != self._size or sum(counts) != send.total:
+        counts = [operator.index(count) for count in self.arguments.counts]  # NumPy's integers are no addresses
+        if len(counts) != self._size or sum(counts) != send.total or min(counts) < 0:
             raise InvalidUsageError(
-                f"Reduce_scatter: recvcounts={list(counts)} must be {self._size} counts that add up to the "
+                f"Reduce_scatter: recvcounts={counts} must be {self._size} counts that add up to the "
                 f"{send.total} elements of the input"
             )
         if self.receive.total < counts[self._rank]:
@@ -264,6 +272,10 @@ class Call:
             )
         starts = [sum(counts[:peer]) for peer in range(self._size)]
         return patterns.blocks(send.pointer, counts, starts, self.dtype.itemsize)
+
+
+def _is_in_place(buffer: Any) -> bool:
+    return buffer is MPI.IN_PLACE or buffer is None  # None says the same in mpi4py
 
 
 def _scaled(span: Span, factor: int) -> Span:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.backend.base import Scratch
+from mpicomm.backend.host import HostBackend
 from mpicomm.collectives import patterns, types
 from mpicomm.collectives.arguments import parse
 from mpicomm.collectives.board import Board
@@ -54,6 +56,7 @@ class Collectives:
         self._host_engine: HostEngine | None = None
         self._device_engine: DeviceEngine | None = None
         self._barrier_array: SymmetricArray | None = None
+        self._scratch: dict[bool, list[Scratch]] = {}
 
     def run(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> None:
         """Carry out a blocking collective; on device arrays, enqueue it."""
@@ -206,30 +209,43 @@ class Collectives:
                     piece = max(nbytes, 1)
             elif algorithm in ("auto", "two_shot"):
                 piece = piece_nbytes(call.operation, nbytes, self._size, forced=algorithm == "two_shot")
-        return call.exchanges(piece)
+        return call.exchanges(piece, self._scratch_for(call))
+
+    def _scratch_for(self, call: Call) -> Span | None:
+        """Return scratch memory; kept until the communicator is freed, as a captured graph goes on using it."""
+        nbytes = call.scratch_nbytes
+        if nbytes == 0:
+            return None
+        kept = self._scratch.setdefault(call.on_device, [])
+        if not kept or kept[-1].nbytes < nbytes:
+            allocate = self._set_up(call.operation).backend.scratch if call.on_device else HostBackend.scratch
+            kept.append(allocate(nbytes))
+        return Span(kept[-1].pointer, 0)
 
     def _is_plainly_mpis(self, operation: str, arguments: Arguments) -> bool:
-        """Whether a call on plain NumPy arrays is below the switch point; quick, as such calls take microseconds."""
-        send, receive = arguments.send, arguments.receive
-        array = receive if type(receive) is np.ndarray else send
-        other = receive if array is send else send
-        if type(array) is not np.ndarray or array.dtype.char not in MPI_CODES or arguments.op is AVG:
-            return False
-        if type(other) is not np.ndarray and other is not MPI.IN_PLACE and other is not None:
-            return False
-        return not use_mapped(operation, self._total_nbytes(operation, send, receive), self._size)
+        """Whether a call on plain NumPy arrays is below the switch point; quick, as such calls take microseconds.
 
-    def _total_nbytes(self, operation: str, send: Any, receive: Any) -> int:
-        """Return `Call.nbytes` for NumPy arrays."""
-        form = FORMS[operation]
-        if type(send) is np.ndarray and form.send != "one":
-            return int(send.nbytes)
-        if type(receive) is np.ndarray and (form.receive != "one" or form.send == "one"):
-            return int(receive.nbytes)
-        if send is MPI.IN_PLACE:  # of Reduce_scatter_block: all blocks are in the receive buffer
-            return int(receive.nbytes)
-        array = send if type(send) is np.ndarray else receive
-        return int(array.nbytes) * (1 if form.send == form.receive == "one" else self._size)
+        It has to be what `_mapped` says on ranks that pass their buffers in other forms.
+        """
+        send, receive = arguments.send, arguments.receive
+        if arguments.op is AVG or (operation == "Reduce_scatter" and arguments.counts is None):  # see `_read`
+            return False
+        for buffer in (send, receive):
+            if type(buffer) is not np.ndarray and buffer is not MPI.IN_PLACE and buffer is not None:
+                return False
+        # A buffer that every rank has: what others than the root pass for the root's alone may be anything.
+        blocks = 1
+        if operation == "Allgatherv" or type(send) is not np.ndarray:
+            array = receive
+        elif operation in ("Allgather", "Gather"):
+            array, blocks = send, self._size
+        else:
+            array = send
+        if operation in ("Scatter", "Scatterv") and type(receive) is np.ndarray:
+            array, blocks = receive, self._size
+        if type(array) is not np.ndarray or array.dtype.char not in MPI_CODES:
+            return False
+        return not use_mapped(operation, blocks * array.nbytes, self._size)
 
     def _mpi(self, operation: str, arguments: Arguments, method: str, info: MPI.Info | None = None) -> Any:
         """Call MPI's method and not the Communicator's, which has called this one."""

@@ -12,6 +12,7 @@ from mpicomm.waiting import wait_until
 
 _CLASSES: dict[str, type[MpicommError]] = {each.__name__: each for each in (CollectiveTimeoutError, PeerError)}
 _WORD = 8
+_RANKS_NBYTES = 4096
 _ELECTION_S = 1.0
 _BACK_OFF_S = 1e-4
 
@@ -31,7 +32,7 @@ class Verdict:
     @staticmethod
     def nbytes(size: int) -> int:
         """Return how much memory the verdict of ``size`` ranks needs: a line of the board each, and some words."""
-        return 1024 + 512 * size
+        return _WORD * (1 + size) + _RANKS_NBYTES + 6 * (512 + 512 * size)
 
     def there(self) -> bool:
         """Return whether there is one; local, fast enough for a polling loop."""
@@ -58,9 +59,10 @@ class Verdict:
             if earlier is not None or not elected:
                 return earlier or error
             name = type(error).__name__ if type(error).__name__ in _CLASSES else PeerError.__name__
-            said = json.dumps([name, str(error), error.ranks]).encode()
-            if len(said) > len(self._text):
-                said = json.dumps([name, str(error)[: len(self._text) // 8], error.ranks]).encode()
+            # JSON needs six bytes for a character at most: what it is cut to fits.
+            text = str(error)[: (len(self._text) - _RANKS_NBYTES) // 6]
+            error = _CLASSES[name](text, ranks=error.ranks)
+            said = json.dumps([name, text, error.ranks]).encode()
             self._text[: len(said)] = said
             # Pairs with the fence in `read`: a rank that sees the length sees the text.
             fence()

@@ -109,18 +109,19 @@ def reduce_scratch_count(count: int, size: int, dtype: Dtype, piece_nbytes: int)
     return split(_pieces(Span(0, count), dtype, piece_nbytes)[0], size, dtype.itemsize)[0].count if count else 0
 
 
-def reduce_scatter(rank: int, size: int, dtype: Dtype, blocks: Spans, output: Span, op: str) -> list[Exchange]:
+def reduce_scatter(
+    rank: int, size: int, dtype: Dtype, blocks: Spans, output: Span, op: str, *, scratch: Span | None = None
+) -> list[Exchange]:
     """Rank r's ``output`` is the reduction of all ranks' block r; blocks of equal counts make it the block variant.
 
-    In place MPI wants the result at the start of block 0, where other ranks' input is: it is reduced in its own place
-    first, and moved in a second exchange. Where counts differ the two places may overlap, the target being the
-    lower one.
+    In place MPI wants the result at the start of block 0, where other ranks' input is, and the rest left alone: it is
+    reduced into ``scratch``, of as many elements as the output has, and moved in a second exchange.
     """
     if output.pointer != blocks[0].pointer:
         return [_reduce_blocks(rank, size, dtype, blocks, output, op)]
-    own = blocks[rank]
-    move = Exchange(dtype, _only(rank, own, size), _only(rank, output, size))
-    return [_reduce_blocks(rank, size, dtype, blocks, own, op), move]
+    result = Span(_needed(scratch).pointer, output.count)
+    move = Exchange(dtype, _only(rank, result, size), _only(rank, output, size))
+    return [_reduce_blocks(rank, size, dtype, blocks, result, op), move]
 
 
 def allgather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans) -> list[Exchange]:

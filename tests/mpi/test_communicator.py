@@ -14,7 +14,7 @@ from mpicomm.log import logger
 from tests.helpers.communicators import communicator, node_ranks, require_memory_works, to_host
 from tests.helpers.raising import raises_everywhere
 
-Make = Callable[[mpicomm.Communicator], MPI.Intracomm]
+Make = Callable[[mpicomm.Communicator], MPI.Comm]
 
 
 def test_is_an_intracommunicator(comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 from mpi4py import MPI
 
+from mpicomm.backend.host import HostBackend
 from mpicomm.bootstrap import Group
 from mpicomm.collectives import host_channels, patterns
 from mpicomm.collectives.board import Board
@@ -21,8 +22,10 @@ from mpicomm.collectives.exchange import Exchange, Reduction, Span
 from mpicomm.collectives.host_channels import Channels
 from mpicomm.collectives.host_engine import HostEngine
 from mpicomm.collectives.host_reduction import OPERATIONS, is_supported
+from mpicomm.collectives.host_verdict import Verdict
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
+from mpicomm.shared_segments import share
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere
 from tests.helpers.reductions import NARROW, dtype_named, reduced, require_same, samples
@@ -71,10 +74,8 @@ def spans(array: Array, counts: Sequence[int]) -> list[Span]:
 
 def parts_of(comm: MPI.Intracomm, dtype: np.dtype[Any], count: int, seed: object) -> list[Array]:
     """What every rank sends, known to all."""
-    return [
-        samples(dtype, count, np.random.default_rng([zlib.crc32(repr(seed).encode()), rank]))
-        for rank in range(comm.size)
-    ]
+    entropy = zlib.crc32(repr(seed).encode())  # hash() differs between processes
+    return [samples(dtype, count, np.random.default_rng([entropy, rank])) for rank in range(comm.size)]
 
 
 def dtype_or_skip(name: str) -> np.dtype[Any]:
@@ -192,9 +193,12 @@ def test_reduce_scatter(comm_world: MPI.Intracomm, engine: HostEngine, shape: st
         send = parts[rank].copy()
         out = send[: counts[rank]] if in_place else np.zeros(counts[rank], np.float32)
         output = Span(send.ctypes.data if in_place else out.ctypes.data, counts[rank])
-        engine.run(patterns.reduce_scatter(rank, size, FLOAT32, spans(send, counts), output, "sum"), CALL)
+        scratch = np.zeros(counts[rank], np.float32)
+        steps = patterns.reduce_scatter(rank, size, FLOAT32, spans(send, counts), output, "sum", scratch=span(scratch))
+        engine.run(steps, CALL)
         start = sum(counts[:rank])
         require_same(out, wanted("sum", parts)[start : start + counts[rank]])
+        assert send[counts[rank] :].tobytes() == parts[rank][counts[rank] :].tobytes()
 
 
 RAGGED = [[5, 1024, 0, 2500], [0, 0, 3000, 1], [1025, 7, 1, 0], [4097, 4096, 4095, 4096], [0, 0, 0, 0]]
@@ -483,6 +487,61 @@ def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: 
         assert time.monotonic() - begun < 0.5
 
 
+def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intracomm) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    if size < 3:
+        pytest.skip("needs three ranks")
+    with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
+        buffer = np.zeros(10, np.float32)
+        chain = []
+        for source in reversed(range(1, size)):  # the last rank to the one before, that to the one before it, ...
+            sends = tuple(span(buffer) if rank == source and peer == source - 1 else None for peer in range(size))
+            receives = tuple(span(buffer) if rank == source - 1 and peer == source else None for peer in range(size))
+            chain.append(Exchange(FLOAT32, sends, receives))
+        comm_world.Barrier()
+        # Rank 0 begins to wait first, and so it gives up first.
+        time.sleep(2.5 if rank == size - 1 else 0.2 * rank)
+        with raises_everywhere(
+            comm_world, CollectiveTimeoutError, match=f": rank {size - 1} did not arrive within 1 s"
+        ):
+            engine.run(chain, CALL)
+
+
+def test_ranks_that_give_up_at_once_give_the_same_verdict(comm_world: MPI.Intracomm) -> None:
+    rank, size, rounds = comm_world.rank, comm_world.size, 200
+    node = Group(comm_world, range(size), 20.0, tag=79)
+    backend = HostBackend(20.0)
+    nbytes = Verdict.nbytes(size)
+    segments = share(node, backend, "verdicts", lambda: backend.allocate("memfd", rounds * nbytes), lambda: None)
+    memory = backend.view(segments[0], (rounds * nbytes,), np.dtype(np.uint8)).data
+    rng = np.random.default_rng(rank)
+    for number in range(rounds):
+        verdict = Verdict(node, memory[number * nbytes : (number + 1) * nbytes])
+        assert not verdict.there() and verdict.read() is None
+        comm_world.Barrier()
+        if rng.random() < 0.5:
+            time.sleep(1e-5 * rng.random())
+        mine = (PeerError if rank % 2 else CollectiveTimeoutError)(f"{number} by {rank} " + "x" * 200, ranks=[rank])
+        given = verdict.give(mine)
+        told = verdict.read()
+        assert told is not None and verdict.there()
+        texts = comm_world.allgather([(type(error).__name__, str(error), error.ranks) for error in (given, told)])
+        assert len(set(itertools.chain(*texts))) == 1, texts
+        verdict.close()
+        assert not verdict.there()
+    del memory
+    segments.close("verdicts")
+
+
+def test_a_verdict_that_is_too_long_is_cut(comm_world: MPI.Intracomm) -> None:
+    node = Group(MPI.COMM_SELF, [0], 20.0, tag=80)
+    verdict = Verdict(node, memoryview(bytearray(Verdict.nbytes(1))))
+    given = verdict.give(PeerError("ä" * 10_000, ranks=[3]))
+    told = verdict.read()
+    assert told is not None and str(told) == str(given) and str(told).startswith("ä" * 100)
+    assert told.ranks == (3,)
+
+
 def test_ranks_wait_as_long_as_something_comes(comm_world: MPI.Intracomm) -> None:
     rank, size = comm_world.rank, comm_world.size
     with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
@@ -502,6 +561,7 @@ def test_a_rank_that_is_interrupted_takes_the_others_with_it(
     with engine_of(comm_world) as (engine, _, _):
         a, b = np.ones(30_000, np.float32), np.zeros(30_000, np.float32)
         steps = patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum")
+        start = time.monotonic()
         if rank == 1:
 
             def interrupt(*arguments: object) -> None:
@@ -513,6 +573,7 @@ def test_a_rank_that_is_interrupted_takes_the_others_with_it(
         else:
             with pytest.raises(PeerError, match="rank 1 left in the middle: KeyboardInterrupt"):
                 engine.run(steps, CALL)
+        assert time.monotonic() - start < 10  # of the 20 that they would wait
 
 
 def test_an_undefined_reduction_is_refused_before_anything_is_sent(
@@ -603,6 +664,7 @@ def test_board(comm_world: MPI.Intracomm) -> None:
     board.post(f"first of {rank}")
     comm_world.Barrier()
     assert board.read() == [f"first of {peer}" for peer in range(size)]
+    comm_world.Barrier()
     if rank == 0:
         board.post("ä" * 300)
         board.post("ä" * 300)
@@ -616,6 +678,7 @@ def test_board(comm_world: MPI.Intracomm) -> None:
         if rank == 0:
             for text in texts:
                 board.post(text)
+            time.sleep(1e-5)
         else:
             assert board.read()[0] in [*texts, "ä" * 124]
     board.close_peers()

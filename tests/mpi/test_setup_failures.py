@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import mmap
 import os
 import secrets
 import time
@@ -79,7 +78,7 @@ SYSTEM = {
     "memfd_create": of(os, "memfd_create"),
     "ftruncate": of(os, "ftruncate"),
     "fcntl": of(fcntl, "fcntl"),
-    "mmap": of(mmap, "mmap"),
+    "mmap": of(host, "_map"),
 }
 LISTEN = {"listen": of(FdExchange, "__init__")}
 MAP = {"map": of(host, "map_shared")}

@@ -166,7 +166,7 @@ def test_memory_that_is_not_available_is_refused_with_what_is(backend: HostBacke
         backend.allocate("memfd", 1 << 70)
 
 
-@pytest.mark.parametrize("function", ["os.memfd_create", "os.ftruncate", "mmap.mmap"])
+@pytest.mark.parametrize("function", ["os.memfd_create", "os.ftruncate", "mpicomm.backend.host._map"])
 def test_what_the_system_refuses_is_named(backend: HostBackend, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **named: object) -> None:
         raise OSError(28, "No space left on device")

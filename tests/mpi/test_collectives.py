@@ -1,0 +1,296 @@
+"""The blocking collectives: every form of argument, every element type and operation, against the reference."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.collectives.types import COVERED
+from tests.helpers.collective_calls import (
+    FORMS,
+    MOVEMENTS,
+    OPERATIONS,
+    REDUCTIONS,
+    ROOTED,
+    VECTOR,
+    Case,
+    Placed,
+    Prepared,
+    algorithms,
+    legal_ops,
+    values,
+)
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.reductions import Array, dtype_named, reduced, require_same
+
+FLOAT32 = np.dtype(np.float32)
+KIB = 1024
+MIB = 1024 * KIB
+
+
+@pytest.fixture(scope="module")
+def comm(device: str) -> Iterator[mpicomm.Communicator]:
+    """One for all tests of the file: a call must not depend on those before it."""
+    with communicator(device) as shared:
+        yield shared
+
+
+@pytest.fixture
+def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
+    with array_module(comm) as module:
+        yield module
+
+
+def dtype_or_skip(name: str) -> np.dtype[Any]:
+    try:
+        return dtype_named(name)
+    except ImportError:
+        pytest.skip("needs ml_dtypes")
+
+
+def exact_complex_products(comm: mpicomm.Communicator, dtype: np.dtype[Any], op: str) -> bool:
+    """Whether values must be such that a product is exact: NumPy fuses products and sums where the processor can."""
+    return comm.device == "cpu" and dtype.kind == "c" and op == "prod"
+
+
+def run(comm: mpicomm.Communicator, xp: Any, cases: list[Case]) -> list[Prepared]:
+    """Run all calls, then look at all results."""
+    prepared = []
+    for case in cases:
+        prepared.append(Prepared(case, comm.rank, comm.size, xp))
+        try:
+            prepared[-1].run(comm)
+        except Exception as error:
+            raise AssertionError(f"{case}: {type(error).__name__}: {error}") from error
+    comm.check()
+    for each in prepared:
+        each.check()
+    return prepared
+
+
+def digest(results: list[Array | None]) -> int:
+    return zlib.crc32(b"".join(b"" if result is None else result.tobytes() for result in results))
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_every_form_of_argument(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+    roots = sorted({0, comm.size - 1}) if operation in ROOTED else [0]
+    in_place = (False,) if operation == "Bcast" else (False, True)
+    for form in FORMS:
+        choices = itertools.product(("auto", *algorithms(operation)), roots, in_place, (0, 1, 6, 4097))
+        run(
+            comm,
+            xp,
+            [
+                Case(operation, FLOAT32, count, "sum", root, form, place, algorithm, offset=4 * (seed % 3), seed=seed)
+                for seed, (algorithm, root, place, count) in enumerate(choices)
+            ],
+        )
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_every_reduction_of_every_type(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    dtype = dtype_or_skip(name)
+    cases = []
+    for operation, op, seed in itertools.product(REDUCTIONS, legal_ops(name), range(2)):
+        for algorithm in ("auto", *algorithms(operation)):
+            promised = (algorithm != "auto" or comm.device != "cpu") and not exact_complex_products(comm, dtype, op)
+            root, count, in_place = seed * (comm.size - 1), (3, 1025)[seed], seed == 1
+            cases.append(Case(operation, dtype, count, op, root, "plain", in_place, algorithm, 0, seed, wild=promised))
+    run(comm, xp, cases)
+
+
+@pytest.mark.parametrize("name", [*COVERED, "S1", "longdouble"])
+def test_every_movement_of_every_type(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    if xp is not np and name not in COVERED:
+        pytest.skip("GPUs have no such type")
+    dtype = dtype_or_skip(name) if name in COVERED else np.dtype(name)
+    if name not in COVERED:
+        mine, everyone = np.full(3, comm.rank).astype(dtype), np.zeros((comm.size, 3), dtype)
+        for algorithm in ("auto", "one_shot"):
+            everyone[:] = 0
+            comm.Allgather(mine, everyone, algorithm=algorithm)
+            assert everyone.tolist() == [[np.array(rank).astype(dtype)] * 3 for rank in range(comm.size)]
+        return
+    cases = []
+    for operation, algorithm in itertools.product(MOVEMENTS, ("auto", "one_shot", "two_shot")):
+        if algorithm == "auto" or algorithm in algorithms(operation):
+            cases += [Case(operation, dtype, count, root=comm.size - 1, algorithm=algorithm) for count in (1, 4099)]
+    run(comm, xp, cases)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_buffers_at_any_address(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+    names = ("int64", "float32", "float16", "complex128")
+    in_place = (False,) if operation == "Bcast" else (False, True)
+    choices = itertools.product((1, 2, 4, 8), names, ("one_shot", "auto"), in_place, (5, 3001))
+    run(
+        comm,
+        xp,
+        [
+            # mpi4py itself takes no NumPy array at an odd address without its type.
+            Case(operation, dtype_named(name), count, "sum", 0, "typed", place, algorithm, offset, seed=offset)
+            for offset, name, algorithm, place, count in choices
+        ],
+    )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("nbytes", [256 * KIB - 4, 256 * KIB, MIB - 4, MIB, MIB + 4, 5 * MIB + 12])
+def test_reductions_around_the_switch_points(comm: mpicomm.Communicator, xp: Any, nbytes: int, in_place: bool) -> None:
+    cases = []
+    for operation in REDUCTIONS:
+        count = nbytes // 4 // (comm.size if operation == "Reduce_scatter_block" else 1)
+        cases.append(Case(operation, FLOAT32, count, "sum", comm.size - 1, "plain", in_place, seed=nbytes))
+    run(comm, xp, cases)
+
+
+@pytest.mark.parametrize("count", [64 * KIB, 256 * KIB + 1])
+def test_movements_around_the_switch_points(comm: mpicomm.Communicator, xp: Any, count: int) -> None:
+    run(comm, xp, [Case(operation, FLOAT32, count, root=comm.size - 1, form="four") for operation in MOVEMENTS])
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "complex64"])
+def test_reductions_in_rank_order_are_bitwise_the_same_on_every_rank_and_for_every_algorithm(
+    comm: mpicomm.Communicator, xp: Any, name: str
+) -> None:
+    dtype = dtype_or_skip(name)
+    for count, in_place in itertools.product((1, 3, 4097, 5 * MIB // 4 // dtype.itemsize), (False, True)):
+        # From 1 MiB on auto is mapped memory on the host too.
+        promised = (
+            ("one_shot", "two_shot", "auto") if count > 4097 or comm.device != "cpu" else ("one_shot", "two_shot")
+        )
+        digests: list[int] = []
+        for algorithm in promised * 2:
+            # Two runs, and two addresses: neither must show.
+            case = Case(
+                "Allreduce", dtype, count, "sum", 0, "plain", in_place, algorithm, 8 * (len(digests) % 2), wild=True
+            )
+            digests.append(digest([each.result() for each in run(comm, xp, [case])]))
+        everyone = MPI.COMM_WORLD.allgather(digests)
+        assert len({each for rank in everyone for each in rank}) == 1, f"{name} {count}: {everyone}"
+
+
+@pytest.mark.parametrize("operation", ["Reduce_scatter", "Reduce_scatter_block", "Scan", "Reduce"])
+def test_other_reductions_are_those_of_allreduce_bitwise(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+    run(comm, xp, [Case(operation, FLOAT32, 5003, root=comm.size - 1, algorithm="one_shot", wild=True)])
+
+
+@pytest.mark.parametrize("ignored", [0, 5, 1 << 19])
+@pytest.mark.parametrize("count", [5, 1 << 19])
+@pytest.mark.parametrize("operation", ["Gather", "Reduce", "Scatter"])
+def test_what_ranks_that_are_not_the_root_pass_for_its_buffer_is_ignored(
+    comm: mpicomm.Communicator, xp: Any, operation: str, count: int, ignored: int
+) -> None:
+    root = comm.size - 1
+    other = Placed(xp, np.full(ignored, -7, np.float64))
+    case = Case(operation, FLOAT32, count, root=root)
+    prepared = Prepared(case, comm.rank, comm.size, xp)
+    send, receive = (other.array if each is None else each for each in prepared.arguments())
+    getattr(comm, operation)(send, receive, root=root)
+    comm.check()
+    prepared.check()
+    assert (other.get() == -7).all()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_ranks_may_pass_their_buffers_in_different_forms(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+    forms = ("counted", "displaced", "four") if operation in (*VECTOR, "Reduce_scatter") else FORMS
+    for number, count in itertools.product(range(len(forms)), (5, 4096, MIB // 4)):
+        form = forms[(comm.rank + number) % len(forms)]
+        run(comm, xp, [Case(operation, FLOAT32, count, form=form, seed=number)])
+
+
+@pytest.mark.parametrize("counts_given", [True, False])
+@pytest.mark.parametrize("total", [12, 1 << 19, 1 << 22])
+def test_reduce_scatter_takes_parts_of_any_size(
+    comm: mpicomm.Communicator, xp: Any, total: int, counts_given: bool
+) -> None:
+    counts = [1] * (comm.size - 1) + [total - comm.size + 1]
+    for number in range(2):
+        counts.reverse()
+        parts = [values(FLOAT32, total, rank, number) for rank in range(comm.size)]
+        send, receive = Placed(xp, parts[comm.rank]), Placed(xp, np.zeros(counts[comm.rank], np.float32))
+        given: Any = np.array(counts) if counts_given else None
+        # One rank in another form, which must not lead it another way.
+        spec = [send.array, total] if comm.rank == 0 else send.array
+        comm.Reduce_scatter(spec, receive.array, given)
+        comm.check()
+        start = sum(counts[: comm.rank])
+        assert receive.get().tolist() == reduced("sum", parts)[start : start + counts[comm.rank]].tolist()
+
+
+def test_bytes_are_moved_and_combined_bit_by_bit(comm: mpicomm.Communicator, xp: Any) -> None:
+    parts = [values(FLOAT32, 501, rank, wild=True) for rank in range(comm.size)]
+    send, receive = Placed(xp, parts[comm.rank]), Placed(xp, np.zeros_like(parts[0]))
+    comm.Allreduce([send.array, MPI.BYTE], [receive.array, MPI.BYTE], MPI.BXOR)
+    for algorithm in ("auto", "one_shot"):
+        gathered = Placed(xp, np.zeros(501 * comm.size, np.float32))
+        comm.Allgather([send.array, MPI.BYTE], [gathered.array, MPI.BYTE], algorithm=algorithm)
+        comm.check()
+        assert receive.get().tobytes() == reduced("bxor", [part.view(np.uint8) for part in parts]).tobytes()
+        assert gathered.get().tobytes() == np.concatenate(parts).tobytes()
+
+
+def test_what_only_mpi_can_do_is_done_by_mpi(comm: mpicomm.Communicator, xp: Any) -> None:
+    rank, size = comm.rank, comm.size
+    # A derived datatype: every other element.
+    column = MPI.FLOAT.Create_vector(4, 1, 2).Commit()
+    matrix = Placed(xp, np.arange(8, dtype=np.float32) + 100 * rank)
+    comm.Bcast([matrix.array, 1, column], root=size - 1)
+    comm.check()
+    expected = np.arange(8, dtype=np.float32) + 100 * rank
+    expected[::2] += 100 * (size - 1 - rank)
+    assert matrix.get().tolist() == expected.tolist()
+    column.Free()
+
+    # An operation of the user's.
+    def add(source: Any, target: Any, datatype: MPI.Datatype) -> None:
+        np.frombuffer(target, np.float64)[:] += np.frombuffer(source, np.float64)
+
+    op = MPI.Op.Create(add, commute=True)
+    send, receive = Placed(xp, np.arange(4.0) + rank), Placed(xp, np.zeros(4))
+    comm.Allreduce(send.array, receive.array, op)
+    comm.check()
+    assert receive.get().tolist() == [size * n + sum(range(size)) for n in range(4)]
+    op.Free()
+
+    # A pair of value and place.
+    pair = Placed(xp, np.array([rank % 2, rank], np.int32))
+    best = Placed(xp, np.zeros(2, np.int32))
+    comm.Allreduce([pair.array, 1, MPI.INT_INT], [best.array, 1, MPI.INT_INT], MPI.MAXLOC)
+    comm.check()
+    assert best.get().tolist() == ([1, 1] if size > 1 else [0, 0])
+
+
+def test_algorithm_mpi_is_mpi(comm: mpicomm.Communicator, xp: Any) -> None:
+    run(comm, xp, [Case(operation, FLOAT32, 3001, root=comm.size - 1, algorithm="mpi") for operation in OPERATIONS])
+
+
+def test_average_is_the_sum_divided_by_the_number_of_ranks(comm: mpicomm.Communicator, xp: Any) -> None:
+    parts = [values(FLOAT32, 1001, rank, wild=True) for rank in range(comm.size)]
+    buffer = Placed(xp, parts[comm.rank])
+    comm.Allreduce(MPI.IN_PLACE, buffer.array, op=mpicomm.AVG)
+    comm.check()
+    require_same(buffer.get(), reduced("avg", parts))
+
+
+def test_nobody_leaves_a_barrier_before_all_have_come(comm: mpicomm.Communicator, xp: Any) -> None:
+    with comm.zeros(comm.size, np.int32) as arrived:
+        for number in range(1, 20):
+            for peer in range(comm.size):
+                arrived.peer(peer)[comm.rank] = number
+            comm.check()
+            comm.Barrier()
+            here = Placed(xp, np.zeros(comm.size, np.int32))
+            here.array[:] = arrived.local
+            assert (here.get() == number).all(), f"barrier {number}: {here.get()}"
+            comm.check()
+            comm.Barrier()

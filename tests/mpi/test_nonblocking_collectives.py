@@ -1,0 +1,268 @@
+"""Nonblocking and persistent collectives: requests of mpicomm's and of MPI's, alone and mixed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError
+from tests.helpers.collective_calls import OPERATIONS, Case, Placed, Prepared, values
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.reductions import dtype_named
+
+FLOAT32 = np.dtype(np.float32)
+REPEATS = 50
+
+
+@pytest.fixture(scope="module")
+def comm(device: str) -> Iterator[mpicomm.Communicator]:
+    with communicator(device) as shared:
+        yield shared
+
+
+@pytest.fixture
+def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
+    with array_module(comm) as module:
+        yield module
+
+
+def dtype_or_skip(name: str) -> np.dtype[Any]:
+    try:
+        return dtype_named(name)
+    except ImportError:
+        pytest.skip("needs ml_dtypes")
+
+
+def cases_of(operation: str, comm: mpicomm.Communicator) -> list[Case]:
+    in_place = (False,) if operation == "Bcast" else (False, True)
+    choices = itertools.product(("auto", "one_shot"), ("plain", "four"), in_place, (0, 5, 4097))
+    return [
+        Case(operation, FLOAT32, count, "sum", comm.size - 1, form, place, algorithm, seed=seed)
+        for seed, (algorithm, form, place, count) in enumerate(choices)
+    ]
+
+
+def sum_of(comm: mpicomm.Communicator, name: str, count: int = 101, **more: Any) -> Case:
+    return Case("Allreduce", dtype_or_skip(name), count, **more)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_with_its_request(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+    for number, case in enumerate(cases_of(operation, comm)):
+        prepared = Prepared(case, comm.rank, comm.size, xp)
+        request = prepared.start(comm)
+        if number % 2:
+            while not request.Test():
+                pass
+        else:
+            assert request.Wait() is True
+        # What is complete stays complete.
+        assert request.Test()
+        request.Wait()
+        prepared.check()
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_persistent_with_changing_values(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+    for case in cases_of(operation, comm)[2::5]:
+        prepared = Prepared(case, comm.rank, comm.size, xp)
+        request = prepared.prepare(comm)
+        for number in range(3):
+            prepared.renew(1000 + number)
+            request.Start()
+            request.Wait()
+            prepared.check()
+        request.Free()
+
+
+@pytest.mark.parametrize("name", ["float32", "int64", "float16", "bfloat16"])
+def test_a_persistent_request_works_again_and_again(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    prepared = Prepared(sum_of(comm, name, op="prod"), comm.rank, comm.size, xp)
+    request = prepared.prepare(comm)
+    assert isinstance(request, MPI.Prequest)
+    for number in range(REPEATS):
+        prepared.renew(number)
+        request.Start()
+        if number % 2:
+            while not request.Test():
+                pass
+        else:
+            request.Wait()
+        prepared.check()
+    # One that is not active is complete.
+    request.Wait()
+    assert request.Test()
+    request.Free()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("operation", ["Allreduce", "Allgather", "Bcast"])
+def test_types_that_mpi_lacks(comm: mpicomm.Communicator, xp: Any, operation: str, name: str) -> None:
+    dtype = dtype_or_skip(name)
+    several = [Prepared(Case(operation, dtype, n, seed=n, wild=True), comm.rank, comm.size, xp) for n in (1, 17, 4097)]
+    for prepared, request in [(each, each.start(comm)) for each in several]:
+        request.Wait()
+        prepared.check()
+
+
+def test_average(comm: mpicomm.Communicator, xp: Any) -> None:
+    prepared = Prepared(sum_of(comm, "float32", op="avg", wild=True), comm.rank, comm.size, xp)
+    prepared.start(comm).Wait()
+    prepared.check()
+
+
+def test_requests_complete_in_any_order(comm: mpicomm.Communicator, xp: Any) -> None:
+    names = ["float32", "float16", "int32", "float32"]
+    several = [Prepared(sum_of(comm, names[n % 4], 10 + n, seed=n), comm.rank, comm.size, xp) for n in range(12)]
+    requests = [each.start(comm) for each in several]
+    for index in np.random.default_rng(3).permutation(len(requests)):
+        requests[index].Wait()
+        several[index].check()
+
+
+def mixture(comm: mpicomm.Communicator, xp: Any) -> tuple[list[Prepared], list[MPI.Request], Any]:
+    """Requests of mpicomm's, between MPI's own of messages around a ring."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    token, received = np.array([comm.rank, 77]), np.zeros(2, int)
+    several = [
+        Prepared(sum_of(comm, name, 1001), comm.rank, comm.size, xp) for name in ("float16", "float32", "float64")
+    ]
+    plain = MPI.COMM_WORLD
+    requests = [plain.Irecv(received, left, 5), *(each.start(comm) for each in several), plain.Isend(token, right, 5)]
+    return several, requests, received
+
+
+@pytest.mark.parametrize("way", ["Waitall", "Testall", "Waitany", "Waitsome"])
+def test_mpi_completes_mixtures_with_its_own_requests(comm: mpicomm.Communicator, xp: Any, way: str) -> None:
+    for _ in range(5):
+        several, requests, received = mixture(comm, xp)
+        statuses = [MPI.Status() for _ in requests]
+        if way == "Waitall":
+            MPI.Request.Waitall(requests, statuses)
+            assert (statuses[0].source, statuses[0].tag) == ((comm.rank - 1) % comm.size, 5)
+            assert statuses[0].Get_count(MPI.INT64_T) == 2
+            assert not any(status.Is_cancelled() for status in statuses)
+        elif way == "Testall":
+            while not MPI.Request.Testall(requests):
+                pass
+        elif way == "Waitany":
+            done = {MPI.Request.Waitany(requests) for _ in requests}
+            assert done == set(range(len(requests)))
+        else:
+            complete: list[int] = []
+            while len(complete) < len(requests):
+                complete += MPI.Request.Waitsome(requests) or []
+            assert sorted(complete) == list(range(len(requests)))
+        assert all(request == MPI.REQUEST_NULL for request in requests)
+        assert received.tolist() == [(comm.rank - 1) % comm.size, 77]
+        for each in several:
+            each.check()
+
+
+@pytest.mark.parametrize("name", ["float32", "float16"])
+def test_status_of_a_collective(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    prepared = Prepared(sum_of(comm, name), comm.rank, comm.size, xp)
+    request = prepared.start(comm)
+    status = MPI.Status()
+    request.Wait(status)
+    assert status.Get_error() == MPI.SUCCESS
+    assert not status.Is_cancelled()
+
+
+@pytest.mark.parametrize("name", ["float32", "float16"])
+def test_start_of_an_active_request_is_an_error(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    prepared = Prepared(sum_of(comm, name), comm.rank, comm.size, xp)
+    request = prepared.prepare(comm)
+    request.Start()
+    if type(request) is MPI.Prequest:
+        error: type[Exception] = MPI.Exception  # MPI's own
+    else:
+        error = InvalidUsageError
+    with pytest.raises(error):
+        request.Start()
+    request.Wait()
+    prepared.check()
+    request.Free()
+
+
+@pytest.mark.parametrize("name", ["float32", "float16"])
+def test_start_after_free_is_an_error(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    prepared = Prepared(sum_of(comm, name), comm.rank, comm.size, xp)
+    request = prepared.prepare(comm)
+    request.Start()
+    request.Wait()
+    request.Free()
+    with pytest.raises((InvalidUsageError, MPI.Exception)):
+        request.Start()
+    prepared.check()
+
+
+def test_free_of_what_was_never_started(comm: mpicomm.Communicator, xp: Any) -> None:
+    for name in ("float32", "float16"):
+        Prepared(sum_of(comm, name), comm.rank, comm.size, xp).prepare(comm).Free()
+    prepared = Prepared(sum_of(comm, "float32"), comm.rank, comm.size, xp)
+    prepared.start(comm).Wait()
+    prepared.check()
+
+
+def test_bad_arguments_are_refused_when_prepared(comm: mpicomm.Communicator, xp: Any) -> None:
+    buffer = Placed(xp, np.zeros(4, np.float16))
+    with pytest.raises(InvalidUsageError, match="root=99 is no rank"):
+        comm.Bcast_init(buffer.array, root=99)
+    with pytest.raises(InvalidUsageError, match="unknown"):
+        comm.Iallreduce(MPI.IN_PLACE, buffer.array, algorithm="quick")
+    with pytest.raises(InvalidUsageError, match="not defined for float16"):
+        comm.Allreduce_init(MPI.IN_PLACE, buffer.array, MPI.BAND)
+
+
+def test_a_started_collective_goes_on_while_this_rank_is_in_one_on_mapped_memory(
+    comm: mpicomm.Communicator, xp: Any
+) -> None:
+    """Half of the ranks wait for the first before the second, which needs the others' progress in the first."""
+    with comm.Dup() as other:
+        for number in range(5):
+            first, second = (
+                Prepared(Case("Allreduce", FLOAT32, 300_001, seed=number + n), comm.rank, comm.size, xp)
+                for n in (0, 99)
+            )
+            request = first.start(other)
+            if comm.rank % 2 == 0:
+                request.Wait()
+            positional = second.arguments()
+            comm.Allreduce(*positional, algorithm="one_shot")
+            request.Wait()
+            comm.check()
+            first.check()
+            second.check()
+
+
+def test_requests_of_a_communicator_may_outlive_other_calls_on_it(comm: mpicomm.Communicator, xp: Any) -> None:
+    first = Prepared(sum_of(comm, "float32", 5003), comm.rank, comm.size, xp)
+    request = first.start(comm)
+    for number in range(5):
+        between = Prepared(sum_of(comm, "int32", 50, seed=number), comm.rank, comm.size, xp)
+        between.run(comm)
+        comm.Barrier()
+        comm.check()
+        between.check()
+    request.Wait()
+    first.check()
+
+
+def test_values_are_those_of_the_start(comm: mpicomm.Communicator, xp: Any) -> None:
+    """A persistent collective reads its buffers when started, not when prepared."""
+    send, receive = Placed(xp, np.zeros(7, np.float16)), Placed(xp, np.full(7, 9, np.float16))
+    request = comm.Allreduce_init(send.array, receive.array)
+    send.set(values(np.dtype(np.float16), 7, comm.rank))
+    assert (receive.get() == 9).all()
+    request.Start()
+    request.Wait()
+    expected = sum(values(np.dtype(np.float16), 7, rank) for rank in range(comm.size))
+    assert receive.get().tolist() == np.asarray(expected).tolist()
+    request.Free()
