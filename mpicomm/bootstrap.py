@@ -82,6 +82,14 @@ class Group:
             raise failure from cause
         return [outcome.value for outcome in outcomes]
 
+    def progress(self) -> None:
+        """Let MPI go on with what is under way, such as collectives that peers wait for; local, does not block.
+
+        MPI promises progress only to who calls it: a rank that waits for shared memory to change has to, or it and a
+        peer that waits for its part of a nonblocking call wait for each other.
+        """
+        self._comm.iprobe(self._comm.rank, self._tag)
+
     def agree(self, step: str, act: Callable[[], object]) -> None:
         """Run ``act`` on every rank; all return when all have succeeded, or all raise as in `exchange`."""
 

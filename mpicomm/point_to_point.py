@@ -208,6 +208,12 @@ class PointToPoint(MPI.Intracomm):
         _require_host("Precv_init", buf)
         return super().Precv_init(buf, partitions, source, tag, info)
 
+    def Attach_buffer(self, buf: Any) -> None:
+        """As mpi4py's, with host memory alone."""
+        if not isinstance(buf, int):  # MPI.BUFFER_AUTOMATIC
+            _require_host("Attach_buffer", buf)
+        return super().Attach_buffer(buf)
+
     def _blocking(
         self, operation: str, call: Callable[..., None], buffers: list[tuple[Any, bool, str]], stream: Any
     ) -> None:

@@ -51,6 +51,7 @@ class Collectives:
         self._set_up = set_up
         self._rank = placement.rank
         self._size = len(placement.places)
+        self._device = placement.here.device
         self._completer = Completer()
         self._board: Board | None = None
         self._host_engine: HostEngine | None = None
@@ -94,10 +95,13 @@ class Collectives:
     ) -> MPI.Prequest:
         """Return a persistent collective."""
         call = self._read(operation, arguments, algorithm)
-        if not call.on_device and _mpi_knows(call) and algorithm in ("auto", "mpi"):
+        if call.on_device:
+            self._require_device(operation)
+        else:
             _refuse_stream(operation, stream)
-            prepared: MPI.Prequest = self._mpi(operation, arguments, "{}_init", info)
-            return prepared
+            if _mpi_knows(call) and algorithm in ("auto", "mpi"):
+                prepared: MPI.Prequest = self._mpi(operation, arguments, "{}_init", info)
+                return prepared
         return PersistentRequest.of(lambda: self.start(operation, arguments, stream, algorithm))
 
     def barrier(self, stream: Any) -> None:
@@ -117,6 +121,7 @@ class Collectives:
         self, operation: str, call: Callable[..., Any], buffers: list[tuple[Any, bool, str]], stream: Any
     ) -> Any:
         """Call a blocking function of MPI's on host copies of the device arrays among ``buffers``."""
+        self._require_device(operation)
         domain = self._set_up(operation)
         announce(operation, "MPI matches messages by tag and source")
         resolved = domain.backend.stream(stream, _array(buffers[0][0]))
@@ -126,6 +131,7 @@ class Collectives:
         self, operation: str, call: Callable[..., MPI.Request], buffers: list[tuple[Any, bool, str]], stream: Any
     ) -> MPI.Request:
         """Call a nonblocking function of MPI's on host copies; what arrives is copied before the request completes."""
+        self._require_device(operation)
         domain = self._set_up(operation)
         announce(operation, "MPI matches messages by tag and source")
         copies = HostCopies(domain.backend, domain.backend.stream(stream, _array(buffers[0][0])))
@@ -165,11 +171,8 @@ class Collectives:
     def _enqueue(self, call: Call, stream: Any, algorithm: str) -> int:
         """Carry a call on device arrays out; return the stream it is on."""
         operation = call.operation
+        self._require_device(operation)
         domain = self._set_up(operation)
-        if not isinstance(domain.backend.device, int):
-            raise InvalidUsageError(
-                f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
-            )
         for operand in call.operands:
             if operand.device is not None and operand.on_device and operand.device != domain.backend.device:
                 raise InvalidUsageError(
@@ -198,6 +201,13 @@ class Collectives:
             buffers,
         )
         return resolved
+
+    def _require_device(self, operation: str) -> None:
+        """Raise where this rank has no GPU, before anything looks at device memory; local."""
+        if not isinstance(self._device, int):
+            raise InvalidUsageError(
+                f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
+            )
 
     def _exchanges(self, call: Call, algorithm: str) -> list[Exchange]:
         nbytes = call.nbytes or 0
@@ -267,6 +277,7 @@ class Collectives:
     def _on_host(self, operation: str) -> HostEngine:
         if self._host_engine is None:
             domain = self._set_up(operation)
+            domain.require_usable(operation)
             self._host_engine = domain.keep(HostEngine(domain.node, self._shared_board(domain)))
         return self._host_engine
 

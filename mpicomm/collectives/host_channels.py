@@ -68,6 +68,7 @@ class Channels:
 
     def __init__(self, node: Group, slot_nbytes: int, slots: int, first: int = 0) -> None:
         self._rank = node.rank
+        self._node = node
         self._timeout_s = node.timeout_s
         self._slot_nbytes = slot_nbytes
         # On a channel every unread message holds a slot, but for those without content, of which there are two at most
@@ -176,7 +177,7 @@ class Channels:
         return slot
 
     def _await(self, ready: Callable[[], bool], late: int) -> None:
-        if not wait_until(lambda: ready() or self.verdict.there(), self._timeout_s):
+        if not wait_until(lambda: ready() or self.verdict.there(), self._timeout_s, self._node.progress):
             raise LateRank(late)
         # A verdict does not take back what has come: the slowest rank still gets what it can get.
         if not ready():

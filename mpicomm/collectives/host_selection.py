@@ -24,8 +24,8 @@ _MAPPED_FROM = {
     "Scatter": (_NEVER, 256 * _KIB),
     "Bcast": (4 * _MIB, _NEVER),
 }
-"""From how many bytes on mapped memory is used, with 2 ranks and with more. Others are MPI's at any size: in Alltoall it
-copies once where mapped memory copies twice, and in the rest ranks do not know how many bytes the others have."""
+"""From how many bytes on mapped memory is used, with 2 ranks and with more. Other operations are MPI's at any size: in
+Alltoall it copies once where mapped memory copies twice; in the rest ranks do not know how many bytes others have."""
 
 _TWO_SHOT_FROM = _MIB
 _SHARD_NBYTES = _MIB

@@ -1,0 +1,263 @@
+"""Point-to-point calls: MPI's own on host arrays, through host copies on device arrays, refused where neither works."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError
+from tests.helpers.collective_calls import Placed, values
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.reductions import Array
+
+SIZES = (0, 1, 4097, 1 << 18)  # the last is beyond every MPI's eager limit
+DTYPES = [np.dtype(code) for code in "?bhilBfdFD"]
+
+
+@pytest.fixture(scope="module")
+def comm(device: str) -> Iterator[mpicomm.Communicator]:
+    with communicator(device) as shared:
+        yield shared
+
+
+@pytest.fixture
+def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
+    with array_module(comm) as module:
+        yield module
+
+
+class Ring:
+    """What goes from each rank to the next one, and from the one before to here."""
+
+    def __init__(self, comm: mpicomm.Communicator, xp: Any, dtype: np.dtype[Any], count: int) -> None:
+        self.right, self.left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        self.dtype, self.count = dtype, count
+        self.expected: Array = values(dtype, count, self.left, wild=True)
+        self.send = Placed(xp, values(dtype, count, comm.rank, wild=True))
+        self.receive = Placed(xp, np.zeros(count + 2, dtype))
+        self.datatype = MPI.Datatype.fromcode(dtype.char)
+
+    def check(self, status: MPI.Status, tag: int) -> None:
+        assert (status.source, status.tag) == (self.left, tag)
+        assert status.Get_count(self.datatype) == self.count
+        received = self.receive.get()
+        assert received[: self.count].tobytes() == self.expected.tobytes()
+        assert not received[self.count :].any()
+
+
+def rings(comm: mpicomm.Communicator, xp: Any) -> Iterator[Ring]:
+    for dtype in DTYPES:
+        yield Ring(comm, xp, dtype, 17)
+    for count in SIZES:
+        yield Ring(comm, xp, np.dtype(np.float32), count)
+
+
+@pytest.mark.parametrize("method", ["Isend", "Issend"])
+def test_requests_and_a_blocking_receive(comm: mpicomm.Communicator, xp: Any, method: str) -> None:
+    for tag, ring in enumerate(rings(comm, xp)):
+        status = MPI.Status()
+        request = getattr(comm, method)(ring.send.array, ring.right, tag)
+        comm.Recv(ring.receive.array, ring.left, tag, status)
+        request.Wait()
+        ring.check(status, tag)
+
+
+@pytest.mark.parametrize("method", ["Send", "Ssend", "Rsend", "Bsend"])
+def test_blocking_sends_and_a_posted_receive(comm: mpicomm.Communicator, xp: Any, method: str) -> None:
+    room = bytearray((1 << 21) + MPI.BSEND_OVERHEAD)
+    comm.Attach_buffer(room)
+    for tag, ring in enumerate(rings(comm, xp)):
+        status = MPI.Status()
+        request = comm.Irecv(ring.receive.array, tag=tag)
+        if method == "Rsend":
+            comm.Barrier()  # what it requires: the receive is there
+        if comm.size > 1 or method != "Ssend":
+            getattr(comm, method)(ring.send.array, ring.right, tag)
+        else:
+            comm.Isend(ring.send.array, ring.right, tag).Wait()
+        request.Wait(status)
+        ring.check(status, tag)
+    comm.Detach_buffer()
+
+
+def test_sendrecv(comm: mpicomm.Communicator, xp: Any) -> None:
+    for tag, ring in enumerate(rings(comm, xp)):
+        status = MPI.Status()
+        comm.Sendrecv(ring.send.array, ring.right, tag, ring.receive.array, ring.left, MPI.ANY_TAG, status)
+        ring.check(status, tag)
+
+
+def test_isendrecv(comm: mpicomm.Communicator, xp: Any) -> None:
+    for tag, ring in enumerate(rings(comm, xp)):
+        comm.Isendrecv(ring.send.array, ring.right, tag, ring.receive.array, ring.left, tag).Wait()
+        assert ring.receive.get()[: ring.count].tobytes() == ring.expected.tobytes()
+
+
+def test_sendrecv_replace(comm: mpicomm.Communicator, xp: Any) -> None:
+    for tag, ring in enumerate(rings(comm, xp)):
+        status = MPI.Status()
+        comm.Sendrecv_replace(ring.send.array, ring.right, tag, ring.left, tag, status)
+        assert ring.send.get().tobytes() == ring.expected.tobytes()
+        assert (status.source, status.tag) == (ring.left, tag)
+
+
+def test_counts_displacements_and_types_of_messages(comm: mpicomm.Communicator, xp: Any) -> None:
+    ring = Ring(comm, xp, np.dtype(np.float32), 10)
+    status = MPI.Status()
+    request = comm.Isend([ring.send.array, (4, 3), MPI.FLOAT], ring.right, 9)
+    comm.Recv([ring.receive.array, (5, 2), MPI.FLOAT], ring.left, 9, status)
+    request.Wait()
+    assert status.Get_count(MPI.FLOAT) == 4
+    received = ring.receive.get()
+    assert received[2:6].tobytes() == ring.expected[3:7].tobytes()
+    assert not received[:2].any() and not received[6:].any()
+
+
+def test_messages_match_by_tag_and_many_are_in_flight(comm: mpicomm.Communicator, xp: Any) -> None:
+    several = [Ring(comm, xp, np.dtype(np.int32), 100 + n) for n in range(8)]
+    receives = [comm.Irecv(ring.receive.array, ring.left, tag) for tag, ring in enumerate(several)]
+    sends = [comm.Isend(several[tag].send.array, several[tag].right, tag) for tag in reversed(range(8))]
+    statuses = [MPI.Status() for _ in range(8)]
+    MPI.Request.Waitall(receives, statuses)
+    MPI.Request.Waitall(sends)
+    for tag, ring in enumerate(several):
+        ring.check(statuses[tag], tag)
+
+
+def test_a_truncated_message_is_an_error(comm: mpicomm.Communicator, xp: Any) -> None:
+    ring = Ring(comm, xp, np.dtype(np.float32), 10)
+    request = comm.Isend(ring.send.array, ring.right)
+    with pytest.raises(MPI.Exception, match=r"(?i)truncate"):
+        comm.Recv([ring.receive.array, 3, MPI.FLOAT], ring.left)
+    request.Wait()
+
+
+def test_nobody_is_a_partner(comm: mpicomm.Communicator, xp: Any) -> None:
+    buffer, status = Placed(xp, np.ones(5)), MPI.Status()
+    comm.Send(buffer.array, MPI.PROC_NULL)
+    comm.Recv(buffer.array, MPI.PROC_NULL, status=status)
+    comm.Isend(buffer.array, MPI.PROC_NULL).Wait()
+    assert status.source == MPI.PROC_NULL and status.Get_count(MPI.DOUBLE) == 0
+    assert buffer.get().tolist() == [1] * 5
+
+
+def test_persistent_and_partitioned_messages_of_host_arrays(comm: mpicomm.Communicator) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for name in ("Send_init", "Ssend_init", "Bsend_init"):
+        comm.Attach_buffer(bytearray(1024 + MPI.BSEND_OVERHEAD))
+        sent, received = np.zeros(5), np.zeros(5)
+        requests = [comm.Recv_init(received, left, 3), getattr(comm, name)(sent, right, 3)]
+        for number in range(3):
+            sent[:] = 10 * number + comm.rank
+            for request in requests:
+                request.Start()
+            MPI.Request.Waitall(requests)
+            assert (received == 10 * number + left).all()
+        for request in requests:
+            request.Free()
+        comm.Detach_buffer()
+
+
+def test_streams_of_host_arrays_are_refused() -> None:
+    with communicator("cpu") as comm:
+        for call in (
+            lambda: comm.Send(np.ones(1), MPI.PROC_NULL, stream=1),
+            lambda: comm.Irecv(np.ones(1), MPI.PROC_NULL, stream=1),
+        ):
+            with pytest.raises(InvalidUsageError, match="stream=1"):
+                call()
+
+
+class FakeDeviceArray:
+    """Looks like an array on a GPU; its memory is the host's, so that a test survives who looks at it."""
+
+    def __init__(self, memory: Array) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": memory.shape,
+            "typestr": memory.dtype.str,
+            "data": (memory.ctypes.data, False),
+            "version": 3,
+        }
+
+
+def buffer_methods() -> dict[str, dict[str, inspect.Parameter]]:
+    """MPI's methods that take buffers, with their parameters; also those of an mpi4py that is yet to come."""
+    found = {}
+    for name in dir(MPI.Intracomm):
+        method = getattr(MPI.Intracomm, name)
+        if name[0].isupper() and callable(method) and not inspect.isclass(method):
+            parameters = dict(inspect.signature(method).parameters)
+            parameters.pop("self", None)
+            if any("Buf" in str(each.annotation) for each in parameters.values()):
+                found[name] = parameters
+    return found
+
+
+def test_there_are_as_many_buffer_methods_as_expected() -> None:
+    """If mpi4py stopped telling what its parameters are, the test below would look at nothing."""
+    assert len(buffer_methods()) >= 60
+
+
+HARMLESS = {"dest": MPI.PROC_NULL, "source": MPI.PROC_NULL, "partitions": 1, "recvcounts": [4]}
+TAKES_NO_SPECIFICATION = ("Attach_buffer", "Iagree")
+
+
+def fake_arguments(name: str, parameters: dict[str, Any], on_device: list[str], *, typed: bool) -> dict[str, Any]:
+    """What would do no harm, and wait for nobody, if it got to MPI."""
+    arguments: dict[str, Any] = {each: HARMLESS[each] for each in parameters if each in HARMLESS}
+    for buffer, parameter in parameters.items():
+        if "Buf" in str(parameter.annotation):
+            array: Any = FakeDeviceArray(np.full(4, 7.0)) if buffer in on_device else np.zeros(4)
+            with_type = [array, ([4], [0]), [MPI.DOUBLE]] if "alltoallw" in name.lower() else [array, MPI.DOUBLE]
+            arguments[buffer] = with_type if typed and name not in TAKES_NO_SPECIFICATION else array
+    return arguments
+
+
+def test_a_device_array_never_gets_to_mpi_from_a_cpu_communicator() -> None:
+    let_through = []
+    # Of this rank alone, so that a call which is let through does not wait for others.
+    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
+        for name, parameters in buffer_methods().items():
+            buffers = [each for each, value in parameters.items() if "Buf" in str(value.annotation)]
+            for on_device, typed in itertools.product([*([each] for each in buffers), buffers], (False, True)):
+                try:
+                    getattr(comm, name)(**fake_arguments(name, parameters, on_device, typed=typed))
+                except InvalidUsageError as error:
+                    if "GPU" in str(error) or "host arrays alone" in str(error):
+                        continue
+                    said = str(error)
+                except TypeError as error:
+                    if name == "Iagree" and "bytes-like object is required" in str(error):
+                        continue  # mpi4py looks for nothing else than the buffer protocol
+                    said = str(error)
+                except Exception as error:
+                    said = f"{type(error).__name__}: {error}"
+                else:
+                    said = "nothing"
+                let_through.append(f"{name}, {on_device} on a GPU, typed={typed}: {said}")
+    assert not let_through, "\n".join(let_through)
+
+
+def test_a_device_array_is_refused_on_a_communicator_made_from_another(comm_world: MPI.Intracomm) -> None:
+    with communicator("cpu") as comm, comm.Dup() as child:
+        if comm_world.rank == 0:  # alone: it must not wait for a set-up of all
+            with pytest.raises(InvalidUsageError, match="the communicator is on the cpu"):
+                child.Send(FakeDeviceArray(np.ones(4)), MPI.PROC_NULL)
+
+
+@pytest.mark.parametrize("method", ["Send_init", "Ibsend", "Irsend", "Recv_init", "Psend_init", "Isendrecv_replace"])
+def test_guarded_calls_refuse_device_arrays(device: str, method: str) -> None:
+    if device == "cpu":
+        pytest.skip("there are no device arrays")
+    with communicator(device, MPI.COMM_SELF) as comm, array_module(comm) as xp:
+        arguments = (1, MPI.PROC_NULL) if method == "Psend_init" else (MPI.PROC_NULL,)
+        with pytest.raises(InvalidUsageError, match="takes host arrays alone"):
+            getattr(comm, method)(xp.ones(4), *arguments)
