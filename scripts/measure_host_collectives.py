@@ -21,7 +21,8 @@ from mpicomm.bootstrap import Group
 from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.exchange import Exchange, Span
-from mpicomm.collectives.host_engine import PIECE_NBYTES, SLOT_NBYTES, SLOTS, HostEngine
+from mpicomm.collectives.host_engine import SLOT_NBYTES, SLOTS, HostEngine
+from mpicomm.collectives.host_selection import piece_nbytes
 from mpicomm.collectives.signature import Signature
 from mpicomm.domain import Shared
 
@@ -65,7 +66,7 @@ class Buffers:
         first = Span(out.pointer, self.block)
         send_blocks, blocks = self._blocks(self.send), self._blocks(self.mapped)
         at, scratch = (RANK, SIZE, FLOAT32), _span(self.scratch)
-        piece = PIECE_NBYTES * SIZE
+        piece = piece_nbytes(name, self.send.nbytes, SIZE, forced=True)
         buffer = send if RANK == 0 else out
         ways: dict[str, dict[str, Callable[[], list[Exchange]]]] = {
             "Allreduce": {

@@ -67,10 +67,7 @@ class FaultPage:
         where = f"number {record.sequence} from rank {record.peer}"
         if record.operation == _MISMATCH:
             said = "; ".join(calls()) if calls else "it is not known what"
-            raise PeerError(
-                f"ranks called different things: {said} (noticed in {where}, block {record.block}); {_UNUSABLE}",
-                ranks=[record.peer],
-            )
+            raise PeerError(f"ranks called different things: {said}; {_UNUSABLE}", ranks=[record.peer])
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
         time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
         raise CollectiveTimeoutError(

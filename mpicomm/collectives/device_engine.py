@@ -33,12 +33,14 @@ from mpicomm.kernels.exchange import (
 )
 from mpicomm.kernels.reductions import options_for
 from mpicomm.shared_segments import share
+from mpicomm.waiting import wait_until
 
 MAX_CHANNELS = 64
 """Blocks of a kernel, at most: enough to keep the links of an H200 full, half of its multiprocessors."""
 CHANNEL_NBYTES = 8 * 1024
 """What one block moves at least before a message is given another one."""
 _STRIDE_NBYTES = 128  # parts of channels begin at whole cache lines of the message, hence at whole elements
+_LATE_S = 1.0  # how long an error waits for what ranks call that are about to
 _FEWEST_THREADS = 64  # the kernel needs two warps
 _PLANS = 256  # that are kept
 
@@ -51,6 +53,9 @@ class Board(Protocol):
 
     def read(self) -> list[str]:
         """Return what each rank of the node has posted last."""
+
+    def behind(self) -> list[int]:
+        """Return the indices of the ranks that have posted less often than this one."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +210,8 @@ class DeviceEngine:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
 
     def _calls(self) -> list[str]:
+        # A rank whose first data arrived may not have looked yet at what the others call; most are only a little late.
+        wait_until(lambda: not self._board.behind(), _LATE_S)
         return [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, self._board.read(), strict=True)]
 
     def _prepare(self, exchange: Exchange, call: tuple[int, int]) -> Launch | None:

@@ -2,13 +2,14 @@
 
 Every rank has an arena that all map. Its *slots* hold what this rank sends: it copies a chunk in once, however many
 ranks read it. Its *inbox* has, for every other rank, a ring of entries in which that rank says which of its slots to
-read. Its *returns* say how many of its messages each reader is done with, which frees the slots they are in.
+read and how long the message is. Its *returns* say how many of its messages each reader is done with, which frees the
+slots they are in.
 
     sender                                        reader
     wait for a slot nobody reads any more
     copy the chunk into the slot
     fence                                     (A)
-    entry.slot, fence, entry.flag             (B) poll entry.flag, fence
+    entry.content, fence, entry.flag          (B) poll entry.flag, fence
                                                   read the chunk
                                                   fence
     see the count of the reader, fence        (C) write its count of messages read
@@ -36,6 +37,8 @@ _LINE = 128  # bytes; words with different writers are on different cache lines,
 _PAGE = 4096
 _EPOCHS = 2**32 - 1
 _NO_SLOT = 0
+_SLOT_BITS = 16  # of the word that says where a message is; the others say how long it is
+_SLOT_MASK = (1 << _SLOT_BITS) - 1
 
 
 def _round_up(nbytes: int, multiple: int) -> int:
@@ -52,6 +55,14 @@ class LateRank(Exception):
 
 class DifferentCall(Exception):
     """What a rank sent belongs to another call than the one this rank is in."""
+
+
+class DifferentSize(Exception):
+    """A rank sent as many bytes as this rank does not expect from it."""
+
+    def __init__(self, index: int, sent: int, expected: int) -> None:
+        super().__init__(index, sent, expected)
+        self.index, self.sent, self.expected = index, sent, expected
 
 
 class GivenUp(Exception):
@@ -100,9 +111,9 @@ class Channels:
         """Send up to a slot's size of bytes to some ranks; blocks for a free slot, and until they are copied."""
         slot = self._await_free_slot()
         ctypes.memmove(self._addresses[self._rank] + slot * self._slot_nbytes, pointer, nbytes)
-        self._readers[slot] = self.post(readers, slot)
+        self._readers[slot] = self.post(readers, slot, nbytes)
 
-    def post(self, readers: Sequence[int], slot: int = _NO_SLOT) -> list[tuple[int, int]]:
+    def post(self, readers: Sequence[int], slot: int = _NO_SLOT, nbytes: int = 0) -> list[tuple[int, int]]:
         """Announce a message to some ranks and return its number on each channel; never blocks.
 
         Without a slot it has no content. Such messages go between all ranks at once, each of which then reads those of
@@ -111,7 +122,7 @@ class Channels:
         numbers = []
         for reader in readers:
             self._sent[reader] = number = self._sent[reader] + 1
-            self._words[reader][self._entry(self._rank, number) + 1] = slot
+            self._words[reader][self._entry(self._rank, number) + 1] = nbytes << _SLOT_BITS | slot
             numbers.append((reader, number))
         # (A), (B) Pairs with the fence in `receive`: content and slot number are there before the flag that says so.
         fence()
@@ -119,10 +130,10 @@ class Channels:
             self._words[reader][self._entry(self._rank, number)] = self._flag(number)
         return numbers
 
-    def receive(self, source: int) -> int:
+    def receive(self, source: int, nbytes: int = 0) -> int:
         """Return the address of the next message of a rank; blocks. It stays there until `release`.
 
-        Raises `DifferentCall` if the message belongs to another call.
+        Raises `DifferentCall` if the message belongs to another call, `DifferentSize` if it has other than ``nbytes``.
         """
         self._read[source] = number = self._read[source] + 1
         words = self._words[self._rank]
@@ -135,7 +146,10 @@ class Channels:
                 raise DifferentCall
         # (B) Pairs with the fence in `post`: slot number and content are read after the flag.
         fence()
-        return self._addresses[source] + words[entry + 1] * self._slot_nbytes
+        content = words[entry + 1]
+        if content >> _SLOT_BITS != nbytes:
+            raise DifferentSize(source, content >> _SLOT_BITS, nbytes)
+        return self._addresses[source] + (content & _SLOT_MASK) * self._slot_nbytes
 
     def release(self, sources: Iterable[int]) -> None:
         """Say that the last message of each of these ranks is not needed any more; local."""

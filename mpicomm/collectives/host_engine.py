@@ -14,14 +14,15 @@ from mpicomm.backend.host import array_at
 from mpicomm.bootstrap import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.exchange import Exchange, Reduction, Span
-from mpicomm.collectives.host_channels import Channels, DifferentCall, GivenUp, LateRank
+from mpicomm.collectives.host_channels import Channels, DifferentCall, DifferentSize, GivenUp, LateRank
 from mpicomm.collectives.host_reduction import Reducer
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
 
+# Measured: with smaller slots waits take longer than copies; with less in all, what a reader has just read is still in
+# its own cache when it is written again, which is several times slower; with more, it no longer is in the shared one.
 SLOT_NBYTES = 1024 * 1024
 SLOTS = 4
-PIECE_NBYTES = 1024 * 1024
 
 _BYTE = np.dtype(np.uint8)
 
@@ -61,9 +62,7 @@ class HostEngine:
     @property
     def broken(self) -> MpicommError | None:
         """The error that has made the engine unusable on this rank, or on another; None while it works. Local."""
-        if self._broken is None and self._open:
-            self._broken = self._channels.verdict.read()
-        return self._broken
+        return self._broken or self._channels.verdict.read()
 
     def run(self, exchanges: Sequence[Exchange], signature: Signature) -> None:
         """Carry out this rank's part of ``exchanges``. Collective in the node, blocking.
@@ -74,7 +73,6 @@ class HostEngine:
         that did not come within the node's ``timeout_s``, with the same text on all ranks of the node: on those that
         had no need to wait at their next call.
         """
-
         for exchange in exchanges:
             if exchange.reduction is not None:
                 self._reducer(exchange.reduction.op, exchange.dtype)
@@ -123,7 +121,7 @@ class HostEngine:
             if self._channels.verdict.there():
                 raise GivenUp
             work()
-        except (LateRank, DifferentCall, GivenUp) as reason:
+        except (LateRank, DifferentCall, DifferentSize, GivenUp) as reason:
             verdict = self._channels.verdict
             self._broken = verdict.read() or verdict.give(self._judge(reason, text))
             raise self._broken from None
@@ -161,7 +159,8 @@ class HostEngine:
                 ctypes.memmove(kept[1] + start, kept[0] + start, min(step, kept[2] - start))
             for peer, pointer, nbytes in incoming:
                 if start < nbytes:
-                    ctypes.memmove(pointer + start, channels.receive(peer), min(step, nbytes - start))
+                    size = min(step, nbytes - start)
+                    ctypes.memmove(pointer + start, channels.receive(peer, size), size)
                     channels.release((peer,))
             if reduce is not None and start < sizes[-1]:
                 reduce(start // itemsize, min(step, sizes[-1] - start) // itemsize)
@@ -187,8 +186,11 @@ class HostEngine:
         others = [source for source in reduction.sources if source != rank]
 
         def reduce(start: int, count: int) -> None:
+            nbytes = count * dtype.itemsize
             parts = [
-                own[start : start + count] if source == rank else self._slot(channels.receive(source), dtype)[:count]
+                own[start : start + count]
+                if source == rank
+                else self._slot(channels.receive(source, nbytes), dtype)[:count]
                 for source in reduction.sources
             ]
             reducer.reduce(parts, output[start : start + count])
@@ -217,6 +219,13 @@ class HostEngine:
             names = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
             did = "did not arrive" if behind else "made no progress"
             return CollectiveTimeoutError(f"{text}: {names} {did} within {self._node.timeout_s:g} s", ranks=late)
+        if isinstance(reason, DifferentSize):
+            source, here = ranks[reason.index], ranks[self._node.rank]
+            return PeerError(
+                f"{text}: rank {source} sends {reason.sent} bytes where rank {here} expects {reason.expected} (of one "
+                "chunk): the counts of the two differ",
+                ranks=[source, here],
+            )
         said = "; ".join(
             f"rank {ranks[index]}: {text}" + (" (before: has not called this time yet)" if index in behind else "")
             for index, text in enumerate(self._board.read())

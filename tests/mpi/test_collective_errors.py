@@ -14,7 +14,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.collectives.types import COVERED
-from tests.helpers.collective_calls import OPS, REDUCTIONS, Case, Placed, Prepared, legal_ops
+from tests.helpers.buffers import Placed
+from tests.helpers.collective_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.raising import raises_everywhere
 from tests.helpers.reductions import dtype_named
@@ -183,25 +184,29 @@ def test_a_freed_communicator_says_so(device: str, used: bool) -> None:
         if used:
             require_works(comm, xp)
         comm.Free()
-        calls: list[Callable[[], Any]] = [
-            lambda: comm.Allreduce(MPI.IN_PLACE, buffer),
-            lambda: comm.Allreduce(MPI.IN_PLACE, large),
+        of_mpicomm: list[Callable[[], Any]] = [
             lambda: comm.Allreduce(MPI.IN_PLACE, buffer, algorithm="one_shot"),
             lambda: comm.Allreduce(MPI.IN_PLACE, half),
-            lambda: comm.Iallreduce(MPI.IN_PLACE, buffer),
             lambda: comm.Iallreduce(MPI.IN_PLACE, half),
-            lambda: comm.Allreduce_init(MPI.IN_PLACE, buffer).Start(),
             lambda: comm.Allreduce_init(MPI.IN_PLACE, half).Start(),
+            request.Start,
+            comm.check,
+        ]
+        for each in of_mpicomm:
+            with pytest.raises(InvalidUsageError, match=r"the communicator was freed; create another"):
+                each()
+        of_either: list[Callable[[], Any]] = [
+            lambda: comm.Allreduce(MPI.IN_PLACE, buffer),
+            lambda: comm.Allreduce(MPI.IN_PLACE, large),
+            lambda: comm.Iallreduce(MPI.IN_PLACE, buffer),
+            lambda: comm.Allreduce_init(MPI.IN_PLACE, buffer).Start(),
             lambda: comm.Send(buffer, MPI.PROC_NULL),
             lambda: comm.Irecv(buffer, MPI.PROC_NULL),
             comm.Barrier,
-            comm.check,
-            request.Start,
         ]
-        for number, each in enumerate(calls):
-            with pytest.raises((InvalidUsageError, MPI.Exception), match=r"(?i)freed|invalid communicator|null comm"):
+        for each in of_either:
+            with pytest.raises((InvalidUsageError, MPI.Exception), match=r"(?i)was freed|invalid communicator"):
                 each()
-                raise AssertionError(f"call {number} of a freed communicator was carried out")
 
 
 DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -212,8 +217,6 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dtype": ("Allreduce", {"dtype": np.dtype(np.int32)}, {"dtype": FLOAT32}),
     "dtype of movement": ("Allgather", {"dtype": np.dtype(np.int32)}, {"dtype": FLOAT32}),
     "op": ("Allreduce", {"op": "sum"}, {"op": "max"}),
-    "root": ("Bcast", {"root": 0}, {"root": 1}),
-    "root of a reduction": ("Reduce", {"root": 0}, {"root": 1}),
 }
 
 
@@ -239,16 +242,45 @@ def test_ranks_that_call_different_things_are_told_who_said_what(device: str, wh
         said |= {str(each[name]) for each in (first, others) for name in each if name in ("operation", "dtype")}
         assert all(word in str(info.value) for word in said), f"{said} are not all in: {info.value}"
         assert all(f"rank {rank}: " in str(info.value) for rank in range(comm.size)), str(info.value)
-        for _ in range(2):
-            with raises_everywhere(MPI.COMM_WORLD, PeerError, match="unusable|ranks called different things"):
-                after.run(comm)
-                comm.check()
+        require_unusable(comm, after, PeerError)
     comm.Free()
+    require_a_new_one_works(device)
+
+
+@pytest.mark.parametrize("operation", ["Bcast", "Gather", "Reduce", "Scatter"])
+def test_different_roots_are_an_error_on_all_ranks(device: str, operation: str) -> None:
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("needs several ranks")
+    comm = communicator(device, timeout_s=2)
+    case = Case(operation, FLOAT32, 5, root=min(comm.rank, 1), algorithm="one_shot")
+    with array_module(comm) as xp:
+        prepared = Prepared(case, comm.rank, comm.size, xp)
+        after = Prepared(Case("Allreduce", FLOAT32, 3, algorithm="one_shot"), comm.rank, comm.size, xp)
+        # Where two ranks wait for each other, or nobody waits, the ranks cannot see at once who is wrong.
+        with pytest.raises((PeerError, CollectiveTimeoutError)) as info:
+            prepared.run(comm)
+            comm.check()
+            after.run(comm)
+            comm.check()
+        assert len({error.__name__ for error in MPI.COMM_WORLD.allgather(info.type)}) == 1
+        require_unusable(comm, after, info.type)
+    comm.Free()
+    require_a_new_one_works(device)
+
+
+def require_unusable(comm: mpicomm.Communicator, prepared: Prepared, error: type[Exception]) -> None:
+    for _ in range(2):
+        with pytest.raises(error):
+            prepared.run(comm)
+            comm.check()
+
+
+def require_a_new_one_works(device: str) -> None:
     with communicator(device) as new, array_module(new) as xp:
         require_works(new, xp)
 
 
-@pytest.mark.parametrize("operation", ["Allreduce", "Allgather", "Alltoall", "Scan"])
+@pytest.mark.parametrize("operation", ["Allreduce", "Alltoall"])
 def test_a_rank_that_does_not_come_is_named(device: str, operation: str) -> None:
     if MPI.COMM_WORLD.size == 1:
         pytest.skip("needs several ranks")
@@ -263,28 +295,14 @@ def test_a_rank_that_does_not_come_is_named(device: str, operation: str) -> None
                 comm.check()
             assert info.value.ranks == (missing,)
         MPI.COMM_WORLD.Barrier()
-        with raises_everywhere(MPI.COMM_WORLD, CollectiveTimeoutError, match=f"rank {missing}|unusable") as info:
-            if comm.rank != missing:  # the text of the first time, once more: it is compared with that of the late rank
-                raise_cause(comm, prepared)
+        # The rank that comes too late learns it, and so do the others again.
+        with pytest.raises(CollectiveTimeoutError, match=f"rank {missing}") as info:
             prepared.run(comm)
             comm.check()
         assert info.value.ranks == (missing,)
+        require_unusable(comm, prepared, CollectiveTimeoutError)
     comm.Free()
-    with communicator(device) as new, array_module(new) as xp:
-        require_works(new, xp)
-
-
-def raise_cause(comm: mpicomm.Communicator, prepared: Prepared) -> None:
-    """Raise what the communicator is unusable for."""
-    try:
-        prepared.run(comm)
-        comm.check()
-    except CollectiveTimeoutError as error:
-        text = str(error)
-        start = text.find("earlier error (")
-        raise CollectiveTimeoutError(
-            text[start + len("earlier error (") : text.rindex(")")] if start >= 0 else text, ranks=error.ranks
-        ) from None
+    require_a_new_one_works(device)
 
 
 def test_other_communicators_go_on_when_one_is_unusable(device: str) -> None:
@@ -321,7 +339,7 @@ def test_a_thread_computes_while_another_one_is_in_collectives(comm: mpicomm.Com
     thread = threading.Thread(target=compute)
     thread.start()
     try:
-        for number in range(200):
+        for number in range(60):
             count, algorithm = (5, 4097, 70_001)[number % 3], ("one_shot", "auto")[number % 2]
             case = Case("Allreduce", FLOAT32, count, algorithm=algorithm, seed=number)
             prepared = Prepared(case, comm.rank, comm.size, xp)

@@ -13,6 +13,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.types import COVERED
+from tests.helpers.buffers import Placed, values
 from tests.helpers.collective_calls import (
     FORMS,
     MOVEMENTS,
@@ -21,11 +22,10 @@ from tests.helpers.collective_calls import (
     ROOTED,
     VECTOR,
     Case,
-    Placed,
     Prepared,
     algorithms,
+    compile_reductions,
     legal_ops,
-    values,
 )
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.reductions import Array, dtype_named, reduced, require_same
@@ -98,6 +98,7 @@ def test_every_form_of_argument(comm: mpicomm.Communicator, xp: Any, operation: 
 @pytest.mark.parametrize("name", COVERED)
 def test_every_reduction_of_every_type(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
     dtype = dtype_or_skip(name)
+    compile_reductions(comm, [name])
     cases = []
     for operation, op, seed in itertools.product(REDUCTIONS, legal_ops(name), range(2)):
         for algorithm in ("auto", *algorithms(operation)):

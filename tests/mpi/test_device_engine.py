@@ -40,6 +40,9 @@ class Texts:
     def read(self) -> list[str]:
         return [self._text] * self._size
 
+    def behind(self) -> list[int]:
+        return []
+
 
 class Memory:
     """Elements on the GPU, at any address."""

@@ -456,10 +456,24 @@ def test_a_rank_with_nothing_to_wait_for_learns_it_at_its_next_call(comm_world: 
                 while engine.broken is None:
                     time.sleep(1e-3)
                 # It has not raised here yet, so here too the error is told, not that there was one.
-                engine._broken = None
                 engine.run(root, Signature("Bcast", "float32", 10, root=0))
             else:
                 engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), Signature("Bcast", "f", 10, root=1))
+
+
+def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    if size == 1:
+        pytest.skip("needs two ranks")
+    with engine_of(comm_world) as (engine, _, _):
+        buffer = np.zeros(1000, np.float32)
+        counts = [10] * size
+        if rank == size - 1:
+            counts[0] = 11  # rank 0 sends 10
+        send = span(buffer[:10])
+        with raises_everywhere(comm_world, PeerError, match=f"rank 0 sends 40 bytes where rank {size - 1} expects 44"):
+            engine.run(patterns.allgather(rank, size, FLOAT32, send, spans(buffer, counts)), CALL)
+            engine.barrier(CALL)
 
 
 @pytest.mark.parametrize("what", ["run", "barrier"])

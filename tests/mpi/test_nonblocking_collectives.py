@@ -12,7 +12,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers.collective_calls import OPERATIONS, Case, Placed, Prepared, values
+from tests.helpers.buffers import Placed, values
+from tests.helpers.collective_calls import OPERATIONS, Case, Prepared
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.reductions import dtype_named
 
@@ -221,21 +222,20 @@ def test_bad_arguments_are_refused_when_prepared(comm: mpicomm.Communicator, xp:
         comm.Allreduce_init(MPI.IN_PLACE, buffer.array, MPI.BAND)
 
 
-def test_a_started_collective_goes_on_while_this_rank_is_in_one_on_mapped_memory(
-    comm: mpicomm.Communicator, xp: Any
-) -> None:
-    """Half of the ranks wait for the first before the second, which needs the others' progress in the first."""
-    with comm.Dup() as other:
+def test_a_started_collective_goes_on_while_its_ranks_are_in_one_on_mapped_memory(device: str) -> None:
+    """Half of the ranks wait for the first before they come to the second, where the others are by then."""
+    with communicator(device, timeout_s=3) as comm, comm.Dup() as other, array_module(comm) as xp:
         for number in range(5):
             first, second = (
-                Prepared(Case("Allreduce", FLOAT32, 300_001, seed=number + n), comm.rank, comm.size, xp)
-                for n in (0, 99)
+                Prepared(
+                    Case("Allreduce", FLOAT32, 300_001, algorithm=algorithm, seed=number), comm.rank, comm.size, xp
+                )
+                for algorithm in ("auto", "one_shot")
             )
             request = first.start(other)
             if comm.rank % 2 == 0:
                 request.Wait()
-            positional = second.arguments()
-            comm.Allreduce(*positional, algorithm="one_shot")
+            second.run(comm)
             request.Wait()
             comm.check()
             first.check()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.collectives import patterns
@@ -19,6 +19,7 @@ ITEMSIZE = DTYPE.itemsize
 SIZES = st.integers(1, 8)
 COUNTS = st.integers(0, 9)
 LONG_COUNTS = st.integers(0, 400)
+UNHURRIED = settings(deadline=None)  # how long an example takes is the machine's affair
 PIECES = st.sampled_from([1, 4, 40, 128, 500, 10**6])
 
 
@@ -165,6 +166,7 @@ def counts_of(data: st.DataObject, size: int) -> list[int]:
     return data.draw(st.lists(COUNTS, min_size=size, max_size=size))
 
 
+@UNHURRIED
 @given(size=SIZES, count=LONG_COUNTS, in_place=st.booleans(), piece_nbytes=st.none() | PIECES)
 def test_allreduce(size: int, count: int, in_place: bool, piece_nbytes: int | None) -> None:
     memories = ranks(size)
@@ -181,6 +183,7 @@ def test_allreduce(size: int, count: int, in_place: bool, piece_nbytes: int | No
     )
 
 
+@UNHURRIED
 @given(size=SIZES, count=LONG_COUNTS, in_place=st.booleans(), piece_nbytes=st.none() | PIECES, data=st.data())
 def test_reduce(size: int, count: int, in_place: bool, piece_nbytes: int | None, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))
@@ -209,6 +212,7 @@ def test_reduce(size: int, count: int, in_place: bool, piece_nbytes: int | None,
     run(memories, steps)
 
 
+@UNHURRIED
 @given(size=SIZES, in_place=st.booleans(), equal=st.booleans(), data=st.data())
 def test_reduce_scatter(size: int, in_place: bool, equal: bool, data: st.DataObject) -> None:
     counts = [data.draw(COUNTS)] * size if equal else counts_of(data, size)
@@ -233,6 +237,7 @@ def test_reduce_scatter(size: int, in_place: bool, equal: bool, data: st.DataObj
     )
 
 
+@UNHURRIED
 @given(size=SIZES, in_place=st.booleans(), data=st.data())
 def test_allgather(size: int, in_place: bool, data: st.DataObject) -> None:
     counts = counts_of(data, size)
@@ -247,6 +252,7 @@ def test_allgather(size: int, in_place: bool, data: st.DataObject) -> None:
     everywhere(memories, lambda rank, size: patterns.allgather(rank, size, DTYPE, sends[rank], blocks[rank]))
 
 
+@UNHURRIED
 @given(size=SIZES, in_place=st.booleans(), data=st.data())
 def test_gather(size: int, in_place: bool, data: st.DataObject) -> None:
     counts, root = counts_of(data, size), data.draw(st.integers(0, size - 1))
@@ -264,6 +270,7 @@ def test_gather(size: int, in_place: bool, data: st.DataObject) -> None:
     )
 
 
+@UNHURRIED
 @given(size=SIZES, in_place=st.booleans(), data=st.data())
 def test_scatter(size: int, in_place: bool, data: st.DataObject) -> None:
     counts, root = counts_of(data, size), data.draw(st.integers(0, size - 1))
@@ -282,6 +289,7 @@ def test_scatter(size: int, in_place: bool, data: st.DataObject) -> None:
     )
 
 
+@UNHURRIED
 @given(size=SIZES, in_place=st.booleans(), data=st.data())
 def test_alltoall(size: int, in_place: bool, data: st.DataObject) -> None:
     table = [counts_of(data, size) for _ in range(size)]
@@ -303,6 +311,7 @@ def test_alltoall(size: int, in_place: bool, data: st.DataObject) -> None:
     everywhere(memories, lambda rank, size: patterns.alltoall(rank, size, DTYPE, sends[rank], blocks[rank]))
 
 
+@UNHURRIED
 @given(size=SIZES, count=LONG_COUNTS, piece_nbytes=st.none() | PIECES, data=st.data())
 def test_bcast(size: int, count: int, piece_nbytes: int | None, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))
@@ -317,6 +326,7 @@ def test_bcast(size: int, count: int, piece_nbytes: int | None, data: st.DataObj
 
 
 @pytest.mark.parametrize("inclusive", [True, False], ids=["scan", "exscan"])
+@UNHURRIED
 @given(size=SIZES, count=COUNTS, in_place=st.booleans())
 def test_scan(size: int, count: int, in_place: bool, inclusive: bool) -> None:
     memories = ranks(size)
@@ -330,6 +340,7 @@ def test_scan(size: int, count: int, in_place: bool, inclusive: bool) -> None:
     everywhere(memories, lambda rank, size: pattern(rank, size, DTYPE, sends[rank], outputs[rank], "sum"))
 
 
+@UNHURRIED
 @given(count=st.integers(0, 10**7), size=SIZES, itemsize=st.sampled_from([1, 2, 4, 8, 16, 200]))
 def test_split_covers_a_span_in_order(count: int, size: int, itemsize: int) -> None:
     span = Span(4096, count)
