@@ -295,3 +295,13 @@ def test_nobody_leaves_a_barrier_before_all_have_come(comm: mpicomm.Communicator
             assert (here.get() == number).all(), f"barrier {number}: {here.get()}"
             comm.check()
             comm.Barrier()
+
+
+@pytest.mark.parametrize("count", [5, MIB])
+def test_none_means_in_place_as_in_mpi4py(comm: mpicomm.Communicator, xp: Any, count: int) -> None:
+    for algorithm in ("auto", "one_shot"):
+        buffer = Placed(xp, values(FLOAT32, count, comm.rank))
+        comm.Allreduce(None, buffer.array, algorithm=algorithm)
+        comm.check()
+        expected = reduced("sum", [values(FLOAT32, count, rank) for rank in range(comm.size)])
+        assert buffer.get().tolist() == expected.tolist()
