@@ -260,23 +260,25 @@ def test_errors_on_all_ranks_at_once_end_the_job(run_changed: Job) -> None:
 @pytest.mark.parametrize("nprocs", [1, 2])
 def test_an_interrupt_is_quiet(nprocs: int) -> None:
     command = mpiexec_command(nprocs, *RING, "-b", "1K", "-e", "1K", "-n", "100000000")
-    job = subprocess.Popen(
+    with subprocess.Popen(
         command if nprocs > 1 else command[command.index(sys.executable) :],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert job.stdout is not None
-    try:
-        for line in job.stdout:
-            if "algbw" in line:  # the measurement goes on for ever
-                break
-        time.sleep(0.2)
-        job.send_signal(signal.SIGINT)
-        _, stderr = job.communicate(timeout=20)
-    finally:
-        job.kill()
+        # A shell lets what it starts in the background ignore interrupts, and all that comes of that inherits it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as job:
+        assert job.stdout is not None
+        try:
+            for line in job.stdout:
+                if "algbw" in line:  # the measurement goes on for ever
+                    break
+            time.sleep(0.2)
+            job.send_signal(signal.SIGINT)
+            _, stderr = job.communicate(timeout=20)
+        finally:
+            job.kill()
     assert job.returncode != 0
     assert "Traceback" not in stderr
     assert "mpicomm" not in stderr
