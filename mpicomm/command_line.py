@@ -165,10 +165,29 @@ def write_json(path: Path, document: object) -> None:
         partial.unlink(missing_ok=True)
 
 
+_LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.hydra", "orterun", "prterun", "srun")
+
+
+def _launcher_has_terminal() -> bool:
+    """Whether the program that started the ranks on this machine has a terminal for stderr. Linux alone knows."""
+    pid = os.getppid()
+    with suppress(OSError, ValueError):
+        while pid > 1:
+            process = Path(f"/proc/{pid}")
+            if (process / "comm").read_text().strip() in _LAUNCHERS:
+                return str((process / "fd/2").readlink()).startswith(("/dev/pts/", "/dev/tty"))
+            # The parent is the second field after the name, which is in parentheses and may hold anything.
+            pid = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    return False
+
+
 def progress_line(description: str, completed: int, total: int) -> AbstractContextManager[object]:
-    """Show a line on rank 0's terminal while the block runs; without a terminal nothing."""
-    console = Console(stderr=True)
-    if MPI.COMM_WORLD.rank != 0 or not console.is_terminal:
+    """Show a line on rank 0's terminal, or its launcher's, while the block runs; without a terminal nothing."""
+    if MPI.COMM_WORLD.rank != 0:
+        return nullcontext()
+    # A rank's stderr is a pipe to the launcher, which passes on what comes: what counts is where that writes.
+    console = Console(stderr=True, force_terminal=_launcher_has_terminal() or None)
+    if not console.is_terminal:
         return nullcontext()
     progress = Progress(
         TextColumn("{task.description}"),
