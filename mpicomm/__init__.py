@@ -15,6 +15,7 @@ from mpicomm.errors import (
     PeerError,
 )
 from mpicomm.events import SharedEvent
+from mpicomm.kernels.headers import include_dir
 from mpicomm.memory import SymmetricArray
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "SharedEvent",
     "SymmetricArray",
     "__version__",
+    "include_dir",
 ]
 
 __version__ = "0.1.0"

@@ -27,6 +27,7 @@ from mpicomm.errors import BackendUnavailableError, HandleError
 from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.kernels.compile import KERNELS, compile_kernel
 from mpicomm.kernels.load import Module
+from mpicomm.kernels.team import Faults
 
 _EVENT_HANDLE_NBYTES = 64  # sizeof(CUipcEventHandle)
 
@@ -71,7 +72,7 @@ class _SignalKernels:
         self.module = Module(compile_kernel(KERNELS / "signal.cu", compute_capability))
         self.signal = self.module.kernel("mpicomm_signal", (pointer, pointer, pointer))
         self.wait = self.module.kernel(
-            "mpicomm_wait_signal", (pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer)
+            "mpicomm_wait_signal", (pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer, pointer)
         )
 
 
@@ -104,7 +105,7 @@ class CudaBackend:
             with self._context.current():
                 # Non-blocking: a stream that is ordered with the null stream would wait for all of the user's work.
                 self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
-            self._faults = FaultPage(self._context)
+            self._faults = FaultPage(self._context, self._stream)
         except HandleError:
             self.close()
             raise
@@ -175,8 +176,7 @@ class CudaBackend:
 
     def stream(self, stream: Any, array: Any = None) -> int:
         """Resolve a ``stream=`` argument."""
-        with self._context.current():
-            return resolve_stream(stream, array, self._ordinal)
+        return resolve_stream(stream, array, self._ordinal)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses, of whichever device or of the host. Local, stream-ordered."""
@@ -186,9 +186,13 @@ class CudaBackend:
 
     def zero(self, pointer: int, nbytes: int) -> None:
         """Set bytes to zero and wait for that, and for nothing else on the device."""
+        self.fill(pointer, nbytes, 0)
+
+    def fill(self, pointer: int, nbytes: int, byte: int) -> None:
+        """Set bytes to ``byte`` and wait for that, and for nothing else on the device."""
         if nbytes > 0:
             with self._context.current():
-                call(driver.cuMemsetD8Async, pointer, 0, nbytes, self._stream)
+                call(driver.cuMemsetD8Async, pointer, byte, nbytes, self._stream)
                 call(driver.cuStreamSynchronize, self._stream)
 
     def synchronize(self, stream: int | None = None) -> None:
@@ -202,13 +206,14 @@ class CudaBackend:
     def signal(self, sent: int, inbox: int, stream: int) -> None:
         """Add 1 to the counter at ``sent`` and publish it at ``inbox``. Local, stream-ordered, capturable."""
         with self._context.current():
-            self._load_kernels().signal.launch(stream, sent, inbox, self._fault_page().pointer)
+            self._load_kernels().signal.launch(stream, sent, inbox, self.faults.failed)
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
         """Hold ``stream`` until ``inbox`` has the next count. Local, stream-ordered, capturable; see `check`."""
         with self._context.current():
-            pointer = self._fault_page().pointer
-            self._load_kernels().wait.launch(stream, expected, inbox, peer, self.timeout_ns, pointer)
+            faults = self.faults
+            wait = self._load_kernels().wait
+            wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time, `PeerError` if ranks called different
@@ -217,9 +222,9 @@ class CudaBackend:
         self._fault_page().check(self.calls)
 
     @property
-    def fault_pointer(self) -> int:
-        """Address of the fault record for kernels."""
-        return self._fault_page().pointer
+    def faults(self) -> Faults:
+        """What kernels are told of where to say that they cannot go on."""
+        return self._fault_page().faults
 
     @property
     def multiprocessors(self) -> int:

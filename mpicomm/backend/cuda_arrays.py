@@ -98,9 +98,7 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
         attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
         attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
     ]
-    memory_type, managed, pool, ipc_capable, buffer_id = call(
-        driver.cuPointerGetAttributes, len(names), names, pointer
-    )
+    memory_type, managed, pool, ipc_capable, buffer_id = call(driver.cuPointerGetAttributes, len(names), names, pointer)
     # Managed first: it also counts as device or host memory, wherever its pages happen to be.
     if managed:
         raise InvalidUsageError(

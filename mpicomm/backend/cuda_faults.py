@@ -14,14 +14,15 @@ from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call
 from mpicomm.backend.host import fence
 from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.kernels.team import Faults
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
-_OPERATIONS = {1: "wait_signal", 2: "collective"}  # enum Operation there
-_MISMATCH = 3  # kMismatch
+_EXCHANGE, _MISMATCH = 2, 3  # enum Operation there
+_OPERATIONS = {1: "wait_signal", _EXCHANGE: "collective"}
 _UNUSABLE = "the communicator is unusable from here on"
 
 Calls = Callable[[], Sequence[str]]
-"""Returns what each rank called last, in words."""
+"""Returns what each rank called, in words, where they called different things; else nothing."""
 
 
 class FaultRecord(ctypes.Structure):
@@ -34,23 +35,34 @@ class FaultRecord(ctypes.Structure):
         ("block", ctypes.c_uint32),
         ("peer", ctypes.c_uint32),
         ("elapsed_ns", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
     ]
 
 
 class FaultPage:
-    """One fault record in pinned host memory; ``pointer`` is its address for kernels."""
+    """One fault record in pinned host memory, and a word of the device that says whether it is used.
 
-    def __init__(self, context: PrimaryContext) -> None:
+    ``faults`` is what kernels are given.
+    """
+
+    def __init__(self, context: PrimaryContext, stream: int) -> None:
         self._context = context
         flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
         with context.current(), contextlib.ExitStack() as on_failure:
             address: int = call(driver.cuMemHostAlloc, mmap.PAGESIZE, flags)
             on_failure.callback(call, driver.cuMemFreeHost, address)
             ctypes.memset(address, 0, mmap.PAGESIZE)
-            self.pointer = int(call(driver.cuMemHostGetDevicePointer, address, 0))
+            pointer = int(call(driver.cuMemHostGetDevicePointer, address, 0))
+            self._failed = int(call(driver.cuMemAlloc, ctypes.sizeof(ctypes.c_uint32)))
+            on_failure.callback(call, driver.cuMemFree, self._failed)
+            call(driver.cuMemsetD32Async, self._failed, 0, 1, stream)
+            call(driver.cuStreamSynchronize, stream)
             on_failure.pop_all()
         self._address = address
         self._record: Any = FaultRecord.from_address(address)
+        self._calls: Sequence[str] | None = None
+        self._record.failed = self._failed
+        self.faults = Faults(pointer, self._failed)
 
     def check(self, calls: Calls | None = None) -> None:
         """Raise `CollectiveTimeoutError` or `PeerError` if a record is there, every time.
@@ -65,8 +77,12 @@ class FaultPage:
         fence()
         record = self._record
         where = f"number {record.sequence} from rank {record.peer}"
-        if record.operation == _MISMATCH:
-            said = "; ".join(calls()) if calls else "it is not known what"
+        if self._calls is None:  # once, as it may wait for what other ranks are about to call
+            self._calls = calls() if calls and record.operation in (_EXCHANGE, _MISMATCH) else ()
+        said = "; ".join(self._calls)
+        # Ranks that wait in different kernels do not meet, and run out of time.
+        if said or record.operation == _MISMATCH:
+            said = said or "it is not known what"
             raise PeerError(f"ranks called different things: {said}; {_UNUSABLE}", ranks=[record.peer])
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
         time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
@@ -79,4 +95,5 @@ class FaultPage:
         if self._record is not None:
             self._record = None
             with contextlib.suppress(DriverShutDownError), self._context.current():
+                call(driver.cuMemFree, self._failed)
                 call(driver.cuMemFreeHost, self._address)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 from cuda.bindings import driver
+from cupy.cuda import runtime
 
 from mpicomm.backend.cuda_driver import DriverShutDownError, call
 
@@ -25,20 +25,31 @@ class StreamOrder:
         flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
         self._eager: Any = call(driver.cuEventCreate, int(flags))
         self._captured: Any = call(driver.cuEventCreate, int(flags))
+        self._eager_pointer = int(self._eager)
         self._capture: int | None = None  # the one that `_captured` was recorded in
 
-    @contextlib.contextmanager
-    def turn(self, stream: int) -> Iterator[None]:
-        """Give a ``with`` block whose work on ``stream`` follows that of the blocks before. Local, does not block."""
-        capture = _capture_of(stream)
-        event = self._eager if capture is None else self._captured
-        if capture is None or capture == self._capture:
+    def begin(self, stream: int) -> int | None:
+        """Let what is enqueued on ``stream`` until `end` follow what came before. Local, does not block.
+
+        Returns the capture that the stream takes part in, None if it does not. The device must be current.
+        """
+        # CuPy's functions where a call is to take few microseconds in all: each takes a third of the driver's binding.
+        if not runtime.streamIsCapturing(stream):
             # Without a look at which stream was used last: a new one may have the address of one that was destroyed
             # with work pending. Waiting for an event that was never recorded, or on the same stream, costs nothing.
-            call(driver.cuStreamWaitEvent, stream, event, 0)
-        yield
-        call(driver.cuEventRecord, event, stream)
-        if capture is not None:
+            runtime.streamWaitEvent(stream, self._eager_pointer)
+            return None
+        capture = int(call(driver.cuStreamGetCaptureInfo, stream)[1])
+        if capture == self._capture:
+            call(driver.cuStreamWaitEvent, stream, self._captured, 0)
+        return capture
+
+    def end(self, stream: int, capture: int | None) -> None:
+        """Mark the end of what `begin` was called for and returned ``capture``. Local, does not block."""
+        if capture is None:
+            runtime.eventRecord(self._eager_pointer, stream)
+        else:
+            call(driver.cuEventRecord, self._captured, stream)
             self._capture = capture
 
     def close(self) -> None:
@@ -48,10 +59,3 @@ class StreamOrder:
                 with contextlib.suppress(DriverShutDownError):
                     call(driver.cuEventDestroy, event)
         self._eager = self._captured = None
-
-
-def _capture_of(stream: int) -> int | None:
-    """Return the number of the capture that ``stream`` takes part in; numbers are not used again."""
-    if int(call(driver.cuStreamIsCapturing, stream)) == 0:
-        return None
-    return int(call(driver.cuStreamGetCaptureInfo, stream)[1])

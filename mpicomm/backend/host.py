@@ -48,6 +48,18 @@ def memfd_create(nbytes: int) -> int:
     return fd
 
 
+def require_sealed(fd: int) -> None:
+    """Raise `HandleError` unless shared memory is sealed as `memfd_create` does: a peer may send anything."""
+    try:
+        sealed = bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # no file of this kind
+        sealed = False
+    if not sealed:
+        raise HandleError(
+            "shared memory is not sealed against shrinking: mpicomm has not made it; run one on all ranks"
+        )
+
+
 class _Mapping:
     """A shared mapping, unmapped with its last view. Python's ``mmap`` would keep a descriptor open for each."""
 

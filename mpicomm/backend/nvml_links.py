@@ -23,10 +23,7 @@ def nvml_link(device: bytes, peer: bytes) -> Link:
         return Link("unknown")
     try:
         ends = [pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=end)}".encode()) for end in (device, peer)]
-        linked, access, atomics = (
-            _supported(pynvml, ends, capability)
-            for capability in (_NVLINK, _READ, _ATOMICS)
-        )
+        linked, access, atomics = (_supported(pynvml, ends, capability) for capability in (_NVLINK, _READ, _ATOMICS))
         return Link("NVLink" if linked else "PCIe", None, access, atomics)
     except pynvml.NVMLError:
         return Link("unknown")

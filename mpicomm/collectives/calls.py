@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -52,7 +52,7 @@ FORMS = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen, which would cost a device call a microsecond
 class Arguments:
     """What the user passed to a collective."""
 
@@ -98,6 +98,11 @@ class Call:
         return self._form.reduces
 
     @property
+    def in_place(self) -> bool:
+        """Whether this rank's input of a reduction is in its receive buffer."""
+        return self.send is not None and self.send is self.receive
+
+    @property
     def at_root(self) -> bool:
         """Whether this rank is the root; false where there is none."""
         return bool(self._form.rooted) and self._rank == self.arguments.root
@@ -124,9 +129,9 @@ class Call:
     @property
     def scratch_nbytes(self) -> int:
         """Bytes of scratch memory that `exchanges` needs on this rank."""
-        if self.send is None or self.send is not self.receive or not self.operation.startswith("Reduce_scatter"):
+        if not self.in_place or not self.operation.startswith("Reduce_scatter"):
             return 0
-        assert self.dtype is not None
+        assert self.dtype is not None and self.send is not None
         return max(1, self.send.total * self.dtype.itemsize)
 
     def exchanges(self, piece_nbytes: int | None, scratch: Span | None = None) -> list[Exchange]:
@@ -145,6 +150,8 @@ class Call:
             result = Span(output.pointer, blocks[rank].count)
             return patterns.reduce_scatter(rank, size, dtype, blocks, result, op, scratch=scratch)
         assert send is not None
+        if self.operation == "Reduce" and piece_nbytes and self.on_device:
+            return patterns.relayed_reduce(rank, size, dtype, send.whole(), output, op, root)
         if self.operation == "Reduce":
             return patterns.reduce(
                 rank, size, dtype, send.whole(), output, op, root, scratch=scratch, piece_nbytes=piece_nbytes
@@ -169,6 +176,8 @@ class Call:
             return None if operand is None else [_scaled(operand.block(peer), factor) for peer in range(size)]
 
         send, receive = self.send, self.receive
+        if self.operation == "Bcast" and piece_nbytes and self.on_device:
+            return patterns.relayed_bcast(rank, size, dtype, one(receive), root)
         if self.operation == "Bcast":
             return patterns.bcast(rank, size, dtype, one(receive), root, piece_nbytes=piece_nbytes)
         if self._form.send == "one":
@@ -207,6 +216,8 @@ class Call:
             send = self._read(arguments.send, form.send, writable=False, name="sendbuf")
         if send is not None and receive is not None:
             require_separate(send, receive, reduction=form.reduces)
+            if form.reduces and send.pointer == receive.pointer and send.total:  # the same memory given twice
+                send_in_place, self.arguments = True, replace(arguments, send=MPI.IN_PLACE)
         if send_in_place and form.reduces:
             send = receive
         return send, receive
@@ -236,7 +247,7 @@ class Call:
 
     def _require_agreeing_counts(self) -> None:
         """Raise where this rank's own two buffers contradict each other; what others pass, the engines compare."""
-        if self.dtype is None or self.send is None or self.receive is None or self.send is self.receive:
+        if self.dtype is None or self.send is None or self.receive is None or self.in_place:
             return
         if self.operation in ("Alltoall", "Alltoallv"):
             sent, room = self.send.block(self._rank).count, self.receive.block(self._rank).count
@@ -245,8 +256,9 @@ class Call:
         elif self.operation == "Reduce_scatter":
             return  # compared with recvcounts
         else:
-            sent, room = self.send.block(self._rank).count if self._form.send != "one" else self.send.count, (
-                self.receive.total
+            sent, room = (
+                self.send.block(self._rank).count if self._form.send != "one" else self.send.count,
+                (self.receive.total),
             )
         if sent != room:
             raise InvalidUsageError(

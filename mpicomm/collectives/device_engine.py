@@ -6,43 +6,31 @@ import struct
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Protocol
+from typing import Protocol
 
-import numpy as np
+import cupy
+from cupy.cuda import runtime
 
-from mpicomm.backend.base import Segment
 from mpicomm.backend.cuda import CudaBackend
 from mpicomm.backend.cuda_driver import DriverShutDownError
 from mpicomm.bootstrap import Group
-from mpicomm.collectives.exchange import Exchange, Reduction, Span
+from mpicomm.collectives.device_arena import ArenaLayout, DeviceArena
+from mpicomm.collectives.device_channels import ChannelPlanner, reduction_of, relays
+from mpicomm.collectives.device_launch import Launch
+from mpicomm.collectives.device_packets import MAX_BLOCKS, PacketPlanner, Wire, fans_out
+from mpicomm.collectives.device_plan import Plan
+from mpicomm.collectives.device_selection import COUNTS_DIFFER, IN_STEP, packet_wire
+from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
 from mpicomm.handle import Kind
-from mpicomm.kernels.exchange import (
-    LINE_NBYTES,
-    MAX_RANKS,
-    PACKET_NBYTES,
-    SLOT_NBYTES,
-    SLOTS,
-    THREADS,
-    ExchangeArguments,
-    ExchangeKernels,
-    Link,
-)
-from mpicomm.kernels.reductions import options_for
-from mpicomm.shared_segments import share
+from mpicomm.kernels.load import KernelCache
+from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.waiting import wait_until
 
 MAX_CHANNELS = 64
-"""Blocks of a kernel, at most: enough to keep the links of an H200 full, half of its multiprocessors."""
-CHANNEL_NBYTES = 8 * 1024
-"""What one block moves at least before a message is given another one."""
-_STRIDE_NBYTES = 128  # parts of channels begin at whole cache lines of the message, hence at whole elements
-_LATE_S = 1.0  # how long an error waits for what ranks call that are about to
-_FEWEST_THREADS = 64  # the kernel needs two warps
-_PLANS = 256  # that are kept
+"""Blocks of a kernel of exchange.cu: enough to keep the links of an H200 full, half of its multiprocessors."""
+_LATE_S = 0.5  # how long an error waits for what ranks call that are about to
 
 
 class Board(Protocol):
@@ -54,59 +42,8 @@ class Board(Protocol):
     def read(self) -> list[str]:
         """Return what each rank of the node has posted last."""
 
-    def behind(self) -> list[int]:
-        """Return the indices of the ranks that have posted less often than this one."""
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Where things are in every rank's arena; a pure function of ranks and channels, so all have the same.
-
-    The abort word, this rank's counts of chunks received from and sent to each rank, the credit of each rank, the flags
-    of each rank, and the slots: each per channel.
-    """
-
-    size: int
-    channels: int
-
-    @property
-    def credits(self) -> int:
-        """The offset of the credits."""
-        counts = 2 * self.size * self.channels * 4
-        return LINE_NBYTES + -(-counts // LINE_NBYTES) * LINE_NBYTES
-
-    @property
-    def flags(self) -> int:
-        """The offset of the flags."""
-        return self.credits + self.size * self.channels * LINE_NBYTES
-
-    @property
-    def slots(self) -> int:
-        """The offset of the slots."""
-        return self.flags + self.size * self.channels * LINE_NBYTES
-
-    @property
-    def nbytes(self) -> int:
-        """The size of an arena."""
-        return self.slots + self.size * self.channels * SLOTS * SLOT_NBYTES
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One kernel."""
-
-    arguments: ExchangeArguments
-    reduction: tuple[str, str] | None
-    blocks: int
-    threads: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Kernels that are ready to be enqueued, and the call they carry out in words."""
-
-    text: str
-    launches: tuple[Launch, ...]
+    def differ(self) -> bool:
+        """Return whether ranks have called different things of late."""
 
 
 class DeviceEngine:
@@ -129,81 +66,84 @@ class DeviceEngine:
         self._board = board
         # All blocks of all ranks must run at once: as many as the smallest of the devices can hold.
         smallest = min(node.exchange("collectives: multiprocessors", lambda: backend.multiprocessors))
-        layout = _Layout(node.size, min(MAX_CHANNELS, smallest))
-
-        def allocate() -> Segment:
-            self._order = backend.stream_order()
-            segment = backend.allocate(kind, layout.nbytes)
-            # Before the exchange that tells the peers of this memory: their first flags could be zeroed away.
-            backend.zero(segment.pointer, layout.nbytes)
-            return segment
-
-        self._arenas = share(node, backend, "collectives", allocate, lambda: layout.nbytes)
-        self._channels = layout.channels
-        self._common = ExchangeArguments(
-            timeout_ns=backend.timeout_ns,
-            fault=backend.fault_pointer,
-            credits=layout.credits,
-            flags=layout.flags,
-            slots=layout.slots,
-            channels=layout.channels,
-            size=node.size,
-            rank=node.rank,
-        )
+        layout = ArenaLayout(node.size, min(MAX_CHANNELS, smallest))
+        self._arena = DeviceArena(node, backend, kind, layout)
+        self._order = backend.stream_order()
+        team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
         for index, rank in enumerate(node.ranks):
-            self._common.arenas[index] = self._arenas[index].pointer
-            self._common.names[index] = rank
-        self._template = bytes(self._common)
-        self._kernels = ExchangeKernels(backend.info.compute_capability)
+            team.arenas[index] = self._arena.pointers[index]
+            team.names[index] = rank
+        self._channels = ChannelPlanner(team, layout)
+        early = backend.info.compute_capability >= (
+            9,
+            0,
+        )  # older devices cannot begin a kernel before the last has ended
+        self._packets = PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early)
+        self._kernels = KernelCache(backend.info.compute_capability)
         self._open = True
-        self._plan = lru_cache(maxsize=_PLANS)(self.prepare)  # programs call the same again and again
+        self._ordinal = backend.info.ordinal
+        with backend.current():
+            self._capturing = cupy.cuda.Stream(non_blocking=True)
         backend.calls = self._calls
 
-    def run(self, exchanges: Sequence[Exchange], signature: Signature, stream: int) -> None:
-        """Enqueue this rank's part of ``exchanges`` on ``stream``. Local, does not block; capturable in a graph.
-
-        All ranks enqueue the same calls in the same order, with as many exchanges each. Runs on different streams, or
-        on different streams of one capture, follow each other; when a captured graph runs, beside other work of the
-        communicator, is for the caller to order (see `StreamOrder`). The board is told when a run is enqueued, not when
-        a graph is replayed. Raises `InvalidUsageError` for a reduction that is not defined, before anything is
-        enqueued; the first use of a reduction compiles its kernel, about a second once per machine.
-        """
-        self.enqueue(self._plan(tuple(exchanges), signature), stream)
-
     def prepare(self, exchanges: Sequence[Exchange], signature: Signature) -> Plan:
-        """Return what `enqueue` needs to run these exchanges, as often as wanted. Local; raises as `run` does."""
+        """Return this rank's part of ``exchanges``, to be enqueued as often as wanted.
+
+        Collective where a message is larger than all before and needs more memory, else local; all ranks prepare with
+        as many exchanges each. Raises `InvalidUsageError` for a reduction that is not defined; the first use of a
+        reduction compiles its kernel, about a second once per machine.
+        """
         self._require_open(signature.operation)
-        launches = [self._prepare(exchange, (signature.hash32, step)) for step, exchange in enumerate(exchanges)]
-        wanted = tuple(launch for launch in launches if launch is not None)
+        launches = self._launches(exchanges, signature)
         # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
-        if any(self._kernels.find(launch.reduction) is None for launch in wanted):
+        if any(self._kernels.find(launch.variant) is None for launch in launches):
             with self._backend.loading():
-                for launch in wanted:
-                    self._kernels.load(launch.reduction)
-        return Plan(str(signature), wanted)
+                for launch in launches:
+                    self._kernels.load(launch.variant)
+        return Plan(str(signature), [(self._kernels.load(launch.variant), launch) for launch in launches])
 
     def enqueue(self, plan: Plan, stream: int) -> None:
-        """Enqueue a plan of this engine as `run` does; cheaper where the same is run again and again."""
+        """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
+
+        All ranks enqueue the same calls in the same order. What is enqueued on different streams, or on different
+        streams of one capture, follows each other; when a captured graph runs, beside other work of the communicator,
+        is for the caller to order (see `StreamOrder`). The board is told of this, not of replays of a graph.
+        """
         self._require_open(plan.text)
         self._board.post(plan.text)
-        if plan.launches:
-            with self._backend.current(), self._order.turn(stream):
-                for launch in plan.launches:
-                    kernel = self._kernels.load(launch.reduction)
-                    kernel.launch_structure(stream, launch.arguments, blocks=launch.blocks, threads=launch.threads)
+        if not plan.kernels:
+            return
+        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        if runtime.getDevice() == self._ordinal:
+            self._enqueue(plan, stream)
+        else:
+            with self._backend.current():
+                self._enqueue(plan, stream)
+
+    def _enqueue(self, plan: Plan, stream: int) -> None:
+        capture = self._order.begin(stream)
+        if capture is not None:
+            plan.enqueue(stream)
+        elif plan.graph is not None:
+            runtime.graphLaunch(plan.graph, stream)
+        else:
+            with self._backend.loading():
+                graph = plan.make_graph(self._capturing)
+            runtime.graphLaunch(graph, stream)
+        self._order.end(stream, capture)
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank's work must be over; the engine cannot be used any more."""
         self._open = False
         self._backend.calls = None
-        self._arenas.close_peers()
+        self._arena.close_peers()
 
     def close_own(self) -> None:
         """Free this rank's arena, kernels and events; local, after every peer's `close_peers`."""
         with suppress(DriverShutDownError), self._backend.current():
             self._kernels.unload()
             self._order.close()
-        self._arenas.close_own()
+        self._arena.close_own()
 
     def _require_open(self, what: str) -> None:
         if not self._open:
@@ -211,78 +151,46 @@ class DeviceEngine:
 
     def _calls(self) -> list[str]:
         # A rank whose first data arrived may not have looked yet at what the others call; most are only a little late.
-        wait_until(lambda: not self._board.behind(), _LATE_S)
+        wait_until(self._board.differ, _LATE_S)
+        if not self._board.differ():
+            return []
         return [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, self._board.read(), strict=True)]
 
-    def _prepare(self, exchange: Exchange, call: tuple[int, int]) -> Launch | None:
-        """Return what to launch, None where this rank has nothing to send, receive or reduce."""
-        rank, itemsize = self._node.rank, exchange.dtype.itemsize
-        sends, receives, reduction = list(exchange.sends), list(exchange.receives), exchange.reduction
-        if reduction is not None and len(reduction.sources) == 1:
-            # The result is what the one source sends, as it is.
-            (source,) = reduction.sources
-            receives[source] = reduction.output
-            if source == rank:
-                sends[rank] = reduction.own
-            reduction = None
-        if reduction is not None and reduction.output.count == 0:
-            reduction = None
-        if receives[rank] is None or receives[rank] == sends[rank]:
-            sends[rank] = receives[rank] = None  # nothing to copy
+    def _launches(self, exchanges: Sequence[Exchange], signature: Signature) -> list[Launch]:
+        launches: list[Launch | None] = []
+        nbytes = max((_longest_nbytes(exchange) for exchange in exchanges), default=0)
+        pending = list(enumerate(exchanges))
+        while pending:
+            step, exchange = pending.pop(0)
+            # In every pattern the first exchange alone reduces, on whichever ranks: the kernel is the same on all.
+            reduction = reduction_of(exchange.dtype, signature.op) if signature.op and step == 0 else None
+            assert reduction is not None or exchange.reduction is None
+            merges = fans_out if reduction else relays
+            following = pending[0][1] if pending and merges(self._node.rank, exchange, pending[0][1]) else None
+            wire = self._wire(signature.operation, nbytes, reduction, following)
+            if wire is not None:
+                tag = zlib.crc32(struct.pack("<II", signature.hash32, step))
+                fan_out = following if reduction else None
+                launches.append(self._packets.launch(exchange, reduction, tag, wire, nbytes=nbytes, fan_out=fan_out))
+                following = fan_out
+            else:
+                following = None if reduction else following
+                launches.append(self._channels.launch(exchange, (signature.hash32, step), following))
+            if following is not None:
+                pending.pop(0)
+        return [launch for launch in launches if launch is not None]
 
-        arguments = ExchangeArguments.from_buffer_copy(self._template)
-        for peer in range(self._node.size):
-            self._fill(arguments.sends[peer], sends[peer], itemsize, call)
-            self._fill(arguments.receives[peer], receives[peer], itemsize, call)
-        if reduction is not None:
-            self._fill_reduction(arguments, reduction, itemsize, call)
-        self._keep_together_if_overlapping(arguments)
-        links = [*arguments.sends, *arguments.receives]
-        longest = max(link.stride for link in links)
-        if longest == 0:
+    def _wire(
+        self, operation: str, nbytes: int, reduction: tuple[str, str] | None, following: Exchange | None
+    ) -> Wire | None:
+        if self._node.size == 1 or operation in COUNTS_DIFFER:
             return None
-        # The same blocks on both sides of each pair; how many threads a block has is this rank's own affair.
-        packets = -(-min(longest, SLOT_NBYTES) // PACKET_NBYTES)
-        return Launch(
-            arguments,
-            _kernel_of(exchange.dtype, reduction.op) if reduction else None,
-            blocks=max(-(-link.nbytes // link.stride) for link in links if link.nbytes),
-            threads=min(THREADS, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length())),
-        )
-
-    def _fill(
-        self, link: Link, span: Span | None, itemsize: int, call: tuple[int, int], *, reduced: bool = False
-    ) -> None:
-        if span is None or span.count == 0:
-            return
-        link.pointer = 0 if reduced else span.pointer
-        link.nbytes = nbytes = span.count * itemsize
-        # A pure function of the bytes and the arena, as both sides must cut alike.
-        channels = min(self._channels, -(-nbytes // CHANNEL_NBYTES))
-        link.stride = -(-nbytes // (channels * _STRIDE_NBYTES)) * _STRIDE_NBYTES
-        # With the bytes, so that two ranks which disagree on them notice, whatever MPI lets them pass to the call.
-        link.tag = zlib.crc32(struct.pack("<IIQ", *call, nbytes))
-
-    def _fill_reduction(
-        self, arguments: ExchangeArguments, reduction: Reduction, itemsize: int, call: tuple[int, int]
-    ) -> None:
-        for place, source in enumerate(reduction.sources):
-            self._fill(arguments.receives[source], reduction.output, itemsize, call, reduced=True)
-            arguments.sources[place] = source
-        arguments.num_sources = len(reduction.sources)
-        arguments.output = reduction.output.pointer
-        arguments.own = reduction.own.pointer if reduction.own else 0
-
-    def _keep_together_if_overlapping(self, arguments: ExchangeArguments) -> None:
-        """Let one block copy what this rank sends itself where the two places overlap."""
-        source, target = arguments.sends[self._node.rank], arguments.receives[self._node.rank]
-        if target.pointer < source.pointer < target.pointer + target.nbytes and target.pointer:
-            source.stride = target.stride = target.nbytes
-            target.overlaps = 1
+        in_step = operation in IN_STEP or (reduction is not None and following is not None)
+        # Half of an inbox of the LL wire is flags.
+        return packet_wire(in_step, nbytes, reduction, self._arena.flagged.nbytes // 2, self._arena.sentinels.nbytes)
 
 
-def _kernel_of(dtype: np.dtype[Any], op: str) -> tuple[str, str]:
-    """Return the reduction's name among the kernels; raises `InvalidUsageError` where there is none."""
-    name = "uint8" if dtype == np.dtype("V1") else dtype.name  # MPI.BYTE
-    options_for((name, op))
-    return name, op
+def _longest_nbytes(exchange: Exchange) -> int:
+    """Return the most that one rank sends to another, as far as this one can know."""
+    spans = [*exchange.sends, *exchange.receives, exchange.reduction.output if exchange.reduction else None]
+    return max((span.count for span in spans if span is not None), default=0) * exchange.dtype.itemsize

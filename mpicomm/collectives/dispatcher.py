@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.backend.base import Scratch
+from mpicomm.backend.base import Backend, Scratch
 from mpicomm.backend.host import HostBackend
 from mpicomm.collectives import patterns, types
 from mpicomm.collectives.arguments import parse
@@ -26,8 +26,10 @@ from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.collectives.host_copies import HostCopies, announce, through_host
 from mpicomm.collectives.host_engine import HostEngine
 from mpicomm.collectives.host_selection import piece_nbytes, use_mapped
+from mpicomm.collectives.known_calls import KnownCalls
 from mpicomm.collectives.ops import AVG
-from mpicomm.collectives.requests import Completer, PersistentRequest
+from mpicomm.collectives.plain_calls import is_plainly_mpis, limits
+from mpicomm.collectives.requests import Completer, DeferredRequest, PersistentRequest
 from mpicomm.collectives.signature import Signature
 from mpicomm.domain import Domain
 from mpicomm.errors import InvalidUsageError
@@ -36,21 +38,32 @@ from mpicomm.placement import Placement
 
 if TYPE_CHECKING:
     from mpicomm.collectives.device_engine import DeviceEngine
+    from mpicomm.collectives.device_plan import Plan
 
 ALGORITHMS = ("auto", "mpi", "one_shot", "two_shot")
 _TWO_SHOT = ("Allreduce", "Bcast")
-_DEVICE_TWO_SHOT_NBYTES = 2 << 20
-"""From this size on a device all-reduce is two-shot: less traffic, one more kernel."""
 
 
 class Collectives:
-    """The collectives of the communicator ``comm``; ``set_up`` gives its domain, collectively the first time."""
+    """The collectives of the communicator ``comm``.
 
-    def __init__(self, comm: MPI.Intracomm, placement: Placement, set_up: Callable[[str], Domain]) -> None:
+    ``set_up`` gives its domain, collectively the first time, and ``backend`` this rank's device, locally: messages
+    between two ranks cannot wait for the others.
+    """
+
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        placement: Placement,
+        set_up: Callable[[str], Domain],
+        backend: Callable[[str], Backend],
+    ) -> None:
         self._comm = comm
         self._set_up = set_up
+        self._backend = backend
         self._rank = placement.rank
         self._size = len(placement.places)
+        self.limits = limits(self._size)
         self._device = placement.here.device
         self._completer = Completer()
         self._board: Board | None = None
@@ -58,34 +71,50 @@ class Collectives:
         self._device_engine: DeviceEngine | None = None
         self._barrier_array: SymmetricArray | None = None
         self._scratch: dict[bool, list[Scratch]] = {}
+        self._known = KnownCalls()
 
     def run(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> None:
         """Carry out a blocking collective; on device arrays, enqueue it."""
-        if algorithm == "auto" and stream is None and self._is_plainly_mpis(operation, arguments):
+        known = None
+        if self._device_engine is not None:
+            known = self._known.key(operation, arguments, algorithm)
+            plan = self._known.find(known)
+            if plan is not None:
+                given = arguments.send is not None and arguments.send is not MPI.IN_PLACE
+                self._enqueue_plan(plan, stream, arguments.send if given else arguments.receive)
+                return
+        if algorithm == "auto" and stream is None and is_plainly_mpis(operation, arguments, self._size):
             self._mpi(operation, arguments, "{}")
             return
         call = self._read(operation, arguments, algorithm)
         if call.on_device:
-            self._enqueue(call, stream, algorithm)
+            plan = self._enqueue(call, stream, algorithm)[1]
+            if plan is not None:
+                self._known.add(known, plan, arguments.op)
         elif self._mapped(call, algorithm):
-            _refuse_stream(operation, stream)
+            refuse_stream(operation, stream)
             self._on_host(operation).run(self._exchanges(call, algorithm), call.signature)
         else:
-            _refuse_stream(operation, stream)
-            self._mpi(operation, arguments, "{}")
+            refuse_stream(operation, stream)
+            self._mpi(operation, call.arguments, "{}")
 
     def start(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
         call = self._read(operation, arguments, algorithm)
+        if not call.on_device and _mpi_knows(call) and algorithm in ("auto", "mpi"):
+            refuse_stream(operation, stream)
+            request: MPI.Request = self._mpi(operation, call.arguments, "I{}")
+            return request
+        return self._start(call, stream, algorithm)
+
+    def _start(self, call: Call, stream: Any, algorithm: str) -> DeferredRequest:
+        operation = call.operation
         if call.on_device:
-            resolved = self._enqueue(call, stream, algorithm)
+            resolved = self._enqueue(call, stream, algorithm)[0]
             domain = self._set_up(operation)
             done = domain.backend.completion(resolved)
             return self._completer.start(done, domain.backend.check)
-        _refuse_stream(operation, stream)
-        if _mpi_knows(call) and algorithm in ("auto", "mpi"):
-            request: MPI.Request = self._mpi(operation, arguments, "I{}")
-            return request
+        refuse_stream(operation, stream)
         # MPI has no such type, and the host engine has no thread of its own: done when this returns.
         self._on_host(operation).run(self._exchanges(call, algorithm), call.signature)
         return self._completer.start(lambda: True, lambda: None)
@@ -98,43 +127,45 @@ class Collectives:
         if call.on_device:
             self._require_device(operation)
         else:
-            _refuse_stream(operation, stream)
+            refuse_stream(operation, stream)
             if _mpi_knows(call) and algorithm in ("auto", "mpi"):
-                prepared: MPI.Prequest = self._mpi(operation, arguments, "{}_init", info)
+                prepared: MPI.Prequest = self._mpi(operation, call.arguments, "{}_init", info)
                 return prepared
-        return PersistentRequest.of(lambda: self.start(operation, arguments, stream, algorithm))
+        return PersistentRequest.of(lambda: self._start(self._read(operation, arguments, algorithm), stream, algorithm))
 
     def barrier(self, stream: Any) -> None:
         """Hold a stream of this rank's GPU until the streams of all ranks of the node have come here."""
         domain = self._set_up("Barrier")
         if not isinstance(domain.backend.device, int):
-            _refuse_stream("Barrier", stream)
+            refuse_stream("Barrier", stream)
         _require_one_node(domain, "Barrier(stream=)")
         if self._barrier_array is None:
             self._barrier_array = domain.empty((2, self._size), np.uint8, zero=True)
         base = self._barrier_array.local.data.ptr
         mine, theirs = ([Span(base + row * self._size + peer, 1) for peer in range(self._size)] for row in (0, 1))
         steps = patterns.alltoall(self._rank, self._size, np.dtype(np.uint8), mine, theirs)
-        self._on_device("Barrier").run(steps, Signature("Barrier", "uint8", 1), domain.backend.stream(stream))
+        engine = self._on_device("Barrier")
+        plan = engine.prepare(steps, Signature("Barrier", "uint8", 1))
+        engine.enqueue(plan, domain.backend.stream(stream))
 
     def through_host(
         self, operation: str, call: Callable[..., Any], buffers: list[tuple[Any, bool, str]], stream: Any
     ) -> Any:
         """Call a blocking function of MPI's on host copies of the device arrays among ``buffers``."""
         self._require_device(operation)
-        domain = self._set_up(operation)
+        backend = self._backend(operation)
         announce(operation, "MPI matches messages by tag and source")
-        resolved = domain.backend.stream(stream, _array(buffers[0][0]))
-        return through_host(domain.backend, resolved, call, buffers)
+        resolved = backend.stream(stream, _array(buffers[0][0]))
+        return through_host(backend, resolved, call, buffers)
 
     def start_through_host(
         self, operation: str, call: Callable[..., MPI.Request], buffers: list[tuple[Any, bool, str]], stream: Any
     ) -> MPI.Request:
         """Call a nonblocking function of MPI's on host copies; what arrives is copied before the request completes."""
         self._require_device(operation)
-        domain = self._set_up(operation)
+        backend = self._backend(operation)
         announce(operation, "MPI matches messages by tag and source")
-        copies = HostCopies(domain.backend, domain.backend.stream(stream, _array(buffers[0][0])))
+        copies = HostCopies(backend, backend.stream(stream, _array(buffers[0][0])))
         specs = [copies.spec(spec, writable=writable, name=name) for spec, writable, name in buffers]
         copies.ready()
         request = call(*specs)
@@ -168,8 +199,16 @@ class Collectives:
         _require_one_node(self._set_up(call.operation), f"{call.operation} of {call.dtype}")
         return True
 
-    def _enqueue(self, call: Call, stream: Any, algorithm: str) -> int:
-        """Carry a call on device arrays out; return the stream it is on."""
+    def _enqueue_plan(self, plan: Plan, stream: Any, array: Any) -> int:
+        assert self._device_engine is not None
+        domain = self._set_up(plan.text)
+        domain.require_usable(plan.text)
+        resolved = domain.backend.stream(stream, array)
+        self._device_engine.enqueue(plan, resolved)
+        return resolved
+
+    def _enqueue(self, call: Call, stream: Any, algorithm: str) -> tuple[int, Plan | None]:
+        """Carry a call on device arrays out; return the stream it is on, and its plan if kernels do it."""
         operation = call.operation
         self._require_device(operation)
         domain = self._set_up(operation)
@@ -180,11 +219,12 @@ class Collectives:
                     f"{domain.backend.device}: copy it there"
                 )
         domain.require_usable(operation)
-        resolved = domain.backend.stream(stream, _array(call.operands[0].spec) if call.operands else None)
+        array = _array(call.operands[0].spec) if call.operands else None
         one_node = len(domain.placement.nodes) == 1
         if call.dtype is not None and algorithm != "mpi" and one_node:
-            self._on_device(operation).run(self._exchanges(call, algorithm), call.signature, resolved)
-            return resolved
+            plan = self._on_device(operation).prepare(self._exchanges(call, algorithm), call.signature)
+            return self._enqueue_plan(plan, stream, array), plan
+        resolved = domain.backend.stream(stream, array)
         announce(operation, "only MPI can carry it out" if one_node else "the ranks are on several nodes")
         arguments = call.arguments
         buffers = [
@@ -200,7 +240,7 @@ class Collectives:
             lambda send, receive: self._mpi(operation, replace(arguments, send=send, receive=receive), "{}"),
             buffers,
         )
-        return resolved
+        return resolved, None
 
     def _require_device(self, operation: str) -> None:
         """Raise where this rank has no GPU, before anything looks at device memory; local."""
@@ -212,14 +252,18 @@ class Collectives:
     def _exchanges(self, call: Call, algorithm: str) -> list[Exchange]:
         nbytes = call.nbytes or 0
         piece = None
-        if call.operation in _TWO_SHOT and self._size > 1:
-            if call.on_device:
-                two_shot = call.operation == "Allreduce" and nbytes >= _DEVICE_TWO_SHOT_NBYTES
-                if (algorithm == "auto" and two_shot) or algorithm == "two_shot":
-                    piece = max(nbytes, 1)
-            elif algorithm in ("auto", "two_shot"):
-                piece = piece_nbytes(call.operation, nbytes, self._size, forced=algorithm == "two_shot")
+        if self._size > 1 and call.on_device:
+            if self._is_two_shot(call, nbytes) if algorithm == "auto" else algorithm == "two_shot":
+                piece = max(nbytes, 1)
+        elif self._size > 1 and call.operation in _TWO_SHOT and algorithm in ("auto", "two_shot"):
+            piece = piece_nbytes(call.operation, nbytes, self._size, forced=algorithm == "two_shot")
         return call.exchanges(piece, self._scratch_for(call))
+
+    def _is_two_shot(self, call: Call, nbytes: int) -> bool:
+        from mpicomm.collectives.device_selection import use_two_shot
+
+        assert call.dtype is not None
+        return use_two_shot(call.operation, nbytes, self._size, call.dtype)
 
     def _scratch_for(self, call: Call) -> Span | None:
         """Return scratch memory; kept until the communicator is freed, as a captured graph goes on using it."""
@@ -231,31 +275,6 @@ class Collectives:
             allocate = self._set_up(call.operation).backend.scratch if call.on_device else HostBackend.scratch
             kept.append(allocate(nbytes))
         return Span(kept[-1].pointer, 0)
-
-    def _is_plainly_mpis(self, operation: str, arguments: Arguments) -> bool:
-        """Whether a call on plain NumPy arrays is below the switch point; quick, as such calls take microseconds.
-
-        It has to be what `_mapped` says on ranks that pass their buffers in other forms.
-        """
-        send, receive = arguments.send, arguments.receive
-        if arguments.op is AVG or (operation == "Reduce_scatter" and arguments.counts is None):  # see `_read`
-            return False
-        for buffer in (send, receive):
-            if type(buffer) is not np.ndarray and buffer is not MPI.IN_PLACE and buffer is not None:
-                return False
-        # A buffer that every rank has: what others than the root pass for the root's alone may be anything.
-        blocks = 1
-        if operation == "Allgatherv" or type(send) is not np.ndarray:
-            array = receive
-        elif operation in ("Allgather", "Gather"):
-            array, blocks = send, self._size
-        else:
-            array = send
-        if operation in ("Scatter", "Scatterv") and type(receive) is np.ndarray:
-            array, blocks = receive, self._size
-        if type(array) is not np.ndarray or array.dtype.char not in MPI_CODES:
-            return False
-        return not use_mapped(operation, blocks * array.nbytes, self._size)
 
     def _mpi(self, operation: str, arguments: Arguments, method: str, info: MPI.Info | None = None) -> Any:
         """Call MPI's method and not the Communicator's, which has called this one."""
@@ -300,21 +319,6 @@ class Collectives:
         return self._board
 
 
-SMALL_NBYTES = 16 * 1024
-"""Up to here a block is MPI's in any case; below every switch point of host_selection.py for 8 ranks."""
-MPI_CODES = frozenset("?bBhHiIlLqQfdFD")
-
-
-def is_small(first: Any, second: Any) -> bool:
-    """Whether a call with these buffers is MPI's beyond doubt; quick, for calls that take a microsecond in all."""
-    return (
-        type(second) is np.ndarray
-        and second.nbytes <= SMALL_NBYTES
-        and second.dtype.char in MPI_CODES
-        and (type(first) is np.ndarray or first is MPI.IN_PLACE)
-    )
-
-
 def is_on_device(spec: Any) -> bool:
     """Whether a buffer argument is a device array, which MPI must not see."""
     array = _array(spec)
@@ -329,6 +333,8 @@ def _mpi_knows(call: Call) -> bool:
         return True
     if call.op == "avg" or (call.reduces and call.dtype == np.float16):  # MPI would round after every step
         return False
+    if call.operation == "Reduce_scatter" and call.in_place:  # MPICH 5 ends the program if a block overlaps its result
+        return False
     return types.mpi_datatype(call.dtype) is not None
 
 
@@ -338,7 +344,8 @@ def _require_one_node(domain: Domain, what: str) -> None:
         raise InvalidUsageError(f"{what} works between the ranks of one node; these are on {nodes}")
 
 
-def _refuse_stream(operation: str, stream: Any) -> None:
+def refuse_stream(operation: str, stream: Any) -> None:
+    """Raise for a stream given with host arrays."""
     if stream is not None:
         raise InvalidUsageError(f"{operation}: stream={stream!r} is for device arrays: calls on host arrays block")
 

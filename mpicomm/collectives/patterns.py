@@ -167,6 +167,33 @@ def bcast(
     return steps
 
 
+def relayed_bcast(rank: int, size: int, dtype: Dtype, buffer: Span, root: int) -> list[Exchange]:
+    """As bcast: the root sends each other rank a shard, which that sends on. What the root sends is the whole, once."""
+    shards = _split_without(root, buffer, size, dtype.itemsize)
+    others = tuple(shards[rank] if peer not in (rank, root) and rank != root else None for peer in range(size))
+    receives = tuple(shard if rank not in (peer, root) and peer != root else None for peer, shard in enumerate(shards))
+    return [*scatter(rank, size, dtype, shards, shards[rank], root), Exchange(dtype, others, receives)]
+
+
+def relayed_reduce(
+    rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str, root: int
+) -> list[Exchange]:
+    """As reduce: each rank but the root reduces a shard and sends it to the root, which receives the whole, once.
+
+    For engines that send a result on without storing it: on all ranks but the root it lies at address 0.
+    """
+    shards = _split_without(root, send, size, dtype.itemsize)
+    if rank == root:
+        results = _split_without(root, _needed(output), size, dtype.itemsize)
+        nowhere: tuple[None, ...] = (None,) * size
+        return [Exchange(dtype, tuple(shards), nowhere), Exchange(dtype, nowhere, tuple(results))]
+    result = Span(0, shards[rank].count)
+    return [
+        _reduce_blocks(rank, size, dtype, shards, result, op),
+        Exchange(dtype, _only(root, result, size), (None,) * size),
+    ]
+
+
 def scan(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> list[Exchange]:
     """Rank r's ``output`` is the reduction of ``send`` of the ranks up to r."""
     reduction = Reduction(op, tuple(range(rank + 1)), send, output)
@@ -177,6 +204,11 @@ def exscan(rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, 
     """Rank r's ``output`` is the reduction of ``send`` of the ranks before r; rank 0's is left alone."""
     reduction = Reduction(op, tuple(range(rank)), None, _needed(output)) if rank else None
     return [Exchange(dtype, _to_later(rank, send, size), (None,) * size, reduction)]
+
+
+def _split_without(root: int, span: Span, size: int, itemsize: int) -> list[Span]:
+    shards = split(span, size - 1, itemsize)
+    return [*shards[:root], Span(span.pointer, 0), *shards[root:]]
 
 
 def _reduce_blocks(rank: int, size: int, dtype: Dtype, blocks: Spans, output: Span, op: str) -> Exchange:

@@ -17,6 +17,11 @@
 // Steps. In step k a block waits, sends chunk k to each rank that gets one, takes chunk k - 1 from each rank that sends
 // one, and then raises its flags and gives its credit.
 //
+// Relays. A rank may send on what it receives, in the same launch: with a lag of two steps, since it places chunk k in
+// step k + 1, and a barrier later any thread of the block may read it. The same bytes are cut into the same channels and
+// chunks, so it is the same block. Who receives what was sent on has the same lag; all that is said of steps below is
+// true of steps less the lag.
+//
 // Why that cannot deadlock. In step k a block waits for flags of chunks k - 1, which the same block of a peer raises at
 // the end of its step k - 1, and for credit of chunks k - kSlots, which that gives at the end of its step
 // k - kSlots + 1: not later than step k - 1, as kSlots >= 2. Of all blocks of all ranks that are not done, look at one
@@ -30,8 +35,7 @@
 // everybody sends here, so its bytes are cut into the same channels and chunks: the block that writes a piece has sent
 // it, to all, in an earlier step, and has read its own contribution in the thread that writes the result.
 
-#include "bytes.cuh"
-#include "faults.cuh"
+#include "team.cuh"
 #if defined(MPICOMM_DTYPE)
 #include "reduce.cuh"
 #endif
@@ -39,11 +43,9 @@
 namespace mpicomm {
 
 // The host's copies of these constants and structures are in exchange.py; a test compares them.
-constexpr u32 kMaxRanks = 8;
 constexpr u32 kThreads = 512;
 constexpr u32 kSlots = 2;
 constexpr u64 kSlotNbytes = 32 * 1024;
-constexpr u64 kLineNbytes = 128;  // flags and credits of two channels never share a line
 
 // What goes to, or comes from, one rank; all of a channel's part lies at [channel * stride, (channel + 1) * stride).
 struct Link {
@@ -51,26 +53,22 @@ struct Link {
   u64 nbytes;
   u64 stride;
   u32 tag;
-  u32 overlaps;  // of what this rank sends itself: 1 where the place it goes to begins inside it, at a lower address
+  u32 lag;  // steps that all of it is later: see "Relays" at the top
 };
 
 struct Exchange {
-  u8* arenas[kMaxRanks];  // every rank's, as mapped here
+  Team team;
   Link sends[kMaxRanks];
   Link receives[kMaxRanks];
   const u8* own;
   u8* output;
-  FaultRecord* fault;
-  u64 timeout_ns;
-  u64 credits;  // where they begin in every arena; the counts begin after the first line
+  u64 counts;  // where they begin in every arena
+  u64 credits;
   u64 flags;
   u64 slots;
   u32 channels;  // that an arena has
-  u32 size;
-  u32 rank;
   u32 num_sources;
   u32 sources[kMaxRanks];  // in the order of the reduction, own among them
-  u32 names[kMaxRanks];    // the ranks as the user's communicator counts them, for records
 };
 
 // The part of a link that one channel carries.
@@ -78,59 +76,29 @@ struct Part {
   u64 begin;
   u64 nbytes;
   u32 chunks;
+  u32 lag;
   u32 epoch;  // of the last chunk before this kernel
 };
 
 MPICOMM_DEVICE Part part_of(const Link& link, u32 channel) {
   const u64 begin = channel * link.stride;
-  if (begin >= link.nbytes) return {0, 0, 0, 0};
+  if (begin >= link.nbytes) return {0, 0, 0, 0, 0};
   const u64 nbytes = link.nbytes - begin < link.stride ? link.nbytes - begin : link.stride;
-  return {begin, nbytes, static_cast<u32>((nbytes + kSlotNbytes - 1) / kSlotNbytes), 0};
+  return {begin, nbytes, static_cast<u32>((nbytes + kSlotNbytes - 1) / kSlotNbytes), link.lag, 0};
 }
 
 // Strides depend on the arena alone: were they those of the message, chunks of two messages could overlap.
 MPICOMM_DEVICE u8* slot_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
   const u64 number = (static_cast<u64>(sender) * exchange.channels + channel) * kSlots + epoch % kSlots;
-  return exchange.arenas[owner] + exchange.slots + number * kSlotNbytes;
+  return exchange.team.arenas[owner] + exchange.slots + number * kSlotNbytes;
 }
 MPICOMM_DEVICE u64* flag_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
   const u64 line = static_cast<u64>(sender) * exchange.channels + channel;
-  return reinterpret_cast<u64*>(exchange.arenas[owner] + exchange.flags + line * kLineNbytes) + epoch % kSlots;
+  return reinterpret_cast<u64*>(exchange.team.arenas[owner] + exchange.flags + line * kLineNbytes) + epoch % kSlots;
 }
 MPICOMM_DEVICE u64* credit_of(const Exchange& exchange, u32 owner, u32 receiver, u32 channel) {
   const u64 line = static_cast<u64>(receiver) * exchange.channels + channel;
-  return reinterpret_cast<u64*>(exchange.arenas[owner] + exchange.credits + line * kLineNbytes);
-}
-
-// A rank that gives up says so in the first word of every arena: {operation:8, rank at fault:24, epoch:32}, never zero.
-// Relaxed on both sides: the word is whole and says everything. Of several writers any may win, each has a reason.
-MPICOMM_DEVICE u64* abort_word(const Exchange& exchange, u32 owner) {
-  return reinterpret_cast<u64*>(exchange.arenas[owner]);
-}
-MPICOMM_DEVICE void raise_abort(const Exchange& exchange, const Watch& watch) {
-  const u64 operation = watch.operation, peer = watch.peer, epoch = watch.sequence;
-  for (u32 rank = 0; rank < exchange.size; ++rank) {
-    store_relaxed(abort_word(exchange, rank), operation << 56 | peer << 32 | epoch);
-  }
-}
-// Records here what another rank has said, if one has.
-MPICOMM_DEVICE bool heed_abort(const Exchange& exchange, u32 block) {
-  const u64 word = load_relaxed(abort_word(exchange, exchange.rank));
-  if (word == 0) return false;
-  const u32 operation = static_cast<u32>(word >> 56), peer = static_cast<u32>(word >> 32) & 0xFFFFFFu;
-  report_fault({exchange.fault, 0, operation, word & 0xFFFFFFFFu, block, peer}, 0);
-  return true;
-}
-
-// Whether this rank may begin: nobody has given up, and no wait of another kernel has failed here. What is computed
-// after such a failure is not what it should be, and the others learn at once that nothing more comes from here.
-MPICOMM_DEVICE bool is_healthy(const Exchange& exchange, u32 block) {
-  // One block alone reads host memory: 64 reads of one word would take as many microseconds.
-  const u32 state = block == 0 ? load_relaxed(&exchange.fault->state) : kClear;
-  if (heed_abort(exchange, block)) return false;
-  if (state == kClear) return true;
-  raise_abort(exchange, {exchange.fault, 0, kExchange, 0, block, exchange.names[exchange.rank]});
-  return false;
+  return reinterpret_cast<u64*>(exchange.team.arenas[owner] + exchange.credits + line * kLineNbytes);
 }
 
 // Waits until the epoch in the upper half of `word` is `epoch`; if `tagged`, the lower half must be `tag` then. False
@@ -148,39 +116,16 @@ MPICOMM_DEVICE bool await(const Exchange& exchange, const u64* word, const Watch
     // Signed, as epochs wrap: a credit may be ahead of what is asked for.
     return static_cast<i32>(static_cast<u32>(value >> 32) - epoch) >= 0;
   };
-  const auto leave = [&] { return load_relaxed(abort_word(exchange, exchange.rank)) != 0; };
+  const auto leave = [&] { return load_relaxed(abort_word(exchange.team, exchange.team.rank)) != 0; };
   const SpinEnd end = spin(reached, leave, watch);
-  if (end == kTimeUp) raise_abort(exchange, watch);
-  if (end == kLeft) heed_abort(exchange, watch.block);
+  if (end == kTimeUp) raise_abort(exchange.team, watch);
+  if (end == kLeft) heed_abort(exchange.team, watch.block);
   if (end != kReached) return false;
   if (!tagged || static_cast<u32>(value) == tag) return true;
-  const Watch mismatch{watch.fault, 0, kMismatch, watch.sequence, watch.block, watch.peer};
+  const Watch mismatch{watch.faults, 0, kMismatch, watch.sequence, watch.block, watch.peer};
   report_fault(mismatch, 0);
-  raise_abort(exchange, mismatch);
+  raise_abort(exchange.team, mismatch);
   return false;
-}
-
-// Copies within memory to a lower address, with all threads of the one block that does it: each stretch is loaded
-// before the barrier and stored after it. Stores do not reach what is loaded later, which lies higher.
-MPICOMM_DEVICE void move_down(u8* to, const u8* from, u64 nbytes) {
-  constexpr u32 kAtOnce = 4;
-  const u64 stride = static_cast<u64>(blockDim.x) * kPacketNbytes;
-  const u32 to_width = width_of(to), from_width = width_of(from);
-  for (u64 begin = 0; begin < nbytes; begin += kAtOnce * stride) {
-    const u64 first = begin + static_cast<u64>(threadIdx.x) * kPacketNbytes;
-    Packet packets[kAtOnce];
-#pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) {
-      const u64 at = first + i * stride;
-      if (at < nbytes) packets[i] = load_any(from + at, from_width, nbytes - at);
-    }
-    __syncthreads();
-#pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) {
-      const u64 at = first + i * stride;
-      if (at < nbytes) store_any(to + at, packets[i], to_width, nbytes - at);
-    }
-  }
 }
 
 #if defined(MPICOMM_DTYPE)
@@ -201,8 +146,8 @@ struct Chunk {
   u64 nbytes;
 
   MPICOMM_DEVICE const u8* of(u32 source) const {
-    if (source == exchange.rank) return exchange.own + at;
-    return slot_of(exchange, exchange.rank, source, blockIdx.x, parts[source].epoch + number + 1);
+    if (source == exchange.team.rank) return exchange.own + at;
+    return slot_of(exchange, exchange.team.rank, source, blockIdx.x, parts[source].epoch + number + 1);
   }
 };
 
@@ -249,7 +194,7 @@ MPICOMM_DEVICE void reduce_bytes(const Chunk& chunk, u64 begin, u64 end) {
 
 MPICOMM_DEVICE void reduce_chunk(const Chunk& chunk) {
   // As many packets at once as registers hold the sums of.
-  constexpr u32 kAtOnce = sizeof(Element) == 1 ? 2 : 4;
+  constexpr u32 kAtOnce = sizeof(Element) < 4 ? 2 : 4;
   // Slots are always aligned; own is a null pointer, hence aligned, where this rank contributes nothing.
   const bool aligned = width_of(chunk.exchange.output) == 16 && width_of(chunk.exchange.own) == 16;
   const u64 whole = aligned ? chunk.nbytes / kPacketNbytes * kPacketNbytes : 0;
@@ -275,7 +220,7 @@ using mpicomm::u8;
 extern "C" __global__ void __launch_bounds__(mpicomm::kThreads) mpicomm_exchange(const __grid_constant__ Exchange);
 
 MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) {
-  const u32 thread = threadIdx.x, channel = blockIdx.x, rank = exchange.rank, size = exchange.size;
+  const u32 thread = threadIdx.x, channel = blockIdx.x, rank = exchange.team.rank, size = exchange.team.size;
   __shared__ Part parts[2 * kMaxRanks];  // what this channel receives from each rank, then what it sends
 
   // Thread r keeps the channel from rank r, thread kMaxRanks + r the one to it: it alone waits for its words, writes
@@ -285,32 +230,33 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
   const u32 peer = thread % kMaxRanks;
   const bool remote = keeper && peer < size && peer != rank;
   u32* count = nullptr;
-  Part mine{0, 0, 0, 0};
+  Part mine{0, 0, 0, 0, 0};
   if (keeper && peer < size) {
     mine = mpicomm::part_of(sender ? exchange.sends[peer] : exchange.receives[peer], channel);
     const u64 number = (static_cast<u64>(sender ? size + peer : peer)) * exchange.channels + channel;
-    count = reinterpret_cast<u32*>(exchange.arenas[rank] + mpicomm::kLineNbytes) + number;
+    count = reinterpret_cast<u32*>(exchange.team.arenas[rank] + exchange.counts) + number;
     mine.epoch = *count;
   }
   if (keeper) parts[thread] = mine;
 
   // One thread, of a warp that keeps no channel, looks whether somebody has given up before. The loads are under way
   // while the first chunks are copied; their results count before the first flag is raised.
-  const bool healthy = thread != 32 || mpicomm::is_healthy(exchange, channel);
+  const bool healthy = thread != 32 || mpicomm::is_healthy(exchange.team, channel);
   __syncthreads();
 
-  u32 chunks = 0;
-  for (u32 i = 0; i < 2 * kMaxRanks; ++i) chunks = parts[i].chunks > chunks ? parts[i].chunks : chunks;
-  for (u32 step = 0; step <= chunks; ++step) {
-    const u32 taken = step - 1;  // the chunk that is taken in this step; in step 0 larger than all numbers
-    const bool takes = remote && !sender && taken < mine.chunks;
-    const bool sends = remote && sender && step < mine.chunks;
-    const u32 epoch = mine.epoch + (sender ? step : taken) + 1;
+  u32 steps = 0;
+  for (const Part& part : parts) steps = part.chunks > 0 && part.chunks + part.lag > steps ? part.chunks + part.lag : steps;
+  for (u32 step = 0; step <= steps; ++step) {
+    // The chunk of this thread's channel in this step; before the first it is larger than all numbers.
+    const u32 current = step - mine.lag - (sender ? 0 : 1);
+    const bool takes = remote && !sender && current < mine.chunks;
+    const bool sends = remote && sender && current < mine.chunks;
+    const u32 epoch = mine.epoch + current + 1;
     bool ok = true;
     if (takes || sends) {
       const u32 awaited = sends ? epoch - kSlots : epoch;
       const mpicomm::Watch watch{
-          exchange.fault, exchange.timeout_ns, mpicomm::kExchange, awaited, channel, exchange.names[peer]};
+          exchange.team.faults, exchange.team.timeout_ns, mpicomm::kExchange, awaited, channel, exchange.team.names[peer]};
       const u64* word = sends ? mpicomm::credit_of(exchange, rank, peer, channel)
                               : mpicomm::flag_of(exchange, rank, peer, channel, epoch);
       ok = await(exchange, word, watch, takes, exchange.receives[peer].tag);
@@ -322,28 +268,27 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     for (u32 i = 1; i < size; ++i) {
       const u32 to = (rank + i) % size;
       const Part part = parts[kMaxRanks + to];
-      if (step >= part.chunks) continue;
-      const u64 at = step * kSlotNbytes;
+      const u32 number = step - part.lag;
+      if (number >= part.chunks) continue;
+      const u64 at = number * kSlotNbytes;
       const u64 nbytes = part.nbytes - at < kSlotNbytes ? part.nbytes - at : kSlotNbytes;
-      u8* const slot = mpicomm::slot_of(exchange, to, rank, channel, part.epoch + step + 1);
+      u8* const slot = mpicomm::slot_of(exchange, to, rank, channel, part.epoch + number + 1);
       mpicomm::copy_bytes(slot, exchange.sends[to].pointer + part.begin + at, nbytes, thread, blockDim.x);
     }
     for (u32 from = 0; from < size; ++from) {
       const Part part = parts[from];
       u8* const target = exchange.receives[from].pointer;
-      if (target == nullptr || taken >= part.chunks) continue;
-      const u64 at = taken * kSlotNbytes;
+      const u32 number = step - 1 - part.lag;
+      if (target == nullptr || number >= part.chunks) continue;
+      const u64 at = number * kSlotNbytes;
       const u64 nbytes = part.nbytes - at < kSlotNbytes ? part.nbytes - at : kSlotNbytes;
       const u8* const source = from == rank
                                    ? exchange.sends[rank].pointer + part.begin + at
-                                   : mpicomm::slot_of(exchange, rank, from, channel, part.epoch + taken + 1);
-      if (exchange.receives[from].overlaps) {
-        mpicomm::move_down(target + part.begin + at, source, nbytes);
-      } else {
-        mpicomm::copy_bytes(target + part.begin + at, source, nbytes, thread, blockDim.x);
-      }
+                                   : mpicomm::slot_of(exchange, rank, from, channel, part.epoch + number + 1);
+      mpicomm::copy_bytes(target + part.begin + at, source, nbytes, thread, blockDim.x);
     }
 #if defined(MPICOMM_DTYPE)
+    const u32 taken = step - 1;
     if (exchange.num_sources > 0 && taken < parts[exchange.sources[0]].chunks) {
       const Part part = parts[exchange.sources[0]];
       const u64 at = taken * kSlotNbytes;

@@ -5,9 +5,8 @@
 
 namespace mpicomm {
 
-// What `FaultRecord::state` goes through, once and never back. It is also the abort word of every spin: what is not
-// kClear makes them all leave, so that one missing rank ends the work of the device in order instead of piling up one
-// timeout after the other.
+// What `FaultRecord::state` goes through, once and never back. What is not kClear makes every spin leave, so that one
+// missing rank ends the work of the device in order instead of piling up one timeout after the other.
 enum FaultState : u32 {
   kClear = 0,
   kWriting = 1,  // one thread has won the record and fills it in
@@ -29,11 +28,19 @@ struct FaultRecord {
   u32 block;       // the block that waited
   u32 peer;        // the rank that did not come, or came with something else
   u64 elapsed_ns;  // how long it was waited for; 0 in a kExchange means that another rank waited and told this one
+  u32* failed;     // where the device keeps whether there is a record
+};
+
+// What kernels are given of it. The record lies across PCIe, microseconds away; `failed` is a word of the device, kClear
+// until a record is begun, and all that kernels look at.
+struct Faults {
+  FaultRecord* record;
+  const u32* failed;
 };
 
 // What a spin waits for, for the record.
 struct Watch {
-  FaultRecord* fault;
+  Faults faults;
   u64 timeout_ns;
   u32 operation;
   u64 sequence;
@@ -42,10 +49,11 @@ struct Watch {
 };
 
 MPICOMM_DEVICE void report_fault(const Watch& watch, u64 elapsed_ns) {
-  FaultRecord* fault = watch.fault;
+  FaultRecord* fault = watch.faults.record;
   // The first writer wins: the rank that is missing first is the one to name; later timeouts follow from it. Without
   // the swap two threads of different streams could mix their fields.
   if (compare_and_swap(&fault->state, kClear, kWriting) != kClear) return;
+  store_relaxed(fault->failed, kWriting);
   store_relaxed(&fault->operation, watch.operation);
   store_relaxed(&fault->sequence, watch.sequence);
   store_relaxed(&fault->block, watch.block);
@@ -89,20 +97,17 @@ MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
   return kReached;
 }
 
-// For kernels of one block: returns whether `reached` came true; false means that time is up, here or elsewhere on this
-// device. Reads of one word of host memory are served one after the other, about a microsecond each, so many blocks
-// had better look at a word of the device.
+// Returns whether `reached` came true; false means that time is up, here or elsewhere on this device.
 template <class Reached>
 MPICOMM_DEVICE bool spin_until(Reached reached, const Watch& watch) {
-  // The abort word lies across PCIe, about a microsecond away. This load is on its way while the first polls run and is
-  // looked at only after them, so a flag that is already up costs nothing more.
-  const u32 state_on_entry = load_relaxed(&watch.fault->state);
+  // This load is on its way while the first polls run and is looked at only after them.
+  const u32 failed_on_entry = load_relaxed(watch.faults.failed);
   for (u32 poll = 0; poll < kFirstPolls; ++poll) {
     if (reached()) return true;
   }
-  if (state_on_entry != kClear) return false;
+  if (failed_on_entry != kClear) return false;
   // Relaxed: the word alone says to leave, nobody reads the record here. Its writer is report_fault above.
-  return spin(reached, [&] { return load_relaxed(&watch.fault->state) != kClear; }, watch) == kReached;
+  return spin(reached, [&] { return load_relaxed(watch.faults.failed) != kClear; }, watch) == kReached;
 }
 
 }  // namespace mpicomm

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from cuda.bindings import driver
 
 from mpicomm.backend.cuda_driver import call
+from mpicomm.kernels.compile import KERNELS, compile_kernel
 
 
 class Kernel:
@@ -21,13 +24,35 @@ class Kernel:
         """Enqueue the kernel on ``stream``. Local, does not block; raises `HandleError`."""
         self._launch(stream, blocks, threads, (arguments, self._types))
 
-    def launch_structure(self, stream: int, arguments: ctypes.Structure, *, blocks: int, threads: int) -> None:
-        """Enqueue a kernel whose one parameter is a structure by value; it is copied before this returns."""
+    def launch_structure(
+        self, stream: int, arguments: ctypes.Structure, *, blocks: int, threads: int, early: bool = False
+    ) -> None:
+        """Enqueue a kernel whose one parameter is a structure by value; it is copied before this returns.
+
+        ``early`` is for kernels that begin with ``wait_for_predecessor``: their blocks may be set up while the kernel
+        ahead still runs.
+        """
         pointer = ctypes.c_void_p(ctypes.addressof(arguments))
-        self._launch(stream, blocks, threads, ctypes.addressof(pointer))
+        if not early:
+            self._launch(stream, blocks, threads, ctypes.addressof(pointer))
+            return
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.hStream = stream
+        config.attrs, config.numAttrs = [_early()], 1
+        call(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(pointer), 0)
 
     def _launch(self, stream: int, blocks: int, threads: int, parameters: Any) -> None:
         call(driver.cuLaunchKernel, self._function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
+
+
+@lru_cache
+def _early() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
 
 
 class Module:
@@ -48,3 +73,44 @@ class Module:
     def unload(self) -> None:
         """Unload the image; its kernels must have finished."""
         call(driver.cuModuleUnload, self._module)
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel with one structure as its parameter, compiled in one way."""
+
+    source: str
+    entry: str
+    options: tuple[str, ...]
+
+
+class KernelCache:
+    """The kernels of one communicator, each compiled and loaded once."""
+
+    def __init__(self, compute_capability: tuple[int, int]) -> None:
+        self._compute_capability = compute_capability
+        self._modules: dict[tuple[str, tuple[str, ...]], Module] = {}
+        self._kernels: dict[Variant, Kernel] = {}
+
+    def find(self, variant: Variant) -> Kernel | None:
+        """Return the kernel if it is loaded."""
+        return self._kernels.get(variant)
+
+    def load(self, variant: Variant) -> Kernel:
+        """Return the kernel, compiled and loaded if need be; the device's context must be current.
+
+        Local, blocking. Raises `KernelCompileError`.
+        """
+        if variant not in self._kernels:
+            key = variant.source, variant.options
+            if key not in self._modules:
+                image = compile_kernel(KERNELS / variant.source, self._compute_capability, variant.options)
+                self._modules[key] = Module(image)
+            self._kernels[variant] = self._modules[key].kernel(variant.entry, (ctypes.Structure,))
+        return self._kernels[variant]
+
+    def unload(self) -> None:
+        """Unload all; none of them may be running. A second call does nothing."""
+        self._kernels.clear()
+        while self._modules:
+            self._modules.popitem()[1].unload()

@@ -20,11 +20,13 @@
 
 #if defined(__CUDACC__)
 #define MPICOMM_DEVICE __device__ __forceinline__
+#define MPICOMM_DEVICE_CALL __device__ __noinline__
 #define MPICOMM_KERNEL extern "C" __global__
 #else
 #include <atomic>
 #include <chrono>
 #define MPICOMM_DEVICE inline
+#define MPICOMM_DEVICE_CALL inline
 #define MPICOMM_KERNEL extern "C"
 #endif
 
@@ -34,6 +36,10 @@ namespace mpicomm {
 using u32 = unsigned int;
 using u64 = unsigned long long;
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "flags and records have fixed layouts");
+
+struct alignas(16) Pair {
+  u64 first, second;
+};
 
 #if defined(__CUDACC__)
 
@@ -96,8 +102,34 @@ MPICOMM_DEVICE void store_volatile(u64* p, u64 value) {
   asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
+// Sixteen bytes at once. Each half is whole and fresh; nothing says that both halves of one store are seen together.
+MPICOMM_DEVICE Pair load_volatile(const Pair* p) {
+  Pair value;
+  asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.first), "=l"(value.second) : "l"(p) : "memory");
+  return value;
+}
+MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
+  asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(value.first), "l"(value.second) : "memory");
+}
+
 // Orders this thread's accesses before it against those after it, for every observer.
 MPICOMM_DEVICE void fence_system() { __threadfence_system(); }
+// The same for observers on this device, and for what they are told in turn.
+MPICOMM_DEVICE void fence_device() { __threadfence(); }
+
+// Programmatic dependent launch. A kernel that is launched that way may begin before the one ahead of it on its stream
+// is over: it must not touch memory before `wait_for_predecessor`, which returns when all of that one is done and
+// visible. From `let_successor_start` in all its blocks on, the next kernel may begin in that sense.
+MPICOMM_DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+MPICOMM_DEVICE void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
 
 // Returns what the word held; the word is `value` afterwards if that was `expected`. Orders nothing.
 MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
@@ -119,20 +151,45 @@ MPICOMM_DEVICE u64 clock_ns() {
 
 #else
 
-MPICOMM_DEVICE u32 load_acquire(const u32* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-MPICOMM_DEVICE u64 load_acquire(const u64* p) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
-MPICOMM_DEVICE void store_release(u32* p, u32 value) { __atomic_store_n(p, value, __ATOMIC_RELEASE); }
-MPICOMM_DEVICE void store_release(u64* p, u64 value) { __atomic_store_n(p, value, __ATOMIC_RELEASE); }
-MPICOMM_DEVICE u32 load_relaxed(const u32* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-MPICOMM_DEVICE u64 load_relaxed(const u64* p) { return __atomic_load_n(p, __ATOMIC_RELAXED); }
-MPICOMM_DEVICE void store_relaxed(u32* p, u32 value) { __atomic_store_n(p, value, __ATOMIC_RELAXED); }
-MPICOMM_DEVICE void store_relaxed(u64* p, u64 value) { __atomic_store_n(p, value, __ATOMIC_RELAXED); }
+// On a processor other threads have to get a turn where one waits: at each of these accesses, which also gives the most
+// ways in which threads can follow each other.
+#if !defined(MPICOMM_YIELD)
+#define MPICOMM_YIELD() static_cast<void>(0)
+#endif
+template <class T>
+MPICOMM_DEVICE T yield_and_load(const T* p, int order) {
+  MPICOMM_YIELD();
+  return __atomic_load_n(p, order);
+}
+template <class T>
+MPICOMM_DEVICE void yield_and_store(T* p, T value, int order) {
+  MPICOMM_YIELD();
+  __atomic_store_n(p, value, order);
+}
+
+MPICOMM_DEVICE u32 load_acquire(const u32* p) { return yield_and_load(p, __ATOMIC_ACQUIRE); }
+MPICOMM_DEVICE u64 load_acquire(const u64* p) { return yield_and_load(p, __ATOMIC_ACQUIRE); }
+MPICOMM_DEVICE void store_release(u32* p, u32 value) { yield_and_store(p, value, __ATOMIC_RELEASE); }
+MPICOMM_DEVICE void store_release(u64* p, u64 value) { yield_and_store(p, value, __ATOMIC_RELEASE); }
+MPICOMM_DEVICE u32 load_relaxed(const u32* p) { return yield_and_load(p, __ATOMIC_RELAXED); }
+MPICOMM_DEVICE u64 load_relaxed(const u64* p) { return yield_and_load(p, __ATOMIC_RELAXED); }
+MPICOMM_DEVICE void store_relaxed(u32* p, u32 value) { yield_and_store(p, value, __ATOMIC_RELAXED); }
+MPICOMM_DEVICE void store_relaxed(u64* p, u64 value) { yield_and_store(p, value, __ATOMIC_RELAXED); }
 MPICOMM_DEVICE u32 load_volatile(const u32* p) { return load_relaxed(p); }
 MPICOMM_DEVICE u64 load_volatile(const u64* p) { return load_relaxed(p); }
 MPICOMM_DEVICE void store_volatile(u32* p, u32 value) { store_relaxed(p, value); }
 MPICOMM_DEVICE void store_volatile(u64* p, u64 value) { store_relaxed(p, value); }
+MPICOMM_DEVICE Pair load_volatile(const Pair* p) { return {load_relaxed(&p->first), load_relaxed(&p->second)}; }
+MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
+  store_relaxed(&p->first, value.first);
+  store_relaxed(&p->second, value.second);
+}
+MPICOMM_DEVICE void fence_device() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+MPICOMM_DEVICE void wait_for_predecessor() {}
+MPICOMM_DEVICE void let_successor_start() {}
 MPICOMM_DEVICE void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
+  MPICOMM_YIELD();
   __atomic_compare_exchange_n(p, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }

@@ -12,13 +12,11 @@ using mpicomm::u32;
 using mpicomm::u64;
 
 // Adds 1 to `sent` and publishes it at `inbox`, after all earlier work of the stream.
-MPICOMM_KERNEL void mpicomm_signal(u64* sent, u64* inbox, const FaultRecord* fault) {
-  // Both loads are under way together, so the abort word across PCIe costs little.
-  const u32 state = mpicomm::load_relaxed(&fault->state);
+MPICOMM_KERNEL void mpicomm_signal(u64* sent, u64* inbox, const u32* failed) {
   const u64 count = *sent + 1;
   // After a wait that failed, what this rank computed is not what it should be. It says nothing more: its peers then
   // run out of time too and raise, instead of reading wrong data as if all were well.
-  if (state != mpicomm::kClear) return;
+  if (mpicomm::load_relaxed(failed) != mpicomm::kClear) return;
   *sent = count;
   // Earlier kernels and copies of this stream have finished, so this thread has seen what they wrote, here and in
   // peers' memory, and the release publishes it with the count; a plain store could become visible before that data.
@@ -27,9 +25,10 @@ MPICOMM_KERNEL void mpicomm_signal(u64* sent, u64* inbox, const FaultRecord* fau
 }
 
 // Adds 1 to `expected` and returns once `inbox` has reached it, or `timeout_ns` later with a fault record.
-MPICOMM_KERNEL void mpicomm_wait_signal(u64* expected, const u64* inbox, u32 peer, u64 timeout_ns, FaultRecord* fault) {
+MPICOMM_KERNEL void mpicomm_wait_signal(
+    u64* expected, const u64* inbox, u32 peer, u64 timeout_ns, FaultRecord* record, const u32* failed) {
   const u64 target = *expected + 1;
-  const mpicomm::Watch watch{fault, timeout_ns, mpicomm::kWaitSignal, target, 0, peer};
+  const mpicomm::Watch watch{{record, failed}, timeout_ns, mpicomm::kWaitSignal, target, 0, peer};
   // The acquire pairs with the release in mpicomm_signal: what the peer put before its signal is there for all later
   // work of this stream. The difference is signed, as for every flag: a count that is ahead (several signals before
   // this wait) also lets it through.

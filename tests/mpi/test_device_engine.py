@@ -13,10 +13,12 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives import patterns
+from mpicomm.collectives.board import Board
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.reductions import REDUCTIONS, options_for
+from mpicomm.kernels.reductions import REDUCTIONS
 from tests.helpers.communicators import communicator
+from tests.helpers.compiling import compile_kernels
 from tests.helpers.raising import raises_everywhere
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples
 
@@ -25,23 +27,6 @@ Array = npt.NDArray[Any]
 SIZES = (1, 3, 4097, 1000003)
 OFFSETS = (0, 16, 4, 1, 2, 8)
 SUM = Signature("Allreduce", "int64", 4097, "sum")
-
-
-class Texts:
-    """A board on which every rank has written what this one has."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._text = "nothing yet"
-
-    def post(self, text: str) -> None:
-        self._text = text
-
-    def read(self) -> list[str]:
-        return [self._text] * self._size
-
-    def behind(self) -> list[int]:
-        return []
 
 
 class Memory:
@@ -76,11 +61,12 @@ class Rig:
         self.comm = comm
         self.node = domain.node
         self.rank, self.size = self.node.rank, self.node.size
-        self.engine = DeviceEngine(domain.node, domain.backend, domain.kind, Texts(self.node.size))
+        self._board = Board(domain.node)
+        self.engine = DeviceEngine(domain.node, domain.backend, domain.kind, self._board)
         self.stream = cupy.cuda.Stream(non_blocking=True)
 
     def run(self, exchanges: Sequence[Exchange], signature: Signature = SUM, stream: Any = None) -> None:
-        self.engine.run(exchanges, signature, (stream or self.stream).ptr)
+        self.engine.enqueue(self.engine.prepare(exchanges, signature), (stream or self.stream).ptr)
 
     def finish(self) -> None:
         self.backend.synchronize()
@@ -88,9 +74,11 @@ class Rig:
 
     def close(self) -> None:
         self.backend.synchronize()
-        self.engine.close_peers()
+        for each in (self.engine, self._board):
+            each.close_peers()
         MPI.COMM_WORLD.Barrier()
-        self.engine.close_own()
+        for each in (self.engine, self._board):
+            each.close_own()
 
 
 @contextlib.contextmanager
@@ -113,15 +101,6 @@ def rig(device: str) -> Iterator[Rig]:
     with rig_of(comm) as rig:
         yield rig
     comm.Free()
-
-
-def load_kernels(rig: Rig, pairs: Sequence[tuple[str, str]]) -> None:
-    """Let each rank compile some of the kernels, for all."""
-    from mpicomm.kernels.compile import KERNELS, compile_kernel
-
-    for pair in pairs[rig.rank :: rig.size]:
-        compile_kernel(KERNELS / "exchange.cu", rig.backend.info.compute_capability, options_for(pair))
-    MPI.COMM_WORLD.Barrier()
 
 
 def contributions(rig: Rig, dtype: np.dtype[Any], count: int, *seed: int) -> list[Array]:
@@ -154,7 +133,8 @@ def test_every_operation_on_every_type(rig: Rig, name: str) -> None:
         dtype = dtype_named(name)
     except ImportError:
         pytest.skip("there is no ml_dtypes")
-    load_kernels(rig, [(name, op) for op in REDUCTIONS[name]])
+    capability = rig.backend.info.compute_capability
+    compile_kernels(capability, [(name, op) for op in REDUCTIONS[name]], MPI.COMM_WORLD)
     checks = []
     for number, (op, count) in enumerate(itertools.product(REDUCTIONS[name], (3, 4097, 100001))):
         parts = contributions(rig, dtype, count, number)
@@ -209,8 +189,8 @@ def test_the_other_patterns(rig: Rig, count: int) -> None:
     rank, size, root = rig.rank, rig.size, rig.size - 1
     parts = contributions(rig, dtype, count, 7)
 
-    def signature(name: str) -> Signature:
-        return Signature(name, "int32", count)
+    def signature(name: str, op: str | None = None) -> Signature:
+        return Signature(name, "int32", count, op)
 
     def room(count: int = count) -> Memory:
         return Memory(np.zeros(count, dtype), 4)
@@ -233,9 +213,9 @@ def test_the_other_patterns(rig: Rig, count: int) -> None:
     rig.run(patterns.scatter(rank, size, dtype, blocks, scattered.span, root), signature("Scatter"))
 
     scanned, before, result = Memory(parts[rank]), Memory(np.full(count, -1, dtype)), room()
-    rig.run(patterns.scan(rank, size, dtype, scanned.span, scanned.span, "sum"), signature("Scan"))
-    rig.run(patterns.exscan(rank, size, dtype, source.span, before.span, "sum"), signature("Exscan"))
-    rig.run(patterns.reduce(rank, size, dtype, source.span, result.span, "max", root), signature("Reduce"))
+    rig.run(patterns.scan(rank, size, dtype, scanned.span, scanned.span, "sum"), signature("Scan", "sum"))
+    rig.run(patterns.exscan(rank, size, dtype, source.span, before.span, "sum"), signature("Exscan", "sum"))
+    rig.run(patterns.reduce(rank, size, dtype, source.span, result.span, "max", root), signature("Reduce", "max"))
     rig.finish()
 
     for buffer in buffers:
@@ -260,7 +240,7 @@ def test_reduce_scatter_in_place_leaves_the_rest_alone(rig: Rig, largest: int) -
     output = Span(memory.span.pointer, counts[rig.rank])
     scratch = Memory(np.zeros(counts[rig.rank]))
     steps = patterns.reduce_scatter(rig.rank, rig.size, dtype, blocks, output, "sum", scratch=scratch.span)
-    rig.run(steps, Signature("Reduce_scatter", "f8"))
+    rig.run(steps, Signature("Reduce_scatter", "f8", op="sum"))
     rig.finish()
     expected = reduced("sum", parts)[starts[rig.rank] : starts[rig.rank + 1]]
     require_same(memory.get()[: counts[rig.rank]], expected)

@@ -28,8 +28,9 @@ def test_stock_program_gives_what_mpi4py_gives(nprocs: int, tmp_path: Path) -> N
         assert result.stdout.startswith(f"{nprocs} ranks: eigenvalue 1.000000000 after ")
 
 
-def test_gpu_program_says_what_is_missing() -> None:
-    result = run_job(1, str(ROOT / "examples" / "gpu_allreduce.py"), CUDA_VISIBLE_DEVICES="", MPICOMM_DEVICE="cpu")
+@pytest.mark.parametrize(("name", "other"), [("gpu_allreduce", "stock_mpi4py"), ("ring_sum", "peer_memory")])
+def test_gpu_program_says_what_is_missing(name: str, other: str) -> None:
+    result = run_job(1, str(ROOT / "examples" / f"{name}.py"), CUDA_VISIBLE_DEVICES="", MPICOMM_DEVICE="cpu")
     assert result.returncode != 0
-    assert "this example needs" in result.stderr and "examples/stock_mpi4py.py runs without" in result.stderr
+    assert "this example needs" in result.stderr and f"examples/{other}.py runs without" in result.stderr
     assert "Traceback" not in result.stderr

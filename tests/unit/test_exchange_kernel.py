@@ -7,10 +7,12 @@ import pytest
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.kernels import exchange  # noqa: E402
+from mpicomm.kernels import exchange, packets, team  # noqa: E402
 from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
 from mpicomm.kernels.exchange import ExchangeArguments, Link  # noqa: E402
+from mpicomm.kernels.packets import PacketArguments  # noqa: E402
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for  # noqa: E402
+from mpicomm.kernels.team import Faults, Team  # noqa: E402
 
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
 CAPABILITIES = [(major, minor) for major, minor in [(8, 0), (9, 0), (12, 0)] if 10 * major + minor in SUPPORTED]
@@ -45,26 +47,48 @@ def test_every_reduction_compiles(tmp_path: Path) -> None:
     assert all(f"{dtype}_{op}".encode() in image for dtype, ops in REDUCTIONS.items() for op in ops)
 
 
-def test_host_and_kernel_agree_on_structures_and_constants(tmp_path: Path) -> None:
-    lines = [
-        '#include "exchange.cu"',
-        "using mpicomm::Exchange;",
-        f"static_assert(sizeof(Link) == {ctypes.sizeof(Link)});",
-        f"static_assert(sizeof(Exchange) == {ctypes.sizeof(ExchangeArguments)});",
-        f"static_assert(mpicomm::kMaxRanks == {exchange.MAX_RANKS} && mpicomm::kThreads == {exchange.THREADS});",
-        f"static_assert(mpicomm::kSlots == {exchange.SLOTS} && mpicomm::kSlotNbytes == {exchange.SLOT_NBYTES});",
-        f"static_assert(mpicomm::kLineNbytes == {exchange.LINE_NBYTES});",
-        f"static_assert(mpicomm::kPacketNbytes == {exchange.PACKET_NBYTES});",
-        "static_assert(mpicomm::kExchange == 2 && mpicomm::kMismatch == 3);",
-    ]
+STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
+    "team.cuh": {"mpicomm::Team": Team, "mpicomm::Faults": Faults},
+    "exchange.cu": {"mpicomm::Link": Link, "mpicomm::Exchange": ExchangeArguments},
+    "packets.cu": {"mpicomm::Packets": PacketArguments},
+}
+CONSTANTS = {
+    "team.cuh": {
+        "kMaxRanks": team.MAX_RANKS,
+        "kMaxBlocks": team.MAX_BLOCKS,
+        "kLineNbytes": team.LINE_NBYTES,
+        "kHeadNbytes": team.HEAD_NBYTES,
+        "kExchange": 2,
+        "kMismatch": 3,
+    },
+    "exchange.cu": {
+        "kThreads": exchange.THREADS,
+        "kSlots": exchange.SLOTS,
+        "kSlotNbytes": exchange.SLOT_NBYTES,
+        "kPacketNbytes": exchange.PACKET_NBYTES,
+    },
+    "packets.cu": {
+        "kOverseers": packets.OVERSEERS,
+        "kStages": packets.STAGES,
+        "kSlotNbytes": packets.SLOT_NBYTES,
+        "kWorkers": packets.most_workers(4),
+    },
+}
+
+
+@pytest.mark.parametrize("name", STRUCTURES)
+def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: Path) -> None:
+    lines = [f'#include "{name}"']
+    lines += [f"static_assert(mpicomm::{constant} == {value});" for constant, value in CONSTANTS[name].items()]
     # NVRTC brings no header that defines offsetof; this is what its compiler makes of it.
-    for name, structure in (("Link", Link), ("Exchange", ExchangeArguments)):
+    for cpp, structure in STRUCTURES[name].items():
+        lines.append(f"static_assert(sizeof({cpp}) == {ctypes.sizeof(structure)});")
         for field in structure._fields_:
             offset = getattr(structure, field[0]).offset
-            lines.append(f"static_assert(__INTADDR__(&static_cast<{name}*>(nullptr)->{field[0]}) == {offset});")
+            lines.append(f"static_assert(__INTADDR__(&static_cast<{cpp}*>(nullptr)->{field[0]}) == {offset});")
     source = tmp_path / "check.cu"
     source.write_text("\n".join(lines))
-    compile_kernel(source, (9, 0), OPTIONS)
+    compile_kernel(source, (9, 0), (*OPTIONS, "-DMPICOMM_RANKS=4"))
 
 
 def test_the_kernel_alone_bounds_its_registers() -> None:

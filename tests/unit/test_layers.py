@@ -34,20 +34,23 @@ LAYERS = [
     {"collectives.ops", "collectives.buffers"},
     {"collectives.arguments", "collectives.host_copies"},
     {"collectives.calls"},
+    {"collectives.plain_calls", "collectives.known_calls"},
     {"collectives.dispatcher"},
+    {"guard"},
     {"blocking_collectives", "nonblocking_collectives", "persistent_collectives", "point_to_point"},
     {"communicator"},
     {"command_line"},
-    {"ring", "info"},
+    {"report"},
+    {"ring", "info", "bench"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
-MPI_USERS = {"bootstrap", "cuda_aware", "communicator", "command_line"} | {
+MPI_USERS = {"bootstrap", "cuda_aware", "communicator", "command_line", "bench"} | {
     name for names in LAYERS[LAYERS.index({"collectives"}) + 1 : LAYERS.index({"communicator"})] for name in names
 }
-CUDA_USERS = ("backend/cuda", "backend/streams.py", "kernels/")
+CUDA_USERS = ("backend/cuda", "backend/streams.py", "kernels/", "bench/", "collectives/device_")
 # They are used as any user of the package would be.
-COMMAND_LINES = {"command_line", "ring", "info"}
+COMMAND_LINES = {"command_line", "report", "ring", "info", "bench"}
 
 MODULES = sorted(
     path.relative_to(ROOT / "mpicomm").as_posix()
@@ -146,5 +149,6 @@ def test_public_names() -> None:
         "SharedEvent",
         "SymmetricArray",
         "__version__",
+        "include_dir",
     }
     assert all(hasattr(mpicomm, name) for name in mpicomm.__all__)

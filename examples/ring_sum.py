@@ -1,0 +1,47 @@
+"""A kernel that meets those of other ranks while it runs: `mpirun -np 4 python examples/ring_sum.py`.
+
+The kernel is in ring_sum.cu; it stores into the next rank's memory, signals, and waits for the rank before.
+"""
+
+import sys
+from pathlib import Path
+
+from mpi4py import MPI
+
+import mpicomm
+
+try:
+    import cupy
+
+    cupy.cuda.runtime.getDeviceCount()
+except Exception as error:  # no CuPy, no driver, no device: each has a class of its own
+    sys.exit(f"this example needs CuPy and a GPU ({error}); examples/peer_memory.py runs without")
+
+comm = mpicomm.Communicator(MPI.COMM_WORLD)
+if comm.device == "cpu":
+    sys.exit("this example needs a GPU on every rank; examples/peer_memory.py runs without")
+
+count, calls, timeout_ns = 1000, 100, 10**10
+inboxes = comm.zeros((2, comm.size, count), "float32")
+flags = comm.zeros(1, "uint64")
+values, sums = cupy.full(count, comm.rank, cupy.float32), cupy.empty(count, cupy.float32)
+failed = cupy.zeros(1, cupy.uint32)
+
+source = Path(__file__).with_name("ring_sum.cu").read_text()
+options = ("-std=c++17", f"-I{mpicomm.include_dir()}")
+kernel = cupy.RawModule(code=source, options=options).get_function("ring_sum")
+# A kernel that waits may keep a GPU from loading another, so all load theirs first: asking for this does it.
+assert kernel.num_regs > 0
+comm.Barrier()
+
+rank, size = cupy.uint32(comm.rank), cupy.uint32(comm.size)
+for call in range(calls):
+    data = (sums, values, cupy.uint32(count), inboxes.pointers, flags.pointers)
+    kernel((1,), (256,), (*data, rank, size, cupy.uint64(call), cupy.uint64(timeout_ns), failed))
+
+assert not failed.any(), "a rank did not come"
+assert (sums == comm.size * (comm.size - 1) / 2).all()
+comm.Barrier()
+if comm.rank == 0:
+    print(f"{comm.size} ranks have added their numbers {calls} times, each time in one kernel")
+comm.Free()

@@ -1,0 +1,164 @@
+"""DeviceArena: the memory that each rank of a communicator opens to the kernels of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from mpicomm.backend.base import Segment
+from mpicomm.bootstrap import Group
+from mpicomm.handle import Kind
+from mpicomm.kernels.exchange import SLOT_NBYTES, SLOTS
+from mpicomm.kernels.packets import STAGES
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES
+from mpicomm.shared_segments import SharedSegments, share
+
+if TYPE_CHECKING:
+    from mpicomm.backend.cuda import CudaBackend  # needs CuPy, which the layout does not
+
+if TYPE_CHECKING:
+    from mpicomm.backend.cuda import CudaBackend
+
+_PARITIES = 2
+_FLAGGED_NBYTES = 2 << 20  # inboxes of one stage and parity
+_SENTINEL_NBYTES = 8 << 20
+_MOST_LARGE_NBYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class ArenaLayout:
+    """A pure function of ranks and channels, so that all ranks have the same.
+
+    First what packets.cu needs: the head, the inboxes of its LL wire, those of its sentinel wire, each for both
+    parities, all stages and every rank. Then what exchange.cu needs, each per channel: this rank's counts of chunks
+    received from and sent to each rank, the credit of each rank, the flags of each rank, and the slots.
+    """
+
+    size: int
+    channels: int
+
+    @cached_property
+    def flagged_inbox_nbytes(self) -> int:
+        """The size of one inbox of the LL wire, half of which is data."""
+        return self.inbox_nbytes(_FLAGGED_NBYTES)
+
+    @cached_property
+    def sentinel_inbox_nbytes(self) -> int:
+        """The size of one inbox of the sentinel wire."""
+        return self.inbox_nbytes(_SENTINEL_NBYTES)
+
+    def inbox_nbytes(self, nbytes: int) -> int:
+        """Return the size of one inbox where those of a stage and parity have so many bytes in all."""
+        return nbytes // self.size // LINE_NBYTES * LINE_NBYTES
+
+    @property
+    def flagged(self) -> int:
+        """The offset of the inboxes of the LL wire."""
+        return HEAD_NBYTES
+
+    @cached_property
+    def sentinels(self) -> int:
+        """The offset of the inboxes of the sentinel wire, which hold all ones at first; all else holds zeros."""
+        return self.flagged + _PARITIES * STAGES * self.size * self.flagged_inbox_nbytes
+
+    @cached_property
+    def counts(self) -> int:
+        """The offset of the counts."""
+        return self.sentinels + _PARITIES * STAGES * self.size * self.sentinel_inbox_nbytes
+
+    @cached_property
+    def credits(self) -> int:
+        """The offset of the credits."""
+        counts = 2 * self.size * self.channels * 4
+        return self.counts + -(-counts // LINE_NBYTES) * LINE_NBYTES
+
+    @cached_property
+    def flags(self) -> int:
+        """The offset of the flags."""
+        return self.credits + self.size * self.channels * LINE_NBYTES
+
+    @cached_property
+    def slots(self) -> int:
+        """The offset of the slots."""
+        return self.flags + self.size * self.channels * LINE_NBYTES
+
+    @cached_property
+    def nbytes(self) -> int:
+        """The size of an arena."""
+        return self.slots + self.size * self.channels * SLOTS * SLOT_NBYTES
+
+
+@dataclass(frozen=True)
+class Inboxes:
+    """Where every rank's inboxes of one wire begin, and the size of each."""
+
+    pointers: tuple[int, ...]
+    nbytes: int
+
+
+class DeviceArena:
+    """Every rank's arena, and larger inboxes once a message asks for them. Construction raises as ``share`` does.
+
+    Collective, as is `large_inboxes` for a size that it was not asked for before.
+    """
+
+    def __init__(self, node: Group, backend: CudaBackend, kind: Kind, layout: ArenaLayout) -> None:
+        self._node = node
+        self._backend = backend
+        self._kind = kind
+        self.layout = layout
+
+        def allocate() -> Segment:
+            segment = backend.allocate(kind, layout.nbytes)
+            # Before the exchange that tells the peers of this memory: their first flags could be wiped out.
+            backend.fill(segment.pointer, layout.nbytes, 0)
+            backend.fill(segment.pointer + layout.sentinels, layout.counts - layout.sentinels, 0xFF)
+            return segment
+
+        self._segments = share(node, backend, "collectives", allocate, lambda: layout.nbytes)
+        self._large: dict[int, SharedSegments] = {}
+        self.pointers = _pointers(self._segments, node.size)
+        self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
+        """The inboxes of the LL wire."""
+        self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
+        """The inboxes of the sentinel wire."""
+
+    def large_inboxes(self, nbytes: int) -> Inboxes:
+        """Return inboxes of the sentinel wire for ``nbytes`` from each rank, or for a part of that, many times.
+
+        They are kept until the end, as a captured graph goes on using them.
+        """
+        size = min(_MOST_LARGE_NBYTES, 1 << (self._node.size * nbytes - 1).bit_length())
+        inbox_nbytes = self.layout.inbox_nbytes(size)
+        if size not in self._large:
+            whole = _PARITIES * STAGES * self._node.size * inbox_nbytes
+
+            def allocate() -> Segment:
+                segment = self._backend.allocate(self._kind, whole)
+                self._backend.fill(segment.pointer, whole, 0xFF)
+                return segment
+
+            # It allocates and waits, which a thread that captures a graph may not otherwise.
+            with self._backend.loading():
+                self._large[size] = share(
+                    self._node, self._backend, "collectives: large messages", allocate, lambda: whole
+                )
+        return Inboxes(_pointers(self._large[size], self._node.size), inbox_nbytes)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' memory; local."""
+        for segments in (self._segments, *self._large.values()):
+            segments.close_peers()
+
+    def close_own(self) -> None:
+        """Free this rank's memory; local, after every peer's `close_peers`."""
+        for segments in (self._segments, *self._large.values()):
+            segments.close_own()
+
+    def _at(self, offset: int, nbytes: int) -> Inboxes:
+        return Inboxes(tuple(pointer + offset for pointer in self.pointers), nbytes)
+
+
+def _pointers(segments: SharedSegments, size: int) -> tuple[int, ...]:
+    return tuple(segments[index].pointer for index in range(size))

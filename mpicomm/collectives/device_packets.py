@@ -1,0 +1,135 @@
+"""Exchanges of packets.cu: which messages go that way, and their launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mpicomm.collectives.device_arena import DeviceArena, Inboxes
+from mpicomm.collectives.device_launch import Launch
+from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.packets import FEWEST_LAPS, OVERSEERS, SLOT_NBYTES, PacketArguments, most_workers, packet_kernel
+from mpicomm.kernels.packets import unit_nbytes as unit_nbytes_of
+from mpicomm.kernels.team import Team
+
+MAX_BLOCKS = 128
+"""All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
+_WARP = 32
+
+Wire = Literal["flagged", "sentinel"]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the packets of a message are spread: ``workers`` threads of each block move data."""
+
+    blocks: int
+    workers: int
+
+    @property
+    def threads(self) -> int:
+        """All threads that move data."""
+        return self.blocks * self.workers
+
+
+def geometry_of(units: int, most_blocks: int, most_workers: int) -> Geometry:
+    """Return the geometry for messages of ``units`` packets from one rank to another; the same on all ranks.
+
+    As measured on H200s: as many blocks as there are, each as small as that allows.
+    """
+    workers = 128 if units <= 128 * MAX_BLOCKS else 256 if units <= 512 * MAX_BLOCKS else most_workers
+    workers = min(workers, most_workers, -(-units // _WARP) * _WARP)
+    return Geometry(min(most_blocks, -(-units // workers)), workers)
+
+
+class PacketPlanner:
+    """Turns exchanges into launches.
+
+    ``team`` is what every kernel of this rank is told; with ``early`` kernels may begin before the last is over.
+    """
+
+    def __init__(self, team: Team, arena: DeviceArena, most_blocks: int, *, early: bool = True) -> None:
+        self._team = team
+        self._early = early
+        self._arena = arena
+        self._most_blocks = most_blocks
+
+    def launch(
+        self,
+        exchange: Exchange,
+        reduction: tuple[str, str] | None,
+        tag: int,
+        wire: Wire,
+        *,
+        nbytes: int,
+        fan_out: Exchange | None = None,
+        geometry: Geometry | None = None,
+    ) -> Launch:
+        """Return the launch for an exchange and, with ``fan_out``, the next one, in which ranks send on their results.
+
+        ``reduction`` is (dtype, op) if any rank reduces; ``nbytes`` is the most that one rank sends to another. All but
+        the exchanges themselves is the same on all ranks.
+        """
+        size, rank, sentinel = self._team.size, self._team.rank, wire == "sentinel"
+        units = -(-nbytes // unit_nbytes_of(sentinel=sentinel))
+        shape = geometry or geometry_of(units, self._most_blocks, most_workers(size))
+        arguments = PacketArguments(team=self._team, steps=-(-units // shape.threads))
+        arguments.team.tag = tag
+        self._fill_inboxes(arguments, self._inboxes(wire, nbytes))
+        slots = arguments.inbox_nbytes // SLOT_NBYTES
+        arguments.laps = arguments.steps if units <= slots else slots // shape.threads
+        if arguments.steps > arguments.laps and (arguments.laps < FEWEST_LAPS or not sentinel):
+            raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {arguments.inbox_nbytes} bytes")
+        itemsize = exchange.dtype.itemsize
+        sends = list(exchange.sends)
+        receives = list((fan_out or exchange).receives)
+        if fan_out is not None or receives[rank] in (None, sends[rank]):
+            sends[rank] = receives[rank] = None  # nothing to copy
+        for peer in range(size):
+            arguments.sends[peer], arguments.send_nbytes[peer] = _extent(sends[peer], itemsize)
+            arguments.receives[peer], arguments.receive_nbytes[peer] = _extent(receives[peer], itemsize)
+        mine = exchange.reduction
+        if mine is not None and mine.output.count > 0:
+            if list(mine.sources) != sorted(mine.sources):
+                raise InvalidUsageError(f"sources {mine.sources} are not in the order of ranks")
+            arguments.sources = sum(1 << source for source in mine.sources)
+            arguments.own = mine.own.pointer if mine.own else 0
+            arguments.output, arguments.output_nbytes = _extent(mine.output, itemsize)
+            if fan_out is not None:
+                arguments.targets = sum(1 << peer for peer, send in enumerate(fan_out.sends) if send is not None)
+        return Launch(
+            packet_kernel(reduction, size, sentinel=sentinel, fan_out=fan_out is not None),
+            arguments,
+            blocks=shape.blocks,
+            threads=shape.workers + OVERSEERS,
+            early=self._early,
+        )
+
+    def _inboxes(self, wire: Wire, nbytes: int) -> Inboxes:
+        if wire == "flagged":
+            return self._arena.flagged
+        if nbytes <= self._arena.sentinels.nbytes:
+            return self._arena.sentinels
+        return self._arena.large_inboxes(nbytes)
+
+    def _fill_inboxes(self, arguments: PacketArguments, inboxes: Inboxes) -> None:
+        for peer, pointer in enumerate(inboxes.pointers):
+            arguments.inboxes[peer] = pointer
+        arguments.inbox_nbytes = inboxes.nbytes
+        arguments.flagged = self._arena.layout.flagged
+        arguments.flagged_nbytes = self._arena.layout.flagged_inbox_nbytes
+
+
+def fans_out(rank: int, exchange: Exchange, following: Exchange) -> bool:
+    """Whether the second exchange only sends what the first has reduced to others; true on a rank without a part."""
+    result = exchange.reduction.output if exchange.reduction else None
+    return (
+        following.reduction is None
+        and all(send in (None, result) for send in following.sends)
+        and following.sends[rank] in (None, following.receives[rank])
+    )
+
+
+def _extent(span: Span | None, itemsize: int) -> tuple[int, int]:
+    return (span.pointer, span.count * itemsize) if span is not None and span.count else (0, 0)

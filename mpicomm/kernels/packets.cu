@@ -1,0 +1,442 @@
+// One exchange in packets of 16 bytes that say themselves whether they have come: every rank stores what it sends
+// straight into the inboxes of the others, who look at each packet until it is there. No flag, no fence and no barrier
+// lies between a store and its use, which is what makes this fast, from 8 bytes up.
+//
+// Two wires. LL ("low latency"): 8 bytes of data, each 4 with a flag that is the number of the launch. It carries
+// anything, and is the faster one up to some KiB. Sentinel: 16 bytes of data, no flag; a slot that holds all ones, which is a NaN, has not been written, and
+// whoever has taken a packet puts the ones back. It carries what is going to be reduced as floating-point numbers: a
+// NaN of just those bits becomes another NaN on the way.
+//
+// Stages. A: unit u of what goes to rank p is stored in p's first inbox. B: a rank takes unit u from all of its
+// sources and reduces or places it. With fan-out, it also stores the result in the second inboxes of others, and C:
+// they take the results from there (all of them in a two-shot all-reduce, the root alone in a two-shot reduce). Unit u of everything is the work of one thread
+// of each rank: what is read of the user's memory is read before the same thread writes there, so input and output may
+// be the same memory.
+//
+// Steps. With T threads, step k is units k * T to (k + 1) * T. In turn k a thread does A of step k, B of step k - 1 and
+// C of step k - 2, with the loads of all three under way at once.
+//
+// Why a slot is free when it is written. There are two sets of inboxes, used in turns by the parity of the launch. A
+// rank begins launch n only when all others have begun launch n - 1 (`announce`), hence have finished n - 2, whose
+// packets lay where those of n go. Were there one set, a fast rank would write over packets that are still to be read.
+// With more steps than an inbox holds ("laps"), packets of step k go where those of k - L were. One turn in every L - 3
+// ends with a fence: what was put back in a turn is performed L - 4 turns later at the latest, before anything more is
+// stored. Without it ones could arrive after the next packet and wipe it out.
+//   first inbox: A of step k is in turn k. Turn k - 1 ended with C of step k - 3, which the peer stored in its turn
+//   k - 2, after the fence that followed its B of step k - L, in turn k - L + 1.
+//   Without fan-out, B of step k - 2 ended turn k - 1, which the peer had stored in its turn k - 2, likewise.
+//   second inbox: B of step k, in turn k + 1, takes what the peer stored in its turn k, after the fence that followed
+//   its C of step k - L, in turn k - L + 2.
+// The scope of the device is enough: the slots lie in its own memory, and stores of the peers come to be ordered with
+// its own in the same place. Waiting for the whole system took 3 us a turn, as it waits for the stores to peers too.
+//
+// Why that cannot deadlock: of all threads that wait, look at one with the earliest launch and in it the smallest turn.
+// What it waits for was stored by another rank's thread in an earlier turn, or earlier in the same turn before that
+// waited. It needs all blocks of a launch to run at once, which the host sees to.
+
+#include "team.cuh"
+#if defined(MPICOMM_DTYPE)
+#include "reduce.cuh"
+#endif
+
+namespace mpicomm {
+
+// The host's copies of these constants and of Packets are in packets.py; a test compares them.
+constexpr u32 kRanks = MPICOMM_RANKS;
+constexpr u32 kOverseers = 32;  // threads of a block that look after the others
+constexpr u32 kWorkers = (kRanks > 4 ? 256 : 512) - kOverseers;  // and those that move data, at most: see the registers
+constexpr u32 kStages = 2;         // inboxes of a parity
+constexpr u32 kSlotNbytes = 16;    // a packet
+constexpr u32 kFlagBits = 30;
+
+struct Packets {
+  Team team;
+  const u8* sends[kMaxRanks];  // what goes to each rank; what goes to this one is copied
+  u8* receives[kMaxRanks];     // where what comes from each rank goes; with fan-out what comes in stage C
+  u64 send_nbytes[kMaxRanks];
+  u64 receive_nbytes[kMaxRanks];
+  const u8* own;  // this rank's contribution to the reduction, if it is one of the sources
+  u8* output;     // null where the result is only sent on
+  u64 output_nbytes;
+  u8* inboxes[kMaxRanks];  // every rank's, of this kernel's wire
+  u64 inbox_nbytes;        // of one source
+  u64 flagged;             // where the inboxes of the LL wire begin in this rank's arena
+  u64 flagged_nbytes;      // of one source
+  u32 steps;
+  u32 laps;  // steps that an inbox holds
+  u32 sources;  // of the reduction, bit r for rank r
+  u32 targets;  // of the fan-out
+};
+
+#if defined(MPICOMM_FAN_OUT)
+constexpr bool kFanOut = true;
+#else
+constexpr bool kFanOut = false;
+#endif
+
+#if defined(MPICOMM_DTYPE)
+using Element = dtype::MPICOMM_DTYPE;
+using Op = op::MPICOMM_OP<Element>;
+constexpr bool kReduces = true;
+#else
+using Element = u8;
+constexpr bool kReduces = false;
+#endif
+
+template <class T>
+constexpr u32 kNanNbytes = 0;  // of the floating-point numbers in a T, 0 if there are none
+template <>
+constexpr u32 kNanNbytes<float> = 4;
+template <>
+constexpr u32 kNanNbytes<double> = 8;
+template <class F>
+constexpr u32 kNanNbytes<Complex<F>> = sizeof(F);
+template <class Bits, u32... format>
+constexpr u32 kNanNbytes<Small<Bits, format...>> = sizeof(Bits);
+
+// The number of a launch as the LL wire's flag: never 0, which is what inboxes hold at first.
+MPICOMM_DEVICE u32 flag_of(u32 launch) { return (launch & ((1u << kFlagBits) - 1)) + 1; }
+
+// 8 bytes in words[0] and words[1] of a unit.
+struct FlagWire {
+  static constexpr u32 kUnitNbytes = 8;
+
+  MPICOMM_DEVICE static Pair packet(const Packet& unit, u32 flag) {
+    const u64 high = static_cast<u64>(flag) << 32;
+    return {high | unit.words[0], high | unit.words[1]};
+  }
+  // Each half has a flag of its own, as the two may come one after the other.
+  MPICOMM_DEVICE static bool has_come(const Pair& packet, u32 flag) {
+    return static_cast<u32>(packet.first >> 32) == flag && static_cast<u32>(packet.second >> 32) == flag;
+  }
+  MPICOMM_DEVICE static Packet unit(const Pair& packet) {
+    return {{static_cast<u32>(packet.first), static_cast<u32>(packet.second), 0, 0}};
+  }
+  MPICOMM_DEVICE static void give_back(Pair*) {}
+};
+
+struct SentinelWire {
+  static constexpr u32 kUnitNbytes = kPacketNbytes;
+  static constexpr u64 kOnes = ~0ull;
+  static constexpr u32 kOtherNan = kNanNbytes<Element> == 1   ? 0x7F7F7F7Fu
+                                   : kNanNbytes<Element> == 2 ? 0x7FFF7FFFu
+                                                              : 0x7FFFFFFFu;
+
+  MPICOMM_DEVICE static Pair packet(Packet unit, u32) {
+    if constexpr (kNanNbytes<Element> == 8) {
+      Pair pair = __builtin_bit_cast(Pair, unit);
+      if (pair.first == kOnes) pair.first = kOnes >> 1;
+      if (pair.second == kOnes) pair.second = kOnes >> 1;
+      return pair;
+    } else {
+#pragma unroll
+      for (u32 word = 0; word < 4; ++word) {
+        if (unit.words[word] == ~0u) unit.words[word] = kOtherNan;
+      }
+      return __builtin_bit_cast(Pair, unit);
+    }
+  }
+  // Each piece that is stored as a whole is looked at by itself: 8 bytes of doubles, which may have a word of ones, and
+  // words of everything else.
+  MPICOMM_DEVICE static bool has_come(const Pair& packet, u32) {
+    if constexpr (kNanNbytes<Element> == 8) {
+      return packet.first != kOnes && packet.second != kOnes;
+    } else {
+      const Packet words = __builtin_bit_cast(Packet, packet);
+      return words.words[0] != ~0u && words.words[1] != ~0u && words.words[2] != ~0u && words.words[3] != ~0u;
+    }
+  }
+  MPICOMM_DEVICE static Packet unit(const Pair& packet) { return __builtin_bit_cast(Packet, packet); }
+  MPICOMM_DEVICE static void give_back(Pair* slot) { store_volatile(slot, {kOnes, kOnes}); }
+};
+
+#if defined(MPICOMM_SENTINEL)
+static_assert(kNanNbytes<Element> != 0, "only numbers that can be NaN leave a pattern free");
+using Wire = SentinelWire;
+#else
+static_assert(sizeof(Element) <= FlagWire::kUnitNbytes, "an element lies in one packet");
+using Wire = FlagWire;
+#endif
+constexpr u32 kUnitNbytes = Wire::kUnitNbytes;
+
+MPICOMM_DEVICE Packet load_unit(const u8* array, u32 width, u64 at, u64 nbytes) {
+  const u64 left = nbytes - at;
+  if (width >= kUnitNbytes && left >= kUnitNbytes) {
+    if constexpr (kUnitNbytes == 16) return load_aligned(array + at);
+    const u64 both = *reinterpret_cast<const u64*>(array + at);
+    return {{static_cast<u32>(both), static_cast<u32>(both >> 32), 0, 0}};
+  }
+  return load_any(array + at, width, left < kUnitNbytes ? left : kUnitNbytes);
+}
+
+MPICOMM_DEVICE void store_unit(u8* array, u32 width, u64 at, u64 nbytes, const Packet& unit) {
+  const u64 left = nbytes - at;
+  if (width >= kUnitNbytes && left >= kUnitNbytes) {
+    if constexpr (kUnitNbytes == 16) return store_aligned(array + at, unit);
+    *reinterpret_cast<u64*>(array + at) = static_cast<u64>(unit.words[1]) << 32 | unit.words[0];
+    return;
+  }
+  store_any(array + at, unit, width, left < kUnitNbytes ? left : kUnitNbytes);
+}
+
+#if defined(MPICOMM_DTYPE)
+constexpr u32 kElements = kUnitNbytes / sizeof(Element);
+
+struct Elements {
+  Element of[kPacketNbytes / sizeof(Element)];
+};
+
+// The reduction of one unit of each source, in rank order; what a single source sends is left as it is.
+MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
+  if ((sources & (sources - 1)) == 0) {
+#pragma unroll
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+      if (sources >> rank & 1) return units[rank];
+    }
+  }
+  typename Op::State states[kElements];
+  u32 count = 0;
+#pragma unroll
+  for (u32 rank = 0; rank < kRanks; ++rank) {
+    if (!(sources >> rank & 1)) continue;
+    const Elements elements = __builtin_bit_cast(Elements, units[rank]);
+#pragma unroll
+    for (u32 e = 0; e < kElements; ++e) {
+      states[e] = count == 0 ? Op::first(elements.of[e]) : Op::next(states[e], elements.of[e]);
+    }
+    ++count;
+  }
+  Elements result{};
+#pragma unroll
+  for (u32 e = 0; e < kElements; ++e) result.of[e] = Op::last(states[e], count);
+  return __builtin_bit_cast(Packet, result);
+}
+#endif
+
+// What a thread sends in a turn, on its way through registers: by distance from this rank, as each begins with the next,
+// so that at any time each is written to by one.
+struct Outgoing {
+  Packet units[kRanks];
+
+  MPICOMM_DEVICE void load(const Packets& x, u64 at) {
+#pragma unroll
+    for (u32 distance = kReduces ? 1 : 0; distance < kRanks; ++distance) {
+      const u32 to = (x.team.rank + distance) % kRanks;
+      if (at < x.send_nbytes[to]) {
+        units[distance] = load_unit(x.sends[to], width_of(x.sends[to]), at, x.send_nbytes[to]);
+      }
+    }
+  }
+};
+
+// What one thread does in one turn; the counts of a launch.
+struct Worker {
+  const Packets& x;
+  u32 launch;
+  u32 flag;
+
+  MPICOMM_DEVICE Pair* slot(u32 owner, u32 stage, u32 source, u64 place) const {
+    const u32 inbox = ((launch % 2) * kStages + stage) * kRanks + source;
+    return reinterpret_cast<Pair*>(x.inboxes[owner] + inbox * x.inbox_nbytes) + place;
+  }
+
+  // Looks at slots of a stage, one per rank of the set.
+  MPICOMM_DEVICE void look(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
+#pragma unroll
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+      if (ranks >> rank & 1) packets[rank] = load_volatile(slot(x.team.rank, stage, rank, place));
+    }
+  }
+
+  MPICOMM_DEVICE u32 absent(const Pair (&packets)[kRanks], u32 ranks) const {
+    u32 missing = 0;
+#pragma unroll
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+      if (ranks >> rank & 1 && !Wire::has_come(packets[rank], flag)) missing |= 1u << rank;
+    }
+    return missing;
+  }
+
+  // Takes one packet of each rank of the set; they have been looked at once.
+  MPICOMM_DEVICE bool take(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
+    if (absent(packets, ranks) != 0) {
+      const auto missing = [&] {
+        look(packets, stage, ranks, place);
+        return absent(packets, ranks);
+      };
+      if (!await_ranks(x.team, launch, missing)) return false;
+    }
+#pragma unroll
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+      if (ranks >> rank & 1) Wire::give_back(slot(x.team.rank, stage, rank, place));
+    }
+    return true;
+  }
+
+  // Sends what was loaded at `at`; what goes to this rank itself is stored where it belongs.
+  MPICOMM_DEVICE void push(const Outgoing& out, u64 at, u64 place) const {
+    const u32 rank = x.team.rank;
+#pragma unroll
+    for (u32 distance = 1; distance < kRanks; ++distance) {
+      const u32 to = (rank + distance) % kRanks;
+      if (at < x.send_nbytes[to]) {
+        store_volatile(slot(to, 0, rank, place), Wire::packet(out.units[distance], flag));
+      }
+    }
+    if (!kReduces && at < x.send_nbytes[rank]) {
+      store_unit(x.receives[rank], width_of(x.receives[rank]), at, x.send_nbytes[rank], out.units[0]);
+    }
+  }
+
+  MPICOMM_DEVICE void place(const Pair (&packets)[kRanks], u32 ranks, u64 at) const {
+#pragma unroll
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+      if (!(ranks >> rank & 1)) continue;
+      store_unit(x.receives[rank], width_of(x.receives[rank]), at, x.receive_nbytes[rank], Wire::unit(packets[rank]));
+    }
+  }
+
+  // The ranks, but this one, that receive has a unit at `at` from.
+  MPICOMM_DEVICE u32 senders_of(u64 at) const {
+    u32 ranks = 0;
+#pragma unroll
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+      if (at < x.receive_nbytes[rank] && rank != x.team.rank) ranks |= 1u << rank;
+    }
+    return ranks;
+  }
+};
+
+// What the threads that move no data do, beside those that do: they cost nothing.
+MPICOMM_DEVICE void oversee(const Packets& x, u32 launch) {
+  const Team& team = x.team;
+  const u32 peer = threadIdx.x % kOverseers;
+  if (blockIdx.x != 0) return;
+  if (peer < kRanks && peer != team.rank && (x.sources >> peer & 1 || x.receive_nbytes[peer] > 0)) {
+    // Data does not say what call it belongs to; its sender does, in an announcement that was made before.
+    u32 said = kAbsent;
+    const auto absent = [&] {
+      said = look_at(team, peer, launch);
+      return said == kAbsent ? 1u << peer : 0u;
+    };
+    if (!await_ranks(team, launch, absent) || said != kDifferent) return;
+    const Watch mismatch{team.faults, 0, kMismatch, launch, 0, team.names[peer]};
+    report_fault(mismatch, 0);
+    raise_abort(team, mismatch);
+  }
+}
+
+// Numbers of launches come again after 2^30; a flag that has lain in a slot since then would be taken for new. Launches
+// 0 and 1 of each such round therefore wipe the set of inboxes that the next one uses: nobody writes there before this
+// launch is announced, and all that was written there has been taken.
+MPICOMM_DEVICE void wipe_if_due(const Packets& x, u32 launch) {
+  if ((launch & ((1u << kFlagBits) - 1)) >= 2 || blockIdx.x != 0) return;
+  const u64 nbytes = kStages * kRanks * x.flagged_nbytes;
+  u8* const set = x.team.arenas[x.team.rank] + x.flagged + (launch + 1) % 2 * nbytes;
+  for (u64 at = static_cast<u64>(threadIdx.x) * kSlotNbytes; at < nbytes; at += blockDim.x * kSlotNbytes) {
+    store_volatile(reinterpret_cast<Pair*>(set + at), {0, 0});
+  }
+  fence_system();  // before this launch is announced: a peer could else write first and lose what it wrote
+  __syncthreads();
+}
+
+MPICOMM_DEVICE void run(const Packets& x) {
+  const Team& team = x.team;
+  const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
+  const u64 threads = static_cast<u64>(gridDim.x) * workers;
+  const u64 number = static_cast<u64>(blockIdx.x) * workers + thread;
+  const u64 step_nbytes = threads * kUnitNbytes;
+  // Everything before may lie in memory that the kernel ahead still writes.
+  wait_for_predecessor();
+  let_successor_start();
+
+  // What this launch needs from memory first, none of which waits for another: its number, how far the others are, the
+  // first data, and below whether somebody has given up.
+  u32* const launches = launches_of(team);
+  const u32 launch = launches[blockIdx.x] + 1;
+  u32 ahead = thread < kRanks && thread != rank ? last_launch(team, thread) : launch;
+  u64 a_at = number * kUnitNbytes;
+  Outgoing out;
+  if (thread < workers) out.load(x, a_at);
+
+  wipe_if_due(x, launch);
+  if (blockIdx.x == 0 && thread >= workers && thread < workers + kRanks && thread != workers + rank) {
+    announce(team, thread - workers, launch);
+  }
+  bool ok = true;
+  if (static_cast<i32>(ahead - (launch - 1)) < 0) {
+    // Pairs with the peer's announcement of its last launch. This thread's load has returned before any thread of the
+    // block stores to the peer: a barrier and a condition lie between.
+    const auto absent = [&] {
+      return static_cast<i32>(last_launch(team, thread) - (launch - 1)) < 0 ? 1u << thread : 0u;
+    };
+    ok = await_ranks(team, launch, absent);
+  }
+  if (thread == kRanks) ok = is_healthy(team, blockIdx.x);
+  // All leave or none: and all have read their number before it is advanced.
+  if (!__syncthreads_and(ok)) return;
+  if (thread >= workers) return oversee(x, launch);
+  for (u32 block = blockIdx.x + thread * gridDim.x; block < kMaxBlocks; block += gridDim.x * workers) {
+    launches[block] = launch;
+  }
+
+  const Worker worker{x, launch, flag_of(launch)};
+  u64 b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
+  u32 a_lap = 0, b_lap = 0, c_lap = 0;
+  const u32 others = x.sources & ~(1u << rank);
+
+  for (u32 turn = 0; turn < x.steps + 1 + kFanOut; ++turn) {
+    const bool has_b = turn >= 1 && turn < x.steps + 1, has_c = kFanOut && turn >= 2;
+    const u64 a_place = a_lap * threads + number, b_place = b_lap * threads + number, c_place = c_lap * threads + number;
+    // All loads of the turn, before anything waits for one of them; what goes out was loaded in the turn before.
+    const bool reduces = kReduces && has_b && b_at < x.output_nbytes;
+    const u32 b_ranks = !has_b ? 0 : !kReduces ? worker.senders_of(b_at) : reduces ? others : 0;
+    const u32 c_ranks = has_c ? worker.senders_of(c_at) : 0;
+    Pair b[kRanks], c[kRanks];
+    Packet in{};
+    worker.look(b, 0, b_ranks, b_place);
+    if (reduces && x.own != nullptr) in = load_unit(x.own, width_of(x.own), b_at, x.output_nbytes);
+    if constexpr (kFanOut) worker.look(c, 1, c_ranks, c_place);
+
+    worker.push(out, a_at, a_place);
+    out.load(x, a_at + step_nbytes);
+
+    if (b_ranks != 0 && !worker.take(b, 0, b_ranks, b_place)) return;
+#if defined(MPICOMM_DTYPE)
+    if (reduces) {
+      Packet units[kRanks];
+#pragma unroll
+      for (u32 source = 0; source < kRanks; ++source) units[source] = source == rank ? in : Wire::unit(b[source]);
+      const Packet result = reduce(units, x.sources);
+      if constexpr (kFanOut) {
+        const Pair packet = Wire::packet(result, worker.flag);
+#pragma unroll
+        for (u32 distance = 1; distance < kRanks; ++distance) {
+          const u32 to = (rank + distance) % kRanks;
+          if (x.targets >> to & 1) store_volatile(worker.slot(to, 1, rank, b_place), packet);
+        }
+      }
+      if (x.output != nullptr) store_unit(x.output, width_of(x.output), b_at, x.output_nbytes, result);
+    }
+#else
+    worker.place(b, b_ranks, b_at);
+#endif
+    if constexpr (kFanOut) {
+      if (c_ranks != 0 && !worker.take(c, 1, c_ranks, c_place)) return;
+      worker.place(c, c_ranks, c_at);
+    }
+
+    // See "laps" at the top.
+    if (x.steps > x.laps && turn % (x.laps - 3) == 0) fence_device();
+    c_at = b_at, b_at = a_at, a_at += step_nbytes;
+    c_lap = b_lap, b_lap = a_lap, a_lap = a_lap + 1 == x.laps ? 0 : a_lap + 1;
+  }
+}
+
+}  // namespace mpicomm
+
+// Bounds the registers, so that a block always fits: a launch that fails here would leave the peers waiting.
+extern "C" __global__ void __launch_bounds__(mpicomm::kWorkers + mpicomm::kOverseers)
+    mpicomm_packets(const __grid_constant__ mpicomm::Packets);
+
+MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets packets) { mpicomm::run(packets); }

@@ -1,0 +1,142 @@
+// What every kernel of a communicator knows, and the head of every rank's arena: how ranks count their launches, tell
+// each other what they are in, and give up together.
+#pragma once
+
+#include "bytes.cuh"
+#include "faults.cuh"
+
+namespace mpicomm {
+
+// The host's copies of these constants and of Team are in team.py; a test compares them.
+constexpr u32 kMaxRanks = 8;
+constexpr u32 kMaxBlocks = 256;
+constexpr u64 kLineNbytes = 128;   // what different ranks or channels write never shares a line
+constexpr u64 kAnnouncements = kLineNbytes;  // where they begin in an arena; the abort word lies before them
+constexpr u64 kNumbers = kAnnouncements + kMaxRanks * 2 * sizeof(u64);
+constexpr u64 kHeadNbytes = kNumbers + kMaxBlocks * sizeof(u32);
+
+struct Team {
+  u8* arenas[kMaxRanks];  // every rank's, as mapped here
+  Faults faults;
+  u64 timeout_ns;
+  u32 names[kMaxRanks];  // the ranks as the user's communicator counts them, for records
+  u32 size;
+  u32 rank;
+  u32 tag;  // a hash of what this rank calls
+  u32 unused;
+};
+
+// A rank that gives up says so in the first word of every arena: {operation:8, rank at fault:24, epoch:32}, never zero.
+// Relaxed on both sides: the word is whole and says everything. Of several writers any may win, each has a reason.
+MPICOMM_DEVICE u64* abort_word(const Team& team, u32 owner) { return reinterpret_cast<u64*>(team.arenas[owner]); }
+
+MPICOMM_DEVICE void raise_abort(const Team& team, const Watch& watch) {
+  const u64 operation = watch.operation, peer = watch.peer, epoch = watch.sequence & 0xFFFFFFFFu;
+  for (u32 rank = 0; rank < team.size; ++rank) {
+    store_relaxed(abort_word(team, rank), operation << 56 | peer << 32 | epoch);
+  }
+}
+
+// Records here what another rank has said, if one has.
+MPICOMM_DEVICE bool heed_abort(const Team& team, u32 block) {
+  const u64 word = load_relaxed(abort_word(team, team.rank));
+  if (word == 0) return false;
+  const u32 operation = static_cast<u32>(word >> 56), peer = static_cast<u32>(word >> 32) & 0xFFFFFFu;
+  report_fault({team.faults, 0, operation, word & 0xFFFFFFFFu, block, peer}, 0);
+  return true;
+}
+
+// Whether nobody has given up, and no wait of another kernel has failed here. What is computed after such a failure is
+// not what it should be; the others learn at once that nothing more comes.
+MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block) {
+  const u32 failed = load_relaxed(team.faults.failed);
+  if (heed_abort(team, block)) return false;
+  if (failed == kClear) return true;
+  raise_abort(team, {team.faults, 0, kExchange, 0, block, team.names[team.rank]});
+  return false;
+}
+
+// Launches are counted, alike on all ranks, in the arena: a captured graph can be replayed for ever. Every block reads
+// a count of its own and the blocks of a launch advance those of all possible blocks, as grids differ: the number
+// belongs to the communicator, and no block needs to know whether the others have read it.
+MPICOMM_DEVICE u32* launches_of(const Team& team) {
+  return reinterpret_cast<u32*>(team.arenas[team.rank] + kNumbers);
+}
+
+// What `announcer` says in `owner`'s arena of its last two launches: {launch, tag}, each at the place of its parity.
+MPICOMM_DEVICE u64* announcements(const Team& team, u32 owner, u32 announcer) {
+  return reinterpret_cast<u64*>(team.arenas[owner] + kAnnouncements) + announcer * 2;
+}
+
+// Tells `peer` that `launch` has begun here, and hence that the one before is over. Relaxed: that one was another
+// kernel, whose accesses were performed when it ended, and nothing of this one is published.
+MPICOMM_DEVICE void announce(const Team& team, u32 peer, u32 launch) {
+  store_relaxed(announcements(team, peer, team.rank) + launch % 2, static_cast<u64>(launch) << 32 | team.tag);
+}
+
+// The number of the last launch that `peer` has announced; needs not to know this rank's, so as not to wait for it.
+MPICOMM_DEVICE u32 last_launch(const Team& team, u32 peer) {
+  const u64* const words = announcements(team, team.rank, peer);
+  const u32 even = static_cast<u32>(load_relaxed(words) >> 32), odd = static_cast<u32>(load_relaxed(words + 1) >> 32);
+  return static_cast<i32>(even - odd) > 0 ? even : odd;  // signed, as numbers wrap
+}
+
+enum Announced : u32 { kAbsent, kSame, kDifferent };
+
+// What `peer` has said of `launch`.
+MPICOMM_DEVICE Announced look_at(const Team& team, u32 peer, u32 launch) {
+  const u64 word = load_relaxed(announcements(team, team.rank, peer) + launch % 2);
+  const u32 said = static_cast<u32>(word >> 32);
+  // A peer that is two ahead has written over it: it cannot be, unless it was content with this launch.
+  if (static_cast<i32>(said - launch) < 0) return kAbsent;
+  return said != launch || static_cast<u32>(word) == team.tag ? kSame : kDifferent;
+}
+
+// How long a wait has lasted, looked at only when it lasts long: kept out of the loops, which stay short that way.
+struct Patience {
+  u64 start = 0;
+  u64 next_look = 0;
+
+  // Whether to go on waiting for the ranks of a set, of which there is one at least. If not, the kernel must leave:
+  // time is up, a rank that is waited for is in something else, or another rank has given up.
+  MPICOMM_DEVICE_CALL bool lasts(const Team& team, u32 launch, u32 missing) {
+    const u64 now = clock_ns();
+    if (start == 0) start = next_look = now;
+    if (now < next_look) return true;
+    next_look = now + kLookEvery_ns;
+    if (load_relaxed(abort_word(team, team.rank)) != 0) {
+      heed_abort(team, blockIdx.x);
+      return false;
+    }
+    Watch watch{team.faults, team.timeout_ns, kExchange, launch, blockIdx.x, 0};
+    u64 elapsed = now - start;
+    bool over = elapsed > team.timeout_ns;
+    for (u32 peer = team.size; peer-- > 0;) {
+      if (!(missing >> peer & 1)) continue;
+      watch.peer = team.names[peer];
+      if (look_at(team, peer, launch) == kDifferent) {
+        watch.operation = kMismatch;
+        elapsed = 0;
+        over = true;
+        break;
+      }
+    }
+    if (!over) return true;
+    report_fault(watch, elapsed);
+    raise_abort(team, watch);
+    return false;
+  }
+};
+
+// Waits until `absent` returns an empty set of ranks. False means that the kernel must leave.
+template <class Absent>
+MPICOMM_DEVICE bool await_ranks(const Team& team, u32 launch, Absent absent) {
+  Patience patience;
+  for (u32 polls = 0;; ++polls) {
+    const u32 missing = absent();
+    if (missing == 0) return true;
+    if (polls >= kPollsBeforeClock && !patience.lasts(team, launch, missing)) return false;
+  }
+}
+
+}  // namespace mpicomm

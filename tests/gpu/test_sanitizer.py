@@ -1,0 +1,41 @@
+"""The kernels under compute-sanitizer, and with ranks that come late."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from mpicomm.backend.cuda_driver import visible_devices
+from mpicomm.errors import BackendUnavailableError
+from tests.helpers.mpiexec import environment, mpiexec_command
+
+try:
+    DEVICES = visible_devices()
+except BackendUnavailableError as unavailable:
+    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
+
+PROGRAM = ("-m", "mpi4py", "-m", "tests.helpers.every_kernel")
+RANKS = max(2, len(DEVICES))
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
+def test_the_sanitizer_finds_nothing(tool: str) -> None:
+    sanitizer = shutil.which("compute-sanitizer", path="/usr/local/cuda/bin") or shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("there is no compute-sanitizer")
+    *launcher, python = mpiexec_command(2)
+    command = [*launcher, sanitizer, "--tool", tool, "--error-exitcode", "9", python, *PROGRAM]
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    output = result.stdout + result.stderr
+    assert result.returncode == 0, output[-4000:]
+    assert output.count("ERROR SUMMARY: 0 errors") + output.count("RACECHECK SUMMARY: 0 hazards") == 2, output[-4000:]
+
+
+def test_ranks_that_come_late() -> None:
+    command = mpiexec_command(RANKS, *PROGRAM, "--late")
+    result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
+    assert result.returncode == 0, (result.stdout + result.stderr)[-4000:]
+    sys.stdout.write(result.stdout)

@@ -1,0 +1,133 @@
+"""A short run of every kernel, for tools that look at each access of it.
+
+`mpiexec -n 2 python -m mpi4py -m tests.helpers.every_kernel`. With ``--late`` ranks come late at random, and the run is
+long: thousands of calls and replays.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+import cupy
+import numpy as np
+from mpi4py import MPI
+
+import mpicomm
+from tests.helpers.reductions import dtype_named, reduced, require_same, samples
+
+COUNTS = (1, 5, 1003, 20011)
+TYPES = ("float32", "bfloat16", "int32", "complex128")
+IDLE = 'extern "C" __global__ void idle(long long cycles) { for (auto t = clock64(); clock64() - t < cycles;) {} }'
+CALLS = 4000
+REPLAYS = 200
+
+
+def reductions(comm: mpicomm.Communicator, name: str, count: int, seed: int) -> list[tuple[Any, Any]]:
+    """Enqueue an all-reduce, a reduce-scatter and a reduce; return what is got and what should be."""
+    dtype = dtype_named(name)
+    parts = [samples(dtype, count * comm.size, np.random.default_rng([seed, rank])) for rank in range(comm.size)]
+    mine = cupy.asarray(parts[comm.rank].view(np.uint8))
+    form = [mine, count * comm.size, name]
+    every, block, root = (cupy.full(n, 0xEE, np.uint8) for n in (mine.nbytes, mine.nbytes // comm.size, mine.nbytes))
+    total = reduced("sum", parts)
+    comm.Allreduce(form, [every, count * comm.size, name])
+    comm.Reduce_scatter_block([mine, count, name], [block, count, name])
+    comm.Reduce(form, [root, count * comm.size, name])
+    results = [(every, total), (block, total[comm.rank * count : (comm.rank + 1) * count])]
+    return results + ([(root, total)] if comm.rank == 0 else [])
+
+
+def movements(comm: mpicomm.Communicator, count: int, seed: int) -> list[tuple[Any, Any]]:
+    """Enqueue a broadcast, an all-gather and an all-to-all; return what is got and what should be."""
+    parts = [samples(np.dtype(np.int32), count * comm.size, np.random.default_rng([seed, r])) for r in range(comm.size)]
+    mine = cupy.asarray(parts[comm.rank])
+    gathered, exchanged = cupy.zeros((comm.size, mine.size), np.int32), cupy.zeros_like(mine)
+    told = mine.copy()
+    comm.Bcast(told, root=comm.size - 1)
+    comm.Allgather(mine, gathered)
+    comm.Alltoall(mine, exchanged)
+    own = slice(comm.rank * count, (comm.rank + 1) * count)
+    return [
+        (told, parts[-1]),
+        (gathered, np.stack(parts)),
+        (exchanged, np.concatenate([part[own] for part in parts])),
+    ]
+
+
+def check(results: list[tuple[Any, Any]]) -> None:
+    """Wait for the device and compare."""
+    cupy.cuda.Device().synchronize()
+    for got, expected in results:
+        require_same(got.get().view(expected.dtype).reshape(expected.shape), expected)
+
+
+def signals(comm: mpicomm.Communicator) -> None:
+    """Put around the ring, with signals."""
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    with comm.zeros(1000, np.int32) as array:
+        array.put(cupy.full(1000, comm.rank, np.int32), following)
+        array.signal(following)
+        array.wait_signal(previous)
+        assert int(array.local.min()) == int(array.local.max()) == previous
+        comm.Barrier()
+
+
+def stress(comm: mpicomm.Communicator) -> None:
+    """Run thousands of calls in which ranks come late, on the host and on the device, and replays of graphs."""
+    rng = np.random.default_rng(7)  # the same on all ranks
+    own = np.random.default_rng([8, comm.rank])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    idle = cupy.RawKernel(IDLE, "idle")
+    with stream:
+        for call in range(CALLS):
+            count = int(rng.choice((1, 3, 700, 5000, 70001, 600011)))
+            x, y = cupy.full(count, comm.rank + call % 50, np.float32), cupy.empty(count, np.float32)
+            if own.random() < 0.1:
+                idle((1,), (1,), (int(own.integers(1000, 400000)),))
+            if own.random() < 0.02:
+                time.sleep(float(own.random()) * 0.01)
+            comm.Allreduce(x, y)
+            if call % 20 == 0:
+                expected = comm.size * (call % 50) + comm.size * (comm.size - 1) // 2
+                assert bool((y == expected).all()), (call, count)
+        for count in (1, 2000, 100003, 3000017):
+            x, y, z = (cupy.full(count, comm.rank + 1, np.float32) for _ in range(3))
+            comm.Allreduce(x, y)
+            stream.begin_capture()
+            for _ in range(5):
+                idle((1,), (1,), (int(own.integers(100, 20000)),))
+                comm.Allreduce(x, y)
+                comm.Bcast(z, root=comm.size - 1)
+            graph = stream.end_capture()
+            for _ in range(REPLAYS):
+                graph.launch()
+            stream.synchronize()
+            assert bool((y == comm.size * (comm.size + 1) // 2).all())
+            assert bool((z == comm.size).all())
+    comm.check()
+
+
+def main() -> None:
+    """Run; an exception on any rank ends all."""
+    with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:
+        if "--late" in sys.argv:
+            start = time.perf_counter()
+            stress(comm)
+            if comm.rank == 0:
+                sys.stdout.write(
+                    f"{CALLS} calls and {4 * 5 * 2 * REPLAYS} replayed ones in {time.perf_counter() - start:.1f} s\n"
+                )
+            return
+        for seed, name in enumerate(TYPES):
+            for count in COUNTS:
+                check(reductions(comm, name, count, seed))
+        for seed, count in enumerate((*COUNTS, 300007)):
+            check(movements(comm, count, seed))
+        signals(comm)
+        comm.check()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Collectives between the ranks of a machine: each enqueues a call on all ranks and returns the check of its results.
+
+``Calls`` draws everything that is free from its random numbers: data, where it lies, in place or not, sizes of blocks,
+and which rank is late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from mpicomm.collectives import patterns
+from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.signature import Signature
+from tests.helpers.reductions import dtype_named, reduced, require_same, samples
+from tests.kernels.machine import Array, Machine, Place
+
+Check = Callable[[], None]
+
+
+class Rig(Protocol):
+    """What calls are made on."""
+
+    size: int
+    machine: Machine
+
+    def run(
+        self,
+        rank: int,
+        exchanges: Sequence[Exchange],
+        signature: Signature,
+        *,
+        threads: int | None = None,
+        nap_us: int = 0,
+    ) -> None:
+        """Enqueue a rank's part of a collective."""
+
+
+class Calls:
+    """``threads``: sizes of blocks to choose from, None being the package's; ``nap_us``: how late a rank may be."""
+
+    def __init__(
+        self, rig: Rig, rng: np.random.Generator, *, threads: Sequence[int | None] = (None,), nap_us: int = 0
+    ) -> None:
+        self._rig = rig
+        self._rng = rng
+        self._threads = threads
+        self._nap_us = nap_us
+
+    def allreduce(
+        self, name: str, op: str, count: int, *, two_shot: bool = False, in_place: bool | None = None
+    ) -> Check:
+        """All ranks reduce; the bits are NumPy's."""
+        dtype = dtype_named(name)
+        parts = [samples(dtype, count, self._rng) for _ in range(self._rig.size)]
+        in_place = bool(self._rng.integers(2)) if in_place is None else in_place
+        piece_nbytes = max(dtype.itemsize, parts[0].nbytes // 2 + 1) if two_shot else None
+        sources = [self._place(rank, part) for rank, part in enumerate(parts)]
+        targets = sources if in_place else [self._place(rank, np.zeros_like(part)) for rank, part in enumerate(parts)]
+        for rank in range(self._rig.size):
+            send, output = Span(sources[rank].address, count), Span(targets[rank].address, count)
+            self._run(
+                rank,
+                patterns.allreduce(rank, self._rig.size, dtype, send, output, op, piece_nbytes=piece_nbytes),
+                Signature("Allreduce", dtype.name, count, op),
+            )
+        expected = reduced(op, parts) if self._rig.size > 1 else parts[0]
+        return lambda: _require(targets, [expected] * self._rig.size)
+
+    def alltoallv(self, counts: Array) -> Check:
+        """Rank a sends ``counts[a][b]`` bytes to rank b."""
+        ranks, dtype = range(self._rig.size), np.dtype(np.uint8)
+        data = [[self._bytes(int(counts[a][b])) for b in ranks] for a in ranks]
+        targets = [[self._place(b, np.zeros_like(data[a][b])) for a in ranks] for b in ranks]
+        for rank in ranks:
+            sends = [self._span(self._place(rank, block)) for block in data[rank]]
+            receives = [self._span(place) for place in targets[rank]]
+            exchanges = patterns.alltoall(rank, self._rig.size, dtype, sends, receives)
+            self._run(rank, exchanges, Signature("Alltoallv", "uint8"))
+
+        def check() -> None:
+            for b in ranks:
+                _require(targets[b], [data[a][b] for a in ranks])
+
+        return check
+
+    def bcast(self, nbytes: int) -> Check:
+        """One rank's buffer goes to all, in two steps if that is drawn."""
+        dtype, root = np.dtype(np.uint8), int(self._rng.integers(self._rig.size))
+        content = self._bytes(nbytes)
+        piece_nbytes = nbytes // 2 + 1 if self._rng.integers(2) else None
+        places = [
+            self._place(rank, content if rank == root else np.zeros_like(content)) for rank in range(self._rig.size)
+        ]
+        for rank, place in enumerate(places):
+            exchanges = patterns.bcast(rank, self._rig.size, dtype, self._span(place), root, piece_nbytes=piece_nbytes)
+            self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
+        return lambda: _require(places, [content] * self._rig.size)
+
+    def scan(self, name: str, op: str, count: int) -> Check:
+        """Each rank reduces what the ranks up to itself have, in place: every rank does something else."""
+        dtype = dtype_named(name)
+        parts = [samples(dtype, count, self._rng) for _ in range(self._rig.size)]
+        places = [self._place(rank, part) for rank, part in enumerate(parts)]
+        for rank, place in enumerate(places):
+            span = Span(place.address, count)
+            exchanges = patterns.scan(rank, self._rig.size, dtype, span, span, op)
+            self._run(rank, exchanges, Signature("Scan", dtype.name, count, op))
+        expected = [parts[0], *(reduced(op, parts[: rank + 1]) for rank in range(1, self._rig.size))]
+        return lambda: _require(places, expected)
+
+    def _run(self, rank: int, exchanges: Sequence[Exchange], signature: Signature) -> None:
+        threads = self._threads[int(self._rng.integers(len(self._threads)))]
+        late = self._nap_us and self._rng.integers(20) == 0
+        nap_us = int(self._rng.integers(self._nap_us)) if late else 0
+        self._rig.run(rank, exchanges, signature, threads=threads, nap_us=nap_us)
+
+    def _place(self, rank: int, content: Array) -> Place:
+        offset = int(self._rng.choice((0, 0, content.dtype.itemsize % 16, 8, 1)))
+        return self._rig.machine.place(rank, content, offset=offset)
+
+    def _bytes(self, nbytes: int) -> Array:
+        return self._rng.integers(0, 256, nbytes, dtype=np.uint8)
+
+    def _span(self, place: Place) -> Span:
+        return Span(place.address, place.bytes.size)
+
+
+def _require(places: Sequence[Place], expected: Sequence[Array]) -> None:
+    for place, array in zip(places, expected, strict=True):
+        require_same(place.bytes.copy().view(array.dtype), array)
+
+
+def sizes_around(*limits: int, itemsize: int = 1) -> list[int]:
+    """Return counts of elements whose bytes are none, few, just under, at and just over each limit."""
+    counts = {0, 1, 3} | {limit // itemsize + more for limit in limits for more in (-1, 0, 1)}
+    return sorted(counts)
+
+
+def random_counts(rng: np.random.Generator, size: int, choices: Sequence[int]) -> Any:
+    """Return how much each rank sends to each."""
+    return rng.choice(choices, (size, size))

@@ -1,0 +1,204 @@
+"""Ranks with memory that all have mapped, and streams of kernels: what a node with GPUs is to a collective."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import re
+import shutil
+import subprocess
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.backend.cuda_faults import FaultRecord
+from mpicomm.kernels.team import Faults
+from tests.kernels.build import Builds, Kernel
+
+Array = npt.NDArray[Any]
+
+# Where ranks map the memory: free in a process under Linux on x86-64, and also memory to ThreadSanitizer, which finds
+# a race by its address. Each process has addresses of its own, so that an address of a rank is no use to another.
+_FIRST_ADDRESS = 0x7EA0_0000_0000
+_ADDRESSES = 0x1_0000_0000
+_RANK_NBYTES = 1 << 26
+_GAP = 64  # around everything that is allocated, to see whether a kernel writes where it should not
+_GAP_BYTE = 0xA5
+
+
+CAUGHT = r"ThreadSanitizer: data race|hang: not over|fault on rank| differ, first at "
+"""What a mistake in a kernel's protocol ends in, when it is seen: matches the AssertionError."""
+
+
+class RunFailedError(AssertionError):
+    """A run that did not end as it should, without a look at the results."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Memory of a rank: ``address`` for the kernels of that rank, ``bytes`` for the test."""
+
+    address: int
+    bytes: npt.NDArray[np.uint8]
+
+    def view(self, dtype: npt.DTypeLike) -> Array:
+        """Return what lies there."""
+        return self.bytes.view(dtype)
+
+
+@dataclass(frozen=True)
+class _Launch:
+    kernel: Kernel
+    parameters: tuple[int, ...]
+    blocks: int
+    threads: int
+    nap_us: int
+
+
+class Machine:
+    """``size`` ranks, all on this machine. What is allocated first stays; `clear` gives back the rest.
+
+    With builds for ThreadSanitizer the ranks are threads of one process, otherwise each is a process.
+    """
+
+    def __init__(self, builds: Builds, size: int) -> None:
+        self.builds = builds
+        self.size = size
+        self._fd = os.memfd_create("mpicomm-test-kernels")
+        weakref.finalize(self, os.close, self._fd)
+        os.ftruncate(self._fd, size * _RANK_NBYTES)
+        self._memory = mmap.mmap(self._fd, size * _RANK_NBYTES)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        self._ends = [_GAP] * size
+        self._gaps: list[npt.NDArray[np.uint8]] = []
+        self._launches: list[list[_Launch]] = [[] for _ in range(size)]
+        self._records = [self.allocate(rank, ctypes.sizeof(FaultRecord)) for rank in range(size)]
+        self.faults = [self._faults_of(rank) for rank in range(size)]
+        self._kept = list(self._ends)
+
+    def keep(self) -> None:
+        """Let what is allocated now survive `clear`."""
+        self._kept = list(self._ends)
+        self._gaps.clear()
+
+    def clear(self) -> None:
+        """Forget what was allocated since `keep`."""
+        self._ends = list(self._kept)
+        self._gaps.clear()
+
+    def address(self, owner: int, place: Place, viewer: int) -> int:
+        """Return the address of a rank's memory for the kernels of another."""
+        return place.address - self._base(owner) + self._base(viewer)
+
+    def allocate(self, rank: int, nbytes: int, *, offset: int = 0) -> Place:
+        """Return memory of ``rank``, zeroed, ``offset`` bytes after a multiple of 64."""
+        start = -(-self._ends[rank] // 64) * 64 + offset
+        end = start + nbytes + _GAP
+        assert end <= _RANK_NBYTES, "a rank of the machine has no such amount of memory"
+        at = rank * _RANK_NBYTES
+        self._bytes[at + self._ends[rank] : at + end] = _GAP_BYTE
+        self._gaps.append(self._bytes[at + start - min(offset, 16) : at + start])
+        self._gaps.append(self._bytes[at + end - _GAP : at + end])
+        self._ends[rank] = end
+        place = Place(self._base(rank) + at + start, self._bytes[at + start : at + start + nbytes])
+        place.bytes[:] = 0
+        return place
+
+    def place(self, rank: int, content: Array, *, offset: int = 0) -> Place:
+        """Return memory of ``rank`` with a copy of ``content``."""
+        place = self.allocate(rank, content.nbytes, offset=offset)
+        place.bytes[:] = np.frombuffer(content.tobytes(), np.uint8)
+        return place
+
+    def launch(
+        self, rank: int, kernel: Kernel, parameters: Sequence[Any], *, blocks: int, threads: int, nap_us: int = 0
+    ) -> None:
+        """Enqueue a kernel on the stream of ``rank``; ``parameters`` are ctypes. The rank may nap before it."""
+        places = []
+        for parameter in parameters:
+            place = self.allocate(rank, ctypes.sizeof(parameter))
+            place.bytes[:] = np.frombuffer(bytes(parameter), np.uint8)
+            places.append(place.address)
+        self._launches[rank].append(_Launch(kernel, tuple(places), blocks, threads, nap_us))
+
+    def run(self, *, seed: int = 0, jitter_us: int = 0, limit_s: float = 60) -> None:
+        """Run all that was enqueued. Raises `RunFailedError` for a crash, a hang, a race, a fault record, and for
+        writes beside what was allocated."""
+        jobs = [self._job(rank, seed, jitter_us) for rank in range(self.size)]
+        if self.builds.sanitize:
+            header = jobs[0].splitlines()[:2]
+            jobs = ["\n".join([*header, *(line for job in jobs for line in job.splitlines()[2:])])]
+        self._launches = [[] for _ in range(self.size)]
+        self._run_jobs(jobs, limit_s)
+        for rank, place in enumerate(self._records):
+            record = FaultRecord.from_buffer_copy(place.bytes.tobytes())
+            if record.state:
+                said = ", ".join(f"{name}={getattr(record, name)}" for name, *_ in FaultRecord._fields_)
+                raise RunFailedError(f"fault on rank {rank}: {said}")
+        if any((gap != _GAP_BYTE).any() for gap in self._gaps):
+            raise RunFailedError("a kernel wrote beside what it was to write")
+
+    def _faults_of(self, rank: int) -> Faults:
+        failed = self.allocate(rank, ctypes.sizeof(ctypes.c_uint32))
+        self._records[rank].bytes[:] = np.frombuffer(bytes(FaultRecord(failed=failed.address)), np.uint8)
+        return Faults(self._records[rank].address, failed.address)
+
+    def _base(self, viewer: int) -> int:
+        return _FIRST_ADDRESS + (0 if self.builds.sanitize else viewer * _ADDRESSES)
+
+    def _job(self, rank: int, seed: int, jitter_us: int) -> str:
+        lines = [
+            f"memory {self._fd} {self.size * _RANK_NBYTES} {self._base(rank)}",
+            f"jitter {seed} {jitter_us}",
+            f"rank {rank}",
+        ]
+        for each in self._launches[rank]:
+            words = (each.nap_us, each.kernel.library, each.kernel.entry, each.blocks, each.threads, *each.parameters)
+            lines.append(f"launch {' '.join(map(str, words))}")
+        return "\n".join(lines)
+
+    def _run_jobs(self, jobs: Sequence[str], limit_s: float) -> None:
+        command = [*_fixed_addresses(self.builds), str(self.builds.launcher)]
+        environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
+        running = []
+        try:
+            for job in jobs:
+                running.append(
+                    subprocess.Popen(
+                        command,
+                        stdin=subprocess.PIPE,
+                        stderr=subprocess.PIPE,
+                        pass_fds=[self._fd],
+                        env=environment,
+                        text=True,
+                    )
+                )
+                assert running[-1].stdin
+                running[-1].stdin.write(job)
+                running[-1].stdin.close()
+                running[-1].stdin = None
+            end = time.monotonic() + limit_s
+            said = [process.communicate(timeout=max(0.1, end - time.monotonic()))[1] for process in running]
+        except subprocess.TimeoutExpired:
+            raise RunFailedError(f"hang: not over after {limit_s} s") from None
+        finally:
+            for process in running:
+                process.kill()
+                process.communicate()
+        codes = [process.returncode for process in running]
+        if any(codes):
+            raise RunFailedError(f"exit codes {codes}:\n" + "\n".join(text[-6000:] for text in said if text))
+
+
+def _fixed_addresses(builds: Builds) -> list[str]:
+    """Return what a program of ThreadSanitizer has to be run with where addresses are spread wider than it expects."""
+    bits = Path("/proc/sys/vm/mmap_rnd_bits")
+    spread = bits.exists() and int(re.sub(r"\D", "", bits.read_text())) > 28
+    return ["setarch", "-R"] if builds.sanitize and spread and shutil.which("setarch") else []

@@ -1,0 +1,121 @@
+"""Exchanges in packets between the ranks of a machine, with the arguments that the package makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from mpicomm.collectives.device_arena import ArenaLayout, Inboxes
+from mpicomm.collectives.device_channels import reduction_of
+from mpicomm.collectives.device_packets import Geometry, PacketPlanner, Wire, fans_out
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, Team
+from tests.kernels.build import Change
+from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.machine import Machine
+
+_RECENT = 4  # kRecent in team.cuh
+
+
+@dataclass(frozen=True)
+class _Layout(ArenaLayout):
+    """The package's, with inboxes of any size."""
+
+    flagged_inbox_nbytes: int = 0
+    sentinel_inbox_nbytes: int = 0
+
+
+class PacketRig:
+    """An arena and a planner for each rank, of one wire; ``inbox_nbytes`` is what each rank can send to another."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        wire: Wire,
+        geometry: Geometry,
+        *,
+        inbox_nbytes: int = 64 << 10,
+        changes: Sequence[Change] = (),
+        timeout_s: float = 20,
+    ) -> None:
+        self.machine = machine
+        self.size = machine.size
+        self._wire = wire
+        self._geometry = geometry
+        self._changes = changes
+        self._layout = layout = _Layout(self.size, 1, inbox_nbytes, inbox_nbytes)
+        self.arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
+        machine.keep()
+        for arena in self.arenas:
+            arena.bytes[layout.sentinels : layout.counts] = 0xFF
+        self._planners = [self._planner(rank, layout, timeout_s) for rank in range(self.size)]
+
+    def start_at(self, launch: int) -> None:
+        """Let all ranks have begun and ended this launch."""
+        for arena in self.arenas:
+            numbers = arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 4 : HEAD_NBYTES]
+            numbers.view(np.uint32)[:] = launch
+            announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _RECENT * 8]
+            announcements.view(np.uint64).reshape(self.size, _RECENT)[:, launch % _RECENT] = launch << 32
+
+    def fill_with_old_flags(self, rng: np.random.Generator) -> None:
+        """Let the inboxes of the LL wire hold wrong data with flags of launches 2 to 99 of a round of numbers."""
+        layout = self._layout
+        for arena in self.arenas:
+            words = arena.bytes[layout.flagged : layout.sentinels].view(np.uint64)
+            words[:] = rng.integers(3, 100, words.size).astype(np.uint64) << 32 | 0xBAD
+
+    def run(
+        self,
+        rank: int,
+        exchanges: Sequence[Exchange],
+        signature: Signature,
+        *,
+        threads: int | None = None,
+        nap_us: int = 0,
+    ) -> None:
+        """Enqueue a rank's part of a collective; how threads share the work is the rig's, the same on all ranks."""
+        assert threads is None
+        steps = list(exchanges)
+        while steps:
+            exchange = steps.pop(0)
+            reduction = reduction_of(exchange.dtype, signature.op) if signature.op else None
+            fan_out = steps.pop(0) if reduction and steps and fans_out(rank, exchange, steps[0]) else None
+            spans = [*exchange.sends, *exchange.receives, exchange.reduction.output if exchange.reduction else None]
+            nbytes = max(span.count for span in spans if span) * exchange.dtype.itemsize
+            launch = self._planners[rank].launch(
+                exchange,
+                reduction,
+                signature.hash32,
+                self._wire,
+                nbytes=nbytes,
+                fan_out=fan_out,
+                geometry=self._geometry,
+            )
+            kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
+            parameters = [launch.arguments]
+            self.machine.launch(rank, kernel, parameters, blocks=launch.blocks, threads=launch.threads, nap_us=nap_us)
+
+    def _planner(self, rank: int, layout: ArenaLayout, timeout_s: float) -> PacketPlanner:
+        pointers = tuple(self.machine.address(owner, arena, rank) for owner, arena in enumerate(self.arenas))
+        team = Team(faults=self.machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
+        for owner, pointer in enumerate(pointers):
+            team.arenas[owner] = pointer
+            team.names[owner] = 10 + owner
+
+        def inboxes(offset: int, nbytes: int) -> Inboxes:
+            return Inboxes(tuple(pointer + offset for pointer in pointers), nbytes)
+
+        sentinels = inboxes(layout.sentinels, layout.sentinel_inbox_nbytes)
+        arena = SimpleNamespace(
+            layout=layout,
+            flagged=inboxes(layout.flagged, layout.flagged_inbox_nbytes),
+            sentinels=sentinels,
+            large_inboxes=lambda nbytes: sentinels,
+        )
+        return PacketPlanner(team, cast(Any, arena), most_blocks=self._geometry.blocks)

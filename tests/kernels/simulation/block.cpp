@@ -1,0 +1,299 @@
+// Runs a block of CUDA threads on one thread of the operating system: each CUDA thread is a fiber with a stack of its
+// own, and which one runs next is drawn at every barrier and at every access that orders memory.
+//
+// This file is compiled without ThreadSanitizer, which would otherwise watch the scheduler instead of the kernels. It
+// is told of the fibers, and learns of each order that CUDA promises (a barrier, the end of a kernel before the next)
+// from a release and an acquire; of nothing else: a change of fibers alone orders nothing.
+
+#include "block.hpp"
+
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "launch.hpp"
+
+#if !defined(__x86_64__)
+#error "switch_stacks is written for x86-64 alone"
+#endif
+
+// There only where ThreadSanitizer is linked.
+extern "C" {
+__attribute__((weak)) void* __tsan_create_fiber(unsigned);
+__attribute__((weak)) void* __tsan_get_current_fiber();
+__attribute__((weak)) void __tsan_destroy_fiber(void*);
+__attribute__((weak)) void __tsan_switch_to_fiber(void*, unsigned);
+__attribute__((weak)) void __tsan_acquire(void*);
+__attribute__((weak)) void __tsan_release(void*);
+}
+
+// Saves the registers that a call preserves and the stack pointer in *from, and goes on where `to` was saved.
+extern "C" void switch_stacks(void** from, void* to);
+asm(R"(
+.text
+.globl switch_stacks
+.type switch_stacks, @function
+switch_stacks:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size switch_stacks, .-switch_stacks
+)");
+
+namespace cpu {
+namespace {
+
+constexpr unsigned kWarp = 32;
+constexpr size_t kStackNbytes = 128 * 1024;
+constexpr size_t kGuardNbytes = 4096;
+constexpr unsigned kSavedRegisters = 6;
+constexpr unsigned kWithoutOrder = 1;  // a flag of __tsan_switch_to_fiber
+constexpr unsigned kPatience = 8;      // rounds of polls before the block lets other processes run
+
+thread_local Block* current = nullptr;
+
+void acquire(char& word) {
+  if (__tsan_acquire) __tsan_acquire(&word);
+}
+void release(char& word) {
+  if (__tsan_release) __tsan_release(&word);
+}
+
+[[noreturn]] void die(const Block& block, const char* what) {
+  fprintf(stderr, "rank %u, block %u: %s\n", block.rank, block.index, what);
+  _exit(3);
+}
+
+}  // namespace
+
+void sleep_us(unsigned us) {
+  const timespec time{us / 1000000, static_cast<long>(us % 1000000) * 1000};
+  nanosleep(&time, nullptr);
+}
+
+enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kEnded };
+
+struct Fiber {
+  Place place;
+  State state;
+  unsigned mask;  // of the warp barrier it waits at
+  char* memory;
+  void* stack_pointer;
+  void* tsan;
+};
+
+struct Warp {
+  unsigned long long words[kWarp];
+  char sync;
+};
+
+Block::Block(unsigned rank, unsigned index, char* launches, const Jitter& jitter)
+    : rank(rank),
+      index(index),
+      launches_(launches),
+      jitter_(jitter),
+      random_((jitter.seed * 1000003ull + rank) * 1000003ull + index + 1) {}
+
+Block::~Block() {
+  for (Fiber* fiber : fibers_) {
+    if (__tsan_destroy_fiber) __tsan_destroy_fiber(fiber->tsan);
+    munmap(fiber->memory, kStackNbytes);
+    delete fiber;
+  }
+  for (Warp* warp : warps_) delete warp;
+}
+
+void Block::run(const Launch& launch) {
+  if (index >= launch.blocks) {
+    ++launched_;
+    return;
+  }
+  current = this;
+  launch_ = &launch;
+  if (one_in(16)) sleep_us(draw() % (jitter_.us + 1));
+  while (fibers_.size() < launch.threads) add_fiber();
+  live_ = launch.threads;
+  for (unsigned thread = 0; thread < launch.threads; ++thread) prepare(*fibers_[thread], thread);
+  Fiber main{};
+  main.tsan = __tsan_get_current_fiber ? __tsan_get_current_fiber() : nullptr;
+  main_ = running_ = &main;
+  // Shared memory comes into being at the first access of a thread of the operating system; not of a fiber, to which
+  // ThreadSanitizer would then ascribe it.
+  launch.entry(nullptr);
+  // Kernels of a rank follow each other: what the last one did is seen by all threads of this one. Two words by turns,
+  // so that a block which begins late learns nothing of one that has ended already.
+  acquire(launches_[launched_ % 2]);
+  release(started_);
+  leave();
+  acquire(ended_);
+  release(launches_[++launched_ % 2]);
+}
+
+void Block::add_fiber() {
+  Fiber* fiber = new Fiber{};
+  void* memory = mmap(nullptr, kStackNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED || mprotect(memory, kGuardNbytes, PROT_NONE) != 0) die(*this, "no memory for stacks");
+  fiber->memory = static_cast<char*>(memory);
+  if (__tsan_create_fiber) fiber->tsan = __tsan_create_fiber(0);
+  if (fibers_.size() % kWarp == 0) warps_.push_back(new Warp{});
+  fibers_.push_back(fiber);
+}
+
+void Block::prepare(Fiber& fiber, unsigned thread) {
+  const Launch& launch = *launch_;
+  fiber.place = {{thread, 0, 0}, {index, 0, 0}, {launch.threads, 1, 1}, {launch.blocks, 1, 1}};
+  fiber.state = State::kReady;
+  // What switch_stacks pops: registers of no meaning, and where to go on. A function begins with its stack 8 bytes off
+  // a multiple of 16, as a call leaves it.
+  void** const top = reinterpret_cast<void**>(fiber.memory + kStackNbytes);
+  top[-1] = nullptr;
+  top[-2] = reinterpret_cast<void*>(&Block::begin);
+  fiber.stack_pointer = top - 2 - kSavedRegisters;
+  ready_.push_back(&fiber);
+}
+
+void Block::begin() {
+  Block& block = *current;
+  acquire(block.started_);
+  block.launch_->entry(block.launch_->parameters.data());
+  release(block.ended_);
+  block.end();
+}
+
+void Block::end() {
+  Fiber& self = *running_;
+  self.state = State::kEnded;
+  --live_;
+  idle_ = 0;
+  release_block();
+  release_warp(self.place.thread.x / kWarp);
+  leave();
+}
+
+// Runs another thread; returns when one has chosen this one again.
+void Block::leave() {
+  Fiber* const self = running_;
+  if (ready_.empty()) {
+    if (live_ > 0) die(*this, "threads wait at barriers that others do not come to");
+    running_ = main_;
+  } else {
+    const size_t chosen = draw() % ready_.size();
+    running_ = ready_[chosen];
+    ready_[chosen] = ready_.back();
+    ready_.pop_back();
+  }
+  if (running_ == self) return;
+  if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(running_->tsan, kWithoutOrder);
+  switch_stacks(&self->stack_pointer, running_->stack_pointer);
+}
+
+void Block::yield() {
+  if (++idle_ > kPatience * live_) {
+    idle_ = 0;
+    sched_yield();
+  }
+  if (one_in(4096)) sleep_us(draw() % (jitter_.us + 1));
+  ready_.push_back(running_);
+  leave();
+}
+
+Tally Block::meet_block(bool agrees) {
+  const unsigned turn = round_ % 2;
+  release(syncs_[turn]);
+  running_->state = State::kAtBlockBarrier;
+  ++tallies_[turn].arrived;
+  tallies_[turn].agreed += agrees;
+  release_block();
+  leave();
+  acquire(syncs_[turn]);
+  return tallies_[turn];
+}
+
+// A thread that returns counts as one that has come, as in PTX.
+void Block::release_block() {
+  const unsigned turn = round_ % 2;
+  if (tallies_[turn].arrived == 0 || tallies_[turn].arrived < live_) return;
+  ++round_;
+  idle_ = 0;
+  tallies_[round_ % 2] = {0, 0};
+  for (unsigned thread = 0; thread < launch_->threads; ++thread) {
+    if (fibers_[thread]->state == State::kAtBlockBarrier) wake(*fibers_[thread]);
+  }
+}
+
+void Block::meet_warp(unsigned mask) {
+  Fiber& self = *running_;
+  const unsigned warp = self.place.thread.x / kWarp;
+  if ((mask >> self.place.thread.x % kWarp & 1) == 0) die(*this, "a thread is not in its own mask");
+  release(warps_[warp]->sync);
+  self.state = State::kAtWarpBarrier;
+  self.mask = mask;
+  release_warp(warp);
+  leave();
+  acquire(warps_[warp]->sync);
+}
+
+void Block::release_warp(unsigned warp) {
+  const unsigned first = warp * kWarp;
+  for (unsigned lane = 0; lane < kWarp && first + lane < launch_->threads; ++lane) {
+    const Fiber& fiber = *fibers_[first + lane];
+    if (fiber.state != State::kAtWarpBarrier) continue;
+    const unsigned mask = fiber.mask & live_lanes(warp);
+    bool complete = true;
+    for (unsigned other = 0; other < kWarp; ++other) {
+      if ((mask >> other & 1) == 0) continue;
+      const Fiber& waited = *fibers_[first + other];
+      complete = complete && waited.state == State::kAtWarpBarrier && waited.mask == fiber.mask;
+    }
+    if (!complete) continue;
+    for (unsigned other = 0; other < kWarp; ++other) {
+      if (mask >> other & 1) wake(*fibers_[first + other]);
+    }
+  }
+}
+
+void Block::wake(Fiber& fiber) {
+  fiber.state = State::kReady;
+  ready_.push_back(&fiber);
+}
+
+unsigned Block::live_lanes(unsigned warp) const {
+  unsigned mask = 0;
+  for (unsigned lane = 0; lane < kWarp && warp * kWarp + lane < launch_->threads; ++lane) {
+    if (fibers_[warp * kWarp + lane]->state != State::kEnded) mask |= 1u << lane;
+  }
+  return mask;
+}
+
+unsigned Block::draw() {
+  random_ ^= random_ << 13;
+  random_ ^= random_ >> 7;
+  random_ ^= random_ << 17;
+  return static_cast<unsigned>(random_ >> 16);
+}
+
+bool Block::one_in(unsigned chances) { return jitter_.us > 0 && draw() % chances == 0; }
+
+const Place& place() { return current->running_->place; }
+void yield() { current->yield(); }
+Tally meet_block(bool agrees) { return current->meet_block(agrees); }
+void meet_warp(unsigned mask) { current->meet_warp(mask); }
+unsigned long long* warp_words() { return current->warps_[place().thread.x / kWarp]->words; }
+unsigned live_lanes() { return current->live_lanes(place().thread.x / kWarp); }
+
+}  // namespace cpu

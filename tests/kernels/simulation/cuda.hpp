@@ -1,0 +1,190 @@
+// The part of CUDA C++ that the kernels use, in C++20: included before a .cu file that g++ compiles.
+//
+// Accesses that order memory come from memory_order.cuh, which calls MPICOMM_YIELD before each. A kernel that polls in
+// another way has to call it too, or the threads it waits for never run.
+
+#include <stdint.h>
+#include <string.h>
+
+#include <algorithm>
+#include <atomic>  // of memory_order.cuh: this file is compiled once for all kernels
+#include <chrono>
+#include <type_traits>
+#include <utility>
+
+#include "block.hpp"
+
+#define __global__
+#define __device__
+#define __host__
+#define __constant__
+#define __forceinline__ inline
+#define __noinline__ __attribute__((noinline))
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+// A block is a thread of the operating system, hence its shared memory is that thread's. It is not cleared between
+// kernels, as on a GPU. `extern __shared__` is not supported.
+#define __shared__ static thread_local
+
+#define threadIdx (::cpu::place().thread)
+#define blockIdx (::cpu::place().block)
+#define blockDim (::cpu::place().threads)
+#define gridDim (::cpu::place().blocks)
+constexpr int warpSize = 32;
+
+#define MPICOMM_YIELD() ::cpu::yield()
+
+using dim3 = cpu::Index;
+
+// clang-format off
+#define CPU_VECTOR(name, type, align)                                                \
+  struct alignas(sizeof(type) * 2) name##2 { type x, y; };                           \
+  struct alignas(align) name##4 { type x, y, z, w; };                                \
+  inline name##2 make_##name##2(type x, type y) { return {x, y}; }                   \
+  inline name##4 make_##name##4(type x, type y, type z, type w) { return {x, y, z, w}; }
+// clang-format on
+CPU_VECTOR(int, int, 16)
+CPU_VECTOR(uint, unsigned, 16)
+CPU_VECTOR(float, float, 16)
+CPU_VECTOR(longlong, long long, 16)
+CPU_VECTOR(ulonglong, unsigned long long, 16)
+#undef CPU_VECTOR
+
+// ---- barriers
+
+inline void __syncthreads() { cpu::meet_block(false); }
+inline int __syncthreads_count(int predicate) { return static_cast<int>(cpu::meet_block(predicate != 0).agreed); }
+inline int __syncthreads_or(int predicate) { return cpu::meet_block(predicate != 0).agreed > 0; }
+inline int __syncthreads_and(int predicate) {
+  const cpu::Tally tally = cpu::meet_block(predicate != 0);
+  return tally.agreed == tally.arrived;
+}
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { cpu::meet_warp(mask & cpu::live_lanes()); }
+
+// ---- what a warp exchanges
+
+namespace cpu {
+
+inline unsigned lane() { return place().thread.x % 32; }
+
+// What lane `from` gives; all of the mask give something.
+template <class T>
+T from_lane(unsigned mask, T value, unsigned from) {
+  static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
+  unsigned long long* const words = warp_words();
+  mask &= live_lanes();
+  memcpy(&words[lane()], &value, sizeof(T));
+  meet_warp(mask);
+  T result;
+  memcpy(&result, &words[from], sizeof(T));
+  meet_warp(mask);
+  return result;
+}
+
+// The lane at `offset` within this lane's segment, or this lane where that lies outside.
+inline unsigned within(int offset, int width) {
+  const int first = static_cast<int>(lane()) / width * width, target = static_cast<int>(lane()) + offset;
+  return static_cast<unsigned>(target >= first && target < first + width ? target : static_cast<int>(lane()));
+}
+
+}  // namespace cpu
+
+inline unsigned __activemask() { return cpu::live_lanes(); }
+template <class T>
+T __shfl_sync(unsigned mask, T value, int lane, int width = 32) {
+  return cpu::from_lane(mask, value, cpu::lane() / width * width + static_cast<unsigned>(lane) % width);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32) {
+  const int other = static_cast<int>(cpu::lane()) ^ lanes;
+  return cpu::from_lane(mask, value, cpu::within(other - static_cast<int>(cpu::lane()), width));
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned offset, int width = 32) {
+  return cpu::from_lane(mask, value, cpu::within(static_cast<int>(offset), width));
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned offset, int width = 32) {
+  return cpu::from_lane(mask, value, cpu::within(-static_cast<int>(offset), width));
+}
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  unsigned long long* const words = cpu::warp_words();
+  mask &= cpu::live_lanes();
+  words[cpu::lane()] = predicate != 0;
+  cpu::meet_warp(mask);
+  unsigned votes = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if (mask >> lane & 1 && words[lane]) votes |= 1u << lane;
+  }
+  cpu::meet_warp(mask);
+  return votes;
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline int __all_sync(unsigned mask, int predicate) {
+  mask &= cpu::live_lanes();
+  return __ballot_sync(mask, predicate) == mask;
+}
+
+// ---- arithmetic, caches and time
+
+using std::max;
+using std::min;
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
+inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
+template <class T>
+T __ldg(const T* p) { return *p; }
+template <class T>
+T __ldcs(const T* p) { return *p; }
+template <class T>
+T __ldcg(const T* p) { return *p; }
+template <class T>
+void __stcs(T* p, T value) { *p = value; }
+template <class T>
+void __stcg(T* p, T value) { *p = value; }
+inline void __nanosleep(unsigned) { cpu::yield(); }
+inline long long clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
+
+// Within a block or a device these order what a fence between processes orders; ThreadSanitizer knows no fences.
+inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
+inline void __threadfence_block() { __threadfence(); }
+inline void __threadfence_system() { __threadfence(); }
+
+template <class T>
+T atomicAdd(T* p, std::type_identity_t<T> value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+template <class T>
+T atomicOr(T* p, std::type_identity_t<T> value) { return __atomic_fetch_or(p, value, __ATOMIC_RELAXED); }
+template <class T>
+T atomicExch(T* p, std::type_identity_t<T> value) { return __atomic_exchange_n(p, value, __ATOMIC_RELAXED); }
+template <class T>
+T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
+  __atomic_compare_exchange_n(p, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  return expected;
+}
+
+// A kernel that was launched to begin early still begins when the one before it is over.
+inline void cudaGridDependencySynchronize() {}
+inline void cudaTriggerProgrammaticLaunchCompletion() {}
+
+// ---- entries
+
+namespace cpu {
+template <class... P, size_t... number>
+void call(void (*kernel)(P...), void* const* parameters, std::index_sequence<number...>) {
+  kernel(*static_cast<std::remove_reference_t<P>*>(parameters[number])...);
+}
+template <class... P>
+void call(void (*kernel)(P...), void* const* parameters) {
+  call(kernel, parameters, std::index_sequence_for<P...>{});
+}
+}  // namespace cpu
+
+// What the launcher calls: as cuLaunchKernel, it has the addresses of the parameters. Without parameters it only makes
+// the library's shared memory, of which `touched` is a part.
+#define CPU_ENTRY(kernel)                                   \
+  extern "C" void enter_##kernel(void* const* parameters) { \
+    static thread_local volatile char touched;              \
+    if (parameters) cpu::call(&kernel, parameters);         \
+    else touched = 1;                                       \
+  }

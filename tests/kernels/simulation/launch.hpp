@@ -1,0 +1,82 @@
+// Kernels to launch, and the blocks that run them; between launcher.cpp and block.cpp.
+#pragma once
+
+#include <vector>
+
+#include "block.hpp"
+
+namespace cpu {
+
+struct Launch {
+  void (*entry)(void* const* parameters);  // made by CPU_ENTRY in cuda.hpp
+  std::vector<void*> parameters;           // the address of each
+  unsigned blocks, threads;
+  unsigned nap_us;  // before it begins: a rank that is late
+};
+
+// Random waits: at the start of a block now and then, and rarely at a memory access; none where `us` is 0.
+struct Jitter {
+  unsigned long long seed;
+  unsigned us;  // the longest
+};
+
+void sleep_us(unsigned us);
+
+struct Fiber;
+struct Warp;
+
+// Block number `index` of each kernel that a rank launches.
+class Block {
+ public:
+  // `launches`: two bytes that all blocks of the rank have in common, for ThreadSanitizer.
+  Block(unsigned rank, unsigned index, char* launches, const Jitter& jitter);
+  ~Block();
+  Block(const Block&) = delete;
+
+  // Returns when all threads of the block have returned; at once where the kernel has fewer blocks.
+  void run(const Launch& launch);
+
+  const unsigned rank, index;
+
+ private:
+  static void begin();
+  void add_fiber();
+  void prepare(Fiber& fiber, unsigned thread);
+  void end();
+  void leave();
+  void yield();
+  Tally meet_block(bool agrees);
+  void meet_warp(unsigned mask);
+  void release_block();
+  void release_warp(unsigned warp);
+  void wake(Fiber& fiber);
+  unsigned live_lanes(unsigned warp) const;
+  unsigned draw();
+  bool one_in(unsigned chances);
+
+  friend const Place& place();
+  friend void yield();
+  friend Tally meet_block(bool);
+  friend void meet_warp(unsigned);
+  friend unsigned long long* warp_words();
+  friend unsigned live_lanes();
+
+  char* const launches_;
+  const Jitter jitter_;
+  unsigned long long random_;
+  unsigned launched_ = 0;
+  const Launch* launch_ = nullptr;
+  std::vector<Fiber*> fibers_;  // all there ever were; a kernel uses the first `threads`
+  std::vector<Warp*> warps_;
+  std::vector<Fiber*> ready_;
+  Fiber* running_ = nullptr;
+  Fiber* main_ = nullptr;  // what called `run`
+  unsigned live_ = 0;
+  unsigned idle_ = 0;  // yields since anything was seen to happen
+  unsigned round_ = 0;  // of the block's barrier
+  Tally tallies_[2]{};  // by turns: the next round may begin before all have left this one
+  char syncs_[2]{};
+  char started_ = 0, ended_ = 0;  // the threads of a kernel
+};
+
+}  // namespace cpu

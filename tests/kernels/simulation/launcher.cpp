@@ -1,0 +1,105 @@
+// Runs kernels on threads of the processor, as a job says that comes on the standard input, one thing a line:
+//
+//     memory FD NBYTES ADDRESS    maps this descriptor there
+//     jitter SEED US              see Jitter
+//     rank NUMBER                 the launches that follow are this rank's, one after the other; ranks run beside
+//     launch NAP_US LIBRARY ENTRY BLOCKS THREADS ADDRESSES...    the addresses are those of the kernel's parameters
+//
+// Exits with 0 when all kernels are over.
+
+#include <dlfcn.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <sys/prctl.h>
+
+#include <barrier>
+#include <iostream>
+#include <list>
+#include <sstream>
+#include <string>
+#include <thread>
+
+#include "launch.hpp"
+
+namespace {
+
+struct Rank {
+  unsigned number;
+  std::vector<cpu::Launch> launches;
+  char sync[2]{};
+};
+
+[[noreturn]] void fail(const std::string& what) {
+  fprintf(stderr, "launcher: %s\n", what.c_str());
+  exit(2);
+}
+
+void map(int fd, size_t nbytes, size_t address) {
+  void* const wanted = reinterpret_cast<void*>(address);
+  if (mmap(wanted, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED_NOREPLACE, fd, 0) != wanted) {
+    fail("the memory cannot be mapped where it has to be");
+  }
+}
+
+cpu::Launch launch_of(std::istream& words) {
+  cpu::Launch launch{};
+  std::string library, name;
+  words >> launch.nap_us >> library >> name >> launch.blocks >> launch.threads;
+  void* const handle = dlopen(library.c_str(), RTLD_NOW | RTLD_LOCAL);
+  void* const entry = handle ? dlsym(handle, name.c_str()) : nullptr;
+  if (!entry) fail(dlerror());
+  launch.entry = reinterpret_cast<void (*)(void* const*)>(entry);
+  for (size_t address; words >> address;) launch.parameters.push_back(reinterpret_cast<void*>(address));
+  return launch;
+}
+
+void run_blocks(std::list<Rank>& ranks, const cpu::Jitter& jitter) {
+  std::list<std::barrier<>> barriers;
+  std::vector<std::thread> threads;
+  for (Rank& rank : ranks) {
+    unsigned blocks = 0;
+    for (const cpu::Launch& launch : rank.launches) blocks = launch.blocks > blocks ? launch.blocks : blocks;
+    std::barrier<>& all_over = barriers.emplace_back(blocks);
+    for (unsigned index = 0; index < blocks; ++index) {
+      threads.emplace_back([&rank, &all_over, &jitter, index] {
+        prctl(PR_SET_TIMERSLACK, 1);
+        cpu::Block block(rank.number, index, rank.sync, jitter);
+        for (const cpu::Launch& launch : rank.launches) {
+          if (launch.nap_us > 0) cpu::sleep_us(launch.nap_us);
+          block.run(launch);
+          all_over.arrive_and_wait();
+        }
+      });
+    }
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace
+
+int main() {
+  std::list<Rank> ranks;
+  cpu::Jitter jitter{};
+  for (std::string line; std::getline(std::cin, line);) {
+    std::istringstream words(line);
+    std::string what;
+    words >> what;
+    if (what == "memory") {
+      int fd;
+      size_t nbytes, address;
+      words >> fd >> nbytes >> address;
+      map(fd, nbytes, address);
+    } else if (what == "jitter") {
+      words >> jitter.seed >> jitter.us;
+    } else if (what == "rank") {
+      words >> ranks.emplace_back().number;
+    } else if (what == "launch" && !ranks.empty()) {
+      ranks.back().launches.push_back(launch_of(words));
+    } else {
+      fail("a line makes no sense: " + line);
+    }
+  }
+  run_blocks(ranks, jitter);
+  return 0;
+}

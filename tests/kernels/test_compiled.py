@@ -1,0 +1,94 @@
+"""What NVRTC makes of the kernels for GPUs that are not here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
+
+import mpicomm  # noqa: E402
+from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
+from mpicomm.kernels.exchange import exchange_kernel  # noqa: E402
+from mpicomm.kernels.load import Variant  # noqa: E402
+from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
+from tests.helpers.mpiexec import ROOT  # noqa: E402
+
+WANTED = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
+SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
+CAPABILITIES = [(major, minor) for major, minor in WANTED if 10 * major + minor in SUPPORTED]
+
+# Each type once, with operations and architectures by turns; unit tests compile all operations, without a kernel.
+PAIRS = [
+    ((dtype, ops[number % len(ops)]), CAPABILITIES[number % len(CAPABILITIES)])
+    for number, (dtype, ops) in enumerate(REDUCTIONS.items())
+]
+# What large messages go through; a thread of each holds as much in registers as its type makes it.
+BANDWIDTH = [
+    exchange_kernel(reduction)
+    for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "sum"), ("complex128", "prod"))
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def ptxas_says(text: str, options: Sequence[str]) -> str:
+    """Return what the assembler says of a source on sm_90."""
+    status, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], [])
+    assert int(status) == 0
+    arguments = ["-arch=sm_90", "-std=c++17", f"-I{KERNELS}", "--ptxas-options=-v", *options]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [argument.encode() for argument in arguments])
+    assert int(status) == 0
+    log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
+    nvrtc.nvrtcGetProgramLog(program, log)
+    nvrtc.nvrtcDestroyProgram(program)
+    return log.decode(errors="replace")
+
+
+def spills(log: str, entry: str) -> list[int]:
+    """Return the bytes that a kernel stores and loads for want of registers."""
+    properties = re.search(
+        rf"Function properties for {entry}\n.*?(\d+) bytes spill stores, (\d+) bytes spill loads", log
+    )
+    assert properties, log
+    return [int(number) for number in properties.groups()]
+
+
+@pytest.mark.parametrize(("reduction", "capability"), PAIRS, ids=str)
+def test_every_type_compiles(reduction: tuple[str, str], capability: tuple[int, int]) -> None:
+    variant = exchange_kernel(reduction)
+    image = compile_kernel(KERNELS / variant.source, capability, variant.options)
+    assert image.startswith(b"\x7fELF")
+    assert variant.entry.encode() in image
+
+
+@pytest.mark.parametrize("variant", BANDWIDTH, ids=lambda variant: " ".join(variant.options[1:]) or "copies")
+def test_kernel_for_bandwidth_has_the_registers_it_needs(variant: Variant) -> None:
+    text = (KERNELS / variant.source).read_text()
+    assert spills(ptxas_says(text, variant.options), variant.entry) == [0, 0]
+
+
+def test_kernel_without_enough_registers_is_found() -> None:
+    variant = BANDWIDTH[1]
+    text = (KERNELS / variant.source).read_text()
+    bounds = "__launch_bounds__(mpicomm::kThreads)"
+    assert text.count(bounds) == 1
+    # As many blocks on one multiprocessor leave each thread 32 registers.
+    text = text.replace(bounds, "__launch_bounds__(mpicomm::kThreads, 4)")
+    stored, loaded = spills(ptxas_says(text, variant.options), variant.entry)
+    assert stored > 0 and loaded > 0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
+def test_public_header_compiles_in_a_kernel_of_a_user(capability: tuple[int, int]) -> None:
+    source = ROOT / "examples" / "ring_sum.cu"
+    # As a user would: nothing of this package but the directory that it names.
+    image = compile_kernel(source, capability, (f"-I{mpicomm.include_dir()}",))
+    assert image.startswith(b"\x7fELF")
+    assert b"ring_sum" in image

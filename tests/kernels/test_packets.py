@@ -1,0 +1,123 @@
+"""Exchanges in packets that say themselves whether they have come, between processes and under ThreadSanitizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from mpicomm.collectives.device_packets import Geometry, Wire
+from tests.kernels.build import Builds, Change
+from tests.kernels.collective_calls import Calls, sizes_around
+from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.packet_rig import PacketRig
+
+pytest.importorskip("ml_dtypes")
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+SMALL = Geometry(blocks=2, workers=32)
+STEP_NBYTES = SMALL.threads * 16
+INBOX_NBYTES = 5 * STEP_NBYTES  # so that a message of more than five steps uses inboxes again
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("wire", ["flagged", "sentinel"])
+def test_every_size_at_which_something_changes(builds: Builds, wire: Wire, size: int) -> None:
+    rig = PacketRig(Machine(builds, size), wire, SMALL, inbox_nbytes=INBOX_NBYTES)
+    calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
+    most = INBOX_NBYTES * 4 if wire == "sentinel" else INBOX_NBYTES // 2 - 4
+    limits = [nbytes for nbytes in (8, 16, STEP_NBYTES // 2, STEP_NBYTES, INBOX_NBYTES, most) if nbytes <= most]
+    checks = []
+    for count in sizes_around(*limits, itemsize=4):
+        if 0 < count * 4 <= most:
+            checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
+        if 0 < count * 4 <= min(most, INBOX_NBYTES):  # beyond that all have to send and take in step
+            checks.append(calls.scan("float32", "sum", count))
+    rig.machine.run(seed=size, jitter_us=300)
+    for check in checks:
+        check()
+
+
+def run_long(
+    builds: Builds, wire: Wire, *, start: int, batches: int = 2, changes: Sequence[Change] = (), timeout_s: float = 20
+) -> None:
+    """Hundreds of small reductions between three ranks, from launch ``start`` on.
+
+    Where all send to all, packets alone keep the ranks in step; in scans the first rank takes none.
+    """
+    rng = np.random.default_rng(start)
+    machine = Machine(builds, 3)
+    rig = PacketRig(machine, wire, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s)
+    rig.start_at(start)
+    if wire == "flagged" and start > 0:  # the round of numbers ends soon, and inboxes are wiped
+        rig.fill_with_old_flags(rng)
+    calls = Calls(rig, rng, nap_us=1000)
+    for batch in range(batches):
+        machine.clear()
+        checks = [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 600, 150)]
+        checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
+        if wire == "sentinel":  # several times what the inboxes hold
+            checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
+        machine.run(seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
+        for check in checks:
+            check()
+
+
+STARTS = {"2^30": 2**30 - 1, "2^32": 2**32 - 100}
+
+
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("wire", ["flagged", "sentinel"])
+def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, wire: Wire, start: str) -> None:
+    run_long(builds, wire, start=STARTS[start], batches=6)
+
+
+@pytest.mark.parametrize("reduction", [("bfloat16", "avg"), ("float64", "max"), ("float8_e5m2", "sum")])
+def test_types_with_numbers_that_packets_cannot_hold(builds: Builds, reduction: tuple[str, str]) -> None:
+    """The samples have many NaN; the one of all ones says that nothing has come."""
+    rig = PacketRig(Machine(builds, 3), "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES)
+    calls = Calls(rig, np.random.default_rng(1))
+    checks = [
+        calls.allreduce(*reduction, count, two_shot=two_shot) for count in (5, 3001) for two_shot in (False, True)
+    ]
+    rig.machine.run(jitter_us=100)
+    for check in checks:
+        check()
+
+
+@pytest.mark.parametrize("nbytes", [1, 8, 100, 2000])
+def test_bytes_are_moved(builds: Builds, nbytes: int) -> None:
+    rig = PacketRig(Machine(builds, 4), "flagged", SMALL, inbox_nbytes=INBOX_NBYTES)
+    check = Calls(rig, np.random.default_rng(nbytes)).bcast(nbytes)
+    rig.machine.run(jitter_us=100)
+    check()
+
+
+@pytest.mark.parametrize("wire", ["flagged", "sentinel"])
+def test_no_race(watched_builds: Builds, wire: Wire) -> None:
+    run_long(watched_builds, wire, start=0, batches=1)
+
+
+SOURCE = "packets.cu"
+NO_BARRIER = Change(SOURCE, "if (!__syncthreads_and(ok)) return;", "if (!ok) return;")
+MISTAKES: dict[str, tuple[Wire, Change]] = {
+    "one set of inboxes": ("flagged", Change(SOURCE, "((launch % 2) * kStages + stage)", "(stage)")),
+    "one set of inboxes of sentinels": ("sentinel", Change(SOURCE, "((launch % 2) * kStages + stage)", "(stage)")),
+    "no wait for the last launch": ("flagged", Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
+    "old flags not wiped": ("flagged", Change(SOURCE, "  wipe_if_due(x, launch);\n", "")),
+    "sentinels not put back": ("sentinel", Change(SOURCE, "store_volatile(slot, {kOnes, kOnes});", "(void)slot;")),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_seen(builds: Builds, name: str) -> None:
+    wire, change = MISTAKES[name]
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for _ in range(5):
+            run_long(builds, wire, start=2**30 - 1, batches=4, changes=[change], timeout_s=2)
+
+
+def test_race_is_seen(watched_builds: Builds) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        run_long(watched_builds, "flagged", start=0, batches=1, changes=[NO_BARRIER])

@@ -1,0 +1,32 @@
+"""Exchanges under ThreadSanitizer, which sees that nothing orders two accesses, whatever order they happened in."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mpicomm.collectives.device_channels import CHANNEL_NBYTES
+from mpicomm.kernels.exchange import SLOT_NBYTES
+from tests.kernels.build import Builds
+from tests.kernels.collective_calls import Calls, random_counts, sizes_around
+from tests.kernels.exchange_rig import ExchangeRig
+from tests.kernels.machine import Machine
+
+pytest.importorskip("ml_dtypes")
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+
+@pytest.mark.parametrize(("size", "channels"), [(2, 2), (3, 1), (4, 2)])
+def test_no_race(watched_builds: Builds, size: int, channels: int) -> None:
+    rng = np.random.default_rng(size)
+    rig = ExchangeRig(Machine(watched_builds, size), channels)
+    calls = Calls(rig, rng, threads=(64, 96), nap_us=2000)  # ThreadSanitizer knows 8000 threads at most
+    sizes = sizes_around(16, CHANNEL_NBYTES, channels * SLOT_NBYTES, 3 * channels * SLOT_NBYTES)
+    checks = [calls.alltoallv(random_counts(rng, size, sizes)) for _ in range(8)]
+    checks += [calls.bcast(nbytes) for nbytes in sizes[::2]]
+    for count in (1, 5, 1000, 4097, 40000):
+        checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
+    checks += [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 2000, 40)]
+    rig.machine.run(seed=size, jitter_us=200)
+    for check in checks:
+        check()
