@@ -105,7 +105,7 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
 
 def add_communicator_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that `open_communicator` takes."""
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto", help="default: auto")
+    parser.add_argument("-D", "--device", choices=("auto", "cpu"), default="auto", help="default: auto")
     parser.add_argument(
         "--handle", choices=environment.HANDLES, default="auto", help="how memory is opened; default: auto"
     )
@@ -117,6 +117,52 @@ def open_communicator(device: str, handle: str) -> Communicator:
     comm = Communicator(MPI.COMM_WORLD, device=device, handle=handle)
     _device = comm.device
     return comm
+
+
+def show(*lines: str) -> None:
+    """Print lines on rank 0 alone."""
+    if MPI.COMM_WORLD.rank == 0:
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        sys.stdout.flush()
+
+
+def add_sweep_arguments(parser: argparse.ArgumentParser, *, smallest: int, factor: int) -> None:
+    """Add nccl-tests' options for the sizes that are measured and how often."""
+    parser.add_argument(
+        "-b", "--minbytes", type=parse_size, default=smallest, metavar="SIZE", help=f"default: {format_size(smallest)}"
+    )
+    parser.add_argument("-e", "--maxbytes", type=parse_size, metavar="SIZE", help="default: 64M on the cpu, 1G on GPUs")
+    parser.add_argument(
+        "-f", "--stepfactor", type=count_from(2), default=factor, metavar="N", help=f"default: {factor}"
+    )
+    parser.add_argument(
+        "-n", "--iters", type=count_from(1), default=20, metavar="N", help="timed iterations; default: 20"
+    )
+    parser.add_argument("-w", "--warmup_iters", type=count_from(0), default=5, metavar="N", help="default: 5")
+
+
+def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:
+    """Return the sizes that the options ask for, the largest included where the steps reach it.
+
+    Fills in the largest one where the user named none. Raises `InvalidUsageError` where there is none to measure.
+    """
+    if options.maxbytes is None:
+        options.maxbytes = max(options.minbytes, 64 << 20 if comm.device == "cpu" else 1 << 30)
+    found = sizes(options.minbytes, options.maxbytes, options.stepfactor)
+    if not found:
+        raise InvalidUsageError(
+            f"no size to measure: -b {format_size(options.minbytes)} is above -e {format_size(options.maxbytes)}"
+        )
+    return found
+
+
+def sizes(smallest: int, largest: int, factor: int) -> list[int]:
+    """Return the sizes of a sweep, the largest included where the steps reach it."""
+    found = []
+    while smallest <= largest:
+        found.append(smallest)
+        smallest *= factor
+    return found
 
 
 def parse_size(text: str) -> int:

@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import shlex
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
 
-import mpicomm
-from mpicomm import command_line, environment
-from mpicomm.backend.base import Link
+from mpicomm import command_line
 from mpicomm.communicator import Communicator, RankInfo
 from mpicomm.errors import InvalidUsageError
+from mpicomm.report import header, matrices, setting
 
 DIRECTIONS = ("put", "get")
 
@@ -170,57 +166,6 @@ class Ring:
         return slowest_s / iterations * 1e6
 
 
-def sizes(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return the sizes of a sweep, the largest included where the steps reach it."""
-    found = []
-    while smallest <= largest:
-        found.append(smallest)
-        smallest *= factor
-    return found
-
-
-def header(ranks: Sequence[RankInfo], requested_handle: str) -> list[str]:
-    """Return the lines that say what runs where."""
-    hosts = sorted({info.host for info in ranks})
-    count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    lines = [f"mpicomm {mpicomm.__version__} ring: {count} on {', '.join(hosts)} ({command_line.processor()})"]
-    for info in ranks:
-        device = f"{info.device:>2} [{info.pci_bus_id}] {info.device_name}" if info.pci_bus_id else info.device
-        lines.append(f" Rank {info.rank:>2} Pid {info.pid:>6} on {info.host} device {device}")
-    if environment.handle(requested_handle) != "auto":
-        why = "as asked for"
-    elif ranks[0].rejected:
-        why = "; ".join(f"not {kind}: {reason}" for kind, reason in ranks[0].rejected.items())
-    else:
-        why = "the best for this device"
-    return [*lines, f"handle: {ranks[0].handle} ({why})"]
-
-
-def matrix(title: str, cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a rank by rank table."""
-    width = max(len(cell) for row in cells for cell in row) + 2
-    lines = [f"{title} (row: rank, column: peer)", " " * 4 + "".join(f"{peer:>{width}}" for peer in range(len(cells)))]
-    return lines + [f"{rank:>4}" + "".join(f"{cell:>{width}}" for cell in row) for rank, row in enumerate(cells)]
-
-
-def matrices(links: Sequence[Sequence[Link]]) -> list[str]:
-    """Return the peer-to-peer matrix, and what CUDA says of the links where it says something."""
-    lines = matrix("path", [[link.path for link in row] for row in links])
-    if any(link.native_atomics is not None for row in links for link in row):
-        cells = [
-            [" ".join(map(_mark, (link.performance_rank, link.access, link.native_atomics))) for link in row]
-            for row in links
-        ]
-        lines += matrix("performance rank, access, native atomics", cells)
-    return lines
-
-
-def _mark(value: int | bool | None) -> str:
-    if value is None:
-        return "-"
-    return ("n", "y")[value] if isinstance(value, bool) else str(value)
-
-
 def table_head(directions: Iterable[str]) -> list[str]:
     """Return the head of the table, as nccl-tests prints it."""
     blocks = list(directions)
@@ -244,13 +189,7 @@ def report(
     """Return everything that was shown, and what it ran on, for the JSON file."""
     wrong = sum(m.wrong for row in results.values() for m in row.values())
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.orig_argv),
-        "options": {name: value for name, value in vars(options).items() if name != "json"},
-        "processor": command_line.processor(),
-        "versions": command_line.versions(),
-        "ranks": [command_line.rank_record(info) for info in ranks],
-        "handle": ranks[0].handle,
+        **setting(ranks, options),
         "results": [
             {
                 "nbytes": nbytes,
@@ -272,12 +211,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m mpicomm.ring",
         description="Every rank moves bytes to and from its neighbours in a ring, checks each, and is timed.",
     )
-    size, count = command_line.parse_size, command_line.count_from
-    result.add_argument("-b", "--minbytes", type=size, default=1 << 10, metavar="SIZE", help="default: 1K")
-    result.add_argument("-e", "--maxbytes", type=size, metavar="SIZE", help="default: 64M on the cpu, 1G on GPUs")
-    result.add_argument("-f", "--stepfactor", type=count(2), default=4, metavar="N", help="default: 4")
-    result.add_argument("-n", "--iters", type=count(1), default=20, metavar="N", help="timed iterations; default: 20")
-    result.add_argument("-w", "--warmup_iters", type=count(0), default=5, metavar="N", help="default: 5")
+    command_line.add_sweep_arguments(result, smallest=1 << 10, factor=4)
     result.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: both")
     command_line.add_communicator_arguments(result)
     result.add_argument("--json", type=command_line.output_file, metavar="FILE", help="write the results there too")
@@ -293,24 +227,12 @@ def main() -> int:
             f"the ring goes through mapped memory and needs all ranks on one node; these {comm.size} ranks are on "
             f"{comm.num_nodes} nodes"
         )
-    if options.maxbytes is None:
-        options.maxbytes = max(options.minbytes, 64 << 20 if comm.device == "cpu" else 1 << 30)
-    swept = sizes(options.minbytes, options.maxbytes, options.stepfactor)
-    if not swept:
-        raise InvalidUsageError(
-            f"no size to measure: -b {command_line.format_size(options.minbytes)} is above "
-            f"-e {command_line.format_size(options.maxbytes)}"
-        )
-    rank = comm.rank
+    swept = command_line.swept_sizes(options, comm)
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)
 
-    def show(*lines: str) -> None:
-        if rank == 0:
-            sys.stdout.write("".join(f"{line}\n" for line in lines))
-            sys.stdout.flush()
-
+    show = command_line.show
     ranks = comm.allgather(comm.describe())
-    for line in (*header(ranks, options.handle), *matrices([info.links for info in ranks]), ""):
+    for line in (*header("ring", ranks, options.handle), *matrices([info.links for info in ranks]), ""):
         show(f"# {line}".rstrip())
     show(*(f"#{line}".rstrip() for line in table_head(directions)))
 
@@ -327,7 +249,7 @@ def main() -> int:
         show(table_row(nbytes, results[nbytes].values()))
 
     outcome = report(ranks, options, results)
-    if options.json is not None and rank == 0:
+    if options.json is not None and comm.rank == 0:
         command_line.write_json(options.json, outcome)
     comm.Free()
     show("# OK" if outcome["ok"] else f"# FAILED: {outcome['wrong']} wrong")

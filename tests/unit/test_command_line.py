@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm import command_line, info, ring
+from mpicomm import command_line, info
 
 
 @pytest.mark.parametrize(
@@ -94,10 +94,10 @@ def test_format_uuid() -> None:
 
 
 def test_sizes_of_a_sweep() -> None:
-    assert ring.sizes(1024, 65536, 4) == [1024, 4096, 16384, 65536]
-    assert ring.sizes(1000, 5000, 2) == [1000, 2000, 4000]
-    assert ring.sizes(8, 8, 2) == [8]
-    assert ring.sizes(9, 8, 2) == []
+    assert command_line.sizes(1024, 65536, 4) == [1024, 4096, 16384, 65536]
+    assert command_line.sizes(1000, 5000, 2) == [1000, 2000, 4000]
+    assert command_line.sizes(8, 8, 2) == [8]
+    assert command_line.sizes(9, 8, 2) == []
 
 
 def test_ranks_with_equal_settings_share_a_line() -> None:

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from mpicomm import ring
+from mpicomm import report, ring
 from mpicomm.backend.base import Link
 from mpicomm.communicator import RankInfo
 
@@ -34,24 +34,24 @@ GPU = dataclasses.replace(
 
 
 def test_header_names_devices_and_why_the_handle() -> None:
-    lines = ring.header([GPU, dataclasses.replace(GPU, rank=1)], "auto")
+    lines = report.header("ring", [GPU, dataclasses.replace(GPU, rank=1)], "auto")
     assert "2 ranks on here" in lines[0]
     assert lines[1] == " Rank  0 Pid      7 on here device  1 [0000:17:00.0] NVIDIA H200"
     assert lines[-1] == "handle: fd (not ipc: no CUDA IPC in this container)"
-    assert ring.header([GPU], "fd")[-1] == "handle: fd (as asked for)"
-    assert ring.header([CPU], "auto")[-1] == "handle: memfd (the best for this device)"
+    assert report.header("ring", [GPU], "fd")[-1] == "handle: fd (as asked for)"
+    assert report.header("ring", [CPU], "auto")[-1] == "handle: memfd (the best for this device)"
 
 
 def test_header_knows_a_handle_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOMM_HANDLE", "fd")
-    assert ring.header([GPU], "auto")[-1] == "handle: fd (as asked for)"
+    assert report.header("ring", [GPU], "auto")[-1] == "handle: fd (as asked for)"
 
 
 def test_matrices_show_what_cuda_says() -> None:
     nvlink = Link("NVLink", 0, True, True)
     pcie = Link("PCIe", 1, True, False)
     unseen = Link("NVLink", None, True, None)
-    assert ring.matrices([[Link("self"), nvlink], [pcie, unseen]]) == [
+    assert report.matrices([[Link("self"), nvlink], [pcie, unseen]]) == [
         "path (row: rank, column: peer)",
         "           0       1",
         "   0    self  NVLink",
@@ -65,7 +65,7 @@ def test_matrices_show_what_cuda_says() -> None:
 
 def test_the_host_has_only_paths() -> None:
     links = [[Link("self"), Link("host memory", access=True)], [Link("host memory", access=True), Link("self")]]
-    assert len(ring.matrices(links)) == 4
+    assert len(report.matrices(links)) == 4
 
 
 def test_table_columns_line_up() -> None:

@@ -1,0 +1,131 @@
+"""The run of ``python -m mpicomm.bench``: opens everything, goes through the sizes, says what came out."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import numpy as np
+
+from mpicomm import command_line
+from mpicomm.bench import options as options_module
+from mpicomm.bench.beside import Slowdown, slowdowns
+from mpicomm.bench.contenders import ORDINARY, OWN, Contenders
+from mpicomm.bench.content import Content
+from mpicomm.bench.machine import Gpu, Host, Machine
+from mpicomm.bench.measure import Effort, Measuring, Outcome
+from mpicomm.bench.operations import OPERATIONS, Case, Operation, block_of
+from mpicomm.bench.results import Results, Row
+from mpicomm.bench.table import Table
+from mpicomm.communicator import Communicator
+from mpicomm.report import header, setting
+
+
+def blocks_of(operation: Operation, sizes: list[int], dtype: np.dtype[Any], ranks: int) -> list[int]:
+    """Return the elements of a block at each size; sizes that come to the same are measured once."""
+    if operation.name == "barrier":
+        return [1]
+    return list(dict.fromkeys(block_of(operation, nbytes, dtype, ranks) for nbytes in sizes))
+
+
+def main() -> int:
+    """Run the command line on this rank. Collective."""
+    options = command_line.parse_args(options_module.parser())
+    comm = command_line.open_communicator(options.device, options.handle)
+    dtype = options_module.dtype_and_op(options)
+    options_module.require_possible(options, comm)
+    swept = command_line.swept_sizes(options, comm)
+
+    operation = OPERATIONS[options.collective]
+    machine: Machine = Host() if comm.device == "cpu" else Gpu()
+    cases = [
+        Case(operation, dtype, options.op, block, False, comm.rank, comm.size)
+        for block in blocks_of(operation, swept, dtype, comm.size)
+    ]
+    contenders = Contenders(comm, machine, max(16, cases[-1].nbytes))
+    kinds = ("symmetric", "ordinary") if options.buffers == "both" else (options.buffers,)
+    contenders.open_own(kinds, options.algorithm)
+    contenders.open_peers(options.compare)
+
+    ranks = comm.allgather(comm.describe())
+    graphs = machine.stream is not None and not options.eager and options.cudagraph > 0
+    how = f"{options.cudagraph} launches of a graph of {options.iters} calls" if graphs else f"{options.iters} calls"
+    about = [
+        *header(f"bench {operation.name}", ranks, options.handle),
+        f"timed: {how}, slowest rank, median; algorithm {options.algorithm}; {' and '.join(kinds)} arrays",
+        *(f"{contender.name} {contender.peer.version}" for contender in contenders.present if not contender.own),
+        *(f"{name}: {reason}" for name, reason in contenders.absent.items()),
+        "",
+    ]
+    command_line.show(*(f"# {line}".rstrip() for line in about))
+
+    # What a first call sets up cannot be captured.
+    warmups = max(1, options.warmup_iters) if graphs else options.warmup_iters
+    effort = Effort(options.iters, warmups, options.check, max(1, options.cudagraph), graphs)
+    with machine.current():
+        content = Content(machine.xp, dtype, options.op, comm.size, cases[-1].count, reduces=operation.reduces)
+    measuring = Measuring(comm, machine, content, contenders, effort)
+    results = sweep(measuring, cases, contenders, issue=machine.stream is not None and not graphs)
+    beside = slowdowns(comm, machine, contenders, cases[-1]) if options.beside else []
+    return finish(options, comm, ranks, contenders, results, beside)
+
+
+def sweep(measuring: Measuring, cases: list[Case], contenders: Contenders, *, issue: bool) -> Results:
+    """Measure all cases and print the table. Collective."""
+    places = cases[0].operation.places
+    names = [contender.name for contender in contenders.present]
+    table = Table(places, [name for name in names if name != OWN], issue=issue)
+    command_line.show(*(f"#{line}".rstrip() for line in table.head()))
+    results = Results(OWN)
+    for completed, case in enumerate(cases):
+        outcomes: dict[str, dict[str, Outcome]] = {}
+        silent: dict[str, dict[str, str]] = {}
+        with command_line.progress_line(command_line.format_size(max(1, case.nbytes)), completed, len(cases)):
+            for place in places:
+                outcomes[place], silent[place] = measuring.run(case.at(place))
+        results.rows.append(Row(case, outcomes, silent))
+        command_line.show(table.row(case, outcomes, OWN))
+    return results
+
+
+def finish(
+    options: argparse.Namespace,
+    comm: Communicator,
+    ranks: list[Any],
+    contenders: Contenders,
+    results: Results,
+    beside: list[Slowdown],
+) -> int:
+    """Print the summary, write the files, close everything; return the exit status. Collective."""
+    wrong = sum(count for name, count in results.wrong().items() if name in (OWN, ORDINARY))
+    peers = {contender.name: contender.peer.version for contender in contenders.present if not contender.own}
+    command_line.show(*(f"# {line}" for line in results.footer()), *(f"# {slowdown}" for slowdown in beside))
+    document = {
+        **setting(ranks, options),
+        "collective": options.collective,
+        "peers": peers,
+        "missing": contenders.absent,
+        "results": results.document(),
+        "geometric_means": {
+            name: {place: mean for place, (mean, _) in places.items()}
+            for name, places in results.geometric_means().items()
+        },
+        "beside": [slowdown.record() for slowdown in beside],
+        "wrong": wrong,
+        "ok": wrong == 0,
+    }
+    if comm.rank == 0:
+        if options.json is not None:
+            command_line.write_json(options.json, document)
+        if options.plot is not None:
+            from mpicomm.bench.plot import draw  # matplotlib takes a second to import
+
+            draw(results, options.plot, f"{options.collective}, {options.datatype}, {comm.size} ranks")
+    contenders.close()  # after all is said: a library may end the process here
+    comm.Free()
+    command_line.show("# OK" if wrong == 0 else f"# FAILED: {wrong} wrong")
+    return 0 if wrong == 0 else 1
+
+
+if __name__ == "__main__":
+    command_line.run(main)

@@ -1,0 +1,143 @@
+"""What a collective costs a matrix product that runs beside it, on another stream of the same GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from mpicomm.bench.contenders import Contender, Contenders, PeerFailureError, together
+from mpicomm.bench.machine import Call, Machine, time_calls
+from mpicomm.bench.operations import Case
+from mpicomm.communicator import Communicator
+
+_EDGE = 8192
+_PRODUCTS = 20
+_LAUNCH = 10  # calls of the collective in one graph
+_SPAN = 3  # how much longer than the products alone the collective goes on: they take longer beside it
+
+
+@dataclass(frozen=True)
+class Slowdown:
+    """What beside a contender's collective became of a product that takes ``alone_us``, on the slowest rank."""
+
+    name: str
+    nbytes: int
+    alone_us: float
+    beside_us: float
+    spanned: bool
+    """Whether the collective went on to the end of the products."""
+    failure: str = ""
+
+    def __str__(self) -> str:
+        what = f"{_EDGE}^3 product beside {self.name}, {self.nbytes} B"
+        if self.failure:
+            return f"{what}: {self.failure}"
+        short = "" if self.spanned else ", though the collective was over before"
+        ratio = self.beside_us / self.alone_us
+        return f"{what}: {self.beside_us:.0f} us, alone {self.alone_us:.0f} us: {ratio:.2f} times as long{short}"
+
+    def record(self) -> dict[str, Any]:
+        """Return it for JSON."""
+        return asdict(self)
+
+
+def slowdowns(comm: Communicator, machine: Machine, contenders: Contenders, case: Case) -> list[Slowdown]:
+    """Measure what each contender's collective costs the product. Collective."""
+    import cupy
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    multiply = product(stream, comm.device)
+
+    def time_products() -> float:
+        start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+        start.record(stream)
+        for _ in range(_PRODUCTS):
+            multiply()
+        stop.record(stream)
+        stop.synchronize()
+        milliseconds: float = cupy.cuda.get_elapsed_time(start, stop)
+        return milliseconds * 1e3 / _PRODUCTS
+
+    time_products()  # sets the library up
+    comm.barrier()
+    alone = max(comm.allgather(time_products()))
+    found = []
+    for contender in contenders.present:
+        try:
+            beside, spanned = _time_beside(comm, machine, contender, case, time_products, alone)
+            found.append(Slowdown(contender.name, case.nbytes, alone, beside, spanned))
+        except PeerFailureError as failure:
+            found.append(Slowdown(contender.name, case.nbytes, alone, 0.0, False, str(failure)))
+    return found
+
+
+def _time_beside(
+    comm: Communicator,
+    machine: Machine,
+    contender: Contender,
+    case: Case,
+    time_products: Callable[[], float],
+    alone_us: float,
+) -> tuple[float, bool]:
+    call = _fastest(comm, machine, contender, case)
+    launch: Call = call
+    with suppress(PeerFailureError):  # it goes call by call then
+        graph = together(comm, lambda: machine.capture(call, _LAUNCH))
+        launch = partial(machine.launch, graph)
+    each_s = max(comm.allgather(together(comm, lambda: time_calls(machine, launch, 3)).complete))
+    launches = math.ceil(_SPAN * _PRODUCTS * alone_us * 1e-6 / each_s)
+
+    def overlap() -> tuple[float, bool]:
+        for _ in range(launches):
+            launch()
+        return time_products(), not machine.stream.done
+
+    beside, spanned = together(comm, overlap)
+    machine.finish()
+    comm.check(machine.stream)
+    everybody = comm.allgather((beside, spanned))
+    return max(time for time, _ in everybody), all(spanned for _, spanned in everybody)
+
+
+def _fastest(comm: Communicator, machine: Machine, contender: Contender, case: Case) -> Call:
+    """Return the contender's fastest way."""
+    calls = together(comm, lambda: contender.peer.prepare(case, contender.buffers(case)))
+    if not contender.peer.capturable:
+        raise PeerFailureError("its calls hold the caller: nothing runs beside")
+    times = {
+        way: max(comm.allgather(together(comm, lambda: time_calls(machine, call, 5)).complete))  # noqa: B023
+        for way, call in calls.items()
+    }
+    return calls[min(times, key=lambda way: times[way])]
+
+
+def product(stream: Any, ordinal: int | str) -> Call:
+    """Return a matrix product on a GPU's ``stream``: of bfloat16 by PyTorch where it is, else of float16 by CuPy."""
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        device = torch.device("cuda", ordinal)
+        left, right, out = (torch.randn(_EDGE, _EDGE, device=device).to(torch.bfloat16) for _ in range(3))
+        torch.cuda.synchronize(device)
+        external = torch.cuda.ExternalStream(stream.ptr, device=device)
+
+        def multiply() -> None:
+            with torch.cuda.stream(external):
+                torch.matmul(left, right, out=out)
+
+        return multiply
+    import cupy
+
+    left, right, out = (cupy.random.standard_normal((_EDGE, _EDGE), "f").astype("e") for _ in range(3))
+    cupy.cuda.Device().synchronize()
+
+    def multiply_with_cupy() -> None:
+        with stream:
+            cupy.matmul(left, right, out=out)
+
+    return multiply_with_cupy

@@ -1,0 +1,123 @@
+"""mpicomm and its peers side by side: opened together, and dropped on all ranks where one rank has trouble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from mpicomm import command_line
+from mpicomm.bench.machine import Machine
+from mpicomm.bench.operations import Buffers, Case, buffers
+from mpicomm.bench.own import Mpicomm
+from mpicomm.bench.peers import PEERS, module_of
+from mpicomm.bench.peers.base import Peer, UnsupportedError
+from mpicomm.communicator import Communicator
+
+OWN = "mpicomm"
+ORDINARY = "mpicomm-ordinary"
+
+T = TypeVar("T")
+
+
+class PeerFailureError(Exception):
+    """Something a peer could not do on some rank; raised on all of them."""
+
+
+def together(comm: Communicator, step: Callable[[], T]) -> T:
+    """Take a step on all ranks; raises `PeerFailureError` on all where it fails on one. Collective.
+
+    A step that fails on one rank while others wait for it inside of it cannot be helped.
+    """
+    result: Any = None
+    try:
+        result, failure = step(), None
+    except UnsupportedError as error:
+        failure = str(error)
+    except Exception as error:  # whatever another library raises
+        failure = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    failures = comm.allgather(failure)
+    rank = next((rank for rank, text in enumerate(failures) if text is not None), None)
+    if rank is None:
+        checked: T = result
+        return checked
+    everybody = all(text is not None for text in failures)
+    raise PeerFailureError(failures[rank] if everybody else f"rank {rank}: {failures[rank]}")
+
+
+@dataclass
+class Contender:
+    """A library, mpicomm or another, and its two arrays."""
+
+    name: str
+    peer: Peer
+    first: Any
+    second: Any
+
+    @property
+    def own(self) -> bool:
+        """Whether it is mpicomm, whose failures are the bench's."""
+        return self.name in (OWN, ORDINARY)
+
+    def buffers(self, case: Case) -> Buffers:
+        """Lay a case out."""
+        return buffers(case, self.first, self.second, result_at_front=self.peer.result_at_front)
+
+
+class Contenders:
+    """All that take part, mpicomm first; ``absent`` says why others do not."""
+
+    def __init__(self, comm: Communicator, machine: Machine, nbytes: int) -> None:
+        self._comm = comm
+        self._machine = machine
+        self._nbytes = nbytes
+        self.present: list[Contender] = []
+        self.absent: dict[str, str] = {}
+
+    def open_own(self, kinds: Sequence[str], algorithm: str) -> None:
+        """Add mpicomm on symmetric arrays, on ordinary ones, or on both. Collective."""
+        for kind in kinds:
+            name = ORDINARY if kind == "ordinary" and len(kinds) > 1 else OWN
+            peer = Mpicomm(self._comm, self._machine, symmetric=kind == "symmetric", algorithm=algorithm)
+            self.present.append(self._with_arrays(name, peer))
+
+    def open_peers(self, names: Sequence[str]) -> None:
+        """Add the peers that can be had. Collective."""
+        for name in names:
+            with command_line.progress_line(f"opening {name}", 0, 1):
+                try:
+                    self.present.append(together(self._comm, lambda: self._open(name)))  # noqa: B023
+                except PeerFailureError as failure:
+                    self.absent[name] = str(failure)
+
+    def close(self) -> None:
+        """Close what is open, the last first. Collective."""
+        while self.present:
+            contender = self.present.pop()
+            contender.first = contender.second = None
+            with suppress(Exception) if not contender.own else nullcontext():  # what was measured stays true
+                contender.peer.close()
+
+    def _open(self, name: str) -> Contender:
+        if self._machine.stream is None and name != "mpi":
+            raise UnsupportedError("it is for arrays on GPUs")
+        module = module_of(name)
+        # On all ranks before any of them waits for another one.
+        reasons = self._comm.allgather(module.missing())
+        reason = next((reason for reason in reasons if reason is not None), None)
+        if reason is not None:
+            raise UnsupportedError(reason)
+        return self._with_arrays(name, module.open_peer(self._comm, self._machine))
+
+    def _with_arrays(self, name: str, peer: Peer) -> Contender:
+        return Contender(name, peer, peer.allocate(self._nbytes), peer.allocate(self._nbytes))
+
+
+def known_peers(text: str) -> list[str]:
+    """Split a list of peers as given on the command line; raises ValueError for one that is unknown."""
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in PEERS:
+            raise ValueError(f"{name!r} is no peer: use {', '.join(PEERS)}")
+    return list(dict.fromkeys(names))

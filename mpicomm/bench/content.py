@@ -1,0 +1,165 @@
+"""What the buffers hold: random data that every rank can make for every other, and what has to come out of it.
+
+The data of a rank repeats after a prime number of elements, far from every power of two, so that blocks, chunks and
+shards that end up in a wrong place do not match. Thus one period of the result, computed by NumPy in rank order, is
+enough to compare every element of an array of any size with, on the device it lies on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.bench.operations import ROOT, Buffers, Case
+
+_PERIOD = 1_000_003
+_POISON = 0xA5
+_SAMPLE = 4096  # elements at each end of a block, where a result need not be exact
+_EPSILON = {1: 2.0**-2, 2: 2.0**-7, 4: 2.0**-22, 8: 2.0**-51}  # the coarsest float type of each size, one bit spared
+
+_UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
+OPS = tuple(_UFUNCS)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of an output: ``count`` elements from ``start`` on are those of a period from ``offset`` on."""
+
+    start: int
+    count: int
+    period: int
+    offset: int
+
+
+REDUCED = -1
+"""The period of the reduction; that of a rank's data has the rank for a name."""
+
+
+class Content:
+    """The data of all ranks, up to ``longest`` elements each, for one element type and operation."""
+
+    def __init__(self, xp: Any, dtype: np.dtype[Any], op: str, size: int, longest: int, *, reduces: bool) -> None:
+        self._xp = xp
+        self._dtype = dtype
+        self._size = size
+        self._word = np.dtype(f"uint{8 * dtype.itemsize}")
+        data = [random_data(dtype, min(longest, _PERIOD), rank) for rank in range(size)]
+        if reduces:
+            data.append(reduce_in_order(op, data))  # the last, which REDUCED finds
+        self._host = data
+        self._periods = [xp.asarray(period.view(self._word)) for period in data]
+
+    def prepare(self, case: Case, buffers: Buffers) -> None:
+        """Poison what a case receives into and write what it sends."""
+        if buffers.receive is not None:
+            buffers.receive.fill(_POISON)
+        if case.name == "bcast" and not case.at_root:
+            return
+        if buffers.send is not None:
+            words = buffers.send.view(self._word)
+            for start, stop, data in self._tiles(case.rank, 0, words.size):
+                words[start:stop] = data
+
+    def count_wrong(self, case: Case, buffers: Buffers, *, exact: bool) -> int:
+        """Return how many elements that a case received are not what they have to be.
+
+        All are compared, bit by bit; with ``exact=False`` the ends of each block, with room for another order of
+        additions.
+        """
+        pieces = expected(case)
+        if buffers.receive is None or not pieces:
+            return 0
+        words = buffers.receive.view(self._word)
+        if exact or not case.operation.reduces:
+            differing = [
+                self._xp.count_nonzero(words[piece.start : piece.start + piece.count][start:stop] != data)
+                for piece in pieces
+                for start, stop, data in self._tiles(piece.period, piece.offset, piece.count)
+            ]
+            return int(sum(differing))
+        return sum(self._count_far(words, piece) for piece in pieces)
+
+    def _tiles(self, period: int, offset: int, count: int) -> list[tuple[int, int, Any]]:
+        """Cut ``count`` elements of the repeated data into (start, stop, part of the period)."""
+        data = self._periods[period]
+        tiles, start = [], 0
+        while start < count:
+            begin = (offset + start) % data.size
+            step = min(count - start, data.size - begin)
+            tiles.append((start, start + step, data[begin : begin + step]))
+            start += step
+        return tiles
+
+    def _count_far(self, words: Any, piece: Piece) -> int:
+        wrong = 0
+        for start in {0, max(0, piece.count - _SAMPLE)}:
+            count = min(_SAMPLE, piece.count - start)
+            part = words[piece.start + start : piece.start + start + count]
+            found = (part if isinstance(part, np.ndarray) else part.get()).view(self._dtype)
+            period = self._host[piece.period]
+            wanted = period[(piece.offset + start + np.arange(count)) % period.size]
+            if self._dtype.kind in "iu":
+                wrong += int(np.count_nonzero(found != wanted))
+                continue
+            found, wanted = found.astype(np.float64), wanted.astype(np.float64)
+            room = self._size * self._size * _EPSILON[self._dtype.itemsize]
+            wrong += int(np.count_nonzero(~(np.abs(found - wanted) <= room)))  # a NaN is wrong
+        return wrong
+
+
+def random_data(dtype: np.dtype[Any], count: int, rank: int) -> npt.NDArray[Any]:
+    """Return a rank's data: integers of all bits, floats between -1 and 1."""
+    generator = np.random.default_rng([2026, rank])
+    if dtype.kind in "iu":
+        return generator.integers(0, 256, count * dtype.itemsize, np.uint8).view(dtype)
+    return generator.uniform(-1, 1, count).astype(dtype)
+
+
+def reduce_in_order(op: str, data: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    """Return the reduction in rank order; floats below 32 bits are accumulated in float32 and rounded once."""
+    dtype = data[0].dtype
+    wide = np.dtype(np.float32) if dtype.itemsize < 4 and dtype.kind not in "iu" else dtype
+    with np.errstate(over="ignore"):
+        total = data[0].astype(wide)
+        for part in data[1:]:
+            total = _UFUNCS[op](total, part.astype(wide))
+        if op == "avg":
+            total = total / wide.type(len(data))
+        return total.astype(dtype)
+
+
+def expected(case: Case) -> list[Piece]:
+    """Return what the output of a case consists of; of another rank's block the part that is for this one."""
+    rank, block = case.rank, case.block
+    if case.operation.rooted and not case.at_root and case.name in ("reduce", "gather"):
+        return []
+    if case.name in ("allreduce", "reduce"):
+        return [Piece(0, block, REDUCED, 0)]
+    if case.name == "reduce_scatter":
+        return [Piece(0, block, REDUCED, rank * block)]
+    if case.name == "bcast":
+        return [Piece(0, block, ROOT, 0)]
+    if case.name == "scatter":
+        return [Piece(0, block, ROOT, rank * block)]
+    if case.name == "sendrecv":
+        return [Piece(0, block, case.previous, 0)]
+    if case.name in ("allgather", "gather"):
+        return [Piece(peer * block, block, peer, 0) for peer in range(case.size)]
+    if case.name == "alltoall":
+        return [Piece(peer * block, block, peer, rank * block) for peer in range(case.size)]
+    if case.name == "alltoallv":
+        pieces, start = [], 0
+        for peer in range(case.size):
+            counts, displs = _seen_from(case, peer)
+            pieces.append(Piece(start, counts[rank], peer, displs[rank]))
+            start += counts[rank]
+        return pieces
+    return []  # a barrier
+
+
+def _seen_from(case: Case, rank: int) -> tuple[list[int], list[int]]:
+    return replace(case, rank=rank).exchanged()

@@ -1,0 +1,179 @@
+"""One case, on all contenders: what each returns is checked, then all are timed in turn, round by round."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from mpicomm.bench.contenders import Contender, Contenders, PeerFailureError, together
+from mpicomm.bench.content import Content
+from mpicomm.bench.machine import Call, Machine, Times, time_calls
+from mpicomm.bench.operations import Buffers, Case
+from mpicomm.communicator import Communicator
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a contender took for one case: the slowest rank's time of a round, the median of the rounds."""
+
+    time_us: float
+    issue_us: float | None
+    """How long the caller was held, where calls were issued one by one."""
+    wrong: int | None
+    """Wrong elements on all ranks; None where nothing was checked."""
+    eager: str
+    """Why calls were issued one by one although graphs were asked for; empty otherwise."""
+    way: str
+    """Which of several ways of the library it was."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is done for each case."""
+
+    iterations: int
+    warmups: int
+    checks: int
+    rounds: int
+    graphs: bool
+
+
+@dataclass
+class _Runner:
+    """A way of a contender to carry the case out, ready to be timed."""
+
+    contender: Contender
+    way: str
+    call: Call
+    buffers: Buffers
+    wrong: int | None = None
+    graph: Any = None
+    eager: str = ""
+    rounds: list[Times] = field(default_factory=list)
+
+
+class Measuring:
+    """Measures cases; all methods are collective."""
+
+    def __init__(
+        self, comm: Communicator, machine: Machine, content: Content, contenders: Contenders, effort: Effort
+    ) -> None:
+        self._comm = comm
+        self._machine = machine
+        self._content = content
+        self._contenders = contenders
+        self._effort = effort
+
+    def run(self, case: Case) -> tuple[dict[str, Outcome], dict[str, str]]:
+        """Measure a case; return what came out by contender, and why others have nothing to show."""
+        runners: list[_Runner] = []
+        silent: dict[str, str] = {}
+
+        def attempt(runner: _Runner, step: Callable[[_Runner, Case], None]) -> None:
+            try:
+                step(runner, case)
+            except PeerFailureError as failure:
+                silent[runner.contender.name] = f"{runner.way} {failure}".lstrip()
+                runners.remove(runner)
+
+        for contender in self._contenders.present:
+            place = contender.buffers(case)
+            try:
+                calls = self._step(contender, lambda: contender.peer.prepare(case, place))  # noqa: B023
+            except PeerFailureError as failure:
+                silent[contender.name] = str(failure)
+            else:
+                runners += [_Runner(contender, way, call, place) for way, call in calls.items()]
+        for runner in list(runners):
+            attempt(runner, self._make_ready)
+        for _ in range(self._effort.rounds):
+            for runner in list(runners):
+                attempt(runner, self._time)
+        return self._outcomes(runners), silent
+
+    def _step(self, contender: Contender, step: Callable[[], T]) -> T:
+        """Take a step on all ranks, which then wait for each other. A failure of mpicomm's own ends the run."""
+        if not contender.own:
+            return together(self._comm, step)
+        result = step()
+        self._comm.check(self._machine.stream)
+        self._comm.barrier()
+        return result
+
+    def _make_ready(self, runner: _Runner, case: Case) -> None:
+        """Check what a runner returns, warm it up, and capture it."""
+        effort = self._effort
+        checks = effort.checks if case.name != "barrier" else 0
+        for _ in range(checks):
+            self._check(runner, case, runner.call)
+        self._step(runner.contender, lambda: self._repeat(runner.call, effort.warmups))
+        if effort.graphs:
+            self._capture(runner)
+        if runner.graph is not None and runner.contender.own and checks and not case.in_place:
+            self._check(runner, case, lambda: self._machine.launch(runner.graph))
+
+    def _check(self, runner: _Runner, case: Case, call: Call) -> None:
+        self._step(runner.contender, lambda: self._write(runner, case))
+
+        def run_and_compare() -> int:
+            self._repeat(call, 1)
+            with self._machine.current():
+                return self._content.count_wrong(case, runner.buffers, exact=runner.contender.peer.exact)
+
+        runner.wrong = (runner.wrong or 0) + self._step(runner.contender, run_and_compare)
+
+    def _write(self, runner: _Runner, case: Case) -> None:
+        with self._machine.current():
+            self._content.prepare(case, runner.buffers)
+        self._machine.finish()
+
+    def _repeat(self, call: Call, count: int) -> None:
+        for _ in range(count):
+            call()
+        self._machine.finish()
+
+    def _capture(self, runner: _Runner) -> None:
+        """Capture the calls, on all ranks or on none."""
+        if not runner.contender.peer.capturable:
+            runner.eager = "it cannot be captured"
+            return
+        try:
+            runner.graph = together(self._comm, lambda: self._machine.capture(runner.call, self._effort.iterations))
+        except PeerFailureError as failure:
+            runner.eager = str(failure)
+
+    def _time(self, runner: _Runner, case: Case) -> None:
+        if case.operation.reduces:
+            # In place sums grow with every call, and PyTorch's two-shot changes its input: they start afresh.
+            self._step(runner.contender, lambda: self._write(runner, case))
+
+        def timed() -> Times:
+            if runner.graph is not None:
+                return self._machine.time_graph(runner.graph)
+            return time_calls(self._machine, runner.call, self._effort.iterations)
+
+        runner.rounds.append(self._step(runner.contender, timed))
+
+    def _outcomes(self, runners: Sequence[_Runner]) -> dict[str, Outcome]:
+        """Return the fastest way of each contender, as all ranks together see it."""
+        of_all = self._comm.allgather([(runner.rounds, runner.wrong) for runner in runners])
+        outcomes: dict[str, Outcome] = {}
+        for index, runner in enumerate(runners):
+            rounds = list(zip(*(of_rank[index][0] for of_rank in of_all), strict=True))
+            complete = statistics.median(max(times.complete for times in ranks) for ranks in rounds)
+            issues = [[times.issue for times in ranks if times.issue is not None] for ranks in rounds]
+            issue = statistics.median(map(max, issues)) * 1e6 if all(issues) else None
+            wrong = None if runner.wrong is None else sum(of_rank[index][1] for of_rank in of_all)
+            outcome = Outcome(complete * 1e6, issue, wrong, runner.eager, runner.way)
+            name = runner.contender.name
+            if name in outcomes:
+                best = min(outcomes[name], outcome, key=lambda one: one.time_us)
+                # What any of its ways gets wrong is said, whichever is shown.
+                wrongs = [one.wrong for one in (outcomes[name], outcome) if one.wrong is not None]
+                outcome = Outcome(best.time_us, best.issue_us, max(wrongs, default=None), best.eager, best.way)
+            outcomes[name] = outcome
+        return outcomes

@@ -1,0 +1,110 @@
+"""The command line: nccl-tests' options, and what to compare with."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm import command_line
+from mpicomm.bench.contenders import known_peers
+from mpicomm.bench.content import OPS
+from mpicomm.bench.operations import ALIASES, OPERATIONS
+from mpicomm.bench.peers import PEERS
+from mpicomm.collectives.ops import check_legal
+from mpicomm.collectives.types import covered_dtype
+from mpicomm.communicator import Communicator
+from mpicomm.errors import InvalidUsageError
+
+DTYPES = (
+    *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
+    *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+)
+_NCCL_TESTS_NAMES = {
+    "half": "float16",
+    "float": "float32",
+    "double": "float64",
+    "f8e4m3": "float8_e4m3fn",
+    "f8e5m2": "float8_e5m2",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m mpicomm.bench",
+        description="Time a collective, check what it returns, and compare with other libraries. Options are those of "
+        "nccl-tests; on GPUs -n calls make a CUDA graph, which is timed -G times (-G 0 or --eager: call by call).",
+    )
+    count = command_line.count_from
+    result.add_argument("collective", type=_collective, metavar="COLLECTIVE", help=", ".join(OPERATIONS))
+    command_line.add_sweep_arguments(result, smallest=8, factor=2)
+    result.add_argument("-d", "--datatype", type=_dtype_name, default="float32", metavar="TYPE", help=", ".join(DTYPES))
+    result.add_argument("-o", "--op", choices=OPS, default="sum", help="default: sum")
+    result.add_argument("-c", "--check", type=count(0), default=1, metavar="N", help="checked calls; default: 1")
+    result.add_argument("-G", "--cudagraph", type=count(0), default=7, metavar="N", help="timed launches; default: 7")
+    result.add_argument("--eager", action="store_true", help="time to issue a call and to its completion, no graphs")
+    result.add_argument("--algorithm", default="auto", metavar="NAME", help="of mpicomm's calls; default: auto")
+    result.add_argument(
+        "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
+    )
+    result.add_argument("--compare", type=_peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
+    result.add_argument("--beside", choices=("matmul",), help="what the largest size costs a matrix product beside it")
+    result.add_argument("-J", "--json", type=command_line.output_file, metavar="FILE", help="write the results there")
+    result.add_argument(
+        "--plot", type=_plot_file, metavar="FILE", help="draw time and bus bandwidth by size: FILE.png or FILE.svg"
+    )
+    command_line.add_communicator_arguments(result)
+    return result
+
+
+def dtype_and_op(options: argparse.Namespace) -> np.dtype[Any]:
+    """Return the element type; raises `InvalidUsageError` where it, or the operation on it, cannot be had."""
+    dtype = covered_dtype(options.datatype)
+    if OPERATIONS[options.collective].reduces:
+        check_legal(options.op, dtype)
+    return dtype
+
+
+def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
+    """Raise `InvalidUsageError`, on all ranks, for what would fail after a long run or has no meaning here."""
+    if comm.num_nodes > 1:
+        raise InvalidUsageError(f"the bench is for the ranks of one node; these {comm.size} are on {comm.num_nodes}")
+    if options.collective == "barrier" and options.algorithm != "auto":
+        raise InvalidUsageError("--algorithm is not for the barrier, which has one way: leave it out")
+    if options.beside and comm.device == "cpu":
+        raise InvalidUsageError("--beside is for GPUs: on the host there is nothing beside")
+    plots = importlib.util.find_spec("matplotlib") is not None
+    if options.plot and not MPI.COMM_WORLD.bcast(plots):  # rank 0 draws
+        raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")
+
+
+def _collective(text: str) -> str:
+    name = ALIASES.get(text, text)
+    if name not in OPERATIONS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no collective: use {', '.join(OPERATIONS)}")
+    return name
+
+
+def _dtype_name(text: str) -> str:
+    name = _NCCL_TESTS_NAMES.get(text, text)
+    if name not in DTYPES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no type: use {', '.join(DTYPES)}")
+    return name
+
+
+def _peers(text: str) -> list[str]:
+    try:
+        return known_peers(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _plot_file(text: str) -> Any:
+    path = command_line.output_file(text)
+    if path.suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a name that ends in .png or .svg")
+    return path

@@ -1,0 +1,45 @@
+"""mpicomm as the bench measures it: through its public calls, on symmetric or ordinary arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+import mpicomm
+from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.mpi_calls import mpi_call
+from mpicomm.bench.operations import Buffers, Case
+from mpicomm.communicator import Communicator
+
+
+class Mpicomm:
+    """A peer like the others; ``symmetric`` is whether its arrays are of ``comm.empty``."""
+
+    version = mpicomm.__version__
+    capturable = True
+    result_at_front = True
+
+    def __init__(self, comm: Communicator, machine: Machine, *, symmetric: bool, algorithm: str) -> None:
+        self._comm = comm
+        self._machine = machine
+        self._symmetric = symmetric
+        # On the host MPI may carry a call out, in its own order, unless an algorithm is asked for.
+        self.exact = machine.stream is not None or algorithm not in ("auto", "mpi")
+        self._options: dict[str, Any] = {}
+        if machine.stream is not None:
+            self._options["stream"] = machine.stream
+        if algorithm != "auto":
+            self._options["algorithm"] = algorithm
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return an array; symmetric ones live until the communicator is freed."""
+        return self._comm.empty(nbytes, np.uint8).local if self._symmetric else self._machine.empty(nbytes)
+
+    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+        """Return the call a user would write."""
+        return {"": mpi_call(self._comm, case, buffers, self._options)}
+
+    def close(self) -> None:
+        """Leave it to the communicator."""

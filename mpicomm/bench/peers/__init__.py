@@ -1,0 +1,20 @@
+"""The libraries the bench compares with, one module each: `missing` says what to install, ``open_peer`` opens it."""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+PEERS = {
+    "nccl": "nccl",
+    "nccl-symmetric": "nccl_symmetric",
+    "torch": "torch_symmetric",
+    "nvshmem": "nvshmem_host",
+    "mpi": "plain_mpi",
+}
+"""Their names on the command line, and their modules."""
+
+
+def module_of(name: str) -> ModuleType:
+    """Return the module of a peer; nothing of the peer itself is imported by that."""
+    return importlib.import_module(f"mpicomm.bench.peers.{PEERS[name]}")

@@ -1,0 +1,64 @@
+"""What the bench asks of a library that it compares with, and of mpicomm itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.operations import Buffers, Case
+from mpicomm.communicator import Communicator
+
+T = TypeVar("T")
+
+
+class UnsupportedError(Exception):
+    """A library has no such collective, element type or operation, or is not for arrays like these."""
+
+
+class Peer(Protocol):
+    """A library in use. All methods are collective."""
+
+    version: str
+    exact: bool
+    """Whether its reductions are in rank order, so that every bit can be compared."""
+    capturable: bool
+    """Whether its calls can be captured into CUDA graphs."""
+    result_at_front: bool
+    """Where an in-place reduce-scatter leaves its block; see `operations.buffers`."""
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return memory of the kind that is fastest for this library, as a NumPy or CuPy array of bytes."""
+
+    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+        """Return the ways to carry a case out, by name, of which the fastest counts; raises `UnsupportedError`."""
+
+    def close(self) -> None:
+        """Give everything back."""
+
+
+Opener = Callable[[Communicator, Machine], Peer]
+
+
+def from_first(comm: Communicator, make: Callable[[], T]) -> T:
+    """Return what rank 0 makes, on all ranks, which all raise RuntimeError where it cannot. Collective."""
+    made: Any = None
+    failure = None
+    if comm.rank == 0:
+        try:
+            made = make()
+        except Exception as error:  # whatever another library raises
+            failure = f"{type(error).__name__}: {error}"
+    result, failure = comm.bcast((made, failure))
+    if failure is not None:
+        raise RuntimeError(failure)
+    checked: T = result
+    return checked
+
+
+def view_bytes(pointer: int, nbytes: int, owner: object) -> Any:
+    """Return device memory of another library as a CuPy array of bytes."""
+    import cupy
+
+    memory = cupy.cuda.UnownedMemory(pointer, nbytes, owner)
+    return cupy.ndarray((nbytes,), cupy.uint8, memptr=cupy.cuda.MemoryPointer(memory, 0))

@@ -1,0 +1,144 @@
+"""NCCL on ordinary CuPy arrays."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.operations import ROOT, Buffers, Case
+from mpicomm.bench.peers import nccl_library
+from mpicomm.bench.peers.base import UnsupportedError, from_first
+from mpicomm.communicator import Communicator
+
+missing = nccl_library.missing
+
+
+def open_peer(comm: Communicator, machine: Machine) -> Nccl:
+    """Create a NCCL communicator of all ranks."""
+    return Nccl(comm, machine)
+
+
+class Nccl:
+    """A NCCL communicator. Gathers, scatters and exchanges are its own functions where it has them."""
+
+    exact = False
+    capturable = True
+    result_at_front = False
+
+    def __init__(self, comm: Communicator, machine: Machine) -> None:
+        self.version = nccl_library.version()
+        self._machine = machine
+        self._handle = ctypes.c_void_p()
+        identity = from_first(comm, nccl_library.unique_id)
+        nccl_library.call(
+            "ncclCommInitRank",
+            ctypes.byref(self._handle),
+            comm.size,
+            nccl_library.UniqueId.from_buffer_copy(identity),
+            comm.rank,
+        )
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a CuPy array."""
+        return self._machine.empty(nbytes)
+
+    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+        """Return NCCL's call."""
+        dtype = nccl_library.type_of(case.dtype)
+        if dtype is None:
+            raise UnsupportedError(f"NCCL has no {case.dtype}")
+        return {"": self._call(case, _address(buffers.send), _address(buffers.receive), dtype)}
+
+    def close(self) -> None:
+        """Destroy the communicator."""
+        nccl_library.call("ncclCommDestroy", self._handle)
+
+    def _call(self, case: Case, send: int, receive: int, dtype: int) -> Call:
+        block, op, end = case.block, nccl_library.OPS[case.op], (self._handle, self._machine.stream.ptr)
+        if case.name == "allreduce":
+            return _bind("ncclAllReduce", send, receive, block, dtype, op, *end)
+        if case.name == "barrier":  # what programs that use NCCL make of it
+            return _bind("ncclAllReduce", send, send, 1, dtype, op, *end)
+        if case.name == "reduce_scatter":
+            return _bind("ncclReduceScatter", send, receive, block, dtype, op, *end)
+        if case.name == "allgather":
+            return _bind("ncclAllGather", send, receive, block, dtype, *end)
+        if case.name == "bcast":
+            return _bind("ncclBroadcast", send, receive, block, dtype, ROOT, *end)
+        if case.name == "reduce":
+            return _bind("ncclReduce", send, receive, block, dtype, op, ROOT, *end)
+        if case.name == "alltoall" and nccl_library.has("ncclAlltoAll"):
+            return _bind("ncclAlltoAll", send, receive, block, dtype, *end)
+        if case.name == "gather" and nccl_library.has("ncclGather"):
+            return _bind("ncclGather", send, receive, block, dtype, ROOT, *end)
+        if case.name == "scatter" and nccl_library.has("ncclScatter"):
+            return _bind("ncclScatter", send, receive, block, dtype, ROOT, *end)
+        return _group(
+            [
+                _bind(name, address + start * case.dtype.itemsize, count, dtype, peer, *end)
+                for name, address, messages in (
+                    ("ncclSend", send, _sent(case)),
+                    ("ncclRecv", receive, _received(case)),
+                )
+                for peer, start, count in messages
+            ]
+        )
+
+
+def _bind(name: str, *arguments: Any) -> Call:
+    """Return a call with its arguments converted once, as a C program's are."""
+    function: Callable[..., int] = getattr(nccl_library.load(), name)
+    converted = tuple(
+        kind(argument) if isinstance(argument, int) else argument
+        for kind, argument in zip(function.argtypes, arguments, strict=True)  # type: ignore[attr-defined]
+    )
+
+    def run() -> None:
+        status = function(*converted)
+        if status != 0:
+            nccl_library.check(name, status)
+
+    return run
+
+
+def _group(calls: list[Call]) -> Call:
+    def run() -> None:
+        nccl_library.call("ncclGroupStart")
+        try:
+            for call in calls:
+                call()
+        finally:
+            nccl_library.call("ncclGroupEnd")
+
+    return run
+
+
+def _sent(case: Case) -> list[tuple[int, int, int]]:
+    """Return (peer, first element, elements) of what a rank sends."""
+    if case.name == "sendrecv":
+        return [(case.following, 0, case.block)]
+    if case.name == "gather":
+        return [(ROOT, 0, case.block)]
+    return _blocks(case) if case.name != "scatter" or case.at_root else []
+
+
+def _received(case: Case) -> list[tuple[int, int, int]]:
+    if case.name == "sendrecv":
+        return [(case.previous, 0, case.block)]
+    if case.name == "scatter":
+        return [(ROOT, 0, case.block)]
+    return _blocks(case) if case.name != "gather" or case.at_root else []
+
+
+def _blocks(case: Case) -> list[tuple[int, int, int]]:
+    if case.name == "alltoallv":
+        counts, displs = case.exchanged()
+    else:
+        counts, displs = [case.block] * case.size, [peer * case.block for peer in range(case.size)]
+    return [(peer, displs[peer], counts[peer]) for peer in range(case.size)]
+
+
+def _address(array: Any) -> int:
+    return 0 if array is None else int(array.data.ptr)

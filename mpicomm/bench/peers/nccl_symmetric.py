@@ -1,0 +1,59 @@
+"""NCCL on memory of its own that is registered as a symmetric window, for which it has faster kernels."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from mpicomm.bench.machine import Machine
+from mpicomm.bench.peers import nccl_library
+from mpicomm.bench.peers.base import view_bytes
+from mpicomm.bench.peers.nccl import Nccl
+from mpicomm.communicator import Communicator
+
+_GRANULARITY = 2 << 20
+
+
+def missing() -> str | None:
+    """Say what to install. Local."""
+    reason = nccl_library.missing()
+    if reason is None and not nccl_library.has("ncclCommWindowRegister"):
+        return f"NCCL {nccl_library.version()} has no symmetric windows: pip install 'nvidia-nccl-cu13>=2.27'"
+    return reason
+
+
+def open_peer(comm: Communicator, machine: Machine) -> SymmetricNccl:
+    """Create another NCCL communicator of all ranks."""
+    return SymmetricNccl(comm, machine)
+
+
+class SymmetricNccl(Nccl):
+    """A NCCL communicator with windows."""
+
+    def __init__(self, comm: Communicator, machine: Machine) -> None:
+        super().__init__(comm, machine)
+        self._windows: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return memory of ncclMemAlloc, registered."""
+        memory, window = ctypes.c_void_p(), ctypes.c_void_p()
+        whole = -(-nbytes // _GRANULARITY) * _GRANULARITY
+        nccl_library.call("ncclMemAlloc", ctypes.byref(memory), whole)
+        nccl_library.call(
+            "ncclCommWindowRegister",
+            self._handle,
+            memory,
+            whole,
+            ctypes.byref(window),
+            nccl_library.COLLECTIVE_SYMMETRIC,
+        )
+        self._windows.append((memory, window))
+        assert memory.value is not None
+        return view_bytes(memory.value, nbytes, self)
+
+    def close(self) -> None:
+        """Take windows and memory back."""
+        for memory, window in self._windows:
+            nccl_library.call("ncclCommWindowDeregister", self._handle, window)
+            nccl_library.call("ncclMemFree", memory)
+        super().close()

@@ -1,0 +1,89 @@
+"""NVSHMEM's collectives that the host enqueues, through nvshmem4py's bindings."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.operations import ROOT, Buffers, Case
+from mpicomm.bench.peers.base import UnsupportedError, from_first, view_bytes
+from mpicomm.communicator import Communicator
+
+_TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the rest have NumPy's names
+
+
+def missing() -> str | None:
+    """Say what to install. Local."""
+    if importlib.util.find_spec("nvshmem") is None:
+        return "not installed: pip install nvshmem4py-cu13"
+    return None
+
+
+def open_peer(comm: Communicator, machine: Machine) -> Nvshmem:
+    """Initialise NVSHMEM on all ranks."""
+    return Nvshmem(comm, machine)
+
+
+class Nvshmem:
+    """NVSHMEM on its symmetric heap."""
+
+    exact = False
+    capturable = True
+    result_at_front = True
+
+    def __init__(self, comm: Communicator, machine: Machine) -> None:
+        import nvshmem.core as core
+        from cuda.core import Device
+        from nvshmem import bindings
+
+        self._core, self._bindings = core, bindings
+        self._stream = machine.stream.ptr
+        device = Device(comm.device)
+        device.set_current()
+        unique = core.get_unique_id(empty=True)
+        unique._data[:] = from_first(comm, lambda: core.get_unique_id()._data)
+        core.init(device=device, uid=unique, rank=comm.rank, nranks=comm.size, initializer_method="uid")
+        self.version = str(core.get_version())
+        self._team = core.Teams.TEAM_WORLD
+        self._held: list[Any] = []
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return memory of the symmetric heap."""
+        memory = self._core.buffer(nbytes)
+        self._held.append(memory)
+        return view_bytes(int(memory.handle), nbytes, memory)
+
+    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+        """Return NVSHMEM's call for the collectives it has."""
+        if case.name == "barrier":
+            barrier, stream = self._bindings.barrier_all_on_stream, self._stream
+            return {"": lambda: barrier(stream)}
+        if case.in_place and case.operation.places != ("in-place",):
+            raise UnsupportedError("in place is not promised to work")
+        names = {
+            "allreduce": f"{case.op}_reduce",
+            "reduce_scatter": f"{case.op}_reducescatter",
+            "allgather": "fcollect",
+            "alltoall": "alltoall",
+            "bcast": "broadcast",
+        }
+        name = f"{_TYPES.get(case.dtype.name, case.dtype.name)}_{names.get(case.name)}_on_stream"
+        function: Callable[..., Any] | None = getattr(self._bindings, name, None)
+        if function is None:
+            raise UnsupportedError(f"NVSHMEM has no {case.name} ({case.op}) of {case.dtype}")
+        arguments = [self._team, int(buffers.receive.data.ptr), int(buffers.send.data.ptr), case.block]
+        arguments += [ROOT, self._stream] if case.name == "bcast" else [self._stream]
+
+        def run() -> None:
+            if function(*arguments):
+                raise RuntimeError(f"nvshmem {name} failed")
+
+        return {"": run}
+
+    def close(self) -> None:
+        """Free the memory and end NVSHMEM."""
+        while self._held:
+            self._core.free(self._held.pop())
+        self._core.finalize()

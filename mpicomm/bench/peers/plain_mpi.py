@@ -1,0 +1,85 @@
+"""MPI without mpicomm: on host arrays as it is, on device arrays through pinned host copies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.mpi_calls import mpi_call
+from mpicomm.bench.operations import Buffers, Case
+from mpicomm.bench.peers.base import UnsupportedError
+from mpicomm.collectives import types
+from mpicomm.communicator import Communicator
+
+_LARGEST_STAGED = 64 << 20  # beyond it minutes go by that tell nothing new
+
+
+def missing() -> str | None:
+    """It is always there."""
+    return None
+
+
+def open_peer(comm: Communicator, machine: Machine) -> PlainMpi:
+    """Take the communicator for the one of MPI that it is."""
+    return PlainMpi(comm, machine)
+
+
+class PlainMpi:
+    """mpi4py's own methods."""
+
+    exact = False
+    capturable = False
+    result_at_front = True
+
+    def __init__(self, comm: Communicator, machine: Machine) -> None:
+        self.version = " ".join(MPI.Get_library_version().splitlines()[0].split())
+        self._comm = MPI.Intracomm(comm)
+        self._machine = machine
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return an ordinary array."""
+        return self._machine.empty(nbytes)
+
+    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+        """Return MPI's call, between copies where the arrays are on a device."""
+        if case.operation.reduces and (types.mpi_datatype(case.dtype) is None or case.op == "avg"):
+            raise UnsupportedError(f"MPI has no {case.op} of {case.dtype}")
+        if case.dtype.isbuiltin != 1:
+            raise UnsupportedError(f"MPI has no {case.dtype}")
+        if self._machine.stream is None:
+            return {"": mpi_call(self._comm, case, buffers, {})}
+        if case.nbytes > _LARGEST_STAGED:
+            raise UnsupportedError("measured up to 64 MiB")
+        return {"": self._staged(case, buffers)}
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def _staged(self, case: Case, buffers: Buffers) -> Call:
+        if case.in_place and case.name != "bcast":
+            raise UnsupportedError("through host copies nothing is in place")
+        send = _pinned(buffers.send)
+        receive = send if buffers.receive is buffers.send else _pinned(buffers.receive)
+        call, stream = mpi_call(self._comm, case, Buffers(send, receive), {}), self._machine.stream
+
+        def run() -> None:
+            if send is not None:
+                buffers.send.get(out=send, stream=stream, blocking=False)
+            stream.synchronize()
+            call()
+            if receive is not None:
+                buffers.receive.set(receive, stream=stream)
+
+        return run
+
+
+def _pinned(array: Any) -> Any:
+    if array is None:
+        return None
+    import cupyx
+
+    return cupyx.empty_pinned(array.shape, np.uint8)

@@ -1,0 +1,88 @@
+"""PyTorch's symmetric memory: its one-shot and two-shot all-reduce, of which the faster one counts at each size."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.operations import Buffers, Case
+from mpicomm.bench.peers.base import UnsupportedError, from_first, view_bytes
+from mpicomm.communicator import Communicator
+
+
+def missing() -> str | None:
+    """Say what to install. Local."""
+    return None if importlib.util.find_spec("torch") else "not installed: pip install torch"
+
+
+def open_peer(comm: Communicator, machine: Machine) -> TorchSymmetric:
+    """Create a process group of all ranks."""
+    return TorchSymmetric(comm, machine)
+
+
+class TorchSymmetric:
+    """PyTorch's operations on tensors that all ranks have mapped."""
+
+    exact = False
+    capturable = True
+    result_at_front = True
+
+    def __init__(self, comm: Communicator, machine: Machine) -> None:
+        import torch
+        import torch.distributed as dist
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        self._torch, self._dist, self._memory = torch, dist, symmetric_memory
+        self.version = str(torch.__version__)
+        assert isinstance(comm.device, int)
+        self._device = torch.device("cuda", comm.device)
+        torch.cuda.set_device(self._device)
+        stores: list[Any] = []
+
+        def serve() -> int:
+            # Waiting for the others would be waiting for who does not know the port yet.
+            stores.append(dist.TCPStore("127.0.0.1", 0, comm.size, True, wait_for_workers=False))
+            return int(stores[0].port)
+
+        port = from_first(comm, serve)
+        store = stores[0] if stores else dist.TCPStore("127.0.0.1", port, comm.size, False)
+        # Named for its store alone: NCCL comes to life with a first collective of the group, and there is none.
+        dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
+        self._group = dist.group.WORLD.group_name
+        torch.cuda.set_stream(torch.cuda.ExternalStream(machine.stream.ptr, device=self._device))
+        self._tensors: dict[int, Any] = {}
+
+    def allocate(self, nbytes: int) -> Any:
+        """Return a symmetric tensor's memory."""
+        tensor = self._memory.empty(nbytes, dtype=self._torch.uint8, device=self._device)
+        self._memory.rendezvous(tensor, self._group)
+        self._tensors[tensor.data_ptr()] = tensor
+        return view_bytes(tensor.data_ptr(), nbytes, tensor)
+
+    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+        """Return one-shot and two-shot; in place there is only the latter."""
+        if case.name != "allreduce" or case.op != "sum" or case.dtype.name not in ("float32", "bfloat16"):
+            raise UnsupportedError("its kernels are for the sum of float32 and bfloat16 in allreduce")
+        operations, group = self._torch.ops.symm_mem, self._group
+        send, receive = self._tensor(case, buffers.send), self._tensor(case, buffers.receive)
+        if case.in_place:
+            return {"two_shot": lambda: operations.two_shot_all_reduce_(send, "sum", group)}
+        calls: dict[str, Call] = {
+            "one_shot": lambda: operations.one_shot_all_reduce_out(send, "sum", group, receive),
+        }
+        if case.size in (2, 4, 8):  # what the other one is compiled for
+            calls["two_shot"] = lambda: operations.two_shot_all_reduce_out(send, "sum", group, receive)
+        return calls
+
+    def close(self) -> None:
+        """End the process group."""
+        self._tensors.clear()
+        self._torch.cuda.set_stream(self._torch.cuda.default_stream(self._device))
+        self._dist.destroy_process_group()
+
+    def _tensor(self, case: Case, array: Any) -> Any:
+        """Return the tensor that the bytes are the start of."""
+        tensor = self._tensors[int(array.data.ptr)]
+        return tensor[: array.nbytes].view(getattr(self._torch, case.dtype.name))

@@ -1,0 +1,179 @@
+"""``python -m mpicomm.bench`` as a user runs it, and with faults planted into what it measures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import mpicomm
+from mpicomm.bench.options import parser
+from tests.helpers.mpiexec import run_job
+
+BENCH = ("-m", "mpicomm.bench")
+SHORT = ("-D", "cpu", "-n", "2", "-w", "1", "-G", "2")
+
+
+def rows(stdout: str) -> list[list[str]]:
+    return [line.split() for line in stdout.splitlines() if not line.startswith("#")]
+
+
+def test_all_is_well(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    options = ("-b", "8", "-e", "1M", "-f", "8", "--compare", "mpi,nccl", "--buffers", "both", "-J", str(path))
+    job = run_job(2, *BENCH, "allreduce", *SHORT, *options)
+    assert (job.returncode, job.stderr) == (0, "")
+    lines = job.stdout.splitlines()
+    assert lines[0].startswith(f"# mpicomm {mpicomm.__version__} bench allreduce: 2 ranks")
+    assert "# nccl: it is for arrays on GPUs" in lines
+    assert lines[-1] == "# OK"
+    shown = rows(job.stdout)
+    sizes = [8 << 3 * step for step in range(6)]
+    assert [int(row[0]) for row in shown] == sizes
+    assert {len(row) for row in shown} == {5 + 2 * (4 + 2 * 2)}
+    assert all(row[8] == row[16] == "0" for row in shown)
+
+    report = json.loads(path.read_text())
+    assert (report["ok"], report["wrong"], report["collective"]) == (True, 0, "allreduce")
+    assert list(report["peers"]) == ["mpi"]
+    assert report["missing"] == {"nccl": "it is for arrays on GPUs"}
+    assert report["options"]["iters"] == 2
+    assert [info["rank"] for info in report["ranks"]] == [0, 1]
+    assert set(report["geometric_means"]) == {"mpicomm-ordinary", "mpi"}
+    for row, measured in zip(shown, report["results"], strict=True):
+        assert measured["nbytes"] == int(row[0])
+        own = measured["places"]["out-of-place"]["mpicomm"]
+        assert own["time_us"] == pytest.approx(float(row[5]), abs=0.0051)
+        ratio = measured["places"]["in-place"]["mpi"]["time_us"] / measured["places"]["in-place"]["mpicomm"]["time_us"]
+        assert float(row[20]) == pytest.approx(ratio, abs=0.0051)
+
+
+def test_every_collective_runs(tmp_path: Path) -> None:
+    # One job for all: starting Python takes most of the time of each.
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import sys\nfrom mpicomm.bench import __main__ as bench\nfrom mpicomm.bench.operations import OPERATIONS\n"
+        f"from mpicomm import command_line\noptions = {[*SHORT, '-b', '24', '-e', '48K', '-f', '2048']}\n"
+        "def main():\n    status = 0\n    for name in OPERATIONS:\n"
+        "        sys.argv = ['bench', name, *options, '-d', 'int32', '--compare', 'mpi']\n"
+        "        status = max(status, bench.main())\n    return status\ncommand_line.run(main)\n"
+    )
+    job = run_job(3, str(driver))
+    assert (job.returncode, job.stderr) == (0, "")
+    assert job.stdout.count("# OK") == 11
+    assert [row[0] for row in rows(job.stdout)] == ["24", "49152"] * 10 + ["0"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("allreduc",), "argument COLLECTIVE: 'allreduc' is no collective"),
+        (("allreduce", "-d", "int3"), "argument -d/--datatype: 'int3' is no type"),
+        (("allreduce", "-o", "land"), "argument -o/--op"),
+        (("allreduce", "--compare", "nccl,mccl"), "argument --compare: 'mccl' is no peer"),
+        (("allreduce", "--plot", "picture.pdf"), "argument --plot: 'picture.pdf'"),
+        (("allreduce", "-J", "/no/such/directory/file"), "argument -J/--json"),
+    ],
+)
+def test_wrong_arguments(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parser().parse_args(options)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_names_of_nccl_tests_are_understood() -> None:
+    options = parser().parse_args(["broadcast", "-d", "half", "--compare", "nccl, torch,nccl"])
+    assert (options.collective, options.datatype, options.compare) == ("bcast", "float16", ["nccl", "torch"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("allreduc",), "argument COLLECTIVE: 'allreduc' is no collective"),
+        (("allreduce", "-d", "int32", "-o", "avg"), "error: op=avg is not defined for int32"),
+        (("allreduce", "--beside", "matmul"), "error: --beside is for GPUs"),
+        (("allreduce", "-b", "1M", "-e", "1K"), "error: no size to measure: -b 1M is above -e 1K"),
+        (("allreduce", "--algorithm", "magic", "-e", "8"), "error: algorithm='magic' is unknown"),
+    ],
+)
+def test_a_wrong_option_is_said_once(options: tuple[str, ...], message: str) -> None:
+    job = run_job(2, *BENCH, *options, "-D", "cpu")
+    assert job.returncode == 2
+    assert rows(job.stdout) == []
+    assert job.stderr.count(message) == 1
+    assert job.stderr.count("error:") == 1
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there")
+def test_a_picture_without_matplotlib_is_refused_before_the_run(tmp_path: Path) -> None:
+    job = run_job(2, *BENCH, "allreduce", *SHORT, "--plot", str(tmp_path / "picture.png"))
+    assert (job.returncode, job.stdout) == (2, "")
+    assert job.stderr == "error: --plot needs matplotlib: pip install matplotlib\n"
+
+
+def run_changed(tmp_path: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "from mpi4py import MPI\nimport mpicomm\nfrom mpicomm import command_line\n"
+        "from mpicomm.bench import __main__ as bench\nRANK = MPI.COMM_WORLD.rank\n"
+        f"{code}\ncommand_line.run(bench.main)\n"
+    )
+    return run_job(2, str(driver), "allreduce", *SHORT, "-b", "4K", "-e", "16K", *options)
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_one_wrong_element_fails_the_run(culprit: int, tmp_path: Path) -> None:
+    code = f"""
+allreduce = mpicomm.Communicator.Allreduce
+def corrupt(self, send, receive, *args, **options):
+    allreduce(self, send, receive, *args, **options)
+    if RANK == {culprit}:
+        receive[517] += 1
+mpicomm.Communicator.Allreduce = corrupt
+"""
+    job = run_changed(tmp_path, code)
+    assert (job.returncode, job.stderr) == (1, "")
+    assert job.stdout.splitlines()[-1] == "# FAILED: 6 wrong"  # three sizes, in and out of place
+    assert all(row[8] == row[12] == "1" for row in rows(job.stdout))
+
+
+def test_a_call_that_does_nothing_fails_the_run(tmp_path: Path) -> None:
+    job = run_changed(tmp_path, "mpicomm.Communicator.Allreduce = lambda *args, **options: None")
+    assert job.returncode == 1
+    assert job.stdout.splitlines()[-1].startswith("# FAILED")
+
+
+@pytest.mark.parametrize("step", ["open_peer", "PlainMpi.prepare", "PlainMpi.close"])
+def test_a_peer_that_fails_is_a_line_and_no_more(step: str, tmp_path: Path) -> None:
+    code = f"""
+from mpicomm.bench.peers import plain_mpi
+def fail(*args):
+    raise RuntimeError("planted")
+if RANK == 1:
+    plain_mpi.{step} = fail
+"""
+    job = run_changed(tmp_path, code, "--compare", "mpi")
+    assert (job.returncode, job.stderr) == (0, "")
+    assert job.stdout.splitlines()[-1] == "# OK"
+    if step != "PlainMpi.close":
+        assert job.stdout.count("rank 1: RuntimeError: planted") == 1
+
+
+def test_time_is_that_of_one_call_of_the_slowest_rank(tmp_path: Path) -> None:
+    code = """
+import time
+allreduce = mpicomm.Communicator.Allreduce
+def slow(self, *args, **options):
+    if RANK == 1:
+        time.sleep(0.01)
+    allreduce(self, *args, **options)
+mpicomm.Communicator.Allreduce = slow
+"""
+    job = run_changed(tmp_path, code)
+    assert job.returncode == 0
+    assert all(10_000 <= float(row[5]) < 50_000 for row in rows(job.stdout))

@@ -1,0 +1,151 @@
+"""How the bench measures where there are graphs and several ways, with a machine that plays both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.bench.contenders import Contender, Contenders
+from mpicomm.bench.content import Content
+from mpicomm.bench.machine import Call, Host, Times
+from mpicomm.bench.measure import Effort, Measuring, Outcome
+from mpicomm.bench.operations import OPERATIONS, Buffers, Case
+
+FLOAT = np.dtype(np.float32)
+CASE = Case(OPERATIONS["allreduce"], FLOAT, "sum", 100, False, 0, 1)
+
+
+class Replaying(Host):
+    """A host that can capture calls; ``corrupt`` are bytes that its launches leave wrong."""
+
+    def __init__(self) -> None:
+        self.corrupt: Any = None
+
+    def capture(self, call: Call, count: int) -> Any:
+        return [call] * count
+
+    def launch(self, graph: Any) -> None:
+        for call in graph:
+            call()
+        if self.corrupt is not None:
+            self.corrupt[0] ^= 1
+
+    def time_graph(self, graph: Any) -> Times:
+        return Times(7e-6)
+
+
+class Library:
+    """A peer with the ways it is told of."""
+
+    version = "1"
+    capturable = True
+    result_at_front = True
+    exact = True
+
+    def __init__(self, ways: Mapping[str, Any]) -> None:
+        self.ways = ways
+        self.calls: dict[str, Call] = {}
+
+    def allocate(self, nbytes: int) -> Any:
+        return np.empty(nbytes, np.uint8)
+
+    def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
+        return {way: partial(self._run, buffers, change) for way, change in self.ways.items()}
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, buffers: Buffers, change: Any) -> None:
+        buffers.receive[:] = buffers.send
+        change(buffers)
+
+
+@pytest.fixture
+def comm() -> Iterator[mpicomm.Communicator]:
+    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm:
+        yield comm
+
+
+def right(buffers: Buffers) -> None:
+    """The sum of one rank is what it sent."""
+
+
+def measure(
+    comm: mpicomm.Communicator, library: Library, *, name: str = "other", graphs: bool = True, machine: Any = None
+) -> tuple[dict[str, Outcome], dict[str, str]]:
+    machine = machine or Replaying()
+    contenders = Contenders(comm, machine, CASE.nbytes)
+    contenders.present.append(Contender(name, library, library.allocate(CASE.nbytes), library.allocate(CASE.nbytes)))
+    content = Content(np, FLOAT, "sum", 1, CASE.count, reduces=True)
+    return Measuring(comm, machine, content, contenders, Effort(3, 1, 1, 2, graphs)).run(CASE)
+
+
+def test_a_graph_is_timed(comm: mpicomm.Communicator) -> None:
+    outcomes, silent = measure(comm, Library({"way": right}))
+    assert outcomes["other"] == Outcome(7e-6 * 1e6, None, 0, "", "way")
+    assert silent == {}
+
+
+def test_without_graphs_issuing_is_timed_too(comm: mpicomm.Communicator) -> None:
+    outcome = measure(comm, Library({"way": right}), graphs=False)[0]["other"]
+    assert outcome.issue_us is not None
+    assert 0 < outcome.issue_us <= outcome.time_us
+
+
+def test_what_cannot_be_captured_is_timed_call_by_call_and_says_so(comm: mpicomm.Communicator) -> None:
+    library = Library({"way": right})
+    library.capturable = False
+    outcome = measure(comm, library)[0]["other"]
+    assert (outcome.eager, outcome.wrong) == ("it cannot be captured", 0)
+    assert outcome.issue_us is not None
+
+
+def test_a_capture_that_fails_leaves_the_calls(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Replaying()
+    monkeypatch.setattr(machine, "capture", lambda call, count: 1 / 0)
+    outcome = measure(comm, Library({"way": right}), machine=machine)[0]["other"]
+    assert outcome.eager.startswith("ZeroDivisionError")
+    assert outcome.issue_us is not None
+
+
+def test_the_fastest_way_counts_and_a_broken_one_is_left_out(comm: mpicomm.Communicator) -> None:
+    def slow(buffers: Buffers) -> None:
+        import time
+
+        time.sleep(1e-3)
+
+    def broken(buffers: Buffers) -> None:
+        raise RuntimeError("no such kernel")
+
+    ways = {"slow": slow, "fast": right, "broken": broken}
+    outcomes, silent = measure(comm, Library(ways), graphs=False)
+    assert outcomes["other"].way == "fast"
+    assert outcomes["other"].time_us < 1000
+    assert silent == {"other": "broken RuntimeError: no such kernel"}
+
+
+def test_wrong_elements_of_any_way_are_counted(comm: mpicomm.Communicator) -> None:
+    def corrupt(buffers: Buffers) -> None:
+        buffers.receive.view(np.uint32)[[3, 99]] ^= 1
+
+    outcome = measure(comm, Library({"right": right, "corrupt": corrupt}))[0]["other"]
+    assert outcome.wrong == 2
+
+
+def test_what_a_graph_of_mpicomm_leaves_is_checked(comm: mpicomm.Communicator) -> None:
+    machine = Replaying()
+    library = Library({"": right})
+    prepare = library.prepare
+
+    def remember(case: Case, buffers: Buffers) -> Mapping[str, Call]:
+        machine.corrupt = buffers.receive
+        return prepare(case, buffers)
+
+    library.prepare = remember  # type: ignore[method-assign]
+    assert measure(comm, library, name="mpicomm", machine=machine)[0]["mpicomm"].wrong == 1

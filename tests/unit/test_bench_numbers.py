@@ -1,0 +1,174 @@
+"""What the bench computes: bandwidths, sizes, layouts, the data and what has to come out of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpicomm.bench.content import Content, expected, random_data, reduce_in_order
+from mpicomm.bench.operations import OPERATIONS, Buffers, Case, block_of, buffers
+from mpicomm.collectives.types import covered_dtype
+
+FLOAT = np.dtype(np.float32)
+
+
+def case(name: str, *, rank: int = 0, size: int = 4, block: int = 12, in_place: bool = False) -> Case:
+    return Case(OPERATIONS[name], FLOAT, "sum", block, in_place, rank, size)
+
+
+@pytest.mark.parametrize(
+    ("name", "factor"),  # as nccl-tests' PERFORMANCE.md has them, for 4 ranks
+    [
+        ("allreduce", 2 * 3 / 4),
+        ("reduce_scatter", 3 / 4),
+        ("allgather", 3 / 4),
+        ("bcast", 1),
+        ("reduce", 1),
+        ("gather", 3 / 4),
+        ("scatter", 3 / 4),
+        ("alltoall", 3 / 4),
+        ("alltoallv", 3 / 4),
+        ("sendrecv", 1),
+    ],
+)
+def test_bandwidths_are_those_of_nccl_tests(name: str, factor: float) -> None:
+    operation = OPERATIONS[name]
+    one = case(name, block=block_of(operation, 1 << 30, FLOAT, 4))
+    assert one.nbytes == 1 << 30
+    assert one.algbw_gb_s(4200.0) == pytest.approx((1 << 30) / 4200e-6 / 1e9)
+    assert one.busbw_gb_s(4200.0) == pytest.approx(factor * (1 << 30) / 4200e-6 / 1e9)
+
+
+@pytest.mark.parametrize(("name", "block", "nbytes"), [("allreduce", 2, 8), ("allgather", 1, 16), ("alltoall", 1, 16)])
+def test_there_is_an_element_in_every_block(name: str, block: int, nbytes: int) -> None:
+    assert block_of(OPERATIONS[name], 8, FLOAT, 4) == block
+    assert case(name, block=block).nbytes == nbytes
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+def test_what_alltoallv_sends_is_what_is_received(size: int) -> None:
+    cases = [case("alltoallv", rank=rank, size=size, block=8 * size) for rank in range(size)]
+    table = np.array([one.exchanged()[0] for one in cases])
+    assert (table == table.T).all()
+    assert (table.sum(axis=1) == cases[0].count).all()
+    assert size == 1 or len(set(table[0])) > 1
+
+
+def world(name: str, size: int, block: int, in_place: bool, front: bool) -> list[tuple[Case, Buffers]]:
+    """The case on all ranks, each with two arrays of its own."""
+    found = []
+    for rank in range(size):
+        one = case(name, rank=rank, size=size, block=block, in_place=in_place)
+        first, second = np.zeros((2, max(16, one.nbytes)), np.uint8)
+        found.append((one, buffers(one, first, second, result_at_front=front)))
+    return found
+
+
+def carry_out(ranks: list[tuple[Case, Buffers]]) -> None:
+    """A collective in the plainest way, on copies of all inputs."""
+    name, size, block = ranks[0][0].name, ranks[0][0].size, ranks[0][0].block
+    sent = [None if place.send is None else place.send.view(FLOAT).copy() for _, place in ranks]
+    whole = [part for part in sent if part is not None]
+    for one, place in ranks:
+        own = slice(one.rank * block, (one.rank + 1) * block)
+        result: Any = None
+        if name in ("allreduce", "reduce"):
+            result = sum(whole[1:], whole[0])
+        elif name == "reduce_scatter":
+            result = sum(whole[1:], whole[0])[own]
+        elif name in ("allgather", "gather"):
+            result = np.concatenate(whole)
+        elif name == "bcast":
+            result = whole[0]
+        elif name == "scatter":
+            result = whole[0][own]
+        elif name == "alltoall":
+            result = np.concatenate([part[own] for part in whole])
+        elif name == "alltoallv":
+            parts = []
+            for peer in range(size):
+                counts, displs = ranks[peer][0].exchanged()
+                parts.append(whole[peer][displs[one.rank] : displs[one.rank] + counts[one.rank]])
+            result = np.concatenate(parts)
+        elif name == "sendrecv":
+            result = whole[one.previous]
+        if place.receive is not None:
+            place.receive.view(FLOAT)[: result.size] = result
+
+
+@pytest.mark.parametrize("front", [True, False])
+@pytest.mark.parametrize(
+    ("name", "in_place"),
+    [(name, place == "in-place") for name in OPERATIONS if name != "barrier" for place in OPERATIONS[name].places],
+)
+def test_a_right_result_is_right_and_a_wrong_element_is_found(name: str, in_place: bool, front: bool) -> None:
+    block = 8001  # both ends and a middle
+    ranks = world(name, 3, block, in_place, front)
+    content = Content(np, FLOAT, "sum", 3, ranks[0][0].count, reduces=OPERATIONS[name].reduces)
+    for one, place in ranks:
+        content.prepare(one, place)
+    receivers = [(one, place) for one, place in ranks if expected(one)]
+    for one, place in receivers:
+        if not (name in ("bcast", "scatter") and in_place and one.at_root):  # it has its part already
+            assert content.count_wrong(one, place, exact=True) > block // 2, "poison passed for a result"
+    carry_out(ranks)
+    for exact in (True, False):
+        assert [content.count_wrong(one, place, exact=exact) for one, place in ranks] == [0, 0, 0]
+    for one, place in receivers:
+        place.receive.view(np.uint32)[expected(one)[-1].start] ^= 1 << 30
+        assert content.count_wrong(one, place, exact=True) == 1
+        assert content.count_wrong(one, place, exact=False) == 1
+
+
+def test_data_from_elsewhere_in_the_array_is_found() -> None:
+    count = 1_300_000  # beyond one period
+    content = Content(np, FLOAT, "sum", 2, count, reduces=False)
+    one = case("sendrecv", rank=1, size=2, block=count)
+    place = Buffers(np.empty(one.nbytes, np.uint8), np.empty(one.nbytes, np.uint8))
+    content.prepare(dataclasses.replace(one, rank=0), Buffers(place.receive, None))
+    assert content.count_wrong(one, place, exact=True) == 0
+    words = place.receive.view(np.uint32)
+    words[:] = np.roll(words, 1 << 20)
+    assert content.count_wrong(one, place, exact=True) > count // 2
+
+
+@pytest.mark.parametrize("op", ["sum", "prod", "max", "min", "avg"])
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float32", "float64"])
+def test_the_reference_takes_ranks_in_order_and_rounds_once(name: str, op: str) -> None:
+    dtype = covered_dtype(name)
+    data = [random_data(dtype, 1000, rank) for rank in range(3)]
+    wide = np.float32 if dtype.itemsize < 4 else dtype
+    a, b, c = (part.astype(wide) for part in data)
+    result = {
+        "sum": (a + b) + c,
+        "prod": (a * b) * c,
+        "max": np.maximum(np.maximum(a, b), c),
+        "min": np.minimum(np.minimum(a, b), c),
+        "avg": ((a + b) + c) / np.float32(3).astype(wide),
+    }[op]
+    found = reduce_in_order(op, data)
+    assert found.dtype == dtype
+    assert found.tobytes() == result.astype(dtype).tobytes()
+
+
+def test_sums_in_another_order_are_near_but_not_the_same() -> None:
+    data = [random_data(FLOAT, 5000, rank) for rank in range(4)]
+    one = case("allreduce", block=5000)
+    content = Content(np, FLOAT, "sum", 4, 5000, reduces=True)
+    other = (data[3] + data[2]) + (data[1] + data[0])
+    place = Buffers(data[0].view(np.uint8), other.view(np.uint8))
+    assert content.count_wrong(one, place, exact=True) > 0
+    assert content.count_wrong(one, place, exact=False) == 0
+
+
+def test_integers_wrap_and_have_all_bits() -> None:
+    data = [random_data(np.dtype(np.int32), 1000, rank) for rank in range(2)]
+    assert not np.array_equal(data[0], data[1])
+    assert np.bitwise_or.reduce(data[0].view(np.uint32)) == 0xFFFFFFFF
+    assert (
+        reduce_in_order("sum", data).tolist()
+        == (data[0].view(np.uint32) + data[1].view(np.uint32)).view(np.int32).tolist()
+    )

@@ -1,0 +1,130 @@
+"""What the bench shows: table, footer, JSON rows, lines of the picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mpicomm.bench.measure import Outcome
+from mpicomm.bench.operations import OPERATIONS, Case
+from mpicomm.bench.plot import draw, lines_of
+from mpicomm.bench.results import Results, Row
+from mpicomm.bench.table import Table
+
+PLACES = ("out-of-place", "in-place")
+CASE = Case(OPERATIONS["allreduce"], np.dtype(np.float32), "sum", 1 << 28, False, 0, 4)
+
+
+def outcome(time_us: float, wrong: int | None = 0, eager: str = "", issue_us: float | None = None) -> Outcome:
+    return Outcome(time_us, issue_us, wrong, eager, "")
+
+
+def results() -> Results:
+    small = dataclasses.replace(CASE, block=256)
+    rows = [
+        Row(
+            small,
+            {
+                "out-of-place": {"mpicomm": outcome(3.0), "nccl": outcome(9.0), "mpi": outcome(30.0, eager="held")},
+                "in-place": {"mpicomm": outcome(4.0), "nccl": outcome(2.0)},
+            },
+            {"out-of-place": {}, "in-place": {"mpi": "not in place"}},
+        ),
+        Row(
+            CASE,
+            {
+                "out-of-place": {"mpicomm": outcome(4200.0), "nccl": outcome(4100.0)},
+                "in-place": {"mpicomm": outcome(4200.0, wrong=5), "nccl": outcome(4620.0, wrong=2)},
+            },
+            {"out-of-place": {"mpi": "too large"}, "in-place": {"mpi": "too large"}},
+        ),
+    ]
+    return Results("mpicomm", rows)
+
+
+def test_table_has_nccl_tests_columns_and_a_pair_for_each_peer() -> None:
+    table = Table(PLACES, ["nccl", "mpi"], issue=False)
+    head = [f"#{line}" for line in table.head()]
+    first, last = (table.row(row.case, row.outcomes, "mpicomm") for row in results().rows)
+    own, peers = ["time", "algbw", "busbw", "#wrong"], ["time", "ratio"] * 2
+    assert head[1].split() == ["#", "size", "count", "type", "redop", "root", *(own + peers) * 2]
+    assert head[0].split() == ["#", "out-of-place", "nccl", "mpi", "in-place", "nccl", "mpi"]
+    out_of_place = "3.00 0.34 0.51 0 9.00 3.00 30.00* 10.00"
+    assert " ".join(first.split()) == f"1024 256 float32 sum -1 {out_of_place} 4.00 0.26 0.38 0 2.00 0.50 - -"
+    both = ("4200.00 255.65 383.48 0 4100.00 0.98 - -", "4200.00 255.65 383.48 5 4620.00 1.10 - -")
+    assert " ".join(last.split()) == f"1073741824 268435456 float32 sum -1 {' '.join(both)}"
+    assert len({len(line) for line in (head[0].ljust(len(first)), head[1], first, last)}) == 1
+
+
+def test_calls_one_by_one_have_a_column_for_what_the_caller_waits() -> None:
+    table = Table(["out-of-place"], [], issue=True)
+    row = {"out-of-place": {"mpicomm": outcome(5.5, issue_us=4.0)}}
+    assert "issue" in table.head()[1]
+    assert table.row(CASE, row, "mpicomm").split()[5:7] == ["4.00", "5.50"]
+
+
+def test_a_barrier_has_no_size_and_a_broadcast_a_root() -> None:
+    table = Table(["out-of-place"], [], issue=False)
+    barrier = dataclasses.replace(CASE, operation=OPERATIONS["barrier"], block=1)
+    cells = table.row(barrier, {"out-of-place": {"mpicomm": outcome(2.0, None)}}, "mpicomm").split()
+    assert cells == ["0", "0", "float32", "none", "-1", "2.00", "0.00", "0.00", "N/A"]
+    bcast = dataclasses.replace(CASE, operation=OPERATIONS["bcast"])
+    assert table.row(bcast, {"out-of-place": {"mpicomm": outcome(2.0)}}, "mpicomm").split()[3:5] == ["none", "0"]
+
+
+def test_geometric_means_and_what_is_faster() -> None:
+    found = results()
+    means = found.geometric_means()
+    rounded = {name: {place: (round(mean, 3), n) for place, (mean, n) in of.items()} for name, of in means.items()}
+    assert rounded == {
+        "nccl": {"out-of-place": (1.711, 2), "in-place": (0.742, 2)},
+        "mpi": {"out-of-place": (10.0, 1)},
+    }
+    assert found.slower() == {"nccl": [(1024, "in-place", 0.5)]}
+    assert found.wrong() == {"mpicomm": 5, "nccl": 2}
+    lines = found.footer()
+    assert "nccl / mpicomm, geometric mean: out-of-place 1.711 (2 sizes), in-place 0.742 (2 sizes)" in lines
+    assert "* mpi is timed call by call: held" in lines
+    assert lines.count("- mpi: too large") == 1
+    assert "nccl: 2 wrong" in lines
+
+
+def test_json_rows_hold_everything() -> None:
+    rows = json.loads(json.dumps(results().document()))
+    assert rows[1]["nbytes"] == 1 << 30
+    assert (rows[1]["dtype"], rows[1]["op"], rows[1]["root"]) == ("float32", "sum", None)
+    assert rows[1]["places"]["in-place"]["mpicomm"] == {
+        "time_us": 4200.0,
+        "issue_us": None,
+        "algbw_gb_s": pytest.approx(255.65, abs=0.01),
+        "busbw_gb_s": pytest.approx(383.48, abs=0.01),
+        "wrong": 5,
+        "eager": "",
+        "way": "",
+    }
+    assert rows[0]["missing"] == {"in-place": {"mpi": "not in place"}}
+
+
+def test_lines_of_the_picture_begin_with_mpicomm() -> None:
+    lines = lines_of(results())
+    assert list(lines) == [
+        ("mpicomm", "out-of-place"),
+        ("mpicomm", "in-place"),
+        ("nccl", "out-of-place"),
+        ("mpi", "out-of-place"),
+        ("nccl", "in-place"),
+    ]
+    assert [case.nbytes for case, _ in lines["nccl", "in-place"]] == [1024, 1 << 30]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib draws it")
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_a_picture_is_drawn(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"picture.{suffix}"
+    draw(results(), path, "allreduce")
+    assert path.read_bytes().startswith(b"\x89PNG" if suffix == "png" else b"<?xml")
