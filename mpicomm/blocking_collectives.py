@@ -9,10 +9,26 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.collectives.calls import Arguments
-from mpicomm.collectives.dispatcher import MPI_CODES, SMALL_NBYTES, Collectives, is_small
+from mpicomm.collectives.dispatcher import Collectives
 from mpicomm.collectives.ops import AVG
+from mpicomm.collectives.plain_calls import Limit, are_apart, is_plain
 
-_mpi_allreduce = MPI.Intracomm.Allreduce
+# MPI's own, found once: `super()` takes a tenth of the time of a small call.
+_allgather = MPI.Intracomm.Allgather
+_allgatherv = MPI.Intracomm.Allgatherv
+_allreduce = MPI.Intracomm.Allreduce
+_alltoall = MPI.Intracomm.Alltoall
+_alltoallv = MPI.Intracomm.Alltoallv
+_bcast = MPI.Intracomm.Bcast
+_exscan = MPI.Intracomm.Exscan
+_gather = MPI.Intracomm.Gather
+_gatherv = MPI.Intracomm.Gatherv
+_reduce = MPI.Intracomm.Reduce
+_reduce_scatter = MPI.Intracomm.Reduce_scatter
+_reduce_scatter_block = MPI.Intracomm.Reduce_scatter_block
+_scan = MPI.Intracomm.Scan
+_scatter = MPI.Intracomm.Scatter
+_scatterv = MPI.Intracomm.Scatterv
 
 
 class BlockingCollectives(MPI.Intracomm):
@@ -30,6 +46,8 @@ class BlockingCollectives(MPI.Intracomm):
     """
 
     _collectives: Collectives
+    _limits: dict[str, Limit]
+    _allreduce_limit: Limit
 
     def Barrier(self, *, stream: Any = None) -> None:
         """Return when all ranks have called it; with ``stream``, hold that until the streams of all ranks are there."""
@@ -40,68 +58,75 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Every rank's block r of ``recvbuf`` is what rank r sends."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf):
-            return super().Allgather(sendbuf, recvbuf)
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgather"]):
+            return _allgather(self, sendbuf, recvbuf)
         return self._collectives.run("Allgather", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and places."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf):
-            return super().Allgatherv(sendbuf, recvbuf)
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgatherv"]):
+            return _allgatherv(self, sendbuf, recvbuf)
         return self._collectives.run("Allgatherv", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Allreduce(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Every rank's ``recvbuf`` is the reduction of all ranks' ``sendbuf``."""
-        # As is_small, spelled out: MPI takes about a microsecond for 8 bytes, and a call would be a tenth of that.
+        # As is_plain, spelled out: MPI takes about a microsecond for 8 bytes, and a call would be a tenth of that.
         if (
-            type(recvbuf) is type(sendbuf) is ndarray
-            and recvbuf.nbytes <= SMALL_NBYTES
-            and recvbuf.dtype.char in MPI_CODES
-            and stream is None
+            stream is None
             and algorithm == "auto"
             and op is not AVG
+            and type(recvbuf) is type(sendbuf) is ndarray
+            and recvbuf.nbytes < self._allreduce_limit[recvbuf.dtype]
+            and ((recvbuf.base is sendbuf.base is None and recvbuf is not sendbuf) or are_apart(sendbuf, recvbuf))
         ):
-            return _mpi_allreduce(self, sendbuf, recvbuf, op)
+            return _allreduce(self, sendbuf, recvbuf, op)
         return self._collectives.run("Allreduce", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Block r of rank s's ``recvbuf`` is block s of rank r's ``sendbuf``."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf):
-            return super().Alltoall(sendbuf, recvbuf)
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoall"]):
+            return _alltoall(self, sendbuf, recvbuf)
         return self._collectives.run("Alltoall", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and places."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf):
-            return super().Alltoallv(sendbuf, recvbuf)
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoallv"]):
+            return _alltoallv(self, sendbuf, recvbuf)
         return self._collectives.run("Alltoallv", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Every rank's ``buf`` is the root's."""
-        if algorithm == "auto" and stream is None and is_small(buf, buf):
-            return super().Bcast(buf, root)
+        if stream is None and algorithm == "auto" and is_plain(None, buf, self._limits["Bcast"]):
+            return _bcast(self, buf, root)
         return self._collectives.run("Bcast", Arguments(receive=buf, root=root), stream, algorithm)
 
     def Exscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Rank r's ``recvbuf`` is the reduction of ``sendbuf`` of the ranks before r; rank 0's is left alone."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf) and op is not AVG:
-            return super().Exscan(sendbuf, recvbuf, op)
+        if (
+            stream is None
+            and algorithm == "auto"
+            and op is not AVG
+            and is_plain(sendbuf, recvbuf, self._limits["Exscan"])
+        ):
+            return _exscan(self, sendbuf, recvbuf, op)
         return self._collectives.run("Exscan", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Block r of the root's ``recvbuf`` is what rank r sends."""
+        if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._limits["Gather"]):
+            return _gather(self, sendbuf, recvbuf, root)
         return self._collectives.run("Gather", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Gatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Gather, with blocks of any counts and places."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf):
-            return super().Gatherv(sendbuf, recvbuf, root)
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Gatherv"]):
+            return _gatherv(self, sendbuf, recvbuf, root)
         return self._collectives.run("Gatherv", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Reduce(
@@ -116,8 +141,13 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """The root's ``recvbuf`` is the reduction of all ranks' ``sendbuf``."""
         # The other way round: what ranks that are not the root pass as recvbuf may be anything.
-        if algorithm == "auto" and stream is None and is_small(recvbuf, sendbuf) and op is not AVG:
-            return super().Reduce(sendbuf, recvbuf, op, root)
+        if (
+            stream is None
+            and algorithm == "auto"
+            and op is not AVG
+            and is_plain(recvbuf, sendbuf, self._limits["Reduce"])
+        ):
+            return _reduce(self, sendbuf, recvbuf, op, root)
         return self._collectives.run(
             "Reduce", Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), stream, algorithm
         )
@@ -133,6 +163,14 @@ class BlockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> None:
         """As Reduce_scatter_block, with blocks of ``recvcounts`` elements."""
+        if (
+            stream is None
+            and algorithm == "auto"
+            and op is not AVG
+            and recvcounts is not None
+            and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter"])
+        ):
+            return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
         return self._collectives.run(
             "Reduce_scatter", Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op), stream, algorithm
         )
@@ -141,8 +179,13 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Rank r's ``recvbuf`` is the reduction of block r of all ranks' ``sendbuf``."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf) and op is not AVG:
-            return super().Reduce_scatter_block(sendbuf, recvbuf, op)
+        if (
+            stream is None
+            and algorithm == "auto"
+            and op is not AVG
+            and is_plain(sendbuf, recvbuf, self._limits["Reduce_scatter_block"])
+        ):
+            return _reduce_scatter_block(self, sendbuf, recvbuf, op)
         return self._collectives.run(
             "Reduce_scatter_block", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm
         )
@@ -151,20 +194,27 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Rank r's ``recvbuf`` is the reduction of ``sendbuf`` of the ranks up to r."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf) and op is not AVG:
-            return super().Scan(sendbuf, recvbuf, op)
+        if (
+            stream is None
+            and algorithm == "auto"
+            and op is not AVG
+            and is_plain(sendbuf, recvbuf, self._limits["Scan"])
+        ):
+            return _scan(self, sendbuf, recvbuf, op)
         return self._collectives.run("Scan", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
 
     def Scatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Every rank's ``recvbuf`` is its block of the root's ``sendbuf``."""
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatter"]):
+            return _scatter(self, sendbuf, recvbuf, root)
         return self._collectives.run("Scatter", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Scatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Scatter, with blocks of any counts and places."""
-        if algorithm == "auto" and stream is None and is_small(sendbuf, recvbuf):
-            return super().Scatterv(sendbuf, recvbuf, root)
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatterv"]):
+            return _scatterv(self, sendbuf, recvbuf, root)
         return self._collectives.run("Scatterv", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)

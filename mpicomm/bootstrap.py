@@ -7,6 +7,8 @@ the others behind in a collective: either every rank gets every rank's result, o
 from __future__ import annotations
 
 import atexit
+import os
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import Any, TypeVar
 from mpi4py import MPI
 
 from mpicomm import environment
-from mpicomm.errors import CollectiveTimeoutError, HandleError, MpicommError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.log import TRACE, logger
 from mpicomm.waiting import wait_until
 
@@ -34,12 +36,16 @@ class _Outcome:
     error: MpicommError | None = None
 
 
+_Answer = list[_Outcome] | CollectiveTimeoutError
+
+
 class Group:
     """Ranks that set things up together, with a deadline on everything they do.
 
     ``comm`` is private to mpicomm, so no message of the user's can be taken for one of its. ``ranks`` are the ranks of
-    ``comm`` that belong to the group, in order; errors name ranks of ``comm``. After a timeout the group is broken: its
-    ranks no longer agree on where they are, and every later exchange raises `CollectiveTimeoutError` at once.
+    ``comm`` that belong to the group, in order; errors name ranks of ``comm``. After a timeout the group is `broken`:
+    its ranks no longer agree on where they are, and every later exchange raises `CollectiveTimeoutError` at once. On a
+    rank that was interrupted in the middle of an exchange it is broken too, with `PeerError`.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], timeout_s: float, *, tag: int = 0) -> None:
@@ -49,7 +55,7 @@ class Group:
         self.timeout_s = timeout_s
         self.rank = self.ranks.index(comm.rank)
         self.size = len(self.ranks)
-        self.broken: CollectiveTimeoutError | None = None
+        self.broken: CollectiveTimeoutError | PeerError | None = None
 
     def subgroup(self, ranks: Sequence[int], *, tag: int) -> Group:
         """Return the group of some of these ranks; local. ``tag`` keeps its messages apart from this group's."""
@@ -60,14 +66,12 @@ class Group:
 
         If it raises on any rank, every rank raises an error of the same class and text that names those ranks; the
         original is its ``__cause__`` where it happened. Ranks that call with different ``step`` get a `PeerError`,
-        a rank that does not call within ``timeout_s`` seconds makes the others raise `CollectiveTimeoutError`.
+        a rank that does not call within ``timeout_s`` seconds makes the others raise `CollectiveTimeoutError`, and so
+        does in the next exchange one that is interrupted in the middle of this one.
         """
-        if self.broken is not None:
-            raise CollectiveTimeoutError(
-                f"{step}: this communicator is unusable since an earlier timeout ({self.broken}); create a new one",
-                ranks=self.broken.ranks,
-            )
+        self.require_whole(step)
         cause: Exception | None = None
+        start, limit_s = time.monotonic(), self.timeout_s
         try:
             mine = _Outcome(step, produce())
         except Exception as error:
@@ -75,12 +79,27 @@ class Group:
                 raise  # an exchange inside this one ran out of time: nobody would come to this one
             cause = error
             mine = _Outcome(step, error=_portable(error))
+            # It may have failed because a peer is gone, for which it has waited: all waits together keep the deadline.
+            # Others may still be busy, but for those whom an exchange inside this one has found missing.
+            least_s = _GRACE_S if isinstance(error, CollectiveTimeoutError) else limit_s / 2
+            limit_s = max(limit_s - (time.monotonic() - start), least_s)
+        self.require_whole(step)  # an exchange inside this one may have failed in a clean-up, which keeps it silent
         logger.log(TRACE, "exchange %r in ranks %s: %s", step, self.ranks, mine.error or "done here")
-        outcomes = self._gather_and_share(mine)
+        outcomes = self._gather_and_share(mine, limit_s)
         failure = self._judge(outcomes)
         if failure is not None:
             raise failure from cause
         return [outcome.value for outcome in outcomes]
+
+    def require_whole(self, what: str) -> None:
+        """Raise if the group is broken, or belongs to the process this one was forked from; local and cheap."""
+        require_own_process(what)
+        if self.broken is not None:
+            reason = "timeout" if isinstance(self.broken, CollectiveTimeoutError) else "error"
+            raise type(self.broken)(
+                f"{what}: this communicator is unusable since an earlier {reason} ({self.broken}); create another",
+                ranks=self.broken.ranks,
+            )
 
     def progress(self) -> None:
         """Let MPI go on with what is under way, such as collectives that peers wait for; local, does not block.
@@ -121,7 +140,7 @@ class Group:
         at_fault = sorted({culprit for rank, error in failed.items() for culprit in error.ranks or (rank,)})
         return type(next(iter(failed.values())))(f"{outcomes[0].step} failed on {text}", ranks=at_fault)
 
-    def _gather_and_share(self, mine: _Outcome) -> list[_Outcome]:
+    def _gather_and_share(self, mine: _Outcome, limit_s: float) -> list[_Outcome]:
         """All-gather over a star: the first rank hears everybody, so it can tell who is missing, and tells everybody.
 
         A rank cannot begin the next exchange before the first rank has answered this one, which it does when it has
@@ -129,55 +148,69 @@ class Group:
         """
         if self.size == 1:
             return [mine]
-        outcomes: list[_Outcome]
-        if self.rank == 0:
-            heard = {self.ranks[0]: mine}
-            status = MPI.Status()
+        requests: list[MPI.Request] = []
+        try:
+            answer = self._hear(mine, limit_s, requests) if self.rank == 0 else self._ask(mine, limit_s, requests)
+            if isinstance(answer, list) and not wait_until(lambda: MPI.Request.Testall(requests), self.timeout_s):
+                answer = CollectiveTimeoutError(f"{mine.step}: a peer stopped receiving", ranks=self.ranks)
+        except BaseException as error:
+            # Above all KeyboardInterrupt. What this rank has sent and read is not known any more: it must not take what
+            # belongs to this exchange for the next one. The others are told nothing, but miss it then: if this was the
+            # last exchange of theirs, a message would end up in whatever communicator MPI gives the number of this one.
+            rank = self.ranks[self.rank]
+            text = f"rank {rank} left in the middle of {mine.step}: {type(error).__name__}"
+            self.broken = PeerError(text, ranks=[rank])
+            _abandoned.extend(requests)
+            raise
+        if isinstance(answer, list):
+            return answer
+        # Sends to a rank that is gone never complete; mpi4py keeps their buffers with the requests.
+        _abandoned.extend(requests)
+        self.broken = answer
+        raise answer
 
-            def hear() -> bool:
-                while message := self._comm.improbe(MPI.ANY_SOURCE, self._tag, status):
-                    heard[status.source] = message.recv()
-                return len(heard) == self.size
+    def _hear(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
+        """Take the first rank's part: hear what the others have to say, and tell them all of it."""
+        heard = {self.ranks[0]: mine}
+        status = MPI.Status()
 
-            # This rank is here: the others, who may have come long before, now wait as long as it does.
-            requests = [self._comm.isend(None, rank, self._tag) for rank in self.ranks[1:]]
-            if wait_until(hear, self.timeout_s):
-                outcomes = [heard[rank] for rank in self.ranks]
-                answer: list[_Outcome] | CollectiveTimeoutError = outcomes
-            else:
-                missing = [rank for rank in self.ranks if rank not in heard]
-                answer = CollectiveTimeoutError(
-                    f"{mine.step}: {_names(missing)} did not arrive within {self.timeout_s:g} s", ranks=missing
-                )
-            # The missing rank gets the answer too: should it arrive late, it learns at once what happened.
-            requests += [self._comm.isend(answer, rank, self._tag) for rank in self.ranks[1:]]
+        def hear() -> bool:
+            while message := self._comm.improbe(MPI.ANY_SOURCE, self._tag, status):
+                heard[status.source] = message.recv()
+            return len(heard) == self.size
+
+        # This rank is here: the others, who may have come long before, now wait as long as it does.
+        requests += [self._comm.isend(None, rank, self._tag) for rank in self.ranks[1:]]
+        answer: _Answer
+        if wait_until(hear, limit_s):
+            answer = [heard[rank] for rank in self.ranks]
         else:
-            answers: list[Any] = []  # None as soon as the first rank is here, then what it has heard
-            requests = [self._comm.isend(mine, self.ranks[0], self._tag)]
-
-            def listen() -> bool:
-                if message := self._comm.improbe(self.ranks[0], self._tag):
-                    answers.append(message.recv())
-                    return True
-                return False
-
-            if wait_until(listen, self.timeout_s + _GRACE_S) and wait_until(listen, self.timeout_s + _GRACE_S):
-                answer = answers[1]
-            else:
-                first = self.ranks[0]
-                answer = CollectiveTimeoutError(
-                    f"{mine.step}: {_names([first])} did not arrive within {self.timeout_s:g} s", ranks=[first]
-                )
-        if isinstance(answer, CollectiveTimeoutError):
-            # Sends to a rank that is gone never complete; mpi4py keeps their buffers with the requests.
-            _abandoned.extend(requests)
-            self.broken = answer
-            raise answer
-        if not wait_until(lambda: MPI.Request.Testall(requests), self.timeout_s):
-            _abandoned.extend(requests)
-            self.broken = CollectiveTimeoutError(f"{mine.step}: a peer stopped receiving", ranks=self.ranks)
-            raise self.broken
+            missing = [rank for rank in self.ranks if rank not in heard]
+            answer = _did_not_arrive(mine.step, missing, self.timeout_s)
+        # The missing rank gets the answer too: should it arrive late, it learns at once what happened.
+        requests += [self._comm.isend(answer, rank, self._tag) for rank in self.ranks[1:]]
         return answer
+
+    def _ask(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
+        """Take another rank's part: tell the first rank, and return what it answers."""
+        first = self.ranks[0]
+        said: list[Any] = []  # None as soon as the first rank is here, then what it has heard
+        requests.append(self._comm.isend(mine, first, self._tag))
+
+        def listen() -> bool:
+            if message := self._comm.improbe(first, self._tag):
+                said.append(message.recv())
+                return True
+            return False
+
+        if wait_until(listen, limit_s + _GRACE_S) and wait_until(listen, limit_s + _GRACE_S):
+            answer: _Answer = said[1]
+            return answer
+        return _did_not_arrive(mine.step, [first], self.timeout_s)
+
+
+def _did_not_arrive(step: str, ranks: list[int], timeout_s: float) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(f"{step}: {_names(ranks)} did not arrive within {timeout_s:g} s", ranks=ranks)
 
 
 _abandoned: list[MPI.Request] = []
@@ -188,6 +221,7 @@ def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm
 
     Which ones is not known: `Group` names them, but it needs the duplicate.
     """
+    require_own_process(step)
     copy, request = comm.Idup()
     if not wait_until(request.Test, timeout_s):
         _abandoned.append(request)
@@ -231,6 +265,34 @@ def group_by_node(keys: Sequence[str]) -> list[list[int]]:
         nodes.setdefault(key, []).append(rank)
     return list(nodes.values())
 
+
+_forked = False
+
+
+def forked() -> bool:
+    """Return whether this process was forked from one that uses MPI, whose communicators are then not its own."""
+    return _forked
+
+
+def require_own_process(what: str) -> None:
+    """Raise `InvalidUsageError` in a process that was forked from one that uses MPI; local and cheap.
+
+    It shares memory and the place in every queue with its parent: whatever it sent would be taken for its parent's.
+    """
+    if _forked:
+        raise InvalidUsageError(
+            f"{what}: this process was forked from an MPI process, to which the communicator belongs: use it there, or "
+            'start processes another way (in multiprocessing, the method "spawn")'
+        )
+
+
+def _after_fork() -> None:
+    global _forked
+    _forked = MPI.Is_initialized()
+    _at_finalize.clear()  # what there is to give back is the parent's
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 _at_finalize: weakref.WeakSet[Any] = weakref.WeakSet()
 _finalize_keyval = MPI.KEYVAL_INVALID

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +12,14 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm import environment
-from mpicomm.backend.base import Link
+from mpicomm.backend.base import Backend, Link
 from mpicomm.blocking_collectives import BlockingCollectives
-from mpicomm.bootstrap import duplicate
+from mpicomm.bootstrap import duplicate, forked
 from mpicomm.collectives.dispatcher import Collectives
 from mpicomm.domain import Domain
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.errors import InvalidUsageError
 from mpicomm.events import SharedEvent
+from mpicomm.guard import Offspring
 from mpicomm.memory import SymmetricArray
 from mpicomm.nonblocking_collectives import NonblockingCollectives
 from mpicomm.persistent_collectives import PersistentCollectives
@@ -46,7 +49,7 @@ class RankInfo:
     links: tuple[Link, ...]
 
 
-class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollectives, PointToPoint):
+class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollectives, PointToPoint, Offspring):
     """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
 
     ``comm`` is the communicator to work on; a duplicate of it is made, so messages cannot mix, and `Free` frees that.
@@ -60,12 +63,16 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
     Raises, on every rank alike, `InvalidUsageError` for bad arguments, `BackendUnavailableError` where the device asked
     for cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.
 
-    Everything an mpi4py communicator does is inherited. Communicators made from this one (``Dup``, ``Split``,
+    Everything an mpi4py communicator does is inherited. What has a topology or two groups, and matched messages, is
+    mpi4py's, and refuses device arrays; ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` do not even look: pass them
+    host memory. Communicators made from this one (``Dup``, ``Split``,
     ``Create_group``, ...) are Communicators on the same devices; their set-up waits for their first use.
     """
 
     _placement: Placement
     _domain: Domain | None  # None until the first use of a communicator that was made from another
+    _made_by_user = False
+    _own_backend: Backend | None  # of one that was used without a domain
 
     def __new__(
         cls,
@@ -80,22 +87,29 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
             raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
         deadline_s = environment.usable_timeout_s(timeout_s)
-        private = duplicate(plain, "Communicator", deadline_s)
-        try:
-            domain = Domain.create(private, device, handle, timeout_s)
-        except CollectiveTimeoutError:
-            raise  # freeing is collective, and somebody is missing
-        except Exception:
-            private.Free()
-            raise
+        domain = Domain.create(duplicate(plain, "Communicator", deadline_s), device, handle, timeout_s)
         self = super().__new__(cls, duplicate(plain, "Communicator", deadline_s))
         self._begin(domain.placement, domain)
+        self._made_by_user = True
         return self
+
+    def __del__(self, is_finalized: Callable[[], bool] = MPI.Is_finalized) -> None:
+        """Warn (ResourceWarning) of one that was made and not freed; to free it is collective, which this cannot be.
+
+        Not of those made from it, nor at the end of the program, which mpi4py's users leave to MPI_Finalize.
+        """
+        if self._made_by_user and not sys.is_finalizing() and not is_finalized() and self != MPI.COMM_NULL:
+            warnings.warn(
+                f"{self!r} was not freed: call Free, or use a with block", ResourceWarning, stacklevel=2, source=self
+            )
 
     def _begin(self, placement: Placement, domain: Domain | None) -> None:
         self._placement = placement
         self._domain = domain
-        self._collectives = Collectives(self, placement, self._set_up)
+        self._own_backend = None
+        self._collectives = Collectives(self, placement, self._set_up, self._local_backend)
+        self._limits = self._collectives.limits
+        self._allreduce_limit = self._limits["Allreduce"]
 
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:
@@ -206,8 +220,8 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
     def Free(self) -> None:
         """Free all arrays and events of the communicator, and the communicator. Collective, blocking.
 
-        A second call does nothing, nor does one after MPI_Finalize. After a timeout it frees what is this rank's and
-        does not wait for the others.
+        A second call does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees
+        what is this rank's and does not wait for the others.
         """
         if self._close_domain():
             super().Free()
@@ -276,19 +290,27 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
             if self == MPI.COMM_NULL:
                 raise InvalidUsageError(f"{what}: the communicator was freed; create another")
             private = duplicate(MPI.Intracomm(self), what, self._placement.here.timeout_s)
-            try:
-                self._domain = Domain.derive(private, self._placement)
-            except CollectiveTimeoutError:
-                raise  # as above
-            except Exception:
-                private.Free()
-                raise
+            self._domain = Domain.derive(private, self._placement)
         return self._domain
+
+    def _local_backend(self, what: str) -> Backend:
+        """Return this rank's device; local, whether or not the communicator is set up."""
+        if self._domain is not None:
+            return self._domain.backend
+        if self == MPI.COMM_NULL:
+            raise InvalidUsageError(f"{what}: the communicator was freed; create another")
+        if self._own_backend is None:
+            self._own_backend = self._placement.create_backend()
+        return self._own_backend
 
     def _close_domain(self) -> bool:
         """Close the domain if there is one; return whether MPI's own free, which is collective, may follow."""
-        if self == MPI.COMM_NULL or MPI.Is_finalized():
+        if self == MPI.COMM_NULL or MPI.Is_finalized() or forked():
             return False
+        backend, self._own_backend = self._own_backend, None
+        if backend is not None:
+            backend.synchronize()
+            backend.close()
         if self._domain is None:
             return True
         self._domain.close()

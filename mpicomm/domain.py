@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mpicomm import environment, log
 from mpicomm.backend.base import Backend, Event, Segment
 from mpicomm.bootstrap import Group, release_before_finalize, world_rank
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
+from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.events import SharedEvent
 from mpicomm.handle import Kind
 from mpicomm.log import logger
@@ -60,9 +60,16 @@ class Domain:
     def create(cls, comm: MPI.Intracomm, device: int | str, handle: str, timeout_s: float | None) -> Domain:
         """Find nodes, devices and the best handle kind. Collective; a failure raises the same error on all ranks.
 
-        ``comm`` is a duplicate of the user's communicator; it becomes the domain's own if this returns.
+        ``comm`` is a duplicate of the user's communicator, and the domain's own from now on.
         """
         group = Group(comm, range(comm.size), environment.usable_timeout_s(timeout_s))
+        with _freed_on_failure(comm, group):
+            return cls._create(comm, group, device, handle, timeout_s)
+
+    @classmethod
+    def _create(
+        cls, comm: MPI.Intracomm, group: Group, device: int | str, handle: str, timeout_s: float | None
+    ) -> Domain:
         # What is wrong on one rank must not keep it from telling the others, so it is judged inside an exchange.
         group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
         group.agree("Communicator: log", lambda: log.configure(world_rank()))
@@ -79,10 +86,10 @@ class Domain:
 
     @classmethod
     def derive(cls, comm: MPI.Intracomm, placement: Placement) -> Domain:
-        """Return the domain of a communicator made from another, whose choices it keeps. Collective."""
+        """Return the domain of a communicator made from another, whose choices it keeps. Collective, as `create`."""
         group = Group(comm, range(comm.size), placement.here.timeout_s)
         node = _node_of(group, placement)
-        with _bound(group, placement) as backend:
+        with _freed_on_failure(comm, group), _bound(group, placement) as backend:
             return cls(comm, group, node, placement, backend)
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zero: bool) -> SymmetricArray:
@@ -123,10 +130,16 @@ class Domain:
             views.append(local)
             return _signature(local.shape, local.dtype)
 
-        return self._array("register", lambda: self.backend.adopt(views[0]), signature, views)
+        return self._array("register", lambda: self.backend.adopt(views[0]), signature, views, sealed=False)
 
     def _array(
-        self, what: str, produce: Callable[[], Segment], signature: Callable[[], Hashable], views: list[Any]
+        self,
+        what: str,
+        produce: Callable[[], Segment],
+        signature: Callable[[], Hashable],
+        views: list[Any],
+        *,
+        sealed: bool = True,
     ) -> SymmetricArray:
         """Share what ``produce`` returns; by then this rank's view of it is in ``views``."""
         self.require_usable(what)
@@ -139,7 +152,7 @@ class Domain:
 
         def share_in_node() -> SharedSegments:
             pads.append(self.pads.take())
-            return share(self.node, self.backend, what, clear_and_produce, signature)
+            return share(self.node, self.backend, what, clear_and_produce, signature, sealed=sealed)
 
         try:
             segments = self._share_everywhere(what, share_in_node, signature)
@@ -224,15 +237,11 @@ class Domain:
         self.backend.check()
 
     def require_usable(self, what: str) -> None:
-        """Raise if the communicator was freed, or is unusable since a timeout; local and cheap."""
+        """Raise if the communicator was freed, or is unusable since an earlier error; local and cheap."""
         if self._freed:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
-        broken = self._group.broken or self.node.broken
-        if broken:
-            raise CollectiveTimeoutError(
-                f"{what}: this communicator is unusable since an earlier timeout ({broken}); create another",
-                ranks=broken.ranks,
-            )
+        self._group.require_whole(what)
+        self.node.require_whole(what)
         self.backend.check()
 
     def close(self) -> None:
@@ -254,7 +263,7 @@ class Domain:
         """Whether all ranks still answered when last asked; collective MPI calls would hang otherwise."""
         return not (self._group.broken or self.node.broken)
 
-    def _meet(self, step: str) -> CollectiveTimeoutError | None:
+    def _meet(self, step: str) -> MpicommError | None:
         """Wait until all ranks are about to give the same back; if one does not come, return that for `_give_back`.
 
         Raises `PeerError` where they call different things: nothing has been given back then, and all can go on.
@@ -262,11 +271,13 @@ class Domain:
         if self.intact:
             try:
                 self._group.barrier(step)
-            except CollectiveTimeoutError as error:
+            except MpicommError as error:
+                if self.intact:
+                    raise
                 return error
         return None
 
-    def _give_back(self, shared: Sequence[Shared], step: str, late: CollectiveTimeoutError | None) -> None:
+    def _give_back(self, shared: Sequence[Shared], step: str, late: MpicommError | None) -> None:
         """Stop work, unmap the peers' memory, wait for all ranks to have done so, free own memory; raise ``late``.
 
         The wait keeps a rank from freeing memory that a slower peer still has mapped, or is still working on. No
@@ -308,6 +319,17 @@ def _node_of(group: Group, placement: Placement) -> Group:
     if len(placement.node_ranks) == group.size:
         return group
     return group.subgroup(placement.node_ranks, tag=_NODE_TAG)
+
+
+@contextlib.contextmanager
+def _freed_on_failure(comm: MPI.Intracomm, group: Group) -> Iterator[None]:
+    """Free ``comm`` if the block raises on all ranks alike; where somebody is missing that would wait for ever."""
+    try:
+        yield
+    except Exception:
+        if group.broken is None:
+            comm.Free()
+        raise
 
 
 @contextlib.contextmanager

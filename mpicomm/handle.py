@@ -17,6 +17,8 @@ Kind = Literal["memfd", "ipc", "fd", "fabric", "staged"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FD_KINDS: frozenset[Kind] = frozenset({"memfd", "fd", "staged"})  # a file descriptor travels beside the packet
 
+SEALED_KINDS: frozenset[Kind] = frozenset({"memfd", "staged"})  # that descriptor is of host memory, which can be sealed
+
 KEY_NBYTES = 64  # sizeof(CUipcMemHandle) == sizeof(CUmemFabricHandle)
 
 _MAGIC = b"mpicommH"

@@ -7,8 +7,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.dispatcher import Collectives, is_on_device
-from mpicomm.errors import InvalidUsageError
+from mpicomm.collectives.dispatcher import Collectives, is_on_device, refuse_stream
+from mpicomm.guard import require_host
 
 
 class PointToPoint(MPI.Intracomm):
@@ -134,66 +134,66 @@ class PointToPoint(MPI.Intracomm):
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Ibsend", buf)
+        require_host("Ibsend", buf)
         return super().Ibsend(buf, dest, tag)
 
     def Irsend(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Irsend", buf)
+        require_host("Irsend", buf)
         return super().Irsend(buf, dest, tag)
 
     def Send_init(self, buf: Any, dest: int, tag: int = 0) -> MPI.Prequest:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Send_init", buf)
+        require_host("Send_init", buf)
         return super().Send_init(buf, dest, tag)
 
     def Recv_init(self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Prequest:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Recv_init", buf)
+        require_host("Recv_init", buf)
         return super().Recv_init(buf, source, tag)
 
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Bsend_init", buf)
+        require_host("Bsend_init", buf)
         return super().Bsend_init(buf, dest, tag)
 
     def Ssend_init(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Ssend_init", buf)
+        require_host("Ssend_init", buf)
         return super().Ssend_init(buf, dest, tag)
 
     def Rsend_init(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Rsend_init", buf)
+        require_host("Rsend_init", buf)
         return super().Rsend_init(buf, dest, tag)
 
     def Isendrecv_replace(
         self, buf: Any, dest: int, sendtag: int = 0, source: int = MPI.ANY_SOURCE, recvtag: int = MPI.ANY_TAG
     ) -> MPI.Request:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Isendrecv_replace", buf)
+        require_host("Isendrecv_replace", buf)
         return super().Isendrecv_replace(buf, dest, sendtag, source, recvtag)
 
     def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> None:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Alltoallw", sendbuf, recvbuf)
+        require_host("Alltoallw", sendbuf, recvbuf)
         return super().Alltoallw(sendbuf, recvbuf)
 
     def Ialltoallw(self, sendbuf: Any, recvbuf: Any) -> MPI.Request:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Ialltoallw", sendbuf, recvbuf)
+        require_host("Ialltoallw", sendbuf, recvbuf)
         return super().Ialltoallw(sendbuf, recvbuf)
 
     def Alltoallw_init(self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL) -> MPI.Prequest:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Alltoallw_init", sendbuf, recvbuf)
+        require_host("Alltoallw_init", sendbuf, recvbuf)
         return super().Alltoallw_init(sendbuf, recvbuf, info)
 
     def Psend_init(
         self, buf: Any, partitions: int, dest: int, tag: int = 0, info: MPI.Info = MPI.INFO_NULL
     ) -> MPI.Prequest:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Psend_init", buf)
+        require_host("Psend_init", buf)
         return super().Psend_init(buf, partitions, dest, tag, info)
 
     def Precv_init(
@@ -205,13 +205,13 @@ class PointToPoint(MPI.Intracomm):
         info: MPI.Info = MPI.INFO_NULL,
     ) -> MPI.Prequest:
         """As mpi4py's, on host arrays alone."""
-        _require_host("Precv_init", buf)
+        require_host("Precv_init", buf)
         return super().Precv_init(buf, partitions, source, tag, info)
 
     def Attach_buffer(self, buf: Any) -> None:
         """As mpi4py's, with host memory alone."""
         if not isinstance(buf, int):  # MPI.BUFFER_AUTOMATIC
-            _require_host("Attach_buffer", buf)
+            require_host("Attach_buffer", buf)
         return super().Attach_buffer(buf)
 
     def _blocking(
@@ -220,7 +220,7 @@ class PointToPoint(MPI.Intracomm):
         if any(is_on_device(spec) for spec, _, _ in buffers):
             self._collectives.through_host(operation, call, buffers, stream)
         else:
-            _refuse_stream(operation, stream)
+            refuse_stream(operation, stream)
             call(*(spec for spec, _, _ in buffers))
 
     def _nonblocking(
@@ -228,19 +228,5 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         if any(is_on_device(spec) for spec, _, _ in buffers):
             return self._collectives.start_through_host(operation, call, buffers, stream)
-        _refuse_stream(operation, stream)
+        refuse_stream(operation, stream)
         return call(*(spec for spec, _, _ in buffers))
-
-
-def _refuse_stream(operation: str, stream: Any) -> None:
-    if stream is not None:
-        raise InvalidUsageError(f"{operation}: stream={stream!r} is for device arrays: leave it out")
-
-
-def _require_host(operation: str, *buffers: Any) -> None:
-    """Raise for a device array: MPI would take its address for one of host memory, and crash."""
-    if any(is_on_device(buffer) for buffer in buffers):
-        raise InvalidUsageError(
-            f"{operation} takes host arrays alone: use Send, Recv, Sendrecv, Isend, Irecv or a collective for device "
-            "arrays, or copy to the host first"
-        )

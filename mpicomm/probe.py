@@ -36,7 +36,7 @@ def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict
         except CollectiveTimeoutError:
             raise
         except MpicommError as error:
-            if request != "auto":
+            if request != "auto" or node.broken is not None:
                 raise
             rejected[kind] = str(error)
         else:

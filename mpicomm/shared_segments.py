@@ -8,10 +8,11 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from mpicomm.backend.base import Backend, Segment
+from mpicomm.backend.host import require_sealed
 from mpicomm.bootstrap import Group
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
 from mpicomm.fd_exchange import Address, FdExchange
-from mpicomm.handle import MemoryHandle
+from mpicomm.handle import SEALED_KINDS, MemoryHandle
 
 
 class SharedSegments:
@@ -62,11 +63,18 @@ class _Offer:
 
 
 def share(
-    node: Group, backend: Backend, what: str, produce: Callable[[], Segment], signature: Callable[[], Hashable]
+    node: Group,
+    backend: Backend,
+    what: str,
+    produce: Callable[[], Segment],
+    signature: Callable[[], Hashable],
+    *,
+    sealed: bool = True,
 ) -> SharedSegments:
     """Let every rank of ``node`` open the segment that ``produce`` returns on each. Collective, blocking.
 
     ``signature`` describes the segment; it must come out the same on all ranks. ``what`` names the call in errors.
+    Host memory has to be ``sealed``, but for that of a user, which mpicomm has not made.
     A failure on any rank raises the same error on all, and leaves no memory, mapping or descriptor behind.
     """
     segments = SharedSegments(node)
@@ -95,7 +103,10 @@ def share(
             for index, offer in enumerate(offers):
                 if index != node.rank:
                     try:
-                        segments._segments[index] = backend.open(MemoryHandle.unpack(offer.packet), received.get(index))
+                        handle, descriptor = MemoryHandle.unpack(offer.packet), received.get(index)
+                        if sealed and descriptor is not None and handle.kind in SEALED_KINDS:
+                            require_sealed(descriptor)
+                        segments._segments[index] = backend.open(handle, descriptor)
                     except HandleError as error:
                         raise HandleError(f"memory of rank {node.ranks[index]}: {error}") from error
 

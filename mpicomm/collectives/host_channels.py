@@ -36,6 +36,7 @@ _WORD = 8
 _LINE = 128  # bytes; words with different writers are on different cache lines, and on different pairs of lines
 _PAGE = 4096
 _EPOCHS = 2**32 - 1
+_PATIENCE_S = 0.5
 _NO_SLOT = 0
 _SLOT_BITS = 16  # of the word that says where a message is; the others say how long it is
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
@@ -73,14 +74,17 @@ class Channels:
     """This rank's ends of the channels of a node. Construction is collective and raises as `share` does.
 
     Per pair of ranks messages are read in the order they were sent. What blocks raises `LateRank` after the node's
-    ``timeout_s`` seconds without progress, and `GivenUp` when there is a verdict. ``first`` is how many messages count
-    as sent and read on every channel before the first one, the same on all ranks.
+    ``timeout_s`` seconds without progress, or soon where ``in_vain`` says that nothing will come, and `GivenUp` when
+    there is a verdict. ``first`` is how many messages count as sent and read on every channel before the first one, the
+    same on all ranks.
     """
 
-    def __init__(self, node: Group, slot_nbytes: int, slots: int, first: int = 0) -> None:
+    def __init__(
+        self, node: Group, slot_nbytes: int, slots: int, first: int = 0, in_vain: Callable[[], bool] = lambda: False
+    ) -> None:
         self._rank = node.rank
         self._node = node
-        self._timeout_s = node.timeout_s
+        self._in_vain = in_vain
         self._slot_nbytes = slot_nbytes
         # On a channel every unread message holds a slot, but for those without content, of which there are two at most
         # (see `post`). With an entry for each, none is written over before it is read, and nobody has to wait for one.
@@ -191,7 +195,14 @@ class Channels:
         return slot
 
     def _await(self, ready: Callable[[], bool], late: int) -> None:
-        if not wait_until(lambda: ready() or self.verdict.there(), self._timeout_s, self._node.progress):
+        def over() -> bool:
+            return ready() or self.verdict.there()
+
+        timeout_s, progress = self._node.timeout_s, self._node.progress
+        patience_s = min(_PATIENCE_S, timeout_s)
+        if not wait_until(over, patience_s, progress) and (
+            self._in_vain() or not wait_until(over, timeout_s - patience_s, progress)
+        ):
             raise LateRank(late)
         # A verdict does not take back what has come: the slowest rank still gets what it can get.
         if not ready():

@@ -11,18 +11,21 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.backend.host import array_at
-from mpicomm.bootstrap import Group
+from mpicomm.bootstrap import Group, require_own_process
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.exchange import Exchange, Reduction, Span
 from mpicomm.collectives.host_channels import Channels, DifferentCall, DifferentSize, GivenUp, LateRank
 from mpicomm.collectives.host_reduction import Reducer
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.waiting import wait_until
 
 # Measured: with smaller slots waits take longer than copies; with less in all, what a reader has just read is still in
 # its own cache when it is written again, which is several times slower; with more, it no longer is in the shared one.
 SLOT_NBYTES = 1024 * 1024
 SLOTS = 4
+
+_LATE_S = 0.5
 
 _BYTE = np.dtype(np.uint8)
 
@@ -52,7 +55,7 @@ class HostEngine:
         self._node = node
         self._board = board
         self._slot_nbytes = slot_nbytes
-        self._channels = Channels(node, slot_nbytes, max(slots, 2 * (node.size - 1)), first)
+        self._channels = Channels(node, slot_nbytes, max(slots, 2 * (node.size - 1)), first, board.differ)
         self._peers = [(node.rank + step) % node.size for step in range(1, node.size)]
         self._reducers: dict[tuple[str, np.dtype[Any]], Reducer] = {}
         self._slots: dict[tuple[int, np.dtype[Any]], npt.NDArray[Any]] = {}
@@ -107,6 +110,7 @@ class HostEngine:
         self._channels.close_own()
 
     def _call(self, work: Callable[[], None], signature: Signature) -> None:
+        require_own_process(signature.operation)
         if not self._open:
             raise InvalidUsageError(f"{signature.operation}: the communicator was freed; create another")
         if self._broken is not None:
@@ -213,12 +217,14 @@ class HostEngine:
     def _judge(self, reason: Exception, text: str) -> MpicommError:
         ranks = self._node.ranks
         behind = self._board.behind()
-        if isinstance(reason, LateRank):
+        # Ranks that call different things, different roots say, may wait for each other.
+        if isinstance(reason, LateRank) and not self._board.differ():
             # Who has not come is to blame, and not who waits for it as this rank does, but nobody need be behind.
             late = [ranks[index] for index in behind or [reason.index]]
             names = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
             did = "did not arrive" if behind else "made no progress"
-            return CollectiveTimeoutError(f"{text}: {names} {did} within {self._node.timeout_s:g} s", ranks=late)
+            limit = f"within {self._node.timeout_s:g} s (collective number {self._board.calls} of the communicator)"
+            return CollectiveTimeoutError(f"{text}: {names} {did} {limit}", ranks=late)
         if isinstance(reason, DifferentSize):
             source, here = ranks[reason.index], ranks[self._node.rank]
             return PeerError(
@@ -226,10 +232,9 @@ class HostEngine:
                 "chunk): the counts of the two differ",
                 ranks=[source, here],
             )
-        said = "; ".join(
-            f"rank {ranks[index]}: {text}" + (" (before: has not called this time yet)" if index in behind else "")
-            for index, text in enumerate(self._board.read())
-        )
+        # A rank that was first to find out may be ahead of some that are only a little late.
+        wait_until(lambda: not self._board.behind(), _LATE_S)
+        said = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, self._board.read(), strict=True))
         return PeerError(f"ranks called different things: {said}", ranks=ranks)
 
 

@@ -2,7 +2,7 @@
 
 Element by element, strictly in the order of the parts: ((part 0 op part 1) op part 2) ..., so the result is bitwise the
 same wherever it is computed, however the array was cut. Left open is which of two NaNs with different payloads comes
-out. Of a single part the result is that part.
+out. Of a single part the result is that part, as it is MPI's: also of ``land``, and even where x / 1 is not x.
 
 - Floats of less than 32 bits (float16 and those of ml_dtypes) are accumulated in float32 and rounded once at the end,
   to nearest even, overflowing as a conversion of their type from float32 does.

@@ -31,13 +31,18 @@ _TWO_SHOT_FROM = _MIB
 _SHARD_NBYTES = _MIB
 
 
+def mapped_from(operation: str, size: int) -> int:
+    """Return from how many bytes on a collective of MPI's name ``operation`` goes through mapped memory. Local."""
+    few, many = _MAPPED_FROM.get(operation, (_NEVER, _NEVER))
+    return _NEVER if size == 1 else few if size == 2 else many
+
+
 def use_mapped(operation: str, nbytes: int, size: int) -> bool:
     """Return whether a collective of MPI's name ``operation`` goes through mapped memory. Local.
 
     ``nbytes`` is that of a rank's largest buffer, which has to be the same number on all ranks.
     """
-    few, many = _MAPPED_FROM.get(operation, (_NEVER, _NEVER))
-    return size > 1 and nbytes >= (few if size == 2 else many)
+    return nbytes >= mapped_from(operation, size)
 
 
 def piece_nbytes(operation: str, nbytes: int, size: int, *, forced: bool = False) -> int | None:

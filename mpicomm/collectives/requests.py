@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -36,17 +37,18 @@ class DeferredRequest(MPI.Grequest):
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises what the work raised."""
         super().Wait(status)
-        self._raise()
+        self.require_success()
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the work is done. Raises what the work raised."""
         done = super().Test(status)
         if done:
-            self._raise()
+            self.require_success()
         return done
 
-    def _raise(self) -> None:
+    def require_success(self) -> None:
+        """Raise what the work, which is done, has raised."""
         if self._error:
             raise self._error[0]
 
@@ -112,46 +114,55 @@ class Completer:
 
 
 class PersistentRequest(MPI.Prequest):
-    """A persistent collective on device arrays. MPI does not know it: ``MPI.Prequest.Startall`` cannot start it."""
+    """A persistent collective on device arrays.
 
-    _begin: Callable[[], MPI.Request] | None
-    _active: MPI.Request | None
+    While it is active it has the MPI handle of what it has started, so ``MPI.Request.Waitall`` and its kin take it; at
+    other times it is ``MPI.REQUEST_NULL`` to MPI. So ``MPI.Prequest.Startall`` cannot start it: call `Start`.
+    """
+
+    _begin: Callable[[], DeferredRequest] | None
+    _started: DeferredRequest | None
 
     @classmethod
-    def of(cls, begin: Callable[[], MPI.Request]) -> Self:
+    def of(cls, begin: Callable[[], DeferredRequest]) -> Self:
         """Return a request that calls ``begin`` each time it is started."""
         self = cls()
         self._begin = begin
-        self._active = None
+        self._started = None
         return self
 
     def Start(self) -> None:
         """Start the collective, enqueued on its stream. Collective."""
         if self._begin is None:
             raise InvalidUsageError("Start: this persistent request was freed; create another")
-        if self._active is not None:
+        if self != MPI.REQUEST_NULL:
             raise InvalidUsageError("Start: this persistent request is active; call Wait first")
-        self._active = self._begin()
+        self._started = self._begin()
+        # MPI's calls on lists of requests look at nothing but the handle, and leave MPI.REQUEST_NULL there.
+        ctypes.memmove(MPI._addressof(self), MPI._addressof(self._started), MPI._sizeof(MPI.Request))
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the started collective is done; at once if none is. Raises what went wrong."""
-        if self._active is not None:
-            active, self._active = self._active, None
-            active.Wait(status)
+        super().Wait(status)
+        self._raise()
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the started collective is done, or none is. Raises what went wrong."""
-        if self._active is not None:
-            if not self._active.Test(status):
-                return False
-            self._active = None
-        return True
+        done = super().Test(status)
+        if done:
+            self._raise()
+        return done
 
     def Free(self) -> None:
         """Give the request up, after a wait for what it has started. A second call does nothing."""
-        self.Wait()
         self._begin = None
+        self.Wait()
+
+    def _raise(self) -> None:
+        started, self._started = self._started, None
+        if started is not None:
+            started.require_success()
 
 
 def _advance(pending: _Pending) -> bool:

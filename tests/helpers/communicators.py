@@ -54,3 +54,10 @@ def require_memory_works(comm: mpicomm.Communicator) -> None:
         comm.Barrier()
         expected = [1000 + 10 * rank + comm.rank if rank in ranks else 0 for rank in range(comm.size)]
         assert to_host(array.local).tolist() == expected
+
+
+def halves(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """Even ranks and odd ranks, in order."""
+    half = comm.Split(comm.rank % 2, comm.rank)
+    assert isinstance(half, MPI.Intracomm)
+    return half

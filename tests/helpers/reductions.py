@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pytest
 
 Array = npt.NDArray[Any]
 
@@ -35,6 +36,14 @@ def dtype_named(name: str) -> np.dtype[Any]:
         name = getattr(importlib.import_module("ml_dtypes"), name)
     dtype: np.dtype[Any] = np.dtype(name)
     return dtype
+
+
+def dtype_or_skip(name: str) -> np.dtype[Any]:
+    """Return the dtype, or skip the test where there is no ml_dtypes."""
+    try:
+        return dtype_named(name)
+    except ImportError:
+        pytest.skip("needs ml_dtypes")
 
 
 def reduced(op: str, parts: Sequence[Array]) -> Array:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mpi4py import MPI
@@ -10,6 +11,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.backend.cuda_driver import visible_devices
 from tests.helpers.agreement import RankAgreement
+from tests.helpers.communicators import array_module
 
 AGREEMENT = pytest.StashKey[RankAgreement]()
 DEVICES = pytest.StashKey[list[str]]()
@@ -67,3 +69,10 @@ def comm(device: str) -> Iterator[mpicomm.Communicator]:
     communicator = mpicomm.Communicator(MPI.COMM_WORLD, device="cpu" if device == "cpu" else "auto", timeout_s=20)
     yield communicator
     communicator.Free()
+
+
+@pytest.fixture
+def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
+    """NumPy or CuPy, for the device of ``comm``, which may be the module's own."""
+    with array_module(comm) as module:
+        yield module

@@ -27,8 +27,8 @@ from tests.helpers.collective_calls import (
     compile_reductions,
     legal_ops,
 )
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.reductions import Array, dtype_named, reduced, require_same
+from tests.helpers.communicators import communicator
+from tests.helpers.reductions import Array, dtype_named, dtype_or_skip, reduced, require_same
 
 FLOAT32 = np.dtype(np.float32)
 KIB = 1024
@@ -40,19 +40,6 @@ def comm(device: str) -> Iterator[mpicomm.Communicator]:
     """One for all tests of the file: a call must not depend on those before it."""
     with communicator(device) as shared:
         yield shared
-
-
-@pytest.fixture
-def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
-    with array_module(comm) as module:
-        yield module
-
-
-def dtype_or_skip(name: str) -> np.dtype[Any]:
-    try:
-        return dtype_named(name)
-    except ImportError:
-        pytest.skip("needs ml_dtypes")
 
 
 def exact_complex_products(comm: mpicomm.Communicator, dtype: np.dtype[Any], op: str) -> bool:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,14 +9,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError, SharedEvent
-from tests.helpers.communicators import array_module, communicator, require_memory_works, to_host
-
-
-@pytest.fixture
-def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
-    """NumPy, or CuPy on the communicator's GPU."""
-    with array_module(comm) as module:
-        yield module
+from tests.helpers.communicators import communicator, require_memory_works, to_host
 
 
 def test_work_before_record_is_seen_after_wait(comm: mpicomm.Communicator, xp: Any) -> None:

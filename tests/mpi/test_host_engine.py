@@ -1,99 +1,32 @@
-"""HostEngine on real ranks: every pattern, chunk boundaries, in place, stragglers, and what can go wrong."""
+"""HostEngine on real ranks: every pattern, chunk boundaries, in place, and its life."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import itertools
 import time
-import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from mpi4py import MPI
 
-from mpicomm.backend.host import HostBackend
 from mpicomm.bootstrap import Group
 from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.exchange import Exchange, Reduction, Span
-from mpicomm.collectives.host_channels import Channels
 from mpicomm.collectives.host_engine import HostEngine
 from mpicomm.collectives.host_reduction import OPERATIONS, is_supported
-from mpicomm.collectives.host_verdict import Verdict
-from mpicomm.collectives.signature import Signature
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
-from mpicomm.shared_segments import share
+from mpicomm.errors import InvalidUsageError
+from tests.helpers.host_engines import CALL, FLOAT32, SMALL, Array, engine_of, parts_of, span, spans, wanted
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere
-from tests.helpers.reductions import NARROW, dtype_named, reduced, require_same, samples
-
-Array = npt.NDArray[Any]
-
-SMALL = 4096  # bytes per slot: many chunks without many bytes
-CALL = Signature("Test", "any")
-FLOAT32 = np.dtype(np.float32)
-
-
-@contextlib.contextmanager
-def engine_of(
-    comm: MPI.Intracomm, *, slot_nbytes: int = SMALL, slots: int = 2, first: int = 0, timeout_s: float = 20.0
-) -> Iterator[tuple[HostEngine, Board, Group]]:
-    """An engine of all ranks; given back in two steps, as a communicator does it, also if it is broken."""
-    private = comm.Dup()
-    node = Group(private, range(comm.size), timeout_s)
-    board = Board(node)
-    engine = HostEngine(node, board, slot_nbytes=slot_nbytes, slots=slots, first=first)
-    try:
-        yield engine, board, node
-    finally:
-        for part in (engine, board):
-            part.close_peers()
-            comm.Barrier()
-            part.close_own()
-        private.Free()
+from tests.helpers.reductions import NARROW, dtype_or_skip, require_same
 
 
 @pytest.fixture
 def engine(comm_world: MPI.Intracomm) -> Iterator[HostEngine]:
     with engine_of(comm_world) as (engine, _, _):
         yield engine
-
-
-def span(array: Array) -> Span:
-    assert array.flags.c_contiguous
-    return Span(array.ctypes.data, array.size)
-
-
-def spans(array: Array, counts: Sequence[int]) -> list[Span]:
-    displs = [sum(counts[:index]) for index in range(len(counts))]
-    return patterns.blocks(array.ctypes.data, counts, displs, array.itemsize)
-
-
-def parts_of(comm: MPI.Intracomm, dtype: np.dtype[Any], count: int, seed: object) -> list[Array]:
-    """What every rank sends, known to all."""
-    entropy = zlib.crc32(repr(seed).encode())  # hash() differs between processes
-    return [samples(dtype, count, np.random.default_rng([entropy, rank])) for rank in range(comm.size)]
-
-
-def dtype_or_skip(name: str) -> np.dtype[Any]:
-    try:
-        return dtype_named(name)
-    except ImportError:
-        pytest.skip("needs ml_dtypes")
-
-
-def wanted(op: str, parts: Sequence[Array]) -> Array:
-    if op == "prod" and parts[0].dtype.kind == "c":
-        result = parts[0]
-        with np.errstate(all="ignore"):
-            for part in parts[1:]:
-                result = np.multiply(result, part)
-        return result
-    return parts[0] if len(parts) == 1 else reduced(op, parts)
 
 
 COUNTS = [0, 1, 2, 1023, 1024, 1025, 2048, 2049, 5 * 1024 + 7]  # a slot has 1024 float32
@@ -305,295 +238,6 @@ def test_barrier_holds_until_all_have_come(comm_world: MPI.Intracomm, engine: Ho
         assert left >= comm_world.bcast(arrived, slow)
 
 
-def random_call(comm: MPI.Intracomm, rng: np.random.Generator, largest: int) -> tuple[list[Exchange], list[Any], Any]:
-    """A collective drawn from a generator that is in the same state on all ranks.
-
-    Returns its exchanges, the array they fill with what is to be in it, and what must stay alive.
-    """
-    rank, size = comm.rank, comm.size
-    kind, root, seed = int(rng.integers(6)), int(rng.integers(size)), int(rng.integers(2**31))
-    counts = rng.integers(0, largest, size).tolist()
-    dtype = np.dtype("i8")
-    parts = [np.random.default_rng([seed, index]).integers(-99, 99, sum(counts)) for index in range(size)]
-    start = sum(counts[:rank])
-    mine = slice(start, start + counts[rank])
-    send, out = parts[rank].copy(), np.zeros(sum(counts), dtype)
-    at = (rank, size, dtype)
-    if kind == 0:
-        return patterns.allreduce(*at, span(send), span(out), "sum"), [out, sum(parts)], send
-    if kind == 1:
-        piece = int(rng.integers(8, 9000))
-        return patterns.allreduce(*at, span(send), span(out), "max", piece_nbytes=piece), [out, np.max(parts, 0)], send
-    if kind == 2:
-        out = out[: counts[rank]].copy()
-        steps = patterns.reduce_scatter(*at, spans(send, counts), span(out), "sum")
-        return steps, [out, sum(parts)[mine]], send
-    if kind == 3:
-        send = send[mine].copy()
-        expected = [parts[index][sum(counts[:index]) : sum(counts[: index + 1])] for index in range(size)]
-        return patterns.allgather(*at, span(send), spans(out, counts)), [out, np.concatenate(expected)], send
-    if kind == 4:
-        out = parts[rank].copy()
-        return patterns.bcast(*at, span(out), root), [out, parts[root]], None
-    return patterns.scan(*at, span(send), span(out), "sum"), [out, sum(parts[: rank + 1])], send
-
-
-def test_thousands_of_random_calls_in_sequence(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
-    rng = np.random.default_rng(20)
-    for number in range(1500):
-        steps, (out, expected), _alive = random_call(comm_world, rng, 40 if number % 10 else 2000)
-        engine.run(steps, CALL)
-        assert out.tolist() == expected.tolist(), f"call {number}"
-        if number % 7 == 0:
-            engine.barrier(CALL)
-
-
-def test_stragglers(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
-    rng = np.random.default_rng(21)
-    mine = np.random.default_rng([22, comm_world.rank])
-    for number in range(150):
-        steps, (out, expected), _alive = random_call(comm_world, rng, 4000)
-        if rng.integers(comm_world.size) == comm_world.rank:
-            time.sleep(mine.choice([0, 1e-4, 2e-3, 1e-2]))
-        engine.run(steps, CALL)
-        assert out.tolist() == expected.tolist(), f"call {number}"
-
-
-@pytest.mark.parametrize("moment", ["before the flag", "while reading", "after reading"])
-def test_a_rank_that_stops_at_a_bad_moment(
-    comm_world: MPI.Intracomm, engine: HostEngine, monkeypatch: pytest.MonkeyPatch, moment: str
-) -> None:
-    """Whoever runs ahead meanwhile must not see what is not there yet, nor write over what is still read."""
-    rng = np.random.default_rng([23, comm_world.rank])
-
-    def napping(function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapped(*arguments: Any) -> Any:
-            if rng.random() < 0.1:
-                time.sleep(1e-3)
-            return function(*arguments)
-
-        return wrapped
-
-    if moment == "before the flag":
-        monkeypatch.setattr(Channels, "post", napping(Channels.post))
-    elif moment == "after reading":
-        monkeypatch.setattr(Channels, "release", napping(Channels.release))
-    else:
-        monkeypatch.setattr(ctypes, "memmove", napping(ctypes.memmove))
-    shared = np.random.default_rng(24)
-    for number in range(60):
-        steps, (out, expected), _alive = random_call(comm_world, shared, 5000)
-        engine.run(steps, CALL)
-        assert out.tolist() == expected.tolist(), f"call {number}"
-
-
-@pytest.mark.parametrize("slots", [1, 2, 5])
-def test_epochs_wrap(comm_world: MPI.Intracomm, slots: int) -> None:
-    rng = np.random.default_rng(25)
-    with engine_of(comm_world, first=2**32 - 5, slots=slots) as (engine, _, _):
-        for number in range(100):
-            steps, (out, expected), _alive = random_call(comm_world, rng, 2000)
-            engine.run(steps, CALL)
-            engine.barrier(CALL)
-            assert out.tolist() == expected.tolist(), f"call {number}"
-
-
-def test_one_rank_far_ahead_waits_for_slots(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
-    """The root of a broadcast waits for nothing but slots: it must not write over what a slow rank has yet to read."""
-    rank, size = comm_world.rank, comm_world.size
-    for number in range(20):
-        buffer = np.full(20_000, number if rank == 0 else -1, np.int64)
-        if rank == size - 1:
-            time.sleep(0.002)
-        engine.run(patterns.bcast(rank, size, buffer.dtype, span(buffer), 0), CALL)
-        assert (buffer == number).all()
-
-
-def different_calls(comm: MPI.Intracomm, engine: HostEngine) -> Callable[[], None]:
-    rank, size = comm.rank, comm.size
-    a, b = np.ones(100, np.float32), np.ones(100, np.float32)
-    if rank == size - 1:
-        return lambda: engine.run(
-            patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "max"),
-            Signature("Allreduce", "float32", 100, "max"),
-        )
-    return lambda: engine.run(
-        patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum"), Signature("Allreduce", "float32", 100, "sum")
-    )
-
-
-def test_ranks_that_call_different_things_all_say_who_called_what(comm_world: MPI.Intracomm) -> None:
-    if comm_world.size == 1:
-        pytest.skip("needs two ranks")
-    size = comm_world.size
-    with engine_of(comm_world) as (engine, _, _):
-        engine.barrier(CALL)
-        start = time.monotonic()
-        with raises_everywhere(comm_world, PeerError, match="ranks called different things") as raised:
-            different_calls(comm_world, engine)()
-        assert time.monotonic() - start < 10
-        text = str(raised.value)
-        assert f"rank {size - 1}: Allreduce(float32, count=100, op=max)" in text
-        assert f"rank {max(size - 2, 0)}: " in text
-        assert raised.value.ranks == tuple(range(size))
-        with raises_everywhere(comm_world, PeerError, match="unusable since an earlier error.*different things"):
-            engine.barrier(CALL)
-        assert isinstance(engine.broken, PeerError)
-
-
-def test_a_rank_with_nothing_to_wait_for_learns_it_at_its_next_call(comm_world: MPI.Intracomm) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    if size == 1:
-        pytest.skip("needs two ranks")
-    with engine_of(comm_world) as (engine, _, _):
-        buffer = np.zeros(10, np.float32)
-        root = patterns.bcast(rank, size, FLOAT32, span(buffer), 0)
-        if rank == 0:
-            engine.run(root, Signature("Bcast", "float32", 10, root=0))
-        comm_world.Barrier()
-        with raises_everywhere(comm_world, PeerError, match="Bcast.*root=1"):
-            if rank == 0:
-                while engine.broken is None:
-                    time.sleep(1e-3)
-                # It has not raised here yet, so here too the error is told, not that there was one.
-                engine.run(root, Signature("Bcast", "float32", 10, root=0))
-            else:
-                engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), Signature("Bcast", "f", 10, root=1))
-
-
-def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    if size == 1:
-        pytest.skip("needs two ranks")
-    with engine_of(comm_world) as (engine, _, _):
-        buffer = np.zeros(1000, np.float32)
-        counts = [10] * size
-        if rank == size - 1:
-            counts[0] = 11  # rank 0 sends 10
-        send = span(buffer[:10])
-        with raises_everywhere(comm_world, PeerError, match=f"rank 0 sends 40 bytes where rank {size - 1} expects 44"):
-            engine.run(patterns.allgather(rank, size, FLOAT32, send, spans(buffer, counts)), CALL)
-            engine.barrier(CALL)
-
-
-@pytest.mark.parametrize("what", ["run", "barrier"])
-@pytest.mark.parametrize("missing", ["first", "last"])
-def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: str, what: str) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    if size == 1:
-        pytest.skip("needs two ranks")
-    absent = 0 if missing == "first" else size - 1
-    with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
-        engine.barrier(CALL)
-        comm_world.Barrier()
-        start = time.monotonic()
-        if rank == absent:
-            time.sleep(2.5)
-        a, b = np.ones(3000, np.float32), np.zeros(3000, np.float32)
-        with raises_everywhere(
-            comm_world, CollectiveTimeoutError, match=rf"^Test\(any\): rank {absent} did not"
-        ) as info:
-            if what == "run":
-                engine.run(patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum"), CALL)
-            else:
-                engine.barrier(CALL)
-        assert info.value.ranks == (absent,)
-        assert time.monotonic() - start < 8
-        begun = time.monotonic()
-        with raises_everywhere(comm_world, CollectiveTimeoutError, match="unusable since an earlier error"):
-            engine.barrier(CALL)
-        assert time.monotonic() - begun < 0.5
-
-
-def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intracomm) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    if size < 3:
-        pytest.skip("needs three ranks")
-    with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
-        buffer = np.zeros(10, np.float32)
-        chain = []
-        for source in reversed(range(1, size)):  # the last rank to the one before, that to the one before it, ...
-            sends = tuple(span(buffer) if rank == source and peer == source - 1 else None for peer in range(size))
-            receives = tuple(span(buffer) if rank == source - 1 and peer == source else None for peer in range(size))
-            chain.append(Exchange(FLOAT32, sends, receives))
-        comm_world.Barrier()
-        # Rank 0 begins to wait first, and so it gives up first.
-        time.sleep(2.5 if rank == size - 1 else 0.2 * rank)
-        with raises_everywhere(
-            comm_world, CollectiveTimeoutError, match=f": rank {size - 1} did not arrive within 1 s"
-        ):
-            engine.run(chain, CALL)
-
-
-def test_ranks_that_give_up_at_once_give_the_same_verdict(comm_world: MPI.Intracomm) -> None:
-    rank, size, rounds = comm_world.rank, comm_world.size, 200
-    node = Group(comm_world, range(size), 20.0, tag=79)
-    backend = HostBackend(20.0)
-    nbytes = Verdict.nbytes(size)
-    segments = share(node, backend, "verdicts", lambda: backend.allocate("memfd", rounds * nbytes), lambda: None)
-    memory = backend.view(segments[0], (rounds * nbytes,), np.dtype(np.uint8)).data
-    rng = np.random.default_rng(rank)
-    for number in range(rounds):
-        verdict = Verdict(node, memory[number * nbytes : (number + 1) * nbytes])
-        assert not verdict.there() and verdict.read() is None
-        comm_world.Barrier()
-        if rng.random() < 0.5:
-            time.sleep(1e-5 * rng.random())
-        mine = (PeerError if rank % 2 else CollectiveTimeoutError)(f"{number} by {rank} " + "x" * 200, ranks=[rank])
-        given = verdict.give(mine)
-        told = verdict.read()
-        assert told is not None and verdict.there()
-        texts = comm_world.allgather([(type(error).__name__, str(error), error.ranks) for error in (given, told)])
-        assert len(set(itertools.chain(*texts))) == 1, texts
-        verdict.close()
-        assert not verdict.there()
-    del memory
-    segments.close("verdicts")
-
-
-def test_a_verdict_that_is_too_long_is_cut(comm_world: MPI.Intracomm) -> None:
-    node = Group(MPI.COMM_SELF, [0], 20.0, tag=80)
-    verdict = Verdict(node, memoryview(bytearray(Verdict.nbytes(1))))
-    given = verdict.give(PeerError("ä" * 10_000, ranks=[3]))
-    told = verdict.read()
-    assert told is not None and str(told) == str(given) and str(told).startswith("ä" * 100)
-    assert told.ranks == (3,)
-
-
-def test_ranks_wait_as_long_as_something_comes(comm_world: MPI.Intracomm) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
-        buffer = np.zeros(10, np.float32)
-        for _ in range(4):
-            if rank == 0:
-                time.sleep(0.5)
-            engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), CALL)
-
-
-def test_a_rank_that_is_interrupted_takes_the_others_with_it(
-    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    if size == 1:
-        pytest.skip("needs two ranks")
-    with engine_of(comm_world) as (engine, _, _):
-        a, b = np.ones(30_000, np.float32), np.zeros(30_000, np.float32)
-        steps = patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum")
-        start = time.monotonic()
-        if rank == 1:
-
-            def interrupt(*arguments: object) -> None:
-                raise KeyboardInterrupt
-
-            monkeypatch.setattr(Channels, "release", interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                engine.run(steps, CALL)
-        else:
-            with pytest.raises(PeerError, match="rank 1 left in the middle: KeyboardInterrupt"):
-                engine.run(steps, CALL)
-        assert time.monotonic() - start < 10  # of the 20 that they would wait
-
-
 def test_an_undefined_reduction_is_refused_before_anything_is_sent(
     comm_world: MPI.Intracomm, engine: HostEngine
 ) -> None:
@@ -668,37 +312,6 @@ def test_ranks_must_ask_for_the_same_slots(comm_world: MPI.Intracomm) -> None:
     board = Board(node)
     with raises_everywhere(comm_world, InvalidUsageError, match="host arena: the ranks differ"):
         HostEngine(node, board, slots=2 + 2 * comm_world.size + comm_world.rank)
-    board.close_peers()
-    comm_world.Barrier()
-    board.close_own()
-
-
-def test_board(comm_world: MPI.Intracomm) -> None:
-    rank, size = comm_world.rank, comm_world.size
-    node = Group(comm_world, range(size), 20.0, tag=78)
-    board = Board(node)
-    assert board.read() == ["nothing yet"] * size and board.behind() == []
-    comm_world.Barrier()
-    board.post(f"first of {rank}")
-    comm_world.Barrier()
-    assert board.read() == [f"first of {peer}" for peer in range(size)]
-    comm_world.Barrier()
-    if rank == 0:
-        board.post("ä" * 300)
-        board.post("ä" * 300)
-        assert board.behind() == list(range(1, size))
-        assert board.read()[0] == "ä" * 124
-    comm_world.Barrier()
-    # One rank writes all the time, the others never see half a text.
-    texts = [letter * length for letter, length in (("a", 200), ("b", 30), ("c", 248))]
-    until = time.monotonic() + 0.3
-    while time.monotonic() < until:
-        if rank == 0:
-            for text in texts:
-                board.post(text)
-            time.sleep(1e-5)
-        else:
-            assert board.read()[0] in [*texts, "ä" * 124]
     board.close_peers()
     comm_world.Barrier()
     board.close_own()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -25,12 +25,6 @@ DTYPES = [np.dtype(code) for code in "?bhilBfdFD"]
 def comm(device: str) -> Iterator[mpicomm.Communicator]:
     with communicator(device) as shared:
         yield shared
-
-
-@pytest.fixture
-def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
-    with array_module(comm) as module:
-        yield module
 
 
 class Ring:
@@ -188,11 +182,11 @@ class FakeDeviceArray:
         }
 
 
-def buffer_methods() -> dict[str, dict[str, inspect.Parameter]]:
+def buffer_methods(cls: type = MPI.Intracomm) -> dict[str, dict[str, inspect.Parameter]]:
     """MPI's methods that take buffers, with their parameters; also those of an mpi4py that is yet to come."""
     found = {}
-    for name in dir(MPI.Intracomm):
-        method = getattr(MPI.Intracomm, name)
+    for name in dir(cls):
+        method = getattr(cls, name)
         if name[0].isupper() and callable(method) and not inspect.isclass(method):
             parameters = dict(inspect.signature(method).parameters)
             parameters.pop("self", None)
@@ -222,28 +216,110 @@ def fake_arguments(name: str, parameters: dict[str, Any], on_device: list[str], 
 
 
 def test_a_device_array_never_gets_to_mpi_from_a_cpu_communicator() -> None:
-    let_through = []
     # Of this rank alone, so that a call which is let through does not wait for others.
     with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
-        for name, parameters in buffer_methods().items():
-            buffers = [each for each, value in parameters.items() if "Buf" in str(value.annotation)]
-            for on_device, typed in itertools.product([*([each] for each in buffers), buffers], (False, True)):
-                try:
-                    getattr(comm, name)(**fake_arguments(name, parameters, on_device, typed=typed))
-                except InvalidUsageError as error:
-                    if "GPU" in str(error) or "host arrays alone" in str(error):
-                        continue
-                    said = str(error)
-                except TypeError as error:
-                    if name == "Iagree" and "bytes-like object is required" in str(error):
-                        continue  # mpi4py looks for nothing else than the buffer protocol
-                    said = str(error)
-                except Exception as error:
-                    said = f"{type(error).__name__}: {error}"
-                else:
-                    said = "nothing"
-                let_through.append(f"{name}, {on_device} on a GPU, typed={typed}: {said}")
+        require_refusals(comm, MPI.Intracomm)
+
+
+def require_refusals(called: Any, cls: type) -> None:
+    """Call every method of ``cls`` that takes buffers with each of them on a device."""
+    let_through = []
+    for name, parameters in buffer_methods(cls).items():
+        buffers = [each for each, value in parameters.items() if "Buf" in str(value.annotation)]
+        for on_device, typed in itertools.product([*([each] for each in buffers), buffers], (False, True)):
+            try:
+                getattr(called, name)(**fake_arguments(name, parameters, on_device, typed=typed))
+            except InvalidUsageError as error:
+                if "GPU" in str(error) or "host arrays alone" in str(error):
+                    continue
+                said = str(error)
+            except TypeError as error:
+                if name == "Iagree" and "bytes-like object is required" in str(error):
+                    continue  # mpi4py looks for nothing else than the buffer protocol
+                said = str(error)
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+            else:
+                said = "nothing"
+            let_through.append(f"{name}, {on_device} on a GPU, typed={typed}: {said}")
     assert not let_through, "\n".join(let_through)
+
+
+MAKERS: dict[str, Callable[[mpicomm.Communicator], Any]] = {
+    "cartesian": lambda comm: comm.Create_cart([1], [True]),
+    "graph": lambda comm: comm.Create_graph([1], [0]),
+    "distributed graph": lambda comm: comm.Create_dist_graph([0], [1], [0]),
+    "adjacent graph": lambda comm: comm.Create_dist_graph_adjacent([0], [0]),
+    "part": lambda comm: comm.Create_cart([1, 1]).Sub([True, False]),
+    "split": lambda comm: comm.Create_cart([1]).Split(),
+    "duplicate": lambda comm: comm.Create_cart([1]).Idup()[0],
+}
+
+
+@pytest.mark.parametrize("what", MAKERS)
+def test_communicators_that_are_no_communicators_refuse_device_arrays(what: str) -> None:
+    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
+        made = MAKERS[what](comm)
+        send, receive = np.arange(3.0), np.zeros(3)
+        made.Allreduce(send, recvbuf=receive)
+        assert receive.tolist() == send.tolist()
+        cls = type(made).__mro__[2]
+        assert isinstance(made, MPI.Intracomm) and cls.__module__ == "mpi4py.MPI"
+        require_refusals(made, cls)
+        made.Free()
+
+
+def test_intercommunicators_refuse_device_arrays(comm_world: MPI.Intracomm) -> None:
+    if comm_world.size == 1:
+        pytest.skip("needs two ranks")
+    with communicator("cpu") as comm:
+        half = comm.Split(comm.rank % 2)
+        assert isinstance(half, mpicomm.Communicator)
+        between = half.Create_intercomm(0, comm_world, 1 - comm.rank % 2)
+        assert isinstance(between, MPI.Intercomm) and between.Get_remote_size() + half.size == comm.size
+        if comm.rank == 0:
+            require_refusals(between, MPI.Intercomm)
+        between.Barrier()
+        between.Free()
+        half.Free()
+
+
+@pytest.mark.parametrize("way", ["Mprobe", "Improbe"])
+def test_matched_messages_refuse_device_arrays(way: str) -> None:
+    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
+        request = comm.Isend(np.full(4, 7.0), 0, 3)
+        message = None
+        while message is None:
+            message = getattr(comm, way)(0, 3)
+        require_refusals(message, MPI.Message)
+        received = np.zeros(4)
+        message.Recv(received)
+        assert received.tolist() == [7.0] * 4 and message == MPI.MESSAGE_NULL
+        request.Wait()
+        assert comm.Improbe() is None
+
+
+def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks do not come, and nobody waits for them."""
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("needs two ranks")
+    with communicator(device, timeout_s=3) as comm, array_module(comm) as xp, comm.Dup() as child:
+        if device == "cpu":  # as if its arrays were a device's
+            monkeypatch.setattr("mpicomm.point_to_point.is_on_device", lambda spec: True)
+            monkeypatch.setattr(child._collectives, "_device", 0)
+        buffer = Placed(xp, np.full(5, child.rank, np.float32))
+        if child.rank == 0:
+            child.Send(buffer.array, 1)
+            child.Irecv(buffer.array, 1).Wait()
+            assert buffer.get().tolist() == [1] * 5
+        elif child.rank == 1:
+            received = Placed(xp, np.zeros(5, np.float32))
+            child.Recv(received.array, 0)
+            child.Isend(buffer.array, 0).Wait()
+            assert received.get().tolist() == [0] * 5
+        assert child._domain is None
 
 
 def test_a_device_array_is_refused_on_a_communicator_made_from_another(comm_world: MPI.Intracomm) -> None:

@@ -15,7 +15,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import CollectiveTimeoutError, HandleError, MpicommError, PeerError, placement
+from mpicomm import CollectiveTimeoutError, HandleError, MpicommError, PeerError, bootstrap, placement
 from mpicomm.backend import host
 from mpicomm.fd_exchange import FdExchange
 from mpicomm.handle import MemoryHandle
@@ -315,6 +315,21 @@ def test_descriptor_of_less_memory_is_refused_by_all(comm_world: MPI.Intracomm) 
         kept.close()
 
 
+@pytest.mark.mpi(min_size=2)
+def test_descriptor_of_memory_that_can_shrink_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
+    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+        patch.setattr(host, "_SEALS", fcntl.F_SEAL_GROW)
+
+    with communicator("cpu") as comm:
+        kept = comm.zeros(1)
+        for culprit in EVERY_RANK:
+            fails = raises_everywhere(WORLD, HandleError, match=f"memory of rank {culprit}: .* is not sealed")
+            with nothing_leaks(), broken(culprit, "cpu", break_), fails:
+                comm.empty(1000)
+        require_memory_works(comm)
+        kept.close()
+
+
 # A rank that fails in the exchange sends no descriptors: the others wait half their time for those.
 @pytest.mark.mpi(min_size=2)
 def test_exchange_that_fails_on_one_rank_fails_on_all(comm_world: MPI.Intracomm) -> None:
@@ -480,6 +495,47 @@ def test_rank_that_is_interrupted_is_missed_by_the_others(comm: mpicomm.Communic
                 with pytest.raises(KeyboardInterrupt):
                     impatient.zeros(4)
         require_memory_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_that_is_interrupted_in_an_exchange_takes_part_in_no_other(device: str) -> None:
+    for culprit in FIRST_AND_LAST:
+        impatient = communicator(device, timeout_s=1)
+        with without(culprit) as others:
+            if others:
+                # They may just have heard all of the exchange in which it was interrupted.
+                with raises_everywhere(others, CollectiveTimeoutError, match=f"rank {culprit} did not arrive"):
+                    impatient.zeros(3)
+                impatient.Free()
+            else:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(bootstrap, "wait_until", raising(KeyboardInterrupt))
+                    with pytest.raises(KeyboardInterrupt):
+                        impatient.zeros(3)
+                text = f"unusable since an earlier error .rank {culprit} left in the middle of .*: KeyboardInterrupt"
+                for call in (impatient.check, lambda comm=impatient: comm.zeros(3), impatient.shared_event):
+                    with pytest.raises(PeerError, match=text):
+                        call()
+                impatient.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_world: MPI.Intracomm) -> None:
+    timeout_s = 3.0
+    for culprit in FIRST_AND_LAST:
+        impatient = communicator("cpu", timeout_s=timeout_s)
+        impatient.zeros(3)
+        swap_never = of(FdExchange, "swap")
+        with without(culprit) as others, broken(culprit, "cpu", swap_never, KeyboardInterrupt):
+            start = time.monotonic()
+            with pytest.raises(CollectiveTimeoutError if others else KeyboardInterrupt):
+                impatient.zeros(4)
+            assert time.monotonic() - start < timeout_s + 1
+            if others:
+                impatient.Free()
+        if WORLD.rank == culprit:
+            with suppress(MpicommError):
+                impatient.Free()
 
 
 @pytest.mark.mpi(min_size=2)

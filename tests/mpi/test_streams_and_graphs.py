@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers.communicators import array_module, communicator
+from tests.helpers.communicators import communicator
 
 COUNTS = (1, 4097, 1 << 20)
 REPLAYS = 1000
@@ -31,12 +31,6 @@ def comm(device: str) -> Iterator[mpicomm.Communicator]:
         pytest.skip("streams and graphs are a GPU's")
     with communicator(device) as comm:
         yield comm
-
-
-@pytest.fixture
-def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
-    with array_module(comm) as module:
-        yield module
 
 
 @pytest.fixture

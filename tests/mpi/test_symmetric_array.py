@@ -20,14 +20,6 @@ from mpicomm import CollectiveTimeoutError, InvalidUsageError, signals
 from tests.helpers.communicators import array_module, communicator, require_memory_works, to_host
 from tests.helpers.raising import raises_everywhere
 
-
-@pytest.fixture
-def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
-    """NumPy, or CuPy on the communicator's GPU."""
-    with array_module(comm) as module:
-        yield module
-
-
 DTYPES = [np.dtype(name) for name in "?bBhHiIqQefdFD"]
 SHAPES = [(), (0,), (3, 0, 2), (1,), (5, 3), (2, 3, 4), (1 << 16,)]
 

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mpicomm import fd_exchange
 from mpicomm.errors import HandleError
@@ -263,6 +265,40 @@ def test_a_rank_that_sends_twice_is_an_error() -> None:
         send(addresses[0], hello(1, 0, addresses[1].secret), fds=1)
         with pytest.raises(HandleError, match="rank 1 sent two descriptors"):
             swap(exchanges[0], 0, addresses)
+
+
+@st.composite
+def mutated(draw: st.DrawFn) -> bytes:
+    """A good message in which some bytes are others, or are missing, or are there twice."""
+    content = bytearray(hello(1, 0, SECRET))
+    for _ in range(draw(st.integers(0, 3))):
+        at = draw(st.integers(0, len(content) - 1))
+        content[at : at + draw(st.integers(0, 2))] = draw(st.binary(max_size=2))
+    return bytes(content)
+
+
+SECRET = bytes(range(32))
+
+
+@settings(deadline=None)
+@given(content=st.binary(max_size=200) | mutated(), fds=st.integers(0, 4))
+def test_only_the_right_message_counts(content: bytes, fds: int) -> None:
+    address = Address(b"", SECRET)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    open_before = set(os.listdir("/proc/self/fd"))
+    with FdExchange(0, 1) as exchange, ours, theirs, memory("anything") as fd:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd] * fds))] if fds else []
+        theirs.sendmsg([content], rights)
+        if content != hello(1, 0, SECRET):
+            assert exchange._read(ours, {1: address}) is None
+        elif fds == 1:
+            rank, received = exchange._read(ours, {1: address}) or (0, 0)
+            os.close(received)
+            assert rank == 1
+        else:
+            with pytest.raises(HandleError, match="rank 1 sent"):
+                exchange._read(ours, {1: address})
+    assert len(open_before) - 2 == len(os.listdir("/proc/self/fd"))
 
 
 # ---- other users

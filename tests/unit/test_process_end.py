@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
 from tests.helpers.mpiexec import run_job
 
 PRELUDE = """
-import gc, sys
+import gc, os, sys, time
 import numpy as np
 from mpi4py import MPI
 import mpicomm
@@ -19,6 +20,8 @@ array, event = comm.zeros(1000), comm.shared_event()
 of_child = child.zeros(1000)
 array.peer((comm.rank + 1) % comm.size)[comm.rank] = 1
 view = array.peer(0)
+def reduce():
+    comm.Allreduce(MPI.IN_PLACE, np.ones(1000), algorithm="one_shot")
 comm.Barrier()
 """
 
@@ -57,6 +60,25 @@ try:
         raise ValueError
 except ValueError:
     pass
+""",
+    "collective": "reduce()",
+    "collective, Finalize, collected": "reduce(); MPI.Finalize(); del comm, child; gc.collect()",
+    "cycles collected": """
+reduce()
+for each in (comm, child, array, of_child, event):
+    each.itself = [each, comm, child, array, of_child, event]
+del comm, child, array, of_child, event, view, each
+gc.collect()
+""",
+    "cycles left": "reduce(); array.itself, comm.itself = [array, comm], [comm, event]; sys.itself = comm",
+    "threads that wait": """
+import threading
+reduce()
+other = comm.Dup()
+other.zeros(1)
+for wait in (lambda: array.wait_signal(0), lambda: comm.rank or reduce(), lambda: comm.rank or other.zeros(2)):
+    threading.Thread(target=wait, daemon=True).start()
+time.sleep(0.1)
 """,
     "one Free less": """
 other = mpicomm.Communicator(MPI.COMM_SELF, device="cpu")
@@ -103,6 +125,68 @@ if comm.rank != {rank}:
     except mpicomm.CollectiveTimeoutError:
         impatient.Free()
 comm.Barrier()
+""")
+
+
+@pytest.mark.parametrize("where", ["array.wait_signal(0)", "reduce()", "comm.zeros(5)"])
+def test_interrupt_ends_the_job(where: str) -> None:
+    code = f"""
+import signal, threading
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which may be ignored by inheritance
+reduce()
+comm.Barrier()
+if comm.rank == 1:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    {where}
+else:
+    time.sleep(30)
+"""
+    start = time.monotonic()
+    require_end(code, 130, "-m", "mpi4py", said="KeyboardInterrupt")
+    assert time.monotonic() - start < 15
+
+
+def test_forked_process_is_refused_and_leaves_its_parent_alone() -> None:
+    require_end("""
+import atexit
+reduce()
+unused = comm.Dup()
+child_process = os.fork()
+if child_process == 0:
+    try:
+        calls = (
+            lambda: comm.zeros(1), lambda: comm.shared_event(), comm.check, reduce, array.close, event.close,
+            lambda: array.put(array.local, 0), lambda: array.get(0), lambda: array.signal(0),
+            lambda: array.wait_signal(0), lambda: array.peer(1), lambda: unused.zeros(1), lambda: child.zeros(1),
+            lambda: mpicomm.Communicator(MPI.COMM_WORLD),
+        )
+        for number, call in enumerate(calls):
+            try:
+                call()
+            except mpicomm.InvalidUsageError as error:
+                assert "forked" in str(error), (number, error)
+            else:
+                raise AssertionError(number)
+        with comm, child, unused:
+            pass
+        atexit._run_exitfuncs()
+        del comm, child, unused, array, event, of_child, view, calls, call
+        gc.collect()
+    except BaseException:
+        import traceback
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+_, status = os.waitpid(child_process, 0)
+assert status == 0
+reduce()
+array.put(np.full(1000, 7.0), (comm.rank + 1) % comm.size)
+array.signal((comm.rank + 1) % comm.size)
+array.wait_signal((comm.rank - 1) % comm.size)
+assert (array.local == 7).all()
+unused.zeros(1)
+for each in (unused, child, comm):
+    each.Free()
 """)
 
 

@@ -1,0 +1,74 @@
+"""Feed damaged packets to what reads them: `python scripts/fuzz.py [--packets 1000000]`, from the project's root.
+
+Handle packets, with a digest that belongs to them or not, and messages of the descriptor exchange. With atheris, where
+it is installed, inputs are chosen by the code they reach. Anything but a `HandleError`, or a message that is dropped,
+ends the program with a traceback; what is accepted must lie within its allocation, and bear the secret.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import random
+import sys
+
+from mpicomm import fd_exchange, handle
+from mpicomm.errors import HandleError
+from mpicomm.fd_exchange import Address, FdExchange
+from mpicomm.handle import PACKET_NBYTES, MemoryHandle
+
+SECRET = bytes(range(32))
+PACKET = MemoryHandle("ipc", bytes(16), bytes(range(64)), 1 << 21, 512, 4096).pack()
+HELLO = fd_exchange._HELLO.pack(fd_exchange._MAGIC, 1, 0, SECRET)
+BODY_NBYTES = handle._BODY.size
+OTHERS = {1: Address(b"", SECRET)}
+
+
+def feed(content: bytes) -> None:
+    """Read the bytes in all ways."""
+    body = content[:BODY_NBYTES].ljust(BODY_NBYTES, b"\0")
+    for packet in (content, body + handle._digest(body), handle._MAGIC + b"\1" + body[9:] + handle._digest(body)):
+        try:
+            opened = MemoryHandle.unpack(packet)
+        except HandleError:
+            continue
+        if len(packet) != PACKET_NBYTES or opened.offset + opened.nbytes > opened.size:
+            raise AssertionError(f"accepted: {packet.hex()}")
+    if EXCHANGE._sender(content, OTHERS) is not None and content != HELLO:
+        raise AssertionError(f"accepted: {content.hex()}")
+
+
+EXCHANGE = FdExchange(0, 1)
+
+
+def mutated(rng: random.Random) -> bytes:
+    """Return random bytes, or a good packet or message in which some bytes are others, missing or added."""
+    if rng.random() < 0.1:
+        return rng.randbytes(rng.randrange(2 * PACKET_NBYTES))
+    content = bytearray(rng.choice((PACKET, HELLO)))
+    for _ in range(rng.randrange(4)):
+        at = rng.randrange(len(content))
+        content[at : at + rng.choice((1, 1, 1, 0, 2, 8))] = rng.randbytes(rng.choice((1, 1, 1, 0, 2, 8)))
+    return bytes(content)
+
+
+def main() -> None:
+    """Feed so many inputs."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--packets", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    if importlib.util.find_spec("atheris"):
+        import atheris
+
+        atheris.instrument_func(MemoryHandle.unpack.__func__)  # type: ignore[attr-defined]
+        atheris.instrument_func(FdExchange._sender)
+        atheris.Setup([sys.argv[0], f"-runs={options.packets}", f"-seed={options.seed}", "-max_len=300"], feed)
+        atheris.Fuzz()
+    rng = random.Random(options.seed)
+    for _ in range(options.packets):
+        feed(mutated(rng))
+    sys.stdout.write(f"{options.packets} inputs: nothing but HandleError\n")
+
+
+main()

@@ -1,0 +1,246 @@
+"""Everything at random for a long time: `mpiexec -n N python scripts/soak.py --seconds 3600`, from the project's root.
+
+Random collectives, blocking, nonblocking and persistent, of all types and sizes, on communicators that share ranks,
+each round on communicators and streams of its own; on GPUs also graphs that are replayed; arrays, puts, gets and
+signals; memory that is registered and closed. All results are compared with NumPy's. Prints what was done, how fast,
+and by how much the process has grown since the first rounds; exits with 1 where a result is wrong or something grows.
+
+``--communicators 10000`` and ``--registrations 100000`` make and free so many instead. ``--device cpu|auto``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpicomm
+from tests.helpers.collective_calls import Case, Prepared, compile_reductions
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.random_collectives import REDUCED, Family, Player, known
+
+WORLD = MPI.COMM_WORLD
+CALLS = 60
+REPLAYS = 50
+SHARED = 200
+MIB = 1 << 20
+# What may grow: the allocators of Python, NumPy and MPI keep what they have had, in pieces.
+ALLOWED = {"descriptors": 0, "mappings": 0, "threads": 0, "RSS MiB": 64, "device MiB": 64}
+
+
+def resources(device: int | str) -> dict[str, int]:
+    """Return how much of everything this process has; of the device's memory, what all have."""
+    gc.collect()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    used = 0
+    if device != "cpu":
+        import cupy
+
+        cupy.get_default_memory_pool().free_all_blocks()
+        cupy.get_default_pinned_memory_pool().free_all_blocks()
+        free, total = cupy.cuda.runtime.memGetInfo()
+        used = total - free
+    return {
+        "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
+        "mappings": sum("/memfd:mpicomm" in line or "/psm_" in line for line in maps),
+        "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
+        "RSS MiB": pages * os.sysconf("SC_PAGESIZE") // MIB,
+        "device MiB": used // MIB,
+    }
+
+
+class Soak:
+    """What is done in each round, on all ranks together."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self._device, self._seed = device, seed
+        self._rng = np.random.default_rng(seed)  # draws the same on all ranks
+        self.done: Counter[str] = Counter()
+        with communicator(device) as comm, array_module(comm):
+            self.device = comm.device
+            compile_reductions(comm, known(REDUCED))
+
+    def round(self, number: int) -> None:
+        """Do everything once. Collective."""
+        family = Family(self._device)
+        with array_module(family.world) as xp, self._stream(xp):
+            Player(family, self._seed + number, xp).play(CALLS)
+            self.done["calls"] += CALLS
+            if xp is not np:
+                self._replay(family.world, xp)
+            self._share(family.world, xp)
+            self.registrations(family.world, xp, 2)
+        family.free()
+        self.done["communicators"] += len(family.members)
+
+    @contextlib.contextmanager
+    def _stream(self, xp: Any) -> Iterator[None]:
+        """Make one of several streams the current one; what is on it is done at the end."""
+        choice = int(self._rng.integers(3))
+        if xp is np or choice == 0:
+            yield
+            return
+        stream = xp.cuda.Stream(non_blocking=choice == 1)
+        with stream:
+            yield
+        stream.synchronize()
+
+    def _replay(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Capture all-reduces into a graph, and replay it with other values."""
+        count = int(self._rng.choice([17, 5000, 300_000]))
+        case = Case("Allreduce", np.dtype(np.float32), count, algorithm="one_shot")
+        prepared = Prepared(case, comm.rank, comm.size, xp)
+        prepared.run(comm)  # what is made at a first call cannot be captured
+        comm.check()
+        stream = xp.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            prepared.run(comm)
+            graph = stream.end_capture()
+        for seed in range(REPLAYS):
+            prepared.renew(seed)
+            xp.cuda.Device().synchronize()
+            graph.launch(stream)
+            comm.check(stream)
+            prepared.check()
+        self.done["replays"] += REPLAYS
+
+    def _share(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Hand values on around the ring, by put and by get."""
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        count = int(self._rng.integers(1, 100_000))
+        with comm.zeros(count, np.int64) as array:
+            for number in range(SHARED):
+                array.put(xp.full(count, number * comm.size + comm.rank), following)
+                array.signal(following)
+                array.wait_signal(previous)
+                comm.check()
+                if not (array.local == number * comm.size + previous).all():
+                    raise AssertionError(f"put {number} of {count} elements brought something else")
+                if not (array.get(following) == number * comm.size + comm.rank).all():
+                    raise AssertionError(f"get {number} of {count} elements brought something else")
+                comm.check()
+                # The next put overwrites what the peer may still be comparing.
+                array.signal(previous)
+                array.wait_signal(following)
+                comm.check()
+        self.done["puts and gets"] += 2 * SHARED
+
+    def registrations(self, comm: mpicomm.Communicator, xp: Any, cycles: int) -> None:
+        """Register memory and close it again. Collective."""
+        with _memory(xp) as memory:
+            for number in range(cycles):
+                with comm.register(memory) as array:
+                    array.local[:] = comm.rank + number
+                    array.signal((comm.rank + 1) % comm.size)
+                    array.wait_signal((comm.rank - 1) % comm.size)
+                    comm.check()
+                    previous = (comm.rank - 1) % comm.size
+                    if int(array.peer(previous)[-1]) != previous + number:
+                        raise AssertionError("registered memory of a peer held something else")
+        self.done["registrations"] += cycles
+
+    def communicators(self, cycles: int) -> None:
+        """Make communicators and free them. Collective."""
+        for _ in range(cycles):
+            with communicator(self._device) as comm:
+                comm.zeros(1)
+        self.done["communicators"] += cycles
+
+
+@contextlib.contextmanager
+def _memory(xp: Any) -> Iterator[Any]:
+    """Give an array that can be registered."""
+    if xp is not np:
+        yield xp.zeros(1000, np.int32)
+        return
+    block = shared_memory.SharedMemory(create=True, size=4000)
+    try:
+        yield np.ndarray(1000, np.int32, block.buf)
+    finally:
+        block.unlink()
+        with contextlib.suppress(BufferError):  # a view is left; the mapping goes with it
+            block.close()
+
+
+def main() -> None:
+    """Run, and print on rank 0."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--communicators", type=int, default=0)
+    parser.add_argument("--registrations", type=int, default=0)
+    options = parser.parse_args()
+    resource_tracker.ensure_running()  # its descriptor is no growth
+    soak = Soak(options.device, options.seed)
+    rounds: Iterator[Callable[[], object]]
+    if options.communicators:
+        rounds = _parts(options.communicators, soak.communicators)
+    elif options.registrations:
+        comm = communicator(options.device)
+        with array_module(comm) as xp:
+            rounds = _parts(options.registrations, lambda cycles: soak.registrations(comm, xp, cycles))
+            run(soak, rounds)
+        return
+    else:
+        rounds = _timed(soak, options.seconds)
+    run(soak, rounds)
+
+
+def run(soak: Soak, rounds: Iterator[Callable[[], object]]) -> None:
+    """Run all rounds, print what came of them, and exit with 1 if something has grown."""
+    before: dict[str, int] = {}
+    start = time.monotonic()
+    for number, work in enumerate(rounds):
+        work()
+        if number == 1:
+            WORLD.Barrier()
+            before = resources(soak.device)
+        if WORLD.rank == 0 and number % 20 == 0:
+            sys.stdout.write(f"{time.monotonic() - start:8.0f} s  {dict(soak.done)}\n")
+            sys.stdout.flush()
+    seconds = time.monotonic() - start
+    WORLD.Barrier()
+    after = resources(soak.device)
+    growth = WORLD.allgather({name: after[name] - before.get(name, after[name]) for name in after})
+    most = {name: max(each[name] for each in growth) for name in after}
+    if WORLD.rank == 0:
+        rates = {name: f"{count} ({count / seconds:.1f}/s)" for name, count in soak.done.items()}
+        sys.stdout.write(f"{seconds:.0f} s on {WORLD.size} ranks, device {soak.device}: {rates}\n")
+        sys.stdout.write(f"all results are right; grown by, at most on any rank: {most}\n")
+    if any(most[name] > ALLOWED[name] for name in most):
+        sys.stdout.write(f"rank {WORLD.rank} has grown: {growth[WORLD.rank]}\n")
+        sys.exit(1)
+
+
+def _timed(soak: Soak, seconds: float) -> Iterator[Callable[[], object]]:
+    """Yield rounds until the time is over, on all ranks the same number."""
+    stop = time.monotonic() + seconds
+    number = 0
+    while WORLD.bcast(time.monotonic() < stop):
+        number += 1
+        yield lambda number=number: soak.round(number)  # type: ignore[misc]
+
+
+def _parts(count: int, work: Callable[[int], object]) -> Iterator[Callable[[], object]]:
+    """Yield the same work in twenty parts."""
+    for part in range(20):
+        cycles = (part + 1) * count // 20 - part * count // 20
+        yield lambda cycles=cycles: work(cycles)  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Run jobs of peer_death.py from a program that is one process, and read what their ranks saw."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from tests.helpers.mpiexec import JOB_LIMIT_S, environment, mpiexec_command
+from tests.helpers.peer_death import Outcome
+
+TRIAL_LIMIT_S = 3.0  # of one trial in a long row
+Seen = list[list[list[Outcome]]]
+
+
+def run_jobs(
+    directory: Path, jobs: int, ranks: int, trials: int, kills: int, *options: str, first_seed: int = 0
+) -> Seen:
+    """Run jobs, all at once as they wait most of the time. Return what each rank of each job saw, by trial."""
+    running = []
+    for seed in range(first_seed, first_seed + jobs):
+        results = directory / str(seed)
+        results.mkdir()
+        own = [f"--trials={trials}", f"--kills={kills}", f"--seed={seed}", *options]
+        command = mpiexec_command(ranks, "-m", "tests.helpers.peer_death", str(results), *own)
+        with (results / "output").open("w") as output:
+            job = subprocess.Popen(
+                command, env=environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+            )
+        running.append((job, results))
+    try:
+        for job, _ in running:
+            job.wait(JOB_LIMIT_S + TRIAL_LIMIT_S * (trials + kills))  # its exit status says only that a rank has died
+    finally:
+        for job, _ in running:
+            job.terminate()  # and its ranks with it
+            job.wait()
+    for _, results in running:
+        if not (results / "done").exists():
+            said = [f"{path.name}: {path.read_text()[-3000:]}" for path in sorted(results.iterdir())]
+            raise RuntimeError("\n".join(said))
+    return [_outcomes(results) for _, results in running]
+
+
+def _outcomes(results: Path) -> list[list[Outcome]]:
+    """Return what each rank saw, in the order of the trials."""
+    files = sorted(results.glob("rank-*"), key=lambda path: int(path.name[5:]))
+    return [[Outcome(**json.loads(line)) for line in path.read_text().splitlines()] for path in files]

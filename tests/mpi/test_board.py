@@ -1,0 +1,88 @@
+"""Board: what ranks of a node have called, and where they called different things."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from mpi4py import MPI
+
+from mpicomm.bootstrap import Group
+from mpicomm.collectives.board import Board
+
+
+@pytest.fixture
+def board(comm_world: MPI.Intracomm) -> Iterator[Board]:
+    board = Board(Group(comm_world, range(comm_world.size), 20.0, tag=78))
+    yield board
+    comm_world.Barrier()
+    board.close_peers()
+    comm_world.Barrier()
+    board.close_own()
+
+
+def test_tells_what_each_rank_called_last(comm_world: MPI.Intracomm, board: Board) -> None:
+    size = comm_world.size
+    assert board.read() == ["nothing yet"] * size and board.behind() == [] and not board.differ()
+    comm_world.Barrier()
+    for text in ("first", "second", "ä" * 300, "second"):
+        board.post(text)
+        comm_world.Barrier()
+        assert board.read() == [text[:128]] * size and board.behind() == [] and not board.differ()
+        comm_world.Barrier()
+
+
+def test_tells_who_is_behind(comm_world: MPI.Intracomm, board: Board) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    board.post("first")
+    comm_world.Barrier()
+    if rank == 0:
+        board.post("second")
+    comm_world.Barrier()
+    late = " (before: has not called this time yet)" if rank == 0 else ""
+    assert board.read() == ["second", *[f"first{late}"] * (size - 1)]
+    assert board.behind() == (list(range(1, size)) if rank == 0 else [])
+    assert not board.differ()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("later", [0, 1, 5, 14, 15, 40])
+def test_tells_where_ranks_began_to_differ(comm_world: MPI.Intracomm, board: Board, later: int) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    board.post("same")
+    board.post(f"other {rank > 0}")
+    for number in range(later):
+        board.post(f"same {number % 3}")
+    comm_world.Barrier()
+    kept = later < 15
+    assert board.differ() == kept
+    last = f"same {(later - 1) % 3}"
+    assert board.read() == (["other False", *["other True"] * (size - 1)] if kept else [last] * size)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_ranks_that_differ_are_told_while_others_are_behind(comm_world: MPI.Intracomm, board: Board) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    board.post("same")
+    if rank:
+        board.post(f"other {rank > 1}")
+    comm_world.Barrier()
+    assert board.differ() == (rank > 0)  # rank 0 is not there yet, and asks about what it has called itself
+    late = "same" if rank == 0 else "same (before: has not called this time yet)"
+    if rank:
+        assert board.read() == [late, "other False", *["other True"] * (size - 2)]
+
+
+def test_no_text_is_half_written(comm_world: MPI.Intracomm, board: Board) -> None:
+    texts = [letter * length for letter, length in (("a", 200), ("b", 30), ("c", 256), ("d", 1))]
+    board.post("a")
+    comm_world.Barrier()
+    until = time.monotonic() + 0.3
+    while time.monotonic() < until:
+        if comm_world.rank == 0:
+            for text in texts:
+                board.post(text)
+            time.sleep(1e-5)
+        else:
+            assert board.read()[0] in [*texts, "a"]

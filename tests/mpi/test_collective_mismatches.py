@@ -1,0 +1,134 @@
+"""Ranks that call different things in collectives, or do not come: all are told, and who it was."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import CollectiveTimeoutError, PeerError
+from tests.helpers.collective_calls import Case, Prepared, require_works
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.raising import raises_everywhere
+
+FLOAT32 = np.dtype(np.float32)
+LARGE = 1 << 20  # elements: mapped memory in any case
+
+DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    # What differs: operation, the arguments of rank 0, those of the others.
+    "operation": ("", {"operation": "Allreduce"}, {"operation": "Scan"}),
+    "count": ("Allreduce", {"count": 5}, {"count": 7}),
+    "large count": ("Allreduce", {"count": 5}, {"count": LARGE}),
+    "dtype": ("Allreduce", {"dtype": np.dtype(np.int32)}, {"dtype": FLOAT32}),
+    "dtype of movement": ("Allgather", {"dtype": np.dtype(np.int32)}, {"dtype": FLOAT32}),
+    "op": ("Allreduce", {"op": "sum"}, {"op": "max"}),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_that_call_different_things_are_told_who_said_what(device: str, what: str) -> None:
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("needs several ranks")
+    operation, first, others = DIFFERENT[what]
+    comm = communicator(device, timeout_s=10)
+    arguments = {"operation": operation, "dtype": FLOAT32, "count": 5, **(first if comm.rank == 0 else others)}
+    case = Case(**arguments, algorithm="one_shot")
+    with array_module(comm) as xp:
+        prepared = Prepared(case, comm.rank, comm.size, xp)
+        after = Prepared(Case("Allreduce", FLOAT32, 3, algorithm="one_shot"), comm.rank, comm.size, xp)
+        with raises_everywhere(MPI.COMM_WORLD, PeerError, match=r"ranks called different things: rank 0: ") as info:
+            prepared.run(comm)
+            comm.check()
+            after.run(comm)  # a rank that had nothing to wait for is told at its next call
+            comm.check()
+        said = {
+            f"{name}={value}" for name, value in (*first.items(), *others.items()) if name in ("count", "op", "root")
+        }
+        said |= {str(each[name]) for each in (first, others) for name in each if name in ("operation", "dtype")}
+        assert all(word in str(info.value) for word in said), f"{said} are not all in: {info.value}"
+        assert all(f"rank {rank}: " in str(info.value) for rank in range(comm.size)), str(info.value)
+        require_unusable(comm, after, PeerError)
+    comm.Free()
+    require_a_new_one_works(device)
+
+
+@pytest.mark.parametrize("operation", ["Bcast", "Gather", "Reduce", "Scatter"])
+def test_different_roots_are_an_error_on_all_ranks(device: str, operation: str) -> None:
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("needs several ranks")
+    comm = communicator(device, timeout_s=10)
+    case = Case(operation, FLOAT32, 5, root=min(comm.rank, 1), algorithm="one_shot")
+    start = time.monotonic()
+    with array_module(comm) as xp:
+        prepared = Prepared(case, comm.rank, comm.size, xp)
+        after = Prepared(Case("Allreduce", FLOAT32, 3, algorithm="one_shot"), comm.rank, comm.size, xp)
+        with raises_everywhere(MPI.COMM_WORLD, PeerError, match=r"ranks called different things: rank 0: ") as info:
+            prepared.run(comm)
+            comm.check()
+            after.run(comm)  # ranks that had nothing to wait for are told at their next call
+            comm.check()
+        # Some ranks wait for each other, in vain.
+        assert time.monotonic() - start < 5
+        for rank in range(comm.size):
+            assert re.search(rf"rank {rank}: {operation}\([^)]*root={min(rank, 1)}\)", str(info.value)), str(info.value)
+        require_unusable(comm, after, PeerError)
+    comm.Free()
+    require_a_new_one_works(device)
+
+
+def require_unusable(comm: mpicomm.Communicator, prepared: Prepared, error: type[Exception]) -> None:
+    for _ in range(2):
+        with pytest.raises(error):
+            prepared.run(comm)
+            comm.check()
+
+
+def require_a_new_one_works(device: str) -> None:
+    with communicator(device) as new, array_module(new) as xp:
+        require_works(new, xp)
+
+
+@pytest.mark.parametrize("operation", ["Allreduce", "Alltoall"])
+def test_a_rank_that_does_not_come_is_named(device: str, operation: str) -> None:
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("needs several ranks")
+    comm = communicator(device, timeout_s=1.0)
+    missing = 0
+    with array_module(comm) as xp:
+        require_works(comm, xp)
+        prepared = Prepared(Case(operation, FLOAT32, 1001, algorithm="one_shot"), comm.rank, comm.size, xp)
+        if comm.rank != missing:
+            with pytest.raises(CollectiveTimeoutError, match=f"rank {missing}") as info:
+                prepared.run(comm)
+                comm.check()
+            assert info.value.ranks == (missing,)
+        MPI.COMM_WORLD.Barrier()
+        # The rank that comes too late learns it, and so do the others again.
+        with pytest.raises(CollectiveTimeoutError, match=f"rank {missing}") as info:
+            prepared.run(comm)
+            comm.check()
+        assert info.value.ranks == (missing,)
+        require_unusable(comm, prepared, CollectiveTimeoutError)
+    comm.Free()
+    require_a_new_one_works(device)
+
+
+def test_other_communicators_go_on_when_one_is_unusable(device: str) -> None:
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("needs several ranks")
+    with communicator(device) as good, array_module(good) as xp:
+        child = good.Dup()
+        require_works(child, xp)
+        case = Case("Allreduce", FLOAT32, 5 + good.rank, algorithm="one_shot")
+        prepared = Prepared(case, good.rank, good.size, xp)
+        with raises_everywhere(MPI.COMM_WORLD, PeerError):
+            prepared.run(child)
+            child.check()
+        require_works(good, xp)
+        child.Free()
+        require_works(good, xp)

@@ -1,0 +1,215 @@
+"""HostEngine on real ranks: ranks that call different things, do not come, or leave in the middle."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpicomm.backend.host import HostBackend
+from mpicomm.bootstrap import Group
+from mpicomm.collectives import patterns
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.host_channels import Channels
+from mpicomm.collectives.host_engine import HostEngine
+from mpicomm.collectives.host_verdict import Verdict
+from mpicomm.collectives.signature import Signature
+from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.shared_segments import share
+from tests.helpers.host_engines import CALL, FLOAT32, engine_of, span, spans
+from tests.helpers.raising import raises_everywhere
+
+
+@pytest.fixture
+def engine(comm_world: MPI.Intracomm) -> Iterator[HostEngine]:
+    with engine_of(comm_world) as (engine, _, _):
+        yield engine
+
+
+def different_calls(comm: MPI.Intracomm, engine: HostEngine) -> Callable[[], None]:
+    rank, size = comm.rank, comm.size
+    a, b = np.ones(100, np.float32), np.ones(100, np.float32)
+    if rank == size - 1:
+        return lambda: engine.run(
+            patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "max"),
+            Signature("Allreduce", "float32", 100, "max"),
+        )
+    return lambda: engine.run(
+        patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum"), Signature("Allreduce", "float32", 100, "sum")
+    )
+
+
+def test_ranks_that_call_different_things_all_say_who_called_what(comm_world: MPI.Intracomm) -> None:
+    if comm_world.size == 1:
+        pytest.skip("needs two ranks")
+    size = comm_world.size
+    with engine_of(comm_world) as (engine, _, _):
+        engine.barrier(CALL)
+        start = time.monotonic()
+        with raises_everywhere(comm_world, PeerError, match="ranks called different things") as raised:
+            different_calls(comm_world, engine)()
+        assert time.monotonic() - start < 10
+        text = str(raised.value)
+        assert f"rank {size - 1}: Allreduce(float32, count=100, op=max)" in text
+        assert f"rank {max(size - 2, 0)}: " in text
+        assert raised.value.ranks == tuple(range(size))
+        with raises_everywhere(comm_world, PeerError, match="unusable since an earlier error.*different things"):
+            engine.barrier(CALL)
+        assert isinstance(engine.broken, PeerError)
+
+
+def test_a_rank_with_nothing_to_wait_for_learns_it_at_its_next_call(comm_world: MPI.Intracomm) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    if size == 1:
+        pytest.skip("needs two ranks")
+    with engine_of(comm_world) as (engine, _, _):
+        buffer = np.zeros(10, np.float32)
+        root = patterns.bcast(rank, size, FLOAT32, span(buffer), 0)
+        if rank == 0:
+            engine.run(root, Signature("Bcast", "float32", 10, root=0))
+        comm_world.Barrier()
+        with raises_everywhere(comm_world, PeerError, match="Bcast.*root=1"):
+            if rank == 0:
+                while engine.broken is None:
+                    time.sleep(1e-3)
+                # It has not raised here yet, so here too the error is told, not that there was one.
+                engine.run(root, Signature("Bcast", "float32", 10, root=0))
+            else:
+                engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), Signature("Bcast", "f", 10, root=1))
+
+
+def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    if size == 1:
+        pytest.skip("needs two ranks")
+    with engine_of(comm_world) as (engine, _, _):
+        buffer = np.zeros(1000, np.float32)
+        counts = [10] * size
+        if rank == size - 1:
+            counts[0] = 11  # rank 0 sends 10
+        send = span(buffer[:10])
+        with raises_everywhere(comm_world, PeerError, match=f"rank 0 sends 40 bytes where rank {size - 1} expects 44"):
+            engine.run(patterns.allgather(rank, size, FLOAT32, send, spans(buffer, counts)), CALL)
+            engine.barrier(CALL)
+
+
+@pytest.mark.parametrize("what", ["run", "barrier"])
+@pytest.mark.parametrize("missing", ["first", "last"])
+def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: str, what: str) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    if size == 1:
+        pytest.skip("needs two ranks")
+    absent = 0 if missing == "first" else size - 1
+    with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
+        engine.barrier(CALL)
+        comm_world.Barrier()
+        start = time.monotonic()
+        if rank == absent:
+            time.sleep(2.5)
+        a, b = np.ones(3000, np.float32), np.zeros(3000, np.float32)
+        with raises_everywhere(
+            comm_world, CollectiveTimeoutError, match=rf"^Test\(any\): rank {absent} did not"
+        ) as info:
+            if what == "run":
+                engine.run(patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum"), CALL)
+            else:
+                engine.barrier(CALL)
+        assert info.value.ranks == (absent,)
+        assert time.monotonic() - start < 8
+        begun = time.monotonic()
+        with raises_everywhere(comm_world, CollectiveTimeoutError, match="unusable since an earlier error"):
+            engine.barrier(CALL)
+        assert time.monotonic() - begun < 0.5
+
+
+def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intracomm) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    if size < 3:
+        pytest.skip("needs three ranks")
+    with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
+        buffer = np.zeros(10, np.float32)
+        chain = []
+        for source in reversed(range(1, size)):  # the last rank to the one before, that to the one before it, ...
+            sends = tuple(span(buffer) if rank == source and peer == source - 1 else None for peer in range(size))
+            receives = tuple(span(buffer) if rank == source - 1 and peer == source else None for peer in range(size))
+            chain.append(Exchange(FLOAT32, sends, receives))
+        comm_world.Barrier()
+        # Rank 0 begins to wait first, and so it gives up first.
+        time.sleep(2.5 if rank == size - 1 else 0.2 * rank)
+        with raises_everywhere(
+            comm_world, CollectiveTimeoutError, match=f": rank {size - 1} did not arrive within 1 s"
+        ):
+            engine.run(chain, CALL)
+
+
+def test_ranks_that_give_up_at_once_give_the_same_verdict(comm_world: MPI.Intracomm) -> None:
+    rank, size, rounds = comm_world.rank, comm_world.size, 200
+    node = Group(comm_world, range(size), 20.0, tag=79)
+    backend = HostBackend(20.0)
+    nbytes = Verdict.nbytes(size)
+    segments = share(node, backend, "verdicts", lambda: backend.allocate("memfd", rounds * nbytes), lambda: None)
+    memory = backend.view(segments[0], (rounds * nbytes,), np.dtype(np.uint8)).data
+    rng = np.random.default_rng(rank)
+    for number in range(rounds):
+        verdict = Verdict(node, memory[number * nbytes : (number + 1) * nbytes])
+        assert not verdict.there() and verdict.read() is None
+        comm_world.Barrier()
+        if rng.random() < 0.5:
+            time.sleep(1e-5 * rng.random())
+        mine = (PeerError if rank % 2 else CollectiveTimeoutError)(f"{number} by {rank} " + "x" * 200, ranks=[rank])
+        given = verdict.give(mine)
+        told = verdict.read()
+        assert told is not None and verdict.there()
+        texts = comm_world.allgather([(type(error).__name__, str(error), error.ranks) for error in (given, told)])
+        assert len(set(itertools.chain(*texts))) == 1, texts
+        verdict.close()
+        assert not verdict.there()
+    del memory
+    segments.close("verdicts")
+
+
+def test_a_verdict_that_is_too_long_is_cut(comm_world: MPI.Intracomm) -> None:
+    node = Group(MPI.COMM_SELF, [0], 20.0, tag=80)
+    verdict = Verdict(node, memoryview(bytearray(Verdict.nbytes(1))))
+    given = verdict.give(PeerError("ä" * 10_000, ranks=[3]))
+    told = verdict.read()
+    assert told is not None and str(told) == str(given) and str(told).startswith("ä" * 100)
+    assert told.ranks == (3,)
+
+
+def test_ranks_wait_as_long_as_something_comes(comm_world: MPI.Intracomm) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
+        buffer = np.zeros(10, np.float32)
+        for _ in range(4):
+            if rank == 0:
+                time.sleep(0.5)
+            engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), CALL)
+
+
+def test_a_rank_that_is_interrupted_takes_the_others_with_it(
+    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    if size == 1:
+        pytest.skip("needs two ranks")
+    with engine_of(comm_world) as (engine, _, _):
+        a, b = np.ones(30_000, np.float32), np.zeros(30_000, np.float32)
+        steps = patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum")
+        start = time.monotonic()
+        if rank == 1:
+
+            def interrupt(*arguments: object) -> None:
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(Channels, "release", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                engine.run(steps, CALL)
+        else:
+            with pytest.raises(PeerError, match="rank 1 left in the middle: KeyboardInterrupt"):
+                engine.run(steps, CALL)
+        assert time.monotonic() - start < 10  # of the 20 that they would wait

@@ -1,0 +1,53 @@
+"""A rank that has left one collective out: it is in another one than the others, or comes to one fewer."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpicomm import CollectiveTimeoutError, PeerError
+from tests.helpers.collective_calls import Case, Prepared
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.raising import raises_everywhere
+
+WORLD = MPI.COMM_WORLD
+FLOAT32 = np.dtype(np.float32)
+CALLED_BEFORE = 3
+LEFT_OUT = Case("Allreduce", FLOAT32, 7, algorithm="one_shot")
+NEXT = Case("Allgather", FLOAT32, 5, algorithm="one_shot")
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("culprit", sorted({0, WORLD.size - 1}))
+def test_different_calls_are_shown_of_every_rank(device: str, culprit: int) -> None:
+    comm = communicator(device, timeout_s=10)
+    with array_module(comm) as xp:
+        calls = [LEFT_OUT] * CALLED_BEFORE + [LEFT_OUT, NEXT]
+        if comm.rank == culprit:
+            calls.remove(LEFT_OUT)
+        prepared = [Prepared(case, comm.rank, comm.size, xp) for case in calls]
+        with raises_everywhere(WORLD, PeerError, match="ranks called different things: rank 0: ") as info:
+            for each in prepared:
+                each.run(comm)
+            comm.check()
+    for rank in range(comm.size):
+        said = "Allgather(float32, count=5" if rank == culprit else "Allreduce(float32, count=7"
+        assert f"rank {rank}: {said}" in str(info.value)
+    comm.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("culprit", sorted({0, WORLD.size - 1}))
+def test_equal_calls_name_the_rank_and_the_number_of_the_call(culprit: int) -> None:
+    comm = communicator("cpu", timeout_s=1)
+    prepared = Prepared(LEFT_OUT, comm.rank, comm.size, np)
+    for _ in range(CALLED_BEFORE):
+        prepared.run(comm)
+    if comm.rank != culprit:
+        text = rf"^Allreduce.*: rank {culprit} did not arrive within 1 s \(collective number {CALLED_BEFORE + 1} "
+        with pytest.raises(CollectiveTimeoutError, match=text) as info:
+            prepared.run(comm)
+        assert info.value.ranks == (culprit,)
+    WORLD.Barrier()
+    comm.Free()

@@ -1,0 +1,26 @@
+"""Ranks that die, stop or fail at hundreds of random lines: survivors learn it in time, lose nothing, and go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.helpers.peer_death import FOR_GOOD
+from tests.helpers.peer_death_jobs import run_jobs
+
+JOBS, RANKS, TRIALS, KILLS = 4, 3, 48, 2
+
+
+def test_survivors_of_any_death_learn_it_in_time_and_go_on(tmp_path: Path) -> None:
+    seen = run_jobs(tmp_path, JOBS, RANKS, TRIALS, KILLS)
+    wrong = [(rank, outcome) for job in seen for rank, each in enumerate(job) for outcome in each if outcome.wrong]
+    assert not wrong, "\n".join(f"rank {rank}: {outcome}" for rank, outcome in wrong)
+    for job in seen:
+        dead: set[int] = set()
+        for trial in range(TRIALS + KILLS):
+            told = {rank: outcome for rank, each in enumerate(job) for outcome in each if outcome.trial == trial}
+            how, victim = next((outcome.how, outcome.victim) for outcome in told.values())
+            dead |= {victim} if how in FOR_GOOD else set()
+            assert set(told) == set(range(RANKS)) - dead, f"trial {trial}: {told}"
+    # A victim may have done all that the others needed of it; were that the rule, nothing would have been tested.
+    survivors = [outcome for job in seen for rank, each in enumerate(job) for outcome in each if outcome.victim != rank]
+    assert sum(bool(outcome.error) for outcome in survivors) > 0.7 * len(survivors)

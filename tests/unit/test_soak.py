@@ -1,0 +1,23 @@
+"""The long runs, for a short time."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.mpiexec import ROOT, environment, run_job
+
+
+@pytest.mark.parametrize("options", [["--seconds=3"], ["--communicators=300"], ["--registrations=300"]])
+def test_nothing_is_wrong_and_nothing_grows(options: list[str]) -> None:
+    result = run_job(2, "-m", "mpi4py", str(ROOT / "scripts/soak.py"), "--device=cpu", *options)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "all results are right" in result.stdout
+
+
+def test_damaged_packets_are_refused() -> None:
+    command = [sys.executable, "scripts/fuzz.py", "--packets=30000"]
+    result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
