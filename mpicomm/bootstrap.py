@@ -167,7 +167,8 @@ class Group:
         # Sends to a rank that is gone never complete; mpi4py keeps their buffers with the requests.
         _abandoned.extend(requests)
         self.broken = answer
-        raise answer
+        # Not the same one: with its traceback the group would keep what lies in the frames, mapped memory above all.
+        raise CollectiveTimeoutError(str(answer), ranks=answer.ranks)
 
     def _hear(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
         """Take the first rank's part: hear what the others have to say, and tell them all of it."""

@@ -71,7 +71,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
     _placement: Placement
     _domain: Domain | None  # None until the first use of a communicator that was made from another
-    _made_by_user = False
+    _unfreed = False
     _own_backend: Backend | None  # of one that was used without a domain
 
     def __new__(
@@ -90,7 +90,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         domain = Domain.create(duplicate(plain, "Communicator", deadline_s), device, handle, timeout_s)
         self = super().__new__(cls, duplicate(plain, "Communicator", deadline_s))
         self._begin(domain.placement, domain)
-        self._made_by_user = True
+        self._unfreed = True
         return self
 
     def __del__(self, is_finalized: Callable[[], bool] = MPI.Is_finalized) -> None:
@@ -98,7 +98,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
         Not of those made from it, nor at the end of the program, which mpi4py's users leave to MPI_Finalize.
         """
-        if self._made_by_user and not sys.is_finalizing() and not is_finalized() and self != MPI.COMM_NULL:
+        if self._unfreed and not sys.is_finalizing() and not is_finalized() and self != MPI.COMM_NULL:
             warnings.warn(
                 f"{self!r} was not freed: call Free, or use a with block", ResourceWarning, stacklevel=2, source=self
             )
@@ -305,6 +305,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
     def _close_domain(self) -> bool:
         """Close the domain if there is one; return whether MPI's own free, which is collective, may follow."""
+        self._unfreed = False  # freed as well as it can be: of a broken communicator MPI keeps its part
         if self == MPI.COMM_NULL or MPI.Is_finalized() or forked():
             return False
         backend, self._own_backend = self._own_backend, None

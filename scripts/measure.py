@@ -3,8 +3,8 @@
 Set-up: milliseconds to create a communicator, a first and a second array (slowest rank; the first creation in the
 process, which on GPUs includes the CUDA context, and the median of later ones).
 Ring, every rank to the next at once, GB/s per rank at 64 MiB (host) or 256 MiB (GPU): on the host, a put into the next
-rank's mapped memory and MPI's Sendrecv, and the same for an array that is computed on the way (straight into the next
-rank's memory, or computed and then sent); on GPUs, a put for each handle kind beside plain copy-engine copies between
+rank's mapped memory and MPI's Sendrecv into the same memory and into an ordinary array, and the same for an array that
+is computed on the way (straight into the next rank's memory, or computed and then sent); on GPUs, a put for each handle kind beside plain copy-engine copies between
 the same two devices, made in one process without any handle.
 """
 
@@ -72,6 +72,9 @@ def host_ring(nbytes: int) -> dict[str, float]:
             hand_over()
 
         def sendrecv() -> None:
+            WORLD.Sendrecv(source, following, recvbuf=array.local, source=previous)
+
+        def sendrecv_elsewhere() -> None:
             WORLD.Sendrecv(source, following, recvbuf=target, source=previous)
 
         def compute_there() -> None:
@@ -82,7 +85,7 @@ def host_ring(nbytes: int) -> dict[str, float]:
             np.sqrt(source, out=scratch)
             WORLD.Sendrecv(scratch, following, recvbuf=target, source=previous)
 
-        ways: list[Callable[[], None]] = [put, sendrecv, compute_there, compute_and_sendrecv]
+        ways: list[Callable[[], None]] = [put, sendrecv, sendrecv_elsewhere, compute_there, compute_and_sendrecv]
         times: dict[str, list[float]] = {way.__name__: [] for way in ways}
         for _ in range(ROUNDS):
             for way in ways:

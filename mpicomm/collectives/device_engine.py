@@ -102,8 +102,10 @@ class DeviceEngine:
                     self._kernels.load(launch.variant)
         return Plan(str(signature), [(self._kernels.load(launch.variant), launch) for launch in launches])
 
-    def enqueue(self, plan: Plan, stream: int) -> None:
+    def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> None:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
+
+        With ``again``, for a plan that was enqueued before, it is made a graph, which is cheaper from the next time on.
 
         All ranks enqueue the same calls in the same order. What is enqueued on different streams, or on different
         streams of one capture, follows each other; when a captured graph runs, beside other work of the communicator,
@@ -115,21 +117,20 @@ class DeviceEngine:
             return
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
         if runtime.getDevice() == self._ordinal:
-            self._enqueue(plan, stream)
+            self._enqueue(plan, stream, again)
         else:
             with self._backend.current():
-                self._enqueue(plan, stream)
+                self._enqueue(plan, stream, again)
 
-    def _enqueue(self, plan: Plan, stream: int) -> None:
+    def _enqueue(self, plan: Plan, stream: int, again: bool) -> None:
         capture = self._order.begin(stream)
-        if capture is not None:
-            plan.enqueue(stream)
-        elif plan.graph is not None:
+        if capture is None and again and plan.graph is None:
+            with self._backend.loading():
+                plan.make_graph(self._capturing)
+        if capture is None and plan.graph is not None:
             runtime.graphLaunch(plan.graph, stream)
         else:
-            with self._backend.loading():
-                graph = plan.make_graph(self._capturing)
-            runtime.graphLaunch(graph, stream)
+            plan.enqueue(stream)
         self._order.end(stream, capture)
 
     def close_peers(self) -> None:

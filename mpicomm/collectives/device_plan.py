@@ -28,7 +28,7 @@ class Plan:
                 stream, launch.arguments, blocks=launch.blocks, threads=launch.threads, early=launch.early
             )
 
-    def make_graph(self, stream: cupy.cuda.Stream) -> int:
+    def make_graph(self, stream: cupy.cuda.Stream) -> None:
         """Make `graph` by a capture on ``stream``, which is idle: it is launched in a third of the time."""
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
@@ -36,4 +36,3 @@ class Plan:
         finally:
             self._owner = stream.end_capture()
         self.graph = int(self._owner.graphExec)
-        return self.graph

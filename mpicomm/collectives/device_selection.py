@@ -13,7 +13,7 @@ COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")
 """No rank knows what the others send to each other, so they cannot choose alike."""
 IN_STEP = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block")
 """Where every rank sends to every rank, and reduces what it takes."""
-_MOST_MOVED_NBYTES = 64 << 10
+_MOST_MOVED_NBYTES = 128 << 10
 """Packets with flags take twice the bytes on the links: from here on exchange.cu is faster where nothing is reduced."""
 _MOST_REDUCED_FLAGGED_NBYTES = 16 << 10
 """From here on those without flags are faster, where there is a choice."""

@@ -75,22 +75,14 @@ class Collectives:
 
     def run(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> None:
         """Carry out a blocking collective; on device arrays, enqueue it."""
-        known = None
-        if self._device_engine is not None:
-            known = self._known.key(operation, arguments, algorithm)
-            plan = self._known.find(known)
-            if plan is not None:
-                given = arguments.send is not None and arguments.send is not MPI.IN_PLACE
-                self._enqueue_plan(plan, stream, arguments.send if given else arguments.receive)
-                return
+        if self._enqueue_known(operation, arguments, stream, algorithm) is not None:
+            return
         if algorithm == "auto" and stream is None and is_plainly_mpis(operation, arguments, self._size):
             self._mpi(operation, arguments, "{}")
             return
         call = self._read(operation, arguments, algorithm)
         if call.on_device:
-            plan = self._enqueue(call, stream, algorithm)[1]
-            if plan is not None:
-                self._known.add(known, plan, arguments.op)
+            self._enqueue(call, arguments, stream, algorithm)
         elif self._mapped(call, algorithm):
             refuse_stream(operation, stream)
             self._on_host(operation).run(self._exchanges(call, algorithm), call.signature)
@@ -100,24 +92,29 @@ class Collectives:
 
     def start(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
+        resolved = self._enqueue_known(operation, arguments, stream, algorithm)
+        if resolved is not None:
+            return self._deferred(operation, resolved)
         call = self._read(operation, arguments, algorithm)
         if not call.on_device and _mpi_knows(call) and algorithm in ("auto", "mpi"):
             refuse_stream(operation, stream)
             request: MPI.Request = self._mpi(operation, call.arguments, "I{}")
             return request
-        return self._start(call, stream, algorithm)
+        return self._start(call, arguments, stream, algorithm)
 
-    def _start(self, call: Call, stream: Any, algorithm: str) -> DeferredRequest:
+    def _start(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> DeferredRequest:
         operation = call.operation
         if call.on_device:
-            resolved = self._enqueue(call, stream, algorithm)[0]
-            domain = self._set_up(operation)
-            done = domain.backend.completion(resolved)
-            return self._completer.start(done, domain.backend.check)
+            return self._deferred(operation, self._enqueue(call, arguments, stream, algorithm))
         refuse_stream(operation, stream)
         # MPI has no such type, and the host engine has no thread of its own: done when this returns.
         self._on_host(operation).run(self._exchanges(call, algorithm), call.signature)
         return self._completer.start(lambda: True, lambda: None)
+
+    def _deferred(self, operation: str, stream: int) -> DeferredRequest:
+        """Return a request for what is enqueued on a stream so far."""
+        backend = self._set_up(operation).backend
+        return self._completer.start(backend.completion(stream), backend.check)
 
     def prepare(
         self, operation: str, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
@@ -131,7 +128,14 @@ class Collectives:
             if _mpi_knows(call) and algorithm in ("auto", "mpi"):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, "{}_init", info)
                 return prepared
-        return PersistentRequest.of(lambda: self._start(self._read(operation, arguments, algorithm), stream, algorithm))
+
+        def begin() -> DeferredRequest:
+            resolved = self._enqueue_known(operation, arguments, stream, algorithm)
+            if resolved is not None:
+                return self._deferred(operation, resolved)
+            return self._start(self._read(operation, arguments, algorithm), arguments, stream, algorithm)
+
+        return PersistentRequest.of(begin)
 
     def barrier(self, stream: Any) -> None:
         """Hold a stream of this rank's GPU until the streams of all ranks of the node have come here."""
@@ -199,16 +203,26 @@ class Collectives:
         _require_one_node(self._set_up(call.operation), f"{call.operation} of {call.dtype}")
         return True
 
-    def _enqueue_plan(self, plan: Plan, stream: Any, array: Any) -> int:
+    def _enqueue_plan(self, plan: Plan, stream: Any, array: Any, *, again: bool = False) -> int:
         assert self._device_engine is not None
         domain = self._set_up(plan.text)
         domain.require_usable(plan.text)
         resolved = domain.backend.stream(stream, array)
-        self._device_engine.enqueue(plan, resolved)
+        self._device_engine.enqueue(plan, resolved, again=again)
         return resolved
 
-    def _enqueue(self, call: Call, stream: Any, algorithm: str) -> tuple[int, Plan | None]:
-        """Carry a call on device arrays out; return the stream it is on, and its plan if kernels do it."""
+    def _enqueue_known(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> int | None:
+        """Enqueue a call on device arrays that was made before; return the stream it is on, None if it was not."""
+        if self._device_engine is None:
+            return None
+        plan = self._known.find(self._known.key(operation, arguments, algorithm))
+        if plan is None:
+            return None
+        given = arguments.send is not None and arguments.send is not MPI.IN_PLACE
+        return self._enqueue_plan(plan, stream, arguments.send if given else arguments.receive, again=True)
+
+    def _enqueue(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> int:
+        """Carry a call on device arrays out, which was made with ``arguments``; return the stream it is on."""
         operation = call.operation
         self._require_device(operation)
         domain = self._set_up(operation)
@@ -223,24 +237,19 @@ class Collectives:
         one_node = len(domain.placement.nodes) == 1
         if call.dtype is not None and algorithm != "mpi" and one_node:
             plan = self._on_device(operation).prepare(self._exchanges(call, algorithm), call.signature)
-            return self._enqueue_plan(plan, stream, array), plan
+            self._known.add(self._known.key(operation, arguments, algorithm), plan, arguments.op)
+            return self._enqueue_plan(plan, stream, array)
         resolved = domain.backend.stream(stream, array)
         announce(operation, "only MPI can carry it out" if one_node else "the ranks are on several nodes")
         arguments = call.arguments
-        buffers = [
-            (spec, writable, name)
-            for spec, writable, name in (
-                (arguments.send, False, "sendbuf"),
-                (arguments.receive, True, "recvbuf"),
-            )
-        ]
+        buffers = [(arguments.send, False, "sendbuf"), (arguments.receive, True, "recvbuf")]
         through_host(
             domain.backend,
             resolved,
             lambda send, receive: self._mpi(operation, replace(arguments, send=send, receive=receive), "{}"),
             buffers,
         )
-        return resolved, None
+        return resolved
 
     def _require_device(self, operation: str) -> None:
         """Raise where this rank has no GPU, before anything looks at device memory; local."""

@@ -6,7 +6,6 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from mpi4py import MPI
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PAUSE_S = 50e-6
+_SPIN_S = 200e-6  # so long a wait looks without a pause: most device collectives take less
 
 
 class DeferredRequest(MPI.Grequest):
@@ -26,22 +26,30 @@ class DeferredRequest(MPI.Grequest):
     communicator's ``check()``, or its next call, raises.
     """
 
-    _error: list[BaseException]
+    _pending: _Pending
 
-    def __new__(cls, request: MPI.Grequest, error: list[BaseException]) -> Self:
-        """Wrap the generalized request; ``error`` is filled before it completes."""
-        self = super().__new__(cls, request)
-        self._error = error
+    def __new__(cls, pending: _Pending) -> Self:
+        """Wrap the generalized request of ``pending``."""
+        self = super().__new__(cls, pending.request)
+        self._pending = pending
         return self
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises what the work raised."""
+        self.drive()
         super().Wait(status)
         self.require_success()
         return True
 
+    def drive(self) -> None:
+        """Wait for the work in this thread: a thread that waits in MPI keeps the completer's out for milliseconds."""
+        until = time.perf_counter() + _SPIN_S
+        while not self._pending.advance():
+            time.sleep(0 if time.perf_counter() < until else _PAUSE_S)
+
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the work is done. Raises what the work raised."""
+        self._pending.advance()
         done = super().Test(status)
         if done:
             self.require_success()
@@ -49,16 +57,35 @@ class DeferredRequest(MPI.Grequest):
 
     def require_success(self) -> None:
         """Raise what the work, which is done, has raised."""
-        if self._error:
-            raise self._error[0]
+        if self._pending.error is not None:
+            raise self._pending.error
 
 
-@dataclass(frozen=True)
 class _Pending:
-    request: MPI.Grequest
-    error: list[BaseException]
-    done: Callable[[], bool]
-    finish: Callable[[], None]
+    """Work that is not done yet, and the request that is completed with it."""
+
+    def __init__(self, request: MPI.Grequest, done: Callable[[], bool], finish: Callable[[], None]) -> None:
+        self.request = request
+        self.error: BaseException | None = None
+        self._done = done
+        self._finish = finish
+        self._turn = threading.Lock()  # who waits and the completer's thread both advance it
+        self._over = False
+
+    def advance(self) -> bool:
+        """Return whether the work is done; complete the request if it is."""
+        with self._turn:
+            if self._over:
+                return True
+            try:
+                if not self._done():
+                    return False
+                self._finish()
+            except BaseException as error:
+                self.error = error
+            self._over = True
+            self.request.Complete()
+            return True
 
 
 class Completer:
@@ -80,7 +107,6 @@ class Completer:
 
         ``status`` is filled by then with what the request's own status is to say.
         """
-        error: list[BaseException] = []
 
         def query(shown: MPI.Status) -> None:
             shown.Set_elements(MPI.BYTE, 0 if status is None else status.Get_count(MPI.BYTE))
@@ -90,11 +116,10 @@ class Completer:
                 shown.Set_tag(status.tag)
 
         request = MPI.Grequest.Start(query, _free, _cancel)
-        pending = _Pending(request, error, done, finish)
-        wrapped = DeferredRequest(request, error)
+        pending = _Pending(request, done, finish)
+        wrapped = DeferredRequest(pending)
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            while not _advance(pending):
-                time.sleep(_PAUSE_S)
+            wrapped.drive()
             return wrapped
         with self._lock:
             self._pending.append(pending)
@@ -105,7 +130,7 @@ class Completer:
     def _run(self) -> None:
         while True:
             for pending in list(self._pending):
-                if _advance(pending):
+                if pending.advance():
                     with self._lock:
                         self._pending.remove(pending)
                         if not self._pending:
@@ -143,6 +168,8 @@ class PersistentRequest(MPI.Prequest):
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the started collective is done; at once if none is. Raises what went wrong."""
+        if self._started is not None:
+            self._started.drive()
         super().Wait(status)
         self._raise()
         return True
@@ -163,17 +190,6 @@ class PersistentRequest(MPI.Prequest):
         started, self._started = self._started, None
         if started is not None:
             started.require_success()
-
-
-def _advance(pending: _Pending) -> bool:
-    try:
-        if not pending.done():
-            return False
-        pending.finish()
-    except BaseException as error:
-        pending.error.append(error)
-    pending.request.Complete()
-    return True
 
 
 def _free() -> None:

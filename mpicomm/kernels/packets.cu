@@ -393,7 +393,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     const u32 b_ranks = !has_b ? 0 : !kReduces ? worker.senders_of(b_at) : reduces ? others : 0;
     const u32 c_ranks = has_c ? worker.senders_of(c_at) : 0;
     Pair b[kRanks], c[kRanks];
-    Packet in{};
+    [[maybe_unused]] Packet in{};
     worker.look(b, 0, b_ranks, b_place);
     if (reduces && x.own != nullptr) in = load_unit(x.own, width_of(x.own), b_at, x.output_nbytes);
     if constexpr (kFanOut) worker.look(c, 1, c_ranks, c_place);
@@ -436,7 +436,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
 }  // namespace mpicomm
 
 // Bounds the registers, so that a block always fits: a launch that fails here would leave the peers waiting.
-extern "C" __global__ void __launch_bounds__(mpicomm::kWorkers + mpicomm::kOverseers)
+extern "C" __global__ void __launch_bounds__(mpicomm::kWorkers + mpicomm::kOverseers, 1)
     mpicomm_packets(const __grid_constant__ mpicomm::Packets);
 
 MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets packets) { mpicomm::run(packets); }

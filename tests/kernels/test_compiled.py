@@ -14,6 +14,7 @@ import mpicomm  # noqa: E402
 from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
 from mpicomm.kernels.exchange import exchange_kernel  # noqa: E402
 from mpicomm.kernels.load import Variant  # noqa: E402
+from mpicomm.kernels.packets import packet_kernel  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from tests.helpers.mpiexec import ROOT  # noqa: E402
 
@@ -30,6 +31,10 @@ PAIRS = [
 BANDWIDTH = [
     exchange_kernel(reduction)
     for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "sum"), ("complex128", "prod"))
+] + [
+    packet_kernel(reduction, size, sentinel=True, fan_out=fan_out)
+    for reduction in (("float32", "sum"), ("bfloat16", "avg"), ("complex128", "prod"))
+    for size, fan_out in ((2, False), (4, True), (8, True))
 ]
 
 
