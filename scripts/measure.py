@@ -3,9 +3,9 @@
 Set-up: milliseconds to create a communicator, a first and a second array (slowest rank; the first creation in the
 process, which on GPUs includes the CUDA context, and the median of later ones).
 Ring, every rank to the next at once, GB/s per rank at 64 MiB (host) or 256 MiB (GPU): on the host, a put into the next
-rank's mapped memory and MPI's Sendrecv into the same memory and into an ordinary array, and the same for an array that
-is computed on the way (straight into the next rank's memory, or computed and then sent); on GPUs, a put for each handle kind beside plain copy-engine copies between
-the same two devices, made in one process without any handle.
+rank's mapped memory, MPI's Sendrecv into the same memory and into an ordinary array, and the same for an array that is
+computed on the way (straight into the next rank's memory, or computed and then sent); on GPUs, a put for each handle
+kind beside plain copy-engine copies between the same two devices, made in one process without any handle.
 """
 
 from __future__ import annotations
