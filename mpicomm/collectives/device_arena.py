@@ -52,6 +52,10 @@ class ArenaLayout:
         """Return the size of one inbox where those of a stage and parity have so many bytes in all."""
         return nbytes // self.size // LINE_NBYTES * LINE_NBYTES
 
+    def large_inbox_nbytes(self, nbytes: int) -> int:
+        """Return the size of one inbox of those for ``nbytes`` from each rank: as much as that, or a part of it."""
+        return self.inbox_nbytes(min(_MOST_LARGE_NBYTES, 1 << (self.size * nbytes - 1).bit_length()))
+
     @property
     def flagged(self) -> int:
         """The offset of the inboxes of the LL wire."""
@@ -129,9 +133,8 @@ class DeviceArena:
 
         They are kept until the end, as a captured graph goes on using them.
         """
-        size = min(_MOST_LARGE_NBYTES, 1 << (self._node.size * nbytes - 1).bit_length())
-        inbox_nbytes = self.layout.inbox_nbytes(size)
-        if size not in self._large:
+        inbox_nbytes = self.layout.large_inbox_nbytes(nbytes)
+        if inbox_nbytes not in self._large:
             whole = _PARITIES * STAGES * self._node.size * inbox_nbytes
 
             def allocate() -> Segment:
@@ -141,10 +144,10 @@ class DeviceArena:
 
             # It allocates and waits, which a thread that captures a graph may not otherwise.
             with self._backend.loading():
-                self._large[size] = share(
+                self._large[inbox_nbytes] = share(
                     self._node, self._backend, "collectives: large messages", allocate, lambda: whole
                 )
-        return Inboxes(_pointers(self._large[size], self._node.size), inbox_nbytes)
+        return Inboxes(_pointers(self._large[inbox_nbytes], self._node.size), inbox_nbytes)
 
     def close_peers(self) -> None:
         """Unmap the peers' memory; local."""

@@ -99,6 +99,31 @@ class Calls:
             self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
         return lambda: _require(places, [content] * self._rig.size)
 
+    def relayed_bcast(self, nbytes: int) -> Check:
+        """One rank's buffer goes to all in shards, which the others send on."""
+        dtype, root = np.dtype(np.uint8), int(self._rng.integers(self._rig.size))
+        content = self._bytes(nbytes)
+        places = [
+            self._place(rank, content if rank == root else np.zeros_like(content)) for rank in range(self._rig.size)
+        ]
+        for rank, place in enumerate(places):
+            exchanges = patterns.relayed_bcast(rank, self._rig.size, dtype, self._span(place), root)
+            self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
+        return lambda: _require(places, [content] * self._rig.size)
+
+    def relayed_reduce(self, name: str, op: str, count: int) -> Check:
+        """The root's result is all ranks', reduced by the others."""
+        dtype, size = dtype_named(name), self._rig.size
+        root = int(self._rng.integers(size))
+        parts = [samples(dtype, count, self._rng) for _ in range(size)]
+        sources = [self._place(rank, part) for rank, part in enumerate(parts)]
+        target = self._place(root, np.zeros_like(parts[0]))
+        for rank, source in enumerate(sources):
+            output = Span(target.address, count) if rank == root else None
+            exchanges = patterns.relayed_reduce(rank, size, dtype, Span(source.address, count), output, op, root)
+            self._run(rank, exchanges, Signature("Reduce", dtype.name, count, op, root))
+        return lambda: _require([target], [reduced(op, parts)])
+
     def scan(self, name: str, op: str, count: int) -> Check:
         """Each rank reduces what the ranks up to itself have, in place: every rank does something else."""
         dtype = dtype_named(name)

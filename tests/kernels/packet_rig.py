@@ -19,7 +19,7 @@ from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
 
-_RECENT = 4  # kRecent in team.cuh
+_PARITIES = 2
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,8 @@ class PacketRig:
         for arena in self.arenas:
             numbers = arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 4 : HEAD_NBYTES]
             numbers.view(np.uint32)[:] = launch
-            announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _RECENT * 8]
-            announcements.view(np.uint64).reshape(self.size, _RECENT)[:, launch % _RECENT] = launch << 32
+            announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _PARITIES * 8]
+            announcements.view(np.uint64).reshape(self.size, _PARITIES)[:, launch % _PARITIES] = launch << 32
 
     def fill_with_old_flags(self, rng: np.random.Generator) -> None:
         """Let the inboxes of the LL wire hold wrong data with flags of launches 2 to 99 of a round of numbers."""
@@ -82,12 +82,13 @@ class PacketRig:
         """Enqueue a rank's part of a collective; how threads share the work is the rig's, the same on all ranks."""
         assert threads is None
         steps = list(exchanges)
+        spans = [span for each in steps for span in (*each.sends, *each.receives)]
+        spans += [each.reduction.output for each in steps if each.reduction]
+        nbytes = max(span.count for span in spans if span) * steps[0].dtype.itemsize
         while steps:
             exchange = steps.pop(0)
             reduction = reduction_of(exchange.dtype, signature.op) if signature.op else None
             fan_out = steps.pop(0) if reduction and steps and fans_out(rank, exchange, steps[0]) else None
-            spans = [*exchange.sends, *exchange.receives, exchange.reduction.output if exchange.reduction else None]
-            nbytes = max(span.count for span in spans if span) * exchange.dtype.itemsize
             launch = self._planners[rank].launch(
                 exchange,
                 reduction,

@@ -32,6 +32,7 @@ def test_every_size_at_which_something_changes(builds: Builds, wire: Wire, size:
     for count in sizes_around(*limits, itemsize=4):
         if 0 < count * 4 <= most:
             checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
+            checks.append(calls.relayed_reduce("float32", "sum", count))
         if 0 < count * 4 <= min(most, INBOX_NBYTES):  # beyond that all have to send and take in step
             checks.append(calls.scan("float32", "sum", count))
     rig.machine.run(seed=size, jitter_us=300)

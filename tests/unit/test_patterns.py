@@ -325,6 +325,38 @@ def test_bcast(size: int, count: int, piece_nbytes: int | None, data: st.DataObj
     )
 
 
+@UNHURRIED
+@given(size=st.integers(2, 8), count=LONG_COUNTS, data=st.data())
+def test_relayed_bcast(size: int, count: int, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, size - 1))
+    memories = ranks(size)
+    buffers = [memory.buffer(count, "x") for memory in memories]
+    for memory, buffer in zip(memories, buffers, strict=True):
+        memory.expect(buffer, memories[root].read(buffers[root]))
+    everywhere(memories, lambda rank, size: patterns.relayed_bcast(rank, size, DTYPE, buffers[rank], root))
+    (first, _) = patterns.relayed_bcast(root, size, DTYPE, buffers[root], root)
+    assert sum(span.count for span in first.sends if span) == count  # the root sends everything once
+
+
+@UNHURRIED
+@given(size=st.integers(2, 8), count=LONG_COUNTS, in_place=st.booleans(), data=st.data())
+def test_relayed_reduce(size: int, count: int, in_place: bool, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, size - 1))
+    memories = ranks(size)
+    for memory in memories:
+        memory.cells += ["nowhere"] * count  # results that are not stored have address 0
+        memory.ignore(Span(0, count))
+    sends = [memory.buffer(count, "in") for memory in memories]
+    output = sends[root] if in_place else memories[root].buffer(count, "out")
+    memories[root].expect(output, fold([memory.read(send) for memory, send in zip(memories, sends, strict=True)]))
+    everywhere(
+        memories,
+        lambda rank, size: patterns.relayed_reduce(
+            rank, size, DTYPE, sends[rank], output if rank == root else None, "sum", root
+        ),
+    )
+
+
 @pytest.mark.parametrize("inclusive", [True, False], ids=["scan", "exscan"])
 @UNHURRIED
 @given(size=SIZES, count=COUNTS, in_place=st.booleans())

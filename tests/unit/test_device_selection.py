@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+from mpicomm.collectives.device_arena import ArenaLayout
+from mpicomm.collectives.device_packets import MAX_BLOCKS, geometry_of
+from mpicomm.collectives.device_selection import packet_wire, use_two_shot
+from mpicomm.kernels.packets import (
+    FEWEST_LAPS,
+    SLOT_NBYTES,
+    flags_can_carry,
+    most_workers,
+    sentinels_can_carry,
+)
+from mpicomm.kernels.reductions import REDUCTIONS
+
+SIZES = st.integers(2, 8)
+MIB = 1 << 20
+
+
+@given(size=SIZES, nbytes=st.integers(0, 1 << 34), in_step=st.booleans(), dtype=st.sampled_from([None, *REDUCTIONS]))
+def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
+    size: int, nbytes: int, in_step: bool, dtype: str | None
+) -> None:
+    layout = ArenaLayout(size, 64)
+    flagged, sentinel = layout.flagged_inbox_nbytes // 2, layout.sentinel_inbox_nbytes
+    wire = packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, flagged, sentinel)
+    if wire == "flagged":
+        assert 0 < nbytes <= flagged
+        assert dtype is None or flags_can_carry(dtype)
+    if wire == "sentinel":
+        assert dtype is not None and sentinels_can_carry(dtype)
+        assert in_step or nbytes <= sentinel
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+@pytest.mark.parametrize("multiprocessors", [16, 60, 132])
+def test_inboxes_that_are_used_again_hold_enough_steps(size: int, multiprocessors: int) -> None:
+    layout = ArenaLayout(size, 64)
+    for exponent in range(3, 31):
+        for nbytes in (1 << exponent, (1 << exponent) + 16):
+            geometry = geometry_of(-(-nbytes // 16), min(MAX_BLOCKS, multiprocessors), most_workers(size))
+            inbox = layout.sentinel_inbox_nbytes
+            if nbytes > inbox:
+                inbox = layout.large_inbox_nbytes(nbytes)
+            assert nbytes <= inbox or inbox // SLOT_NBYTES // geometry.threads >= FEWEST_LAPS
+
+
+@given(units=st.integers(1, 1 << 32), blocks=st.integers(1, MAX_BLOCKS), size=SIZES)
+def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int) -> None:
+    geometry = geometry_of(units, blocks, most_workers(size))
+    assert 1 <= geometry.blocks <= blocks
+    assert 32 <= geometry.workers <= most_workers(size) and geometry.workers % 32 == 0
+    assert geometry.threads < units + 2 * geometry.workers  # none is idle but in the last block
+
+
+def test_an_arena_takes_no_more_than_it_says() -> None:
+    for size in range(2, 5):
+        assert ArenaLayout(size, 64).nbytes <= 64 * MIB
+
+
+@pytest.mark.parametrize("operation", ["Allreduce", "Bcast", "Reduce"])
+@pytest.mark.parametrize("dtype", ["f4", "i4"])
+def test_two_hops_are_for_large_messages(operation: str, dtype: str) -> None:
+    choices = [use_two_shot(operation, 1 << exponent, 4, np.dtype(dtype)) for exponent in range(34)]
+    assert not choices[0]
+    assert choices == sorted(choices)  # once two hops are better, they stay so
+    assert choices[-1] == (operation != "Reduce" or dtype == "f4")
+    assert not use_two_shot("Alltoall", 1 << 30, 4, np.dtype(dtype))
