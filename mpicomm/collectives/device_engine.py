@@ -1,4 +1,4 @@
-"""DeviceEngine: carries out exchanges between the GPUs of a node with one kernel each, in stream order."""
+"""DeviceEngine: carries out exchanges between the GPUs of a node with a kernel each, in stream order."""
 
 from __future__ import annotations
 
@@ -47,13 +47,15 @@ class Board(Protocol):
 
 
 class DeviceEngine:
-    """Collectives on GPU memory that need not be shared: everything goes through the ranks' arenas, chunk by chunk.
+    """Collectives on GPU memory that need not be shared: everything goes through the ranks' arenas.
+
+    Small and middle-sized messages go in packets (kernels/packets.cu), the others chunk by chunk (kernels/exchange.cu).
 
     Construction is collective over ``node`` and raises as ``share`` does. What was enqueued and could not be done is
     raised by the backend's `check`: `CollectiveTimeoutError` naming the rank that did not come, `PeerError` with what
     each rank called. The communicator is unusable then.
 
-    How the ranks meet, and why they cannot wait for each other in a circle, is told at the top of kernels/exchange.cu.
+    How the ranks meet, and why they cannot wait for each other in a circle, is told at the top of the two.
     """
 
     def __init__(self, node: Group, backend: CudaBackend, kind: Kind, board: Board) -> None:

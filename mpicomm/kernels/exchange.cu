@@ -18,9 +18,9 @@
 // one, and then raises its flags and gives its credit.
 //
 // Relays. A rank may send on what it receives, in the same launch: with a lag of two steps, since it places chunk k in
-// step k + 1, and a barrier later any thread of the block may read it. The same bytes are cut into the same channels and
-// chunks, so it is the same block. Who receives what was sent on has the same lag; all that is said of steps below is
-// true of steps less the lag.
+// step k + 1, and a barrier later any thread of the block may read it. The same bytes are cut into the same channels
+// and chunks, so it is the same block. Who receives what was sent on has the same lag; all that is said of steps below
+// is true of steps less the lag.
 //
 // Why that cannot deadlock. In step k a block waits for flags of chunks k - 1, which the same block of a peer raises at
 // the end of its step k - 1, and for credit of chunks k - kSlots, which that gives at the end of its step
@@ -245,7 +245,9 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
   __syncthreads();
 
   u32 steps = 0;
-  for (const Part& part : parts) steps = part.chunks > 0 && part.chunks + part.lag > steps ? part.chunks + part.lag : steps;
+  for (const Part& part : parts) {
+    if (part.chunks > 0 && part.chunks + part.lag > steps) steps = part.chunks + part.lag;
+  }
   for (u32 step = 0; step <= steps; ++step) {
     // The chunk of this thread's channel in this step; before the first it is larger than all numbers.
     const u32 current = step - mine.lag - (sender ? 0 : 1);
@@ -255,8 +257,9 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     bool ok = true;
     if (takes || sends) {
       const u32 awaited = sends ? epoch - kSlots : epoch;
+      const mpicomm::Team& team = exchange.team;
       const mpicomm::Watch watch{
-          exchange.team.faults, exchange.team.timeout_ns, mpicomm::kExchange, awaited, channel, exchange.team.names[peer]};
+          team.faults, team.timeout_ns, mpicomm::kExchange, awaited, channel, team.names[peer]};
       const u64* word = sends ? mpicomm::credit_of(exchange, rank, peer, channel)
                               : mpicomm::flag_of(exchange, rank, peer, channel, epoch);
       ok = await(exchange, word, watch, takes, exchange.receives[peer].tag);

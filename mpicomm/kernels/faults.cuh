@@ -31,8 +31,8 @@ struct FaultRecord {
   u32* failed;     // where the device keeps whether there is a record
 };
 
-// What kernels are given of it. The record lies across PCIe, microseconds away; `failed` is a word of the device, kClear
-// until a record is begun, and all that kernels look at.
+// What kernels are given of it. The record lies across PCIe, microseconds away; `failed` is a word of the device,
+// kClear until a record is begun, and all that kernels look at.
 struct Faults {
   FaultRecord* record;
   const u32* failed;

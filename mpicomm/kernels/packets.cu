@@ -3,15 +3,15 @@
 // lies between a store and its use, which is what makes this fast, from 8 bytes up.
 //
 // Two wires. LL ("low latency"): 8 bytes of data, each 4 with a flag that is the number of the launch. It carries
-// anything, and is the faster one up to some KiB. Sentinel: 16 bytes of data, no flag; a slot that holds all ones, which is a NaN, has not been written, and
-// whoever has taken a packet puts the ones back. It carries what is going to be reduced as floating-point numbers: a
-// NaN of just those bits becomes another NaN on the way.
+// anything, and is the faster one up to some KiB. Sentinel: 16 bytes of data, no flag; a slot that holds all ones,
+// which is a NaN, has not been written, and whoever has taken a packet puts the ones back. It carries what is going to
+// be reduced as floating-point numbers: a NaN of just those bits becomes another NaN on the way.
 //
 // Stages. A: unit u of what goes to rank p is stored in p's first inbox. B: a rank takes unit u from all of its
 // sources and reduces or places it. With fan-out, it also stores the result in the second inboxes of others, and C:
-// they take the results from there (all of them in a two-shot all-reduce, the root alone in a two-shot reduce). Unit u of everything is the work of one thread
-// of each rank: what is read of the user's memory is read before the same thread writes there, so input and output may
-// be the same memory.
+// they take the results from there (all of them in a two-shot all-reduce, the root alone in a two-shot reduce). Unit u
+// of everything is the work of one thread of each rank: what is read of the user's memory is read before the same
+// thread writes there, so input and output may be the same memory.
 //
 // Steps. With T threads, step k is units k * T to (k + 1) * T. In turn k a thread does A of step k, B of step k - 1 and
 // C of step k - 2, with the loads of all three under way at once.
@@ -45,8 +45,8 @@ namespace mpicomm {
 constexpr u32 kRanks = MPICOMM_RANKS;
 constexpr u32 kOverseers = 32;  // threads of a block that look after the others
 constexpr u32 kWorkers = (kRanks > 4 ? 256 : 512) - kOverseers;  // and those that move data, at most: see the registers
-constexpr u32 kStages = 2;         // inboxes of a parity
-constexpr u32 kSlotNbytes = 16;    // a packet
+constexpr u32 kStages = 2;       // inboxes of a parity
+constexpr u32 kSlotNbytes = 16;  // a packet
 constexpr u32 kFlagBits = 30;
 
 struct Packets {
@@ -213,8 +213,8 @@ MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
 }
 #endif
 
-// What a thread sends in a turn, on its way through registers: by distance from this rank, as each begins with the next,
-// so that at any time each is written to by one.
+// What a thread sends in a turn, on its way through registers: by distance from this rank, as each begins with the
+// next, so that at any time each is written to by one.
 struct Outgoing {
   Packet units[kRanks];
 
@@ -387,7 +387,9 @@ MPICOMM_DEVICE void run(const Packets& x) {
 
   for (u32 turn = 0; turn < x.steps + 1 + kFanOut; ++turn) {
     const bool has_b = turn >= 1 && turn < x.steps + 1, has_c = kFanOut && turn >= 2;
-    const u64 a_place = a_lap * threads + number, b_place = b_lap * threads + number, c_place = c_lap * threads + number;
+    const u64 a_place = a_lap * threads + number;
+    const u64 b_place = b_lap * threads + number;
+    const u64 c_place = c_lap * threads + number;
     // All loads of the turn, before anything waits for one of them; what goes out was loaded in the turn before.
     const bool reduces = kReduces && has_b && b_at < x.output_nbytes;
     const u32 b_ranks = !has_b ? 0 : !kReduces ? worker.senders_of(b_at) : reduces ? others : 0;

@@ -25,6 +25,11 @@ def pytest_configure(config: pytest.Config) -> None:
     results = os.environ.get("MPICOMM_TEST_RESULTS")
     if results is None:
         raise pytest.UsageError("run the ranks with: python -m tests.helpers.run_ranks N tests/mpi")
+    # Each rank's own: pytest numbers temporary directories and removes old ones, and ranks that do so at the same time
+    # trip over each other.
+    temporary = Path(results, f"temporary-{MPI.COMM_WORLD.rank}")
+    temporary.mkdir()
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(temporary)
     config.stash[AGREEMENT] = RankAgreement(config, Path(results))
     config.pluginmanager.register(config.stash[AGREEMENT])
 
