@@ -294,9 +294,6 @@ class HostBackend:
         """Release nothing."""
 
 
-_fence_lock = threading.Lock()
-
-
 def fence() -> None:
     """Order this thread's earlier reads and writes before its later ones, as other processes see them.
 
@@ -304,8 +301,10 @@ def fence() -> None:
     to both sides); given back and taken again it is: nothing moves down past the first release or up past the second
     acquire, and that acquire cannot pass the release of the same lock.
     """
+    # One for each call: of a lock that lasts, a Ctrl-C between its two ends would let every later fence wait for ever.
+    lock = threading.Lock()
     for _ in range(2):
-        with _fence_lock:
+        with lock:
             pass
 
 
