@@ -17,9 +17,6 @@ from mpicomm.shared_segments import SharedSegments, share
 if TYPE_CHECKING:
     from mpicomm.backend.cuda import CudaBackend  # needs CuPy, which the layout does not
 
-if TYPE_CHECKING:
-    from mpicomm.backend.cuda import CudaBackend
-
 _PARITIES = 2
 _FLAGGED_NBYTES = 2 << 20  # inboxes of one stage and parity
 _SENTINEL_NBYTES = 8 << 20

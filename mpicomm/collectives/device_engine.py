@@ -76,10 +76,8 @@ class DeviceEngine:
             team.arenas[index] = self._arena.pointers[index]
             team.names[index] = rank
         self._channels = ChannelPlanner(team, layout)
-        early = backend.info.compute_capability >= (
-            9,
-            0,
-        )  # older devices cannot begin a kernel before the last has ended
+        # Older devices cannot begin a kernel before the last has ended.
+        early = backend.info.compute_capability >= (9, 0)
         self._packets = PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early)
         self._kernels = KernelCache(backend.info.compute_capability)
         self._open = True
@@ -171,15 +169,14 @@ class DeviceEngine:
             merges = fans_out if reduction else relays
             following = pending[0][1] if pending and merges(self._node.rank, exchange, pending[0][1]) else None
             wire = self._wire(signature.operation, nbytes, reduction, following)
-            if wire is not None:
-                tag = zlib.crc32(struct.pack("<II", signature.hash32, step))
-                fan_out = following if reduction else None
-                launches.append(self._packets.launch(exchange, reduction, tag, wire, nbytes=nbytes, fan_out=fan_out))
-                following = fan_out
+            # Packets fan out what they reduce; exchange.cu relays what it moves.
+            merged = following if (wire is not None) == (reduction is not None) else None
+            if wire is None:
+                launches.append(self._channels.launch(exchange, (signature.hash32, step), merged))
             else:
-                following = None if reduction else following
-                launches.append(self._channels.launch(exchange, (signature.hash32, step), following))
-            if following is not None:
+                tag = zlib.crc32(struct.pack("<II", signature.hash32, step))
+                launches.append(self._packets.launch(exchange, reduction, tag, wire, nbytes=nbytes, fan_out=merged))
+            if merged is not None:
                 pending.pop(0)
         return [launch for launch in launches if launch is not None]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from mpi4py import MPI
@@ -100,10 +100,6 @@ class Collectives:
             refuse_stream(operation, stream)
             request: MPI.Request = self._mpi(operation, call.arguments, "I{}")
             return request
-        return self._start(call, arguments, stream, algorithm)
-
-    def _start(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> DeferredRequest:
-        operation = call.operation
         if call.on_device:
             return self._deferred(operation, self._enqueue(call, arguments, stream, algorithm))
         refuse_stream(operation, stream)
@@ -128,14 +124,8 @@ class Collectives:
             if _mpi_knows(call) and algorithm in ("auto", "mpi"):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, "{}_init", info)
                 return prepared
-
-        def begin() -> DeferredRequest:
-            resolved = self._enqueue_known(operation, arguments, stream, algorithm)
-            if resolved is not None:
-                return self._deferred(operation, resolved)
-            return self._start(self._read(operation, arguments, algorithm), arguments, stream, algorithm)
-
-        return PersistentRequest.of(begin)
+        # Not one of MPI's, as is what these arguments start.
+        return PersistentRequest.of(lambda: cast(DeferredRequest, self.start(operation, arguments, stream, algorithm)))
 
     def barrier(self, stream: Any) -> None:
         """Hold a stream of this rank's GPU until the streams of all ranks of the node have come here."""

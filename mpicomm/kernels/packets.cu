@@ -372,6 +372,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     };
     ok = await_ranks(team, launch, absent);
   }
+  // Before anything is stored to a peer, which could not tell it from what it waits for.
   if (thread == kRanks) ok = is_healthy(team, blockIdx.x);
   // All leave or none: and all have read their number before it is advanced.
   if (!__syncthreads_and(ok)) return;

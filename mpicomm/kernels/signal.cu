@@ -15,7 +15,8 @@ using mpicomm::u64;
 MPICOMM_KERNEL void mpicomm_signal(u64* sent, u64* inbox, const u32* failed) {
   const u64 count = *sent + 1;
   // After a wait that failed, what this rank computed is not what it should be. It says nothing more: its peers then
-  // run out of time too and raise, instead of reading wrong data as if all were well.
+  // run out of time too and raise, instead of reading wrong data as if all were well. Pairs with report_fault:
+  // a wait of this stream was an earlier kernel, whose store is there.
   if (mpicomm::load_relaxed(failed) != mpicomm::kClear) return;
   *sent = count;
   // Earlier kernels and copies of this stream have finished, so this thread has seen what they wrote, here and in

@@ -39,6 +39,25 @@ def reductions(comm: mpicomm.Communicator, name: str, count: int, seed: int) -> 
     return results + ([(root, total)] if comm.rank == 0 else [])
 
 
+def each_way(comm: mpicomm.Communicator) -> None:
+    """Take the ways that small messages do not: two hops, relays, chunks that are reduced, inboxes used again."""
+    for name, count, algorithm in (
+        ("float32", 5003, "two_shot"),
+        ("int32", 5003, "two_shot"),
+        ("int32", 200003, "one_shot"),  # more than inboxes hold, and no sentinels: exchange.cu
+        ("float32", 5000011, "one_shot"),  # more than large inboxes hold
+    ):
+        dtype = np.dtype(name)
+        parts = [samples(dtype, count, np.random.default_rng([count, rank])) for rank in range(comm.size)]
+        got = cupy.zeros(count, dtype)
+        comm.Allreduce(cupy.asarray(parts[comm.rank]), got, algorithm=algorithm)
+        check([(got, reduced("sum", parts))])
+    for count in (5003, 700001):
+        told = cupy.full(count, comm.rank, np.int32)
+        comm.Bcast(told, root=comm.size - 1, algorithm="two_shot")
+        check([(told, np.full(count, comm.size - 1, np.int32))])
+
+
 def movements(comm: mpicomm.Communicator, count: int, seed: int) -> list[tuple[Any, Any]]:
     """Enqueue a broadcast, an all-gather and an all-to-all; return what is got and what should be."""
     parts = [samples(np.dtype(np.int32), count * comm.size, np.random.default_rng([seed, r])) for r in range(comm.size)]
@@ -125,6 +144,7 @@ def main() -> None:
                 check(reductions(comm, name, count, seed))
         for seed, count in enumerate((*COUNTS, 300007)):
             check(movements(comm, count, seed))
+        each_way(comm)
         signals(comm)
         comm.check()
 
