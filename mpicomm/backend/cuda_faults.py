@@ -25,6 +25,11 @@ Calls = Callable[[], Sequence[str]]
 """Returns what each rank called, in words, where they called different things; else nothing."""
 
 
+def called_differently(calls: Sequence[str], ranks: Sequence[int]) -> PeerError:
+    """Return the error for ranks that called different things; ``calls`` says what each did."""
+    return PeerError(f"ranks called different things: {'; '.join(calls)}; {_UNUSABLE}", ranks=ranks)
+
+
 class FaultRecord(ctypes.Structure):
     """The host's copy of ``FaultRecord`` in kernels/faults.cuh."""
 
@@ -79,11 +84,9 @@ class FaultPage:
         where = f"number {record.sequence} from rank {record.peer}"
         if self._calls is None:  # once, as it may wait for what other ranks are about to call
             self._calls = calls() if calls and record.operation in (_EXCHANGE, _MISMATCH) else ()
-        said = "; ".join(self._calls)
         # Ranks that wait in different kernels do not meet, and run out of time.
-        if said or record.operation == _MISMATCH:
-            said = said or "it is not known what"
-            raise PeerError(f"ranks called different things: {said}; {_UNUSABLE}", ranks=[record.peer])
+        if self._calls or record.operation == _MISMATCH:
+            raise called_differently(self._calls or ["it is not known what"], [record.peer])
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
         time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
         raise CollectiveTimeoutError(

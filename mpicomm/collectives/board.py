@@ -64,11 +64,17 @@ class Board:
 
         That is the first of their latest collectives in which they differ, and the last of all where they do not.
         """
-        return self._difference() or [self._last(index) for index in range(self._node.size)]
+        texts = self._difference() or [None] * self._node.size
+        return [text or self._last(index) for index, text in enumerate(texts)]
 
     def differ(self) -> bool:
         """Return whether the ranks of the node have called different things of late; local."""
         return self._difference() is not None
+
+    def all_differ(self) -> bool:
+        """Return whether they have, and each has said what it called instead; local."""
+        texts = self._difference()
+        return texts is not None and None not in texts
 
     def behind(self) -> list[int]:
         """Return the indices of the ranks that have posted less often than this one; local."""
@@ -85,12 +91,13 @@ class Board:
         """Free this rank's lines; local, after every peer's `close_peers`."""
         self._segments.close_own()
 
-    def _difference(self) -> list[str] | None:
+    def _difference(self) -> list[str | None] | None:
+        """Return what each rank said of the first call in which they differ, None for those that have not come yet."""
         calls = self._counters[self._node.rank][0] // 2
         for call in range(max(1, calls - _KEPT + 2), calls + 1):
             texts = [self._text(index, call) for index in range(self._node.size)]
             if len({text for text in texts if text is not None}) > 1:
-                return [text or self._last(index) for index, text in enumerate(texts)]
+                return texts
         return None
 
     def _last(self, index: int) -> str:

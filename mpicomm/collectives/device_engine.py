@@ -13,16 +13,17 @@ from cupy.cuda import runtime
 
 from mpicomm.backend.cuda import CudaBackend
 from mpicomm.backend.cuda_driver import DriverShutDownError
+from mpicomm.backend.cuda_faults import called_differently
 from mpicomm.bootstrap import Group
 from mpicomm.collectives.device_arena import ArenaLayout, DeviceArena
 from mpicomm.collectives.device_channels import ChannelPlanner, reduction_of, relays
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import MAX_BLOCKS, PacketPlanner, Wire, fans_out
 from mpicomm.collectives.device_plan import Plan
-from mpicomm.collectives.device_selection import COUNTS_DIFFER, IN_STEP, packet_wire
+from mpicomm.collectives.device_selection import COUNTS_DIFFER, keeps_step, packet_wire
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
-from mpicomm.errors import InvalidUsageError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.handle import Kind
 from mpicomm.kernels.load import KernelCache
 from mpicomm.kernels.team import MAX_RANKS, Team
@@ -44,6 +45,9 @@ class Board(Protocol):
 
     def differ(self) -> bool:
         """Return whether ranks have called different things of late."""
+
+    def all_differ(self) -> bool:
+        """Return whether they have, and each has said what it called instead."""
 
 
 class DeviceEngine:
@@ -90,11 +94,20 @@ class DeviceEngine:
         """Return this rank's part of ``exchanges``, to be enqueued as often as wanted.
 
         Collective where a message is larger than all before and needs more memory, else local; all ranks prepare with
-        as many exchanges each. Raises `InvalidUsageError` for a reduction that is not defined; the first use of a
-        reduction compiles its kernel, about a second once per machine.
+        as many exchanges each. The board is told of it: it counts as the first time that the plan is enqueued. Raises
+        `InvalidUsageError` for a reduction that is not defined, and as ``share`` does; the first use of a reduction
+        compiles its kernel, about a second once per machine.
         """
         self._require_open(signature.operation)
-        launches = self._launches(exchanges, signature)
+        self._board.post(str(signature))  # before anything waits for others, who may be in something else
+        try:
+            launches = self._launches(exchanges, signature)
+        except CollectiveTimeoutError as error:
+            calls = self._calls()
+            if not calls:
+                raise
+            self._node.broken = called_differently(calls, error.ranks)
+            raise self._node.broken from error
         # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
         if any(self._kernels.find(launch.variant) is None for launch in launches):
             with self._backend.loading():
@@ -112,7 +125,8 @@ class DeviceEngine:
         is for the caller to order (see `StreamOrder`). The board is told of this, not of replays of a graph.
         """
         self._require_open(plan.text)
-        self._board.post(plan.text)
+        if again:
+            self._board.post(plan.text)
         if not plan.kernels:
             return
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
@@ -152,7 +166,7 @@ class DeviceEngine:
 
     def _calls(self) -> list[str]:
         # A rank whose first data arrived may not have looked yet at what the others call; most are only a little late.
-        wait_until(self._board.differ, _LATE_S)
+        wait_until(self._board.all_differ, _LATE_S)
         if not self._board.differ():
             return []
         return [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, self._board.read(), strict=True)]
@@ -168,7 +182,7 @@ class DeviceEngine:
             assert reduction is not None or exchange.reduction is None
             merges = fans_out if reduction else relays
             following = pending[0][1] if pending and merges(self._node.rank, exchange, pending[0][1]) else None
-            wire = self._wire(signature.operation, nbytes, reduction, following)
+            wire = self._wire(signature.operation, nbytes, reduction, exchange, following)
             # Packets fan out what they reduce; exchange.cu relays what it moves.
             merged = following if (wire is not None) == (reduction is not None) else None
             if wire is None:
@@ -181,11 +195,16 @@ class DeviceEngine:
         return [launch for launch in launches if launch is not None]
 
     def _wire(
-        self, operation: str, nbytes: int, reduction: tuple[str, str] | None, following: Exchange | None
+        self,
+        operation: str,
+        nbytes: int,
+        reduction: tuple[str, str] | None,
+        exchange: Exchange,
+        following: Exchange | None,
     ) -> Wire | None:
         if self._node.size == 1 or operation in COUNTS_DIFFER:
             return None
-        in_step = operation in IN_STEP or (reduction is not None and following is not None)
+        in_step = reduction is not None and keeps_step(operation, exchange, following)
         # Half of an inbox of the LL wire is flags.
         return packet_wire(in_step, nbytes, reduction, self._arena.flagged.nbytes // 2, self._arena.sentinels.nbytes)
 

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 
 from mpicomm.collectives.device_packets import Wire
+from mpicomm.collectives.exchange import Exchange
 from mpicomm.kernels.packets import flags_can_carry, sentinels_can_carry
 
 COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")
 """No rank knows what the others send to each other, so they cannot choose alike."""
-IN_STEP = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block")
-"""Where every rank sends to every rank, and reduces what it takes."""
+_IN_STEP = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block")  # all send to all, and reduce what they take
+_EVEN_NBYTES = 4096  # less than a step of packets.cu in any launch that uses inboxes again
 _MOST_MOVED_NBYTES = 128 << 10
 """Packets with flags take twice the bytes on the links: from here on exchange.cu is faster where nothing is reduced."""
 _MOST_REDUCED_FLAGGED_NBYTES = 16 << 10
@@ -21,6 +22,20 @@ _ONE_SHOT_NBYTES = {"flagged": 384 << 10, "sentinel": 768 << 10}
 """How much a rank sends in a one-shot all-reduce at most, before it is two-shot."""
 _RELAYED_BCAST_NBYTES = 512 << 10
 _RELAYED_REDUCE_NBYTES = 1 << 20
+
+
+def keeps_step(operation: str, exchange: Exchange, following: Exchange | None) -> bool:
+    """Return whether all ranks send and take packets of a reduction at the same pace; the same on all ranks.
+
+    With ``following`` the results fan out. A rank that took less than it sends would not learn from what it takes that
+    another is behind.
+    """
+    if following is not None:
+        return True
+    if operation not in _IN_STEP or exchange.reduction is None:
+        return False
+    counts = [span.count for span in (*exchange.sends, exchange.reduction.output) if span is not None]
+    return (max(counts) - min(counts)) * exchange.dtype.itemsize <= _EVEN_NBYTES
 
 
 def packet_wire(

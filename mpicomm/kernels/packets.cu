@@ -307,6 +307,14 @@ struct Worker {
   }
 };
 
+// Gives up, as `peer` is in another call than this rank.
+MPICOMM_DEVICE bool refuse(const Team& team, u32 peer, u32 launch) {
+  const Watch mismatch{team.faults, 0, kMismatch, launch, blockIdx.x, team.names[peer]};
+  report_fault(mismatch, 0);
+  raise_abort(team, mismatch);
+  return false;
+}
+
 // What the threads that move no data do, beside those that do: they cost nothing.
 MPICOMM_DEVICE void oversee(const Packets& x, u32 launch) {
   const Team& team = x.team;
@@ -319,10 +327,7 @@ MPICOMM_DEVICE void oversee(const Packets& x, u32 launch) {
       said = look_at(team, peer, launch);
       return said == kAbsent ? 1u << peer : 0u;
     };
-    if (!await_ranks(team, launch, absent) || said != kDifferent) return;
-    const Watch mismatch{team.faults, 0, kMismatch, launch, 0, team.names[peer]};
-    report_fault(mismatch, 0);
-    raise_abort(team, mismatch);
+    if (await_ranks(team, launch, absent) && said == kDifferent) refuse(team, peer, launch);
   }
 }
 
@@ -354,24 +359,32 @@ MPICOMM_DEVICE void run(const Packets& x) {
   // first data, and below whether somebody has given up.
   u32* const launches = launches_of(team);
   const u32 launch = launches[blockIdx.x] + 1;
-  u32 ahead = thread < kRanks && thread != rank ? last_launch(team, thread) : launch;
+  const bool has_peer = thread < kRanks && thread != rank;
+  Announcements theirs{}, ours{};
+  if (has_peer) {
+    theirs = load_announcements(team, thread);
+    ours = load_announcements(team, rank);
+  }
   u64 a_at = number * kUnitNbytes;
   Outgoing out;
   if (thread < workers) out.load(x, a_at);
 
   wipe_if_due(x, launch);
-  if (blockIdx.x == 0 && thread >= workers && thread < workers + kRanks && thread != workers + rank) {
-    announce(team, thread - workers, launch);
-  }
+  // To itself too: the next launch compares what it said of this one with what the others did.
+  if (blockIdx.x == 0 && thread >= workers && thread < workers + kRanks) announce(team, thread - workers, launch);
   bool ok = true;
-  if (static_cast<i32>(ahead - (launch - 1)) < 0) {
+  const auto is_behind = [&] { return static_cast<i32>(theirs.last_launch() - (launch - 1)) < 0; };
+  if (has_peer && is_behind()) {
     // Pairs with the peer's announcement of its last launch. This thread's load has returned before any thread of the
     // block stores to the peer: a barrier and a condition lie between.
     const auto absent = [&] {
-      return static_cast<i32>(last_launch(team, thread) - (launch - 1)) < 0 ? 1u << thread : 0u;
+      theirs = load_announcements(team, thread);
+      return is_behind() ? 1u << thread : 0u;
     };
     ok = await_ranks(team, launch, absent);
   }
+  // A rank that had nothing to take in the last launch was not told then that others were in something else.
+  if (ok && has_peer && theirs.differ_from(ours, launch - 1)) ok = refuse(team, thread, launch - 1);
   // Before anything is stored to a peer, which could not tell it from what it waits for.
   if (thread == kRanks) ok = is_healthy(team, blockIdx.x);
   // All leave or none: and all have read their number before it is advanced.

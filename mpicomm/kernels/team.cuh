@@ -74,11 +74,26 @@ MPICOMM_DEVICE void announce(const Team& team, u32 peer, u32 launch) {
   store_relaxed(announcements(team, peer, team.rank) + launch % 2, static_cast<u64>(launch) << 32 | team.tag);
 }
 
-// The number of the last launch that `peer` has announced; needs not to know this rank's, so as not to wait for it.
-MPICOMM_DEVICE u32 last_launch(const Team& team, u32 peer) {
-  const u64* const words = announcements(team, team.rank, peer);
-  const u32 even = static_cast<u32>(load_relaxed(words) >> 32), odd = static_cast<u32>(load_relaxed(words + 1) >> 32);
-  return static_cast<i32>(even - odd) > 0 ? even : odd;  // signed, as numbers wrap
+// What a rank has said of its last two launches: both, so as not to wait for the number of this one.
+struct Announcements {
+  u64 words[2];
+
+  MPICOMM_DEVICE u32 last_launch() const {
+    const u32 even = static_cast<u32>(words[0] >> 32), odd = static_cast<u32>(words[1] >> 32);
+    return static_cast<i32>(even - odd) > 0 ? even : odd;  // signed, as numbers wrap
+  }
+  // Chosen, not indexed, which would put the words into memory.
+  MPICOMM_DEVICE u64 of(u32 launch) const { return launch % 2 == 0 ? words[0] : words[1]; }
+  // Whether two ranks say different things of `launch`; false where one of them has gone on since.
+  MPICOMM_DEVICE bool differ_from(const Announcements& others, u32 launch) const {
+    const u64 word = of(launch), other = others.of(launch);
+    return word != other && static_cast<u32>(word >> 32) == launch && static_cast<u32>(other >> 32) == launch;
+  }
+};
+
+MPICOMM_DEVICE Announcements load_announcements(const Team& team, u32 announcer) {
+  const u64* const words = announcements(team, team.rank, announcer);
+  return {{load_relaxed(words), load_relaxed(words + 1)}};
 }
 
 enum Announced : u32 { kAbsent, kSame, kDifferent };

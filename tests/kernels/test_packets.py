@@ -7,10 +7,13 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from mpicomm.collectives import patterns
 from mpicomm.collectives.device_packets import Geometry, Wire
+from mpicomm.collectives.exchange import Span
+from mpicomm.collectives.signature import Signature
 from tests.kernels.build import Builds, Change
 from tests.kernels.collective_calls import Calls, sizes_around
-from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.machine import CAUGHT, Machine, RunFailedError
 from tests.kernels.packet_rig import PacketRig
 
 pytest.importorskip("ml_dtypes")
@@ -93,6 +96,21 @@ def test_bytes_are_moved(builds: Builds, nbytes: int) -> None:
     check = Calls(rig, np.random.default_rng(nbytes)).bcast(nbytes)
     rig.machine.run(jitter_us=100)
     check()
+
+
+def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_in_another_call(builds: Builds) -> None:
+    machine = Machine(builds, 3)
+    rig = PacketRig(machine, "flagged", SMALL)
+    dtype, size = np.dtype(np.uint8), 3
+    for rank in range(size):
+        root = min(rank, 1)  # rank 2 takes from rank 1, which agrees with it; nobody takes from rank 0
+        buffer = machine.allocate(rank, 8)
+        exchanges = patterns.bcast(rank, size, dtype, Span(buffer.address, 8), root)
+        rig.run(rank, exchanges, Signature("Bcast", "uint8", 8, root=root))
+    machine.run()
+    Calls(rig, np.random.default_rng(0)).allreduce("float32", "sum", 100)
+    with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
+        machine.run()
 
 
 @pytest.mark.parametrize("wire", ["flagged", "sentinel"])

@@ -348,10 +348,13 @@ def test_different_calls_are_an_error_on_all_ranks(device_name: str) -> None:
 def test_different_counts_are_an_error_on_all_ranks(device_name: str) -> None:
     comm = communicator(device_name, timeout_s=20)
     with rig_of(comm) as rig:
-        memory = Memory(np.ones(100 if rig.rank == 0 else 300000, np.int64))
-        rig.run(in_place_sum(rig, memory, two_shot=False))
+        count = 100 if rig.rank == 0 else 300000
+        rig.run(
+            in_place_sum(rig, Memory(np.ones(count, np.int64)), two_shot=False),
+            Signature("Allreduce", "int64", count, "sum"),
+        )
         rig.backend.synchronize()
-        with pytest.raises(mpicomm.PeerError):
+        with pytest.raises(mpicomm.PeerError, match=r"rank 0: .*count=100, .*rank 1: .*count=300000"):
             rig.backend.check()
     comm.Free()
 
@@ -412,5 +415,5 @@ def test_a_reduction_that_does_not_exist_is_refused_before_anything_runs(rig: Ri
     exchanges = patterns.allreduce(rig.rank, rig.size, memory.dtype, memory.span, memory.span, "band")
     if rig.size > 1:
         with raises_everywhere(MPI.COMM_WORLD, mpicomm.InvalidUsageError, match="not defined for float32"):
-            rig.run(exchanges)
+            rig.run(exchanges, Signature("Allreduce", "float32", 4, "band"))
     rig.finish()

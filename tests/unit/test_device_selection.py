@@ -7,9 +7,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
+from mpicomm.collectives import patterns
 from mpicomm.collectives.device_arena import ArenaLayout
 from mpicomm.collectives.device_packets import MAX_BLOCKS, geometry_of
-from mpicomm.collectives.device_selection import packet_wire, use_two_shot
+from mpicomm.collectives.device_selection import keeps_step, packet_wire, use_two_shot
+from mpicomm.collectives.exchange import Span
 from mpicomm.kernels.packets import (
     FEWEST_LAPS,
     SLOT_NBYTES,
@@ -72,3 +74,20 @@ def test_two_hops_are_for_large_messages(operation: str, dtype: str) -> None:
     assert choices == sorted(choices)  # once two hops are better, they stay so
     assert choices[-1] == (operation != "Reduce" or dtype == "f4")
     assert not use_two_shot("Alltoall", 1 << 30, 4, np.dtype(dtype))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_inboxes_are_used_again_only_where_all_take_as_much(rank: int) -> None:
+    dtype = np.dtype(np.float32)
+
+    def keeps(operation: str, counts: list[int]) -> bool:
+        blocks = patterns.blocks(0, counts, [0, 10**7, 2 * 10**7], dtype.itemsize)
+        output = Span(1, counts[rank])
+        (exchange,) = patterns.reduce_scatter(rank, 3, dtype, blocks, output, "sum")
+        return keeps_step(operation, exchange, None)
+
+    assert keeps("Reduce_scatter", [10**6] * 3)
+    assert keeps("Reduce_scatter", [10**6, 10**6, 10**6 - 100])
+    assert not keeps("Reduce_scatter", [1, 1, 10**6])
+    assert not keeps("Reduce_scatter", [0, 10**6, 10**6])
+    assert not keeps("Scan", [10**6] * 3)
