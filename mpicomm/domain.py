@@ -16,6 +16,7 @@ from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.events import SharedEvent
 from mpicomm.handle import Kind
 from mpicomm.log import logger
+from mpicomm.mappings import Mappings
 from mpicomm.memory import SymmetricArray, checked_shape, require_contiguous, require_writable
 from mpicomm.placement import Placement, find_placement
 from mpicomm.probe import choose_kind
@@ -51,6 +52,7 @@ class Domain:
         self.placement = placement
         self.backend = backend
         self.kind = cast(Kind, placement.here.handle)
+        self.mappings = Mappings()
         self.pads = SignalPads(node, backend, self.kind)
         self._shared: list[Shared] = []
         self._freed = False
@@ -160,7 +162,9 @@ class Domain:
             for pad in pads:
                 self.pads.give_back(pad)
             raise
-        array = SymmetricArray(self, segments, pads[0], views[0])
+        pointers = [segments[index].pointer for index in range(self.node.size)]
+        number = self.mappings.add(pointers, self.node.rank, views[0].nbytes)
+        array = SymmetricArray(self, segments, pads[0], views[0], number)
         self._shared.append(array)
         return array
 

@@ -1,9 +1,10 @@
-"""The MPICOMM_* environment variables, read and checked in one place; arguments win over them."""
+"""The environment variables that mpicomm reads, checked in one place; arguments win over them."""
 
 from __future__ import annotations
 
 import math
 import os
+from pathlib import Path
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.handle import KINDS
@@ -84,3 +85,19 @@ def debug() -> str:
 def debug_file() -> str | None:
     """Return MPICOMM_DEBUG_FILE, the log's file name; %h, %p and %r stand for host, pid and rank."""
     return os.environ.get("MPICOMM_DEBUG_FILE") or None
+
+
+def tuning() -> str | None:
+    """Return MPICOMM_TUNING: the file of a table of algorithms, or "off" for the one that is built in."""
+    return os.environ.get("MPICOMM_TUNING") or None
+
+
+def cache_directory() -> Path | None:
+    """Return where mpicomm keeps what it has compiled and measured, None for a user without a home."""
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not base.is_absolute():  # the XDG specification: unset, empty and relative are all to be ignored
+        try:
+            base = Path.home() / ".cache"
+        except RuntimeError:  # this user has no home
+            return None
+    return base / "mpicomm"

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from mpicomm import command_line
+from mpicomm.collectives import tuning
 from mpicomm.communicator import Communicator
 from mpicomm.cuda_aware import query_cuda_aware
+from mpicomm.errors import InvalidUsageError
 
 _FILE_WIDTH = 1000  # nothing is folded where no terminal sets the width; a table takes what it needs
 
@@ -28,8 +30,17 @@ def collect(comm: Communicator) -> dict[str, Any]:
         "ranks": comm.allgather(record),
         "processor": command_line.processor(),
         "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
+        "tuning": algorithms(comm.describe().device_name) if comm.device != "cpu" else [],
         "versions": command_line.versions(),
     }
+
+
+def algorithms(device_name: str) -> list[str]:
+    """Return what collectives on GPU arrays choose, or why they cannot."""
+    try:
+        return tuning.find(device_name).describe()
+    except InvalidUsageError as error:
+        return [str(error)]
 
 
 def group_ranks(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str]]:
@@ -75,6 +86,12 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     mpi = found["cuda_aware_mpi"]
     answer = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
     system.add_row("MPI is CUDA-aware", f"{answer} ({mpi['how']})")
+    if found["tuning"]:
+        source, *choices = found["tuning"]
+        chosen = _table(f"Algorithms of collectives on GPU arrays: {source}", "call", "algorithm")
+        for choice in choices:
+            chosen.add_row(*choice.split(": ", 1))
+        result.append(chosen)
     return [*result, system]
 
 

@@ -31,10 +31,11 @@ class SymmetricArray:
     then on, on the host they stay readable.
     """
 
-    def __init__(self, domain: Domain, segments: SharedSegments, pad: SignalPad, local: Any) -> None:
+    def __init__(self, domain: Domain, segments: SharedSegments, pad: SignalPad, local: Any, number: int) -> None:
         self._domain = domain
         self._segments = segments
         self._pad = pad
+        self._number = number
         self._local = local
         self._peers: dict[int, Any] = {}
         self._pointers: Any = None
@@ -161,6 +162,7 @@ class SymmetricArray:
     def close_peers(self) -> None:
         """Unmap the peers' parts; local, first step of a close."""
         self.closed = True
+        self._domain.mappings.remove(self._number)
         self._peers.clear()
         self._local = self._pointers = None
         self._segments.close_peers()

@@ -23,7 +23,7 @@ from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegmen
 from mpicomm.backend.cuda_order import StreamOrder
 from mpicomm.backend.nvml_links import nvml_link
 from mpicomm.backend.streams import resolve_stream
-from mpicomm.errors import BackendUnavailableError, HandleError
+from mpicomm.errors import BackendUnavailableError, HandleError, MpicommError
 from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.kernels.compile import KERNELS, compile_kernel
 from mpicomm.kernels.load import Module
@@ -221,6 +221,10 @@ class CudaBackend:
         """
         self._fault_page().check(self.calls)
 
+    def fail(self, error: MpicommError) -> None:
+        """Let `check` raise ``error`` from now on."""
+        self._fault_page().fail(error)
+
     @property
     def faults(self) -> Faults:
         """What kernels are told of where to say that they cannot go on."""
@@ -231,6 +235,11 @@ class CudaBackend:
         """How many blocks of any size can certainly run at once."""
         count = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
         return int(call(driver.cuDeviceGetAttribute, count, self._ordinal))
+
+    @property
+    def total_nbytes(self) -> int:
+        """How much memory the device has."""
+        return int(call(driver.cuDeviceTotalMem, self._ordinal))
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """Return a ``with`` block in which the device's context is current on the calling thread."""

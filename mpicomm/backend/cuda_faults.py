@@ -13,12 +13,11 @@ from cuda.bindings import driver
 from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call
 from mpicomm.backend.host import fence
-from mpicomm.errors import CollectiveTimeoutError, PeerError
-from mpicomm.kernels.team import Faults
+from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
+from mpicomm.kernels.team import EXCHANGE, MISMATCH, Faults
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
-_EXCHANGE, _MISMATCH = 2, 3  # enum Operation there
-_OPERATIONS = {1: "wait_signal", _EXCHANGE: "collective"}
+_OPERATIONS = {1: "wait_signal", EXCHANGE: "collective"}
 _UNUSABLE = "the communicator is unusable from here on"
 
 Calls = Callable[[], Sequence[str]]
@@ -66,6 +65,7 @@ class FaultPage:
         self._address = address
         self._record: Any = FaultRecord.from_address(address)
         self._calls: Sequence[str] | None = None
+        self._error: MpicommError | None = None
         self._record.failed = self._failed
         self.faults = Faults(pointer, self._failed)
 
@@ -74,6 +74,8 @@ class FaultPage:
 
         Local; does not wait for the device. ``calls`` is asked for the text of a `PeerError`.
         """
+        if self._error is not None:
+            raise self._error
         # A record that is still being filled in does not count yet: its kernel runs, and the next check sees it.
         if self._record is None or self._record.state != _WRITTEN:
             return
@@ -83,15 +85,19 @@ class FaultPage:
         record = self._record
         where = f"number {record.sequence} from rank {record.peer}"
         if self._calls is None:  # once, as it may wait for what other ranks are about to call
-            self._calls = calls() if calls and record.operation in (_EXCHANGE, _MISMATCH) else ()
+            self._calls = calls() if calls and record.operation in (EXCHANGE, MISMATCH) else ()
         # Ranks that wait in different kernels do not meet, and run out of time.
-        if self._calls or record.operation == _MISMATCH:
+        if self._calls or record.operation == MISMATCH:
             raise called_differently(self._calls or ["it is not known what"], [record.peer])
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
         time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
         raise CollectiveTimeoutError(
             f"{operation}: {where} did not come {time} (block {record.block}); {_UNUSABLE}", ranks=[record.peer]
         )
+
+    def fail(self, error: MpicommError) -> None:
+        """Let every check raise ``error``, for what no kernel has found; local."""
+        self._error = error
 
     def close(self) -> None:
         """Free the page; no kernel may run that knows it. A second call does nothing."""

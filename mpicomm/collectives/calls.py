@@ -118,6 +118,16 @@ class Call:
         return per_rank if one_block else per_rank * self._size
 
     @property
+    def common_output(self) -> Operand | None:
+        """The buffer that all ranks have, alike, and receive into; None where they may differ.
+
+        In an all-to-all in place it is input too, of which a rank does not know when others have read it.
+        """
+        if self.operation not in ("Allgather", "Allreduce", "Alltoall", "Bcast"):
+            return None
+        return self.receive if self.operation != "Alltoall" or self.send is not None else None
+
+    @property
     def signature(self) -> Signature:
         """What all ranks must agree on."""
         count = None
@@ -134,8 +144,11 @@ class Call:
         assert self.dtype is not None and self.send is not None
         return max(1, self.send.total * self.dtype.itemsize)
 
-    def exchanges(self, piece_nbytes: int | None, scratch: Span | None = None) -> list[Exchange]:
-        """Return the call as exchanges; two-shot where ``piece_nbytes`` is given and the operation has one."""
+    def exchanges(self, piece_nbytes: int | None, scratch: Span | None = None, *, ring: bool = False) -> list[Exchange]:
+        """Return the call as exchanges; two-shot where ``piece_nbytes`` is given and the operation has one.
+
+        With ``ring``, for an all-reduce, it goes around the ring.
+        """
         assert self.dtype is not None
         rank, size, root = self._rank, self._size, self.arguments.root
         if not self._form.reduces:
@@ -157,6 +170,8 @@ class Call:
                 rank, size, dtype, send.whole(), output, op, root, scratch=scratch, piece_nbytes=piece_nbytes
             )
         assert output is not None
+        if ring:
+            return patterns.ring_allreduce(rank, size, dtype, send.whole(), output, op)
         if self.operation == "Allreduce":
             return patterns.allreduce(rank, size, dtype, send.whole(), output, op, piece_nbytes=piece_nbytes)
         scan = patterns.scan if self.operation == "Scan" else patterns.exscan

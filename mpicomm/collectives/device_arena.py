@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -9,9 +10,10 @@ from typing import TYPE_CHECKING
 from mpicomm.backend.base import Segment
 from mpicomm.bootstrap import Group
 from mpicomm.handle import Kind
+from mpicomm.kernels.direct import ARRIVALS_NBYTES
 from mpicomm.kernels.exchange import SLOT_NBYTES, SLOTS
 from mpicomm.kernels.packets import STAGES
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES
+from mpicomm.kernels.team import ABORT_OPERATION, HEAD_NBYTES, LINE_NBYTES, MISMATCH
 from mpicomm.shared_segments import SharedSegments, share
 
 if TYPE_CHECKING:
@@ -27,9 +29,10 @@ _MOST_LARGE_NBYTES = 32 << 20
 class ArenaLayout:
     """A pure function of ranks and channels, so that all ranks have the same.
 
-    First what packets.cu needs: the head, the inboxes of its LL wire, those of its sentinel wire, each for both
-    parities, all stages and every rank. Then what exchange.cu needs, each per channel: this rank's counts of chunks
-    received from and sent to each rank, the credit of each rank, the flags of each rank, and the slots.
+    First the head and what blocks of direct.cu say of their arrival. Then what packets.cu needs: the inboxes of its LL
+    wire, those of its sentinel wire, each for both parities, all stages and every rank. Then what exchange.cu needs,
+    each per channel: this rank's counts of chunks received from and sent to each rank, the credit of each rank, the
+    flags of each rank, and the slots.
     """
 
     size: int
@@ -54,9 +57,14 @@ class ArenaLayout:
         return self.inbox_nbytes(min(_MOST_LARGE_NBYTES, 1 << (self.size * nbytes - 1).bit_length()))
 
     @property
+    def arrivals(self) -> int:
+        """The offset of what blocks of the other ranks say of their arrival."""
+        return HEAD_NBYTES
+
+    @property
     def flagged(self) -> int:
         """The offset of the inboxes of the LL wire."""
-        return HEAD_NBYTES
+        return self.arrivals + self.size * ARRIVALS_NBYTES
 
     @cached_property
     def sentinels(self) -> int:
@@ -99,16 +107,21 @@ class Inboxes:
 
 
 class DeviceArena:
-    """Every rank's arena, and larger inboxes once a message asks for them. Construction raises as ``share`` does.
+    """Every rank's arena, and more memory once a message asks for it. Construction raises as ``share`` does.
 
-    Collective, as is `large_inboxes` for a size that it was not asked for before.
+    Collective, as are `large_inboxes` and `staging` for a size that they were not asked for before. What they have
+    given is kept until the end, as a captured graph goes on using it. ``before_more`` is called before ranks
+    set up more memory, and raises where they should not.
     """
 
-    def __init__(self, node: Group, backend: CudaBackend, kind: Kind, layout: ArenaLayout) -> None:
+    def __init__(
+        self, node: Group, backend: CudaBackend, kind: Kind, layout: ArenaLayout, before_more: Callable[[], None]
+    ) -> None:
         self._node = node
         self._backend = backend
         self._kind = kind
         self.layout = layout
+        self._before_more = before_more
 
         def allocate() -> Segment:
             segment = backend.allocate(kind, layout.nbytes)
@@ -118,7 +131,7 @@ class DeviceArena:
             return segment
 
         self._segments = share(node, backend, "collectives", allocate, lambda: layout.nbytes)
-        self._large: dict[int, SharedSegments] = {}
+        self._more: dict[tuple[str, int], SharedSegments] = {}
         self.pointers = _pointers(self._segments, node.size)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
         """The inboxes of the LL wire."""
@@ -126,34 +139,43 @@ class DeviceArena:
         """The inboxes of the sentinel wire."""
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
-        """Return inboxes of the sentinel wire for ``nbytes`` from each rank, or for a part of that, many times.
-
-        They are kept until the end, as a captured graph goes on using them.
-        """
+        """Return inboxes of the sentinel wire for ``nbytes`` from each rank, or for a part of that, many times."""
         inbox_nbytes = self.layout.large_inbox_nbytes(nbytes)
-        if inbox_nbytes not in self._large:
-            whole = _PARITIES * STAGES * self._node.size * inbox_nbytes
+        whole = _PARITIES * STAGES * self._node.size * inbox_nbytes
+        return Inboxes(self._on_demand("collectives: large messages", whole, content=0xFF), inbox_nbytes)
+
+    def staging(self, nbytes: int) -> tuple[int, ...]:
+        """Return where ``nbytes`` or more of every rank begin, for copy engines."""
+        whole = 1 << max(0, nbytes - 1).bit_length()  # so that few sizes are ever asked for
+        return self._on_demand("collectives: copies", whole, content=0)
+
+    def _on_demand(self, what: str, nbytes: int, *, content: int) -> tuple[int, ...]:
+        if (what, nbytes) not in self._more:
+            self._before_more()
 
             def allocate() -> Segment:
-                segment = self._backend.allocate(self._kind, whole)
-                self._backend.fill(segment.pointer, whole, 0xFF)
+                segment = self._backend.allocate(self._kind, nbytes)
+                self._backend.fill(segment.pointer, nbytes, content)
                 return segment
 
             # It allocates and waits, which a thread that captures a graph may not otherwise.
             with self._backend.loading():
-                self._large[inbox_nbytes] = share(
-                    self._node, self._backend, "collectives: large messages", allocate, lambda: whole
-                )
-        return Inboxes(_pointers(self._large[inbox_nbytes], self._node.size), inbox_nbytes)
+                self._more[what, nbytes] = share(self._node, self._backend, what, allocate, lambda: nbytes)
+        return _pointers(self._more[what, nbytes], self._node.size)
+
+    def abort(self) -> None:
+        """Let kernels of all ranks give up, as one does that finds a rank in another call. Local, blocking."""
+        for pointer in self.pointers:
+            self._backend.fill(pointer + ABORT_OPERATION, 1, MISMATCH)
 
     def close_peers(self) -> None:
         """Unmap the peers' memory; local."""
-        for segments in (self._segments, *self._large.values()):
+        for segments in (self._segments, *self._more.values()):
             segments.close_peers()
 
     def close_own(self) -> None:
         """Free this rank's memory; local, after every peer's `close_peers`."""
-        for segments in (self._segments, *self._large.values()):
+        for segments in (self._segments, *self._more.values()):
             segments.close_own()
 
     def _at(self, offset: int, nbytes: int) -> Inboxes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Protocol
 
@@ -15,22 +15,40 @@ from mpicomm.backend.cuda import CudaBackend
 from mpicomm.backend.cuda_driver import DriverShutDownError
 from mpicomm.backend.cuda_faults import called_differently
 from mpicomm.bootstrap import Group
+from mpicomm.collectives import tuning
 from mpicomm.collectives.device_arena import ArenaLayout, DeviceArena
-from mpicomm.collectives.device_channels import ChannelPlanner, reduction_of, relays
+from mpicomm.collectives.device_channels import ChannelPlanner, reduction_of
+from mpicomm.collectives.device_copies import (
+    Action,
+    Barrier,
+    Copy,
+    Fork,
+    Join,
+    Reduce,
+    allreduce,
+    local_reduction,
+    movement,
+)
+from mpicomm.collectives.device_copy_stream import CopyStream
+from mpicomm.collectives.device_direct import DirectPlanner
 from mpicomm.collectives.device_launch import Launch
-from mpicomm.collectives.device_packets import MAX_BLOCKS, PacketPlanner, Wire, fans_out
-from mpicomm.collectives.device_plan import Plan
-from mpicomm.collectives.device_selection import COUNTS_DIFFER, keeps_step, packet_wire
+from mpicomm.collectives.device_packets import MAX_BLOCKS, PacketPlanner
+from mpicomm.collectives.device_plan import Plan, Step, launching
+from mpicomm.collectives.device_selection import Way, choose_ways, longest_nbytes
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.collectives.tuning import Tuning
+from mpicomm.errors import InvalidUsageError
 from mpicomm.handle import Kind
 from mpicomm.kernels.load import KernelCache
-from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
+from mpicomm.mappings import Mapped
 from mpicomm.waiting import wait_until
 
 MAX_CHANNELS = 64
 """Blocks of a kernel of exchange.cu: enough to keep the links of an H200 full, half of its multiprocessors."""
+_MOST_STAGED_NBYTES = 1 << 30
+_STAGED_PART = 64  # and no more than this part of a device's memory
 _LATE_S = 0.5  # how long an error waits for what ranks call that are about to
 
 
@@ -46,6 +64,9 @@ class Board(Protocol):
     def differ(self) -> bool:
         """Return whether ranks have called different things of late."""
 
+    def behind(self) -> list[int]:
+        """Return the indices of the ranks that have posted less often than this one."""
+
     def all_differ(self) -> bool:
         """Return whether they have, and each has said what it called instead."""
 
@@ -53,7 +74,8 @@ class Board(Protocol):
 class DeviceEngine:
     """Collectives on GPU memory that need not be shared: everything goes through the ranks' arenas.
 
-    Small and middle-sized messages go in packets (kernels/packets.cu), the others chunk by chunk (kernels/exchange.cu).
+    Small and middle-sized messages go in packets (kernels/packets.cu), the others chunk by chunk (kernels/exchange.cu),
+    or straight into symmetric memory (kernels/direct.cu), where asked for by copy engines.
 
     Construction is collective over ``node`` and raises as ``share`` does. What was enqueued and could not be done is
     raised by the backend's `check`: `CollectiveTimeoutError` naming the rank that did not come, `PeerError` with what
@@ -71,9 +93,23 @@ class DeviceEngine:
         self._backend = backend
         self._board = board
         # All blocks of all ranks must run at once: as many as the smallest of the devices can hold.
-        smallest = min(node.exchange("collectives: multiprocessors", lambda: backend.multiprocessors))
+        told = node.exchange(
+            "collectives: set-up",
+            lambda: (
+                backend.multiprocessors,
+                backend.total_nbytes,
+                tuning.find(backend.info.name) if node.rank == 0 else None,
+            ),
+        )
+        smallest = min(multiprocessors for multiprocessors, _, _ in told)
+        self.most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, _ in told) // _STAGED_PART)
+        """Of memory on each rank, at most, that copy engines bring the others' contributions to."""
+        found = told[0][2]
+        assert found is not None
+        self.tuning: Tuning = found
+        """The table of the first rank, which all go by."""
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, smallest))
-        self._arena = DeviceArena(node, backend, kind, layout)
+        self._arena = DeviceArena(node, backend, kind, layout, self._require_same_call)
         self._order = backend.stream_order()
         team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
         for index, rank in enumerate(node.ranks):
@@ -83,15 +119,26 @@ class DeviceEngine:
         # Older devices cannot begin a kernel before the last has ended.
         early = backend.info.compute_capability >= (9, 0)
         self._packets = PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early)
+        self._direct = DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early)
         self._kernels = KernelCache(backend.info.compute_capability)
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
             self._capturing = cupy.cuda.Stream(non_blocking=True)
+            self._copies = CopyStream()
         backend.calls = self._calls
 
-    def prepare(self, exchanges: Sequence[Exchange], signature: Signature) -> Plan:
-        """Return this rank's part of ``exchanges``, to be enqueued as often as wanted.
+    def prepare(
+        self,
+        exchanges: Sequence[Exchange],
+        signature: Signature,
+        memory: Mapped | None = None,
+        *,
+        algorithm: str = "one_shot",
+    ) -> Plan:
+        """Return this rank's part of ``exchanges``, those of ``algorithm``, to be enqueued as often as wanted.
+
+        ``memory`` is where all ranks' output lies, if it is symmetric; "copy_engine" needs it.
 
         Collective where a message is larger than all before and needs more memory, else local; all ranks prepare with
         as many exchanges each. The board is told of it: it counts as the first time that the plan is enqueued. Raises
@@ -99,21 +146,36 @@ class DeviceEngine:
         compiles its kernel, about a second once per machine.
         """
         self._require_open(signature.operation)
-        self._board.post(str(signature))  # before anything waits for others, who may be in something else
-        try:
-            launches = self._launches(exchanges, signature)
-        except CollectiveTimeoutError as error:
-            calls = self._calls()
-            if not calls:
-                raise
-            self._node.broken = called_differently(calls, error.ranks)
-            raise self._node.broken from error
+        nbytes = max((longest_nbytes(exchange) for exchange in exchanges), default=0)
+        # Half of an inbox of the LL wire is flags.
+        inboxes = self._arena.flagged.nbytes // 2, self._arena.sentinels.nbytes
+        ways = choose_ways(
+            exchanges, signature, self._node.rank, nbytes, inboxes, symmetric=memory is not None, algorithm=algorithm
+        )
+        copies = algorithm == "copy_engine"
+        into_memory = copies or any(way.direct for way in ways)
+        text = f"{signature}, into {memory}" if into_memory else str(signature)
+        self._board.post(text)  # before anything waits for others, who may be in something else
+        if not copies:
+            return self._plan(text, [*self._launches(ways, signature, nbytes, memory)])
+        assert memory is not None
+        return self._plan(text, self._copied(exchanges, signature, memory))
+
+    def prepare_barrier(self) -> Plan:
+        """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local."""
+        signature = Signature("Barrier", "uint8")
+        self._require_open(signature.operation)
+        self._board.post(str(signature))
+        return self._plan(str(signature), [self._direct.barrier(_tag(signature, 0, None), after_copies=False)])
+
+    def _plan(self, text: str, actions: Sequence[Launch | Fork | Join | Copy]) -> Plan:
         # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
+        launches = [action for action in actions if isinstance(action, Launch)]
         if any(self._kernels.find(launch.variant) is None for launch in launches):
             with self._backend.loading():
                 for launch in launches:
                     self._kernels.load(launch.variant)
-        return Plan(str(signature), [(self._kernels.load(launch.variant), launch) for launch in launches])
+        return Plan(text, [self._step(action) for action in actions])
 
     def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> None:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
@@ -127,7 +189,7 @@ class DeviceEngine:
         self._require_open(plan.text)
         if again:
             self._board.post(plan.text)
-        if not plan.kernels:
+        if not plan.steps:
             return
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
         if runtime.getDevice() == self._ordinal:
@@ -164,6 +226,19 @@ class DeviceEngine:
         if not self._open:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
 
+    def _require_same_call(self) -> None:
+        """Raise `PeerError` on all ranks if others, before all set something up, have called something else.
+
+        Those may be in a kernel, and never come to the set-up.
+        """
+        wait_until(lambda: self._board.differ() or not self._board.behind(), self._node.timeout_s)
+        calls = self._calls() if self._board.differ() else []
+        if calls:
+            error = called_differently(calls, self._node.ranks)
+            self._arena.abort()
+            self._backend.fail(error)
+            raise error
+
     def _calls(self) -> list[str]:
         # A rank whose first data arrived may not have looked yet at what the others call; most are only a little late.
         wait_until(self._board.all_differ, _LATE_S)
@@ -171,45 +246,61 @@ class DeviceEngine:
             return []
         return [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, self._board.read(), strict=True)]
 
-    def _launches(self, exchanges: Sequence[Exchange], signature: Signature) -> list[Launch]:
-        launches: list[Launch | None] = []
-        nbytes = max((_longest_nbytes(exchange) for exchange in exchanges), default=0)
-        pending = list(enumerate(exchanges))
+    def _step(self, action: Launch | Fork | Join | Copy) -> Step:
+        if isinstance(action, Launch):
+            return launching(self._kernels.load(action.variant), action)
+        if isinstance(action, Copy):
+            return self._copies.copying(action)
+        return self._copies.fork if isinstance(action, Fork) else self._copies.join
+
+    def _copied(
+        self, exchanges: Sequence[Exchange], signature: Signature, memory: Mapped
+    ) -> list[Launch | Fork | Join | Copy]:
+        """Return what copy engines do, and the kernels between."""
+        rank, size, pending = self._node.rank, self._node.size, list(exchanges)
+        actions: list[Action] = []
         while pending:
-            step, exchange = pending.pop(0)
-            # In every pattern the first exchange alone reduces, on whichever ranks: the kernel is the same on all.
-            reduction = reduction_of(exchange.dtype, signature.op) if signature.op and step == 0 else None
-            assert reduction is not None or exchange.reduction is None
-            merges = fans_out if reduction else relays
-            following = pending[0][1] if pending and merges(self._node.rank, exchange, pending[0][1]) else None
-            wire = self._wire(signature.operation, nbytes, reduction, exchange, following)
-            # Packets fan out what they reduce; exchange.cu relays what it moves.
-            merged = following if (wire is not None) == (reduction is not None) else None
-            if wire is None:
-                launches.append(self._channels.launch(exchange, (signature.hash32, step), merged))
+            exchange = pending.pop(0)
+            if exchange.reduction is None:
+                actions += movement(rank, exchange, memory)
             else:
-                tag = zlib.crc32(struct.pack("<II", signature.hash32, step))
-                launches.append(self._packets.launch(exchange, reduction, tag, wire, nbytes=nbytes, fan_out=merged))
-            if merged is not None:
-                pending.pop(0)
-        return [launch for launch in launches if launch is not None]
+                stride = -(-longest_nbytes(exchange) // LINE_NBYTES) * LINE_NBYTES
+                staging = self._arena.staging(max(1, size - 1) * stride)
+                actions += allreduce(rank, exchange, pending.pop(0), memory, staging, stride)
+        done: list[Launch | Fork | Join | Copy] = []
+        barriers = 0  # counted, as ranks with nothing to copy or reduce have fewer actions
+        for action in actions:
+            if isinstance(action, Barrier):
+                done.append(self._direct.barrier(_tag(signature, barriers, memory), after_copies=True))
+                barriers += 1
+            elif isinstance(action, Reduce):
+                assert signature.op is not None
+                done.append(local_reduction(action, reduction_of(exchanges[0].dtype, signature.op)))
+            else:
+                done.append(action)
+        return done
 
-    def _wire(
-        self,
-        operation: str,
-        nbytes: int,
-        reduction: tuple[str, str] | None,
-        exchange: Exchange,
-        following: Exchange | None,
-    ) -> Wire | None:
-        if self._node.size == 1 or operation in COUNTS_DIFFER:
-            return None
-        in_step = reduction is not None and keeps_step(operation, exchange, following)
-        # Half of an inbox of the LL wire is flags.
-        return packet_wire(in_step, nbytes, reduction, self._arena.flagged.nbytes // 2, self._arena.sentinels.nbytes)
+    def _launches(
+        self, ways: Sequence[Way], signature: Signature, nbytes: int, memory: Mapped | None
+    ) -> Iterator[Launch]:
+        for way in ways:
+            launch: Launch | None
+            if way.direct:
+                assert memory is not None
+                tag = _tag(signature, way.step, memory)
+                launch = self._direct.launch(way.exchange, memory, tag, nbytes=nbytes, relay=way.merged)
+            elif way.wire is None:
+                launch = self._channels.launch(way.exchange, (signature.hash32, way.step), way.merged)
+            else:
+                tag = _tag(signature, way.step, None)
+                launch = self._packets.launch(
+                    way.exchange, way.reduction, tag, way.wire, nbytes=nbytes, fan_out=way.merged
+                )
+            if launch is not None:
+                yield launch
 
 
-def _longest_nbytes(exchange: Exchange) -> int:
-    """Return the most that one rank sends to another, as far as this one can know."""
-    spans = [*exchange.sends, *exchange.receives, exchange.reduction.output if exchange.reduction else None]
-    return max((span.count for span in spans if span is not None), default=0) * exchange.dtype.itemsize
+def _tag(signature: Signature, step: int, memory: Mapped | None) -> int:
+    """Return what ranks must agree on in one launch, as a number."""
+    place = (memory.array, memory.offset) if memory is not None else (0, 0)
+    return zlib.crc32(struct.pack("<IIIQ", signature.hash32, step, *place))

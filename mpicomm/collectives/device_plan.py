@@ -1,8 +1,8 @@
-"""Plan: the kernels of a collective on GPUs, ready to be enqueued again and again."""
+"""Plan: the steps of a collective on GPUs, ready to be enqueued again and again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import cupy
@@ -10,23 +10,24 @@ import cupy
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.kernels.load import Kernel
 
+Step = Callable[[int], object]
+"""Enqueues one thing on a stream, or on another that is in order with it."""
+
 
 class Plan:
-    """Loaded kernels with their launches, and the call they carry out in words."""
+    """Steps with all that they need, and the call they carry out in words."""
 
-    def __init__(self, text: str, kernels: Sequence[tuple[Kernel, Launch]]) -> None:
+    def __init__(self, text: str, steps: Sequence[Step]) -> None:
         self.text = text
-        self.kernels = tuple(kernels)
+        self.steps = tuple(steps)
         self.graph: int | None = None
         """The address of the plan as an executable graph, once there is one."""
         self._owner: Any = None
 
     def enqueue(self, stream: int) -> None:
-        """Enqueue the kernels one by one; the device's context must be current."""
-        for kernel, launch in self.kernels:
-            kernel.launch_structure(
-                stream, launch.arguments, blocks=launch.blocks, threads=launch.threads, early=launch.early
-            )
+        """Enqueue the steps one by one; the device's context must be current."""
+        for step in self.steps:
+            step(stream)
 
     def make_graph(self, stream: cupy.cuda.Stream) -> None:
         """Make `graph` by a capture on ``stream``, which is idle: it is launched in a third of the time."""
@@ -36,3 +37,10 @@ class Plan:
         finally:
             self._owner = stream.end_capture()
         self.graph = int(self._owner.graphExec)
+
+
+def launching(kernel: Kernel, launch: Launch) -> Step:
+    """Return the step that launches a loaded kernel."""
+    return lambda stream: kernel.launch_structure(
+        stream, launch.arguments, blocks=launch.blocks, threads=launch.threads, early=launch.early
+    )

@@ -2,26 +2,83 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from mpicomm.collectives.device_packets import Wire
+from mpicomm.collectives.device_channels import reduction_of, relays
+from mpicomm.collectives.device_packets import Wire, fans_out
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.kernels.packets import flags_can_carry, sentinels_can_carry
+from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.packets import flags_can_carry
+from mpicomm.kernels.reductions import sentinels_can_carry
 
-COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")
-"""No rank knows what the others send to each other, so they cannot choose alike."""
+_COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")  # no rank knows what the others send: they cannot choose alike
 _IN_STEP = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block")  # all send to all, and reduce what they take
 _EVEN_NBYTES = 4096  # less than a step of packets.cu in any launch that uses inboxes again
 _MOST_MOVED_NBYTES = 128 << 10
 """Packets with flags take twice the bytes on the links: from here on exchange.cu is faster where nothing is reduced."""
 _MOST_REDUCED_FLAGGED_NBYTES = 16 << 10
 """From here on those without flags are faster, where there is a choice."""
-_ONE_SHOT_NBYTES = {"flagged": 384 << 10, "sentinel": 768 << 10}
-"""How much a rank sends in a one-shot all-reduce at most, before it is two-shot."""
-_RELAYED_BCAST_NBYTES = 512 << 10
-_RELAYED_REDUCE_NBYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one exchange is carried out, or two of which the second sends on what the first has brought.
+
+    By packets.cu if there is a ``wire``, by direct.cu if ``direct``, else by exchange.cu.
+    """
+
+    step: int
+    exchange: Exchange
+    merged: Exchange | None
+    reduction: tuple[str, str] | None
+    wire: Wire | None
+    direct: bool
+
+
+def choose_ways(
+    exchanges: Sequence[Exchange],
+    signature: Signature,
+    rank: int,
+    nbytes: int,
+    inboxes: tuple[int, int],
+    *,
+    symmetric: bool,
+    algorithm: str = "one_shot",
+) -> list[Way]:
+    """Return how a collective's exchanges, those of ``algorithm``, are carried out, on all ranks alike.
+
+    ``nbytes`` is the most that one rank sends to another, ``inboxes`` what inboxes of the LL and of the sentinel wire
+    hold of it; ``symmetric`` is whether the output is symmetric memory. Raises `InvalidUsageError` for a reduction that
+    is not defined.
+    """
+    operation, ways, pending = signature.operation, [], list(enumerate(exchanges))
+    while pending:
+        step, exchange = pending.pop(0)
+        # Where not all ranks reduce, it is in the first exchange: the kernel is the same on all.
+        reduces = signature.op is not None and (step == 0 or exchange.reduction is not None)
+        reduction = reduction_of(exchange.dtype, signature.op) if signature.op and reduces else None
+        merges = fans_out if reduction else relays
+        following = pending[0][1] if pending and merges(rank, exchange, pending[0][1]) else None
+        wire = None
+        # The ring has an order of its own, which packets do not know.
+        if len(exchange.sends) > 1 and operation not in _COUNTS_DIFFER and algorithm != "ring":
+            in_step = reduction is not None and keeps_step(operation, exchange, following)
+            wire = packet_wire(in_step, nbytes, reduction, *inboxes)
+        # Packets fan out what they reduce; exchange.cu relays what it moves.
+        merged = following if (wire is not None) == (reduction is not None) else None
+        if merged is not None:
+            pending.pop(0)
+        moves = [each for each in (exchange, merged) if each is not None]
+        direct = symmetric and wire is None and reduction is None and all(each.lands is not None for each in moves)
+        ways.append(Way(step, exchange, merged, reduction, wire, direct))
+    return ways
+
+
+def longest_nbytes(exchange: Exchange) -> int:
+    """Return the most that one rank sends to another, as far as this one can know."""
+    spans = [*exchange.sends, *exchange.receives, exchange.reduction.output if exchange.reduction else None]
+    return max((span.count for span in spans if span is not None), default=0) * exchange.dtype.itemsize
 
 
 def keeps_step(operation: str, exchange: Exchange, following: Exchange | None) -> bool:
@@ -57,15 +114,8 @@ def packet_wire(
     return "sentinel" if sentinels and (nbytes <= sentinel_nbytes or in_step) else None
 
 
-def use_two_shot(operation: str, nbytes: int, size: int, dtype: np.dtype[Any]) -> bool:
-    """Whether a message of ``nbytes`` takes two hops: less traffic through one rank's links, but the time of a hop."""
-    sentinels = sentinels_can_carry(dtype.name)
-    if operation == "Allreduce":
-        if size == 2 and sentinels:  # one hop has no more traffic
-            return False
-        return nbytes * (size - 1) > _ONE_SHOT_NBYTES["sentinel" if sentinels else "flagged"]
-    if size == 2:
-        return False
-    if operation == "Bcast":
-        return nbytes >= _RELAYED_BCAST_NBYTES
-    return operation == "Reduce" and sentinels and nbytes >= _RELAYED_REDUCE_NBYTES
+def copied_piece_nbytes(nbytes: int, size: int, most_staged_nbytes: int) -> int:
+    """Return in pieces of how many bytes copy engines carry an all-reduce out: as few as the staging memory allows."""
+    pieces = -(-nbytes * (size - 1) // (size * most_staged_nbytes))
+    step = -(-nbytes // max(1, pieces))
+    return -(-step // _EVEN_NBYTES) * _EVEN_NBYTES

@@ -17,7 +17,7 @@ from mpi4py import MPI
 
 from mpicomm.backend.base import Backend, Scratch
 from mpicomm.backend.host import HostBackend
-from mpicomm.collectives import patterns, types
+from mpicomm.collectives import tuning, types
 from mpicomm.collectives.arguments import parse
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.buffers import read
@@ -30,18 +30,18 @@ from mpicomm.collectives.known_calls import KnownCalls
 from mpicomm.collectives.ops import AVG
 from mpicomm.collectives.plain_calls import is_plainly_mpis, limits
 from mpicomm.collectives.requests import Completer, DeferredRequest, PersistentRequest
-from mpicomm.collectives.signature import Signature
 from mpicomm.domain import Domain
 from mpicomm.errors import InvalidUsageError
-from mpicomm.memory import SymmetricArray
+from mpicomm.kernels.reductions import sentinels_can_carry
+from mpicomm.mappings import Mappings
 from mpicomm.placement import Placement
 
 if TYPE_CHECKING:
     from mpicomm.collectives.device_engine import DeviceEngine
     from mpicomm.collectives.device_plan import Plan
 
-ALGORITHMS = ("auto", "mpi", "one_shot", "two_shot")
-_TWO_SHOT = ("Allreduce", "Bcast")
+ALGORITHMS = ("auto", "mpi", "one_shot", "two_shot", "ring", "copy_engine")
+_TWO_SHOT = ("Allreduce", "Bcast")  # on the host
 
 
 class Collectives:
@@ -69,9 +69,10 @@ class Collectives:
         self._board: Board | None = None
         self._host_engine: HostEngine | None = None
         self._device_engine: DeviceEngine | None = None
-        self._barrier_array: SymmetricArray | None = None
         self._scratch: dict[bool, list[Scratch]] = {}
         self._known = KnownCalls()
+        self._mappings: Mappings | None = None
+        self._version = 0
 
     def run(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> None:
         """Carry out a blocking collective; on device arrays, enqueue it."""
@@ -133,14 +134,8 @@ class Collectives:
         if not isinstance(domain.backend.device, int):
             refuse_stream("Barrier", stream)
         _require_one_node(domain, "Barrier(stream=)")
-        if self._barrier_array is None:
-            self._barrier_array = domain.empty((2, self._size), np.uint8, zero=True)
-        base = self._barrier_array.local.data.ptr
-        mine, theirs = ([Span(base + row * self._size + peer, 1) for peer in range(self._size)] for row in (0, 1))
-        steps = patterns.alltoall(self._rank, self._size, np.dtype(np.uint8), mine, theirs)
         engine = self._on_device("Barrier")
-        plan = engine.prepare(steps, Signature("Barrier", "uint8", 1))
-        engine.enqueue(plan, domain.backend.stream(stream))
+        engine.enqueue(engine.prepare_barrier(), domain.backend.stream(stream))
 
     def through_host(
         self, operation: str, call: Callable[..., Any], buffers: list[tuple[Any, bool, str]], stream: Any
@@ -169,16 +164,23 @@ class Collectives:
     def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
         if algorithm not in ALGORITHMS:
             raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(ALGORITHMS)}")
-        if algorithm == "two_shot" and operation not in _TWO_SHOT:
-            raise InvalidUsageError(f'algorithm="two_shot" is for {" and ".join(_TWO_SHOT)}: use "one_shot"')
+        possible = tuning.operations_of(algorithm)
+        if algorithm in ("two_shot", "ring", "copy_engine") and operation not in possible:
+            raise InvalidUsageError(
+                f'algorithm="{algorithm}" is for {", ".join(possible)}, not {operation}: use "one_shot"'
+            )
         if operation == "Reduce_scatter" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
         call = Call(operation, arguments, self._rank, self._size)
-        if algorithm in ("one_shot", "two_shot") and call.dtype is None:
+        if algorithm not in ("auto", "mpi") and call.dtype is None:
             raise InvalidUsageError(
                 f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
             )
+        if algorithm == "copy_engine" and not call.on_device:
+            raise InvalidUsageError('algorithm="copy_engine" is for device arrays: use "one_shot"')
+        if algorithm == "two_shot" and operation == "Reduce" and not (call.on_device and _is_flagless(call)):
+            raise InvalidUsageError('algorithm="two_shot" of Reduce is for floats on devices: use "one_shot"')
         return call
 
     def _mapped(self, call: Call, algorithm: str) -> bool:
@@ -205,6 +207,10 @@ class Collectives:
         """Enqueue a call on device arrays that was made before; return the stream it is on, None if it was not."""
         if self._device_engine is None:
             return None
+        assert self._mappings is not None
+        if self._mappings.version != self._version:  # symmetric memory may have become ordinary, or the other way round
+            self._version = self._mappings.version
+            self._known = KnownCalls()
         plan = self._known.find(self._known.key(operation, arguments, algorithm))
         if plan is None:
             return None
@@ -226,7 +232,7 @@ class Collectives:
         array = _array(call.operands[0].spec) if call.operands else None
         one_node = len(domain.placement.nodes) == 1
         if call.dtype is not None and algorithm != "mpi" and one_node:
-            plan = self._on_device(operation).prepare(self._exchanges(call, algorithm), call.signature)
+            plan = self._prepare_on_device(call, algorithm)
             self._known.add(self._known.key(operation, arguments, algorithm), plan, arguments.op)
             return self._enqueue_plan(plan, stream, array)
         resolved = domain.backend.stream(stream, array)
@@ -248,21 +254,41 @@ class Collectives:
                 f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
             )
 
-    def _exchanges(self, call: Call, algorithm: str) -> list[Exchange]:
-        nbytes = call.nbytes or 0
+    def _prepare_on_device(self, call: Call, algorithm: str) -> Plan:
+        from mpicomm.collectives.device_selection import copied_piece_nbytes
+
+        engine, output, nbytes = self._on_device(call.operation), call.common_output, call.nbytes or 0
+        memory = None
+        if output is not None and output.total and self._mappings is not None:
+            assert call.dtype is not None
+            memory = self._mappings.find(output.pointer, output.total * call.dtype.itemsize)
+        if algorithm == "copy_engine" and memory is None and nbytes > 0:
+            raise InvalidUsageError(
+                f'{call.operation}: algorithm="copy_engine" writes into the memory of the others: the output must be '
+                "part of an array of comm.empty(), comm.zeros() or comm.register(), the same on all ranks, and not the "
+                'input of an Alltoall; else use algorithm="auto"'
+            )
+        if algorithm == "auto":
+            registered = memory is not None
+            algorithm = engine.tuning.algorithm(
+                call.operation, nbytes, self._size, flagless=_is_flagless(call), registered=registered
+            )
+        if self._size == 1 or nbytes == 0:  # there is nothing to choose
+            algorithm = "one_shot"
         piece = None
-        if self._size > 1 and call.on_device:
-            if self._is_two_shot(call, nbytes) if algorithm == "auto" else algorithm == "two_shot":
-                piece = max(nbytes, 1)
-        elif self._size > 1 and call.operation in _TWO_SHOT and algorithm in ("auto", "two_shot"):
-            piece = piece_nbytes(call.operation, nbytes, self._size, forced=algorithm == "two_shot")
-        return call.exchanges(piece, self._scratch_for(call))
+        if algorithm == "two_shot":
+            piece = nbytes
+        elif algorithm == "copy_engine":
+            piece = copied_piece_nbytes(nbytes, self._size, engine.most_staged_nbytes)
+        exchanges = call.exchanges(piece, self._scratch_for(call), ring=algorithm == "ring")
+        return engine.prepare(exchanges, call.signature, memory, algorithm=algorithm)
 
-    def _is_two_shot(self, call: Call, nbytes: int) -> bool:
-        from mpicomm.collectives.device_selection import use_two_shot
-
-        assert call.dtype is not None
-        return use_two_shot(call.operation, nbytes, self._size, call.dtype)
+    def _exchanges(self, call: Call, algorithm: str) -> list[Exchange]:
+        """Return a call on host arrays as exchanges."""
+        piece = None
+        if self._size > 1 and call.operation in _TWO_SHOT and algorithm in ("auto", "two_shot"):
+            piece = piece_nbytes(call.operation, call.nbytes or 0, self._size, forced=algorithm == "two_shot")
+        return call.exchanges(piece, self._scratch_for(call), ring=algorithm == "ring")
 
     def _scratch_for(self, call: Call) -> Span | None:
         """Return scratch memory; kept until the communicator is freed, as a captured graph goes on using it."""
@@ -310,6 +336,7 @@ class Collectives:
             board = self._shared_board(domain)
             with backend.loading():  # it allocates and waits, which a thread that captures a graph may not otherwise
                 self._device_engine = domain.keep(DeviceEngine(domain.node, backend, domain.kind, board))
+            self._mappings = domain.mappings
         return self._device_engine
 
     def _shared_board(self, domain: Domain) -> Board:
@@ -335,6 +362,11 @@ def _mpi_knows(call: Call) -> bool:
     if call.operation == "Reduce_scatter" and call.in_place:  # MPICH 5 ends the program if a block overlaps its result
         return False
     return types.mpi_datatype(call.dtype) is not None
+
+
+def _is_flagless(call: Call) -> bool:
+    """Whether packets of what is reduced can do without flags."""
+    return call.reduces and call.dtype is not None and sentinels_can_carry(call.dtype.name)
 
 
 def _require_one_node(domain: Domain, what: str) -> None:

@@ -50,3 +50,6 @@ class Exchange:
     sends: tuple[Span | None, ...]
     receives: tuple[Span | None, ...]
     reduction: Reduction | None = None
+    lands: tuple[Span | None, ...] | None = None
+    """Where what goes to each rank belongs there, as it would on this rank, if the place is the same on all: known
+    where all ranks have buffers of one form. For engines that store into symmetric memory."""

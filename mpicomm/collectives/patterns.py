@@ -66,6 +66,36 @@ def allreduce(
     return steps
 
 
+def ring_allreduce(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> list[Exchange]:
+    """Every rank's ``output`` is the reduction of all ranks' ``send``; a rank sends to the next one alone.
+
+    A reduce-scatter, which leaves the result of shard r on rank r, then an all-gather, of ``size - 1`` exchanges each:
+    P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
+
+    The order of reduction is not `allreduce`'s but the ring's own, and as fixed: for shard r ranks r + 1, ... and
+    r itself last. Partial results travel as ``dtype``: types of 16 bits or fewer are rounded at every step. None can be
+    averaged on the way: ``avg`` raises `InvalidUsageError`.
+    """
+    if op == "avg":
+        raise InvalidUsageError('the ring cannot average: use algorithm="auto", or sum and divide by the ranks')
+    if size == 1:
+        return allreduce(rank, size, dtype, send, output, op)
+    following, previous = (rank + 1) % size, (rank - 1) % size
+    nowhere: tuple[None, ...] = (None,) * size
+    shards, results = split(send, size, dtype.itemsize), split(output, size, dtype.itemsize)
+    steps = []
+    partial = shards[previous]
+    for step in range(1, size):
+        index = (previous - step) % size
+        reduction = Reduction(op, (previous, rank), shards[index], results[index])
+        steps.append(Exchange(dtype, _only(following, partial, size), nowhere, reduction))
+        partial = results[index]
+    for step in range(size - 1):
+        passed_on, taken = results[(rank - step) % size], results[(previous - step) % size]
+        steps.append(Exchange(dtype, _only(following, passed_on, size), _only(previous, taken, size)))
+    return steps
+
+
 def reduce(
     rank: int,
     size: int,
@@ -126,7 +156,7 @@ def reduce_scatter(
 
 def allgather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans) -> list[Exchange]:
     """Every rank's block r is what rank r sends; blocks of any counts and places make it MPI's Allgatherv."""
-    return [Exchange(dtype, (send,) * size, tuple(blocks))]
+    return [Exchange(dtype, (send,) * size, tuple(blocks), lands=(blocks[rank],) * size)]
 
 
 def gather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans | None, root: int) -> list[Exchange]:
@@ -143,7 +173,7 @@ def scatter(rank: int, size: int, dtype: Dtype, blocks: Spans | None, output: Sp
 
 def alltoall(rank: int, size: int, dtype: Dtype, send_blocks: Spans, blocks: Spans) -> list[Exchange]:
     """Block r of rank s is what rank r has in its send block s; any counts and places."""
-    return [Exchange(dtype, tuple(send_blocks), tuple(blocks))]
+    return [Exchange(dtype, tuple(send_blocks), tuple(blocks), lands=(blocks[rank],) * size)]
 
 
 def bcast(
@@ -156,7 +186,7 @@ def bcast(
     """
     if piece_nbytes is None:
         sends = tuple(buffer if rank == root != peer else None for peer in range(size))
-        return [Exchange(dtype, sends, _only(root, None if rank == root else buffer, size))]
+        return [Exchange(dtype, sends, _only(root, None if rank == root else buffer, size), lands=(buffer,) * size)]
     steps = []
     for piece in _pieces(buffer, dtype, piece_nbytes):
         shards = split(piece, size, dtype.itemsize)
@@ -170,9 +200,12 @@ def bcast(
 def relayed_bcast(rank: int, size: int, dtype: Dtype, buffer: Span, root: int) -> list[Exchange]:
     """As bcast: the root sends each other rank a shard, which that sends on. What the root sends is the whole, once."""
     shards = _split_without(root, buffer, size, dtype.itemsize)
+    nowhere: tuple[None, ...] = (None,) * size
     others = tuple(shards[rank] if peer not in (rank, root) and rank != root else None for peer in range(size))
     receives = tuple(shard if rank not in (peer, root) and peer != root else None for peer, shard in enumerate(shards))
-    return [*scatter(rank, size, dtype, shards, shards[rank], root), Exchange(dtype, others, receives)]
+    sends = tuple(shards) if rank == root else nowhere
+    first = Exchange(dtype, sends, _only(root, shards[rank] if rank != root else None, size), lands=tuple(shards))
+    return [first, Exchange(dtype, others, receives, lands=(shards[rank],) * size)]
 
 
 def relayed_reduce(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PAUSE_S = 50e-6
+_LINGER_S = 0.05
 _SPIN_S = 200e-6  # so long a wait looks without a pause: most device collectives take less
 
 
@@ -89,7 +90,7 @@ class _Pending:
 
 
 class Completer:
-    """Completes the deferred requests of one communicator, in a thread that lives while some are pending.
+    """Completes the deferred requests of one communicator, in a thread that lives while there are some.
 
     The thread exists so that ``MPI.Request.Waitall`` over a mixture of requests works: inside MPI's wait nobody else
     could notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default; with less, requests are
@@ -97,8 +98,9 @@ class Completer:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._pending: list[_Pending] = []
+        self._running = False
 
     def start(
         self, done: Callable[[], bool], finish: Callable[[], None], status: MPI.Status | None = None
@@ -121,21 +123,25 @@ class Completer:
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             wrapped.drive()
             return wrapped
-        with self._lock:
+        with self._changed:
             self._pending.append(pending)
-            if len(self._pending) == 1:
+            if self._running:
+                self._changed.notify()
+            else:
+                self._running = True
                 threading.Thread(target=self._run, name="mpicomm completer", daemon=True).start()
         return wrapped
 
     def _run(self) -> None:
         while True:
-            for pending in list(self._pending):
-                if pending.advance():
-                    with self._lock:
-                        self._pending.remove(pending)
-                        if not self._pending:
-                            return  # under the lock: `start` either sees an empty list or is seen by this loop
-            time.sleep(_PAUSE_S)
+            time.sleep(_PAUSE_S)  # whoever has started a request may be about to wait for it
+            over = {id(pending) for pending in list(self._pending) if pending.advance()}
+            with self._changed:
+                self._pending = [pending for pending in self._pending if id(pending) not in over]
+                # To start a thread takes longer than most collectives: one that comes after the other finds it there.
+                if not self._pending and not self._changed.wait_for(lambda: self._pending, _LINGER_S):
+                    self._running = False  # under the lock: `start` either finds it running or starts another
+                    return
 
 
 class PersistentRequest(MPI.Prequest):

@@ -15,6 +15,7 @@ from typing import Any
 
 from cuda.bindings import nvrtc
 
+from mpicomm import environment
 from mpicomm.errors import BackendUnavailableError, KernelCompileError
 
 KERNELS = Path(__file__).parent
@@ -33,7 +34,7 @@ def compile_kernel(source: Path, compute_capability: tuple[int, int], extra_opti
     digest = hashlib.sha256(repr((version, options, text)).encode())
     for header in sorted(KERNELS.glob("*.cuh")):
         digest.update(repr((header.name, header.read_bytes())).encode())
-    directory = _cache_directory()
+    directory = environment.cache_directory()
     cached = directory and directory / f"{source.stem}-{architecture}-{digest.hexdigest()[:32]}"
     if cached:
         with contextlib.suppress(OSError):
@@ -112,16 +113,6 @@ def _output(get_size: Any, get: Any, program: Any) -> bytes:
 def _check(status: Any) -> None:
     if int(status) != 0:
         raise KernelCompileError(f"NVRTC failed: {status.name}")
-
-
-def _cache_directory() -> Path | None:
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the XDG specification: unset, empty and relative are all to be ignored
-        try:
-            base = Path.home() / ".cache"
-        except RuntimeError:  # this user has no home
-            return None
-    return base / "mpicomm"
 
 
 def _store(path: Path, image: bytes) -> None:

@@ -37,7 +37,7 @@
 
 #include "team.cuh"
 #if defined(MPICOMM_DTYPE)
-#include "reduce.cuh"
+#include "reduce_bytes.cuh"
 #endif
 
 namespace mpicomm {
@@ -119,7 +119,7 @@ MPICOMM_DEVICE bool await(const Exchange& exchange, const u64* word, const Watch
   const auto leave = [&] { return load_relaxed(abort_word(exchange.team, exchange.team.rank)) != 0; };
   const SpinEnd end = spin(reached, leave, watch);
   if (end == kTimeUp) raise_abort(exchange.team, watch);
-  if (end == kLeft) heed_abort(exchange.team, watch.block);
+  if (end == kLeft) heed_abort(exchange.team, watch.block, load_relaxed(abort_word(exchange.team, exchange.team.rank)));
   if (end != kReached) return false;
   if (!tagged || static_cast<u32>(value) == tag) return true;
   const Watch mismatch{watch.faults, 0, kMismatch, watch.sequence, watch.block, watch.peer};
@@ -129,14 +129,6 @@ MPICOMM_DEVICE bool await(const Exchange& exchange, const u64* word, const Watch
 }
 
 #if defined(MPICOMM_DTYPE)
-using Element = dtype::MPICOMM_DTYPE;
-using Op = op::MPICOMM_OP<Element>;
-constexpr u32 kElements = kPacketNbytes / sizeof(Element);
-
-struct Elements {
-  Element of[kElements];
-};
-
 // Where a chunk of each source lies, and how much of it there is.
 struct Chunk {
   const Exchange& exchange;
@@ -151,55 +143,13 @@ struct Chunk {
   }
 };
 
-// Reduces bytes `begin` to `end` of a chunk in rank order, `at_once` packets a thread; `aligned` if they all are.
-template <u32 at_once, bool aligned>
-MPICOMM_DEVICE void reduce_bytes(const Chunk& chunk, u64 begin, u64 end) {
-  u8* const output = chunk.exchange.output + chunk.at;
-  const u64 stride = static_cast<u64>(blockDim.x) * kPacketNbytes;
-  for (u64 start = begin + static_cast<u64>(threadIdx.x) * kPacketNbytes; start < end; start += at_once * stride) {
-    typename Op::State states[at_once][kElements];
-    for (u32 place = 0; place < chunk.exchange.num_sources; ++place) {
-      const u8* const from = chunk.of(chunk.exchange.sources[place]);
-      Packet packets[at_once];
-#pragma unroll
-      for (u32 i = 0; i < at_once; ++i) {
-        const u64 offset = start + i * stride;
-        packets[i] = Packet{};
-        if (offset < end) {
-          packets[i] = aligned ? load_aligned(from + offset) : load_any(from + offset, width_of(from), end - offset);
-        }
-      }
-#pragma unroll
-      for (u32 i = 0; i < at_once; ++i) {
-        const Elements elements = __builtin_bit_cast(Elements, packets[i]);
-#pragma unroll
-        for (u32 e = 0; e < kElements; ++e) {
-          states[i][e] = place == 0 ? Op::first(elements.of[e]) : Op::next(states[i][e], elements.of[e]);
-        }
-      }
-    }
-#pragma unroll
-    for (u32 i = 0; i < at_once; ++i) {
-      const u64 offset = start + i * stride;
-      Elements result;
-#pragma unroll
-      for (u32 e = 0; e < kElements; ++e) result.of[e] = Op::last(states[i][e], chunk.exchange.num_sources);
-      const Packet packet = __builtin_bit_cast(Packet, result);
-      if (offset >= end) continue;
-      if (aligned) store_aligned(output + offset, packet);
-      else store_any(output + offset, packet, width_of(output), end - offset);
-    }
-  }
-}
-
 MPICOMM_DEVICE void reduce_chunk(const Chunk& chunk) {
-  // As many packets at once as registers hold the sums of.
-  constexpr u32 kAtOnce = sizeof(Element) < 4 ? 2 : 4;
+  const Exchange& exchange = chunk.exchange;
   // Slots are always aligned; own is a null pointer, hence aligned, where this rank contributes nothing.
-  const bool aligned = width_of(chunk.exchange.output) == 16 && width_of(chunk.exchange.own) == 16;
-  const u64 whole = aligned ? chunk.nbytes / kPacketNbytes * kPacketNbytes : 0;
-  reduce_bytes<kAtOnce, true>(chunk, 0, whole);
-  reduce_bytes<1, false>(chunk, whole, chunk.nbytes);
+  const bool aligned = width_of(exchange.output) == 16 && width_of(exchange.own) == 16;
+  const auto source = [&](u32 place) { return chunk.of(exchange.sources[place]); };
+  reduce_bytes(
+      exchange.output + chunk.at, source, exchange.num_sources, chunk.nbytes, aligned, threadIdx.x, blockDim.x);
 }
 #endif
 
@@ -241,7 +191,8 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
 
   // One thread, of a warp that keeps no channel, looks whether somebody has given up before. The loads are under way
   // while the first chunks are copied; their results count before the first flag is raised.
-  const bool healthy = thread != 32 || mpicomm::is_healthy(exchange.team, channel);
+  const bool healthy =
+      thread != 32 || mpicomm::is_healthy(exchange.team, channel, mpicomm::load_health(exchange.team));
   __syncthreads();
 
   u32 steps = 0;

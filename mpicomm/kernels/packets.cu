@@ -307,20 +307,15 @@ struct Worker {
   }
 };
 
-// Gives up, as `peer` is in another call than this rank.
-MPICOMM_DEVICE bool refuse(const Team& team, u32 peer, u32 launch) {
-  const Watch mismatch{team.faults, 0, kMismatch, launch, blockIdx.x, team.names[peer]};
-  report_fault(mismatch, 0);
-  raise_abort(team, mismatch);
-  return false;
-}
-
 // What the threads that move no data do, beside those that do: they cost nothing.
 MPICOMM_DEVICE void oversee(const Packets& x, u32 launch) {
   const Team& team = x.team;
   const u32 peer = threadIdx.x % kOverseers;
-  if (blockIdx.x != 0) return;
-  if (peer < kRanks && peer != team.rank && (x.sources >> peer & 1 || x.receive_nbytes[peer] > 0)) {
+  if (blockIdx.x != 0 || peer >= kRanks || peer == team.rank) return;
+  // A rank that had nothing to take in the last launch was not told then that others were in something else.
+  const Announcements ours = load_announcements(team, team.rank), theirs = load_announcements(team, peer);
+  if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
+  if ((x.sources >> peer & 1) != 0 || x.receive_nbytes[peer] > 0) {
     // Data does not say what call it belongs to; its sender does, in an announcement that was made before.
     u32 said = kAbsent;
     const auto absent = [&] {
@@ -360,11 +355,11 @@ MPICOMM_DEVICE void run(const Packets& x) {
   u32* const launches = launches_of(team);
   const u32 launch = launches[blockIdx.x] + 1;
   const bool has_peer = thread < kRanks && thread != rank;
-  Announcements theirs{}, ours{};
-  if (has_peer) {
-    theirs = load_announcements(team, thread);
-    ours = load_announcements(team, rank);
-  }
+  Announcements theirs{};
+  if (has_peer) theirs = load_announcements(team, thread);
+  // Before anything depends on one of the loads above, which a warp waits for as a whole.
+  Health health;
+  if (thread == kRanks) health = load_health(team);
   u64 a_at = number * kUnitNbytes;
   Outgoing out;
   if (thread < workers) out.load(x, a_at);
@@ -383,16 +378,12 @@ MPICOMM_DEVICE void run(const Packets& x) {
     };
     ok = await_ranks(team, launch, absent);
   }
-  // A rank that had nothing to take in the last launch was not told then that others were in something else.
-  if (ok && has_peer && theirs.differ_from(ours, launch - 1)) ok = refuse(team, thread, launch - 1);
   // Before anything is stored to a peer, which could not tell it from what it waits for.
-  if (thread == kRanks) ok = is_healthy(team, blockIdx.x);
+  if (thread == kRanks) ok = is_healthy(team, blockIdx.x, health);
   // All leave or none: and all have read their number before it is advanced.
   if (!__syncthreads_and(ok)) return;
   if (thread >= workers) return oversee(x, launch);
-  for (u32 block = blockIdx.x + thread * gridDim.x; block < kMaxBlocks; block += gridDim.x * workers) {
-    launches[block] = launch;
-  }
+  count_launch(team, launch, thread, workers);
 
   const Worker worker{x, launch, flag_of(launch)};
   u64 b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;

@@ -54,11 +54,6 @@ def packet_kernel(reduction: tuple[str, str] | None, size: int, *, sentinel: boo
     return Variant("packets.cu", "mpicomm_packets", options)
 
 
-def sentinels_can_carry(dtype: str) -> bool:
-    """Whether packets of what is reduced as this dtype can do without a flag."""
-    return dtype.startswith(("float", "bfloat", "complex"))
-
-
 def flags_can_carry(dtype: str) -> bool:
     """Whether an element fits into a packet with flags."""
     return dtype != "complex128"

@@ -37,21 +37,28 @@ MPICOMM_DEVICE void raise_abort(const Team& team, const Watch& watch) {
   }
 }
 
-// Records here what another rank has said, if one has.
-MPICOMM_DEVICE bool heed_abort(const Team& team, u32 block) {
-  const u64 word = load_relaxed(abort_word(team, team.rank));
+// Records here what another rank has said in this one's abort word, if one has.
+MPICOMM_DEVICE bool heed_abort(const Team& team, u32 block, u64 word) {
   if (word == 0) return false;
   const u32 operation = static_cast<u32>(word >> 56), peer = static_cast<u32>(word >> 32) & 0xFFFFFFu;
   report_fault({team.faults, 0, operation, word & 0xFFFFFFFFu, block, peer}, 0);
   return true;
 }
 
+// What says whether somebody has given up. Loaded by itself, so that the loads are under way beside others.
+struct Health {
+  u32 failed = kClear;
+  u64 abort_word = 0;
+};
+MPICOMM_DEVICE Health load_health(const Team& team) {
+  return {load_relaxed(team.faults.failed), load_relaxed(abort_word(team, team.rank))};
+}
+
 // Whether nobody has given up, and no wait of another kernel has failed here. What is computed after such a failure is
 // not what it should be; the others learn at once that nothing more comes.
-MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block) {
-  const u32 failed = load_relaxed(team.faults.failed);
-  if (heed_abort(team, block)) return false;
-  if (failed == kClear) return true;
+MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health) {
+  if (heed_abort(team, block, health.abort_word)) return false;
+  if (health.failed == kClear) return true;
   raise_abort(team, {team.faults, 0, kExchange, 0, block, team.names[team.rank]});
   return false;
 }
@@ -63,6 +70,14 @@ MPICOMM_DEVICE u32* launches_of(const Team& team) {
   return reinterpret_cast<u32*>(team.arenas[team.rank] + kNumbers);
 }
 
+// Advances them, with `threads` threads of each block, once all of the block have read its number.
+MPICOMM_DEVICE void count_launch(const Team& team, u32 launch, u32 thread, u32 threads) {
+  u32* const launches = launches_of(team);
+  for (u32 block = blockIdx.x + thread * gridDim.x; block < kMaxBlocks; block += gridDim.x * threads) {
+    launches[block] = launch;
+  }
+}
+
 // What `announcer` says in `owner`'s arena of its last two launches: {launch, tag}, each at the place of its parity.
 MPICOMM_DEVICE u64* announcements(const Team& team, u32 owner, u32 announcer) {
   return reinterpret_cast<u64*>(team.arenas[owner] + kAnnouncements) + announcer * 2;
@@ -72,6 +87,13 @@ MPICOMM_DEVICE u64* announcements(const Team& team, u32 owner, u32 announcer) {
 // kernel, whose accesses were performed when it ended, and nothing of this one is published.
 MPICOMM_DEVICE void announce(const Team& team, u32 peer, u32 launch) {
   store_relaxed(announcements(team, peer, team.rank) + launch % 2, static_cast<u64>(launch) << 32 | team.tag);
+}
+
+// As `announce`, where the peer may go on to read what was written before `launch`, by whatever kernel or copy, or write
+// what was read. Pairs with `acquire_announcements` and publishes all that. That an earlier kernel is over says so to
+// this device alone.
+MPICOMM_DEVICE void announce_all_before(const Team& team, u32 peer, u32 launch) {
+  store_release(announcements(team, peer, team.rank) + launch % 2, static_cast<u64>(launch) << 32 | team.tag);
 }
 
 // What a rank has said of its last two launches: both, so as not to wait for the number of this one.
@@ -96,6 +118,12 @@ MPICOMM_DEVICE Announcements load_announcements(const Team& team, u32 announcer)
   return {{load_relaxed(words), load_relaxed(words + 1)}};
 }
 
+// Pairs with `announce_all_before` of that rank: what it did before is seen by the caller's accesses after this.
+MPICOMM_DEVICE Announcements acquire_announcements(const Team& team, u32 announcer) {
+  const u64* const words = announcements(team, team.rank, announcer);
+  return {{load_acquire(words), load_acquire(words + 1)}};
+}
+
 enum Announced : u32 { kAbsent, kSame, kDifferent };
 
 // What `peer` has said of `launch`.
@@ -105,6 +133,14 @@ MPICOMM_DEVICE Announced look_at(const Team& team, u32 peer, u32 launch) {
   // A peer that is two ahead has written over it: it cannot be, unless it was content with this launch.
   if (static_cast<i32>(said - launch) < 0) return kAbsent;
   return said != launch || static_cast<u32>(word) == team.tag ? kSame : kDifferent;
+}
+
+// Gives up, as `peer` was in another call than this rank in `launch`.
+MPICOMM_DEVICE bool refuse(const Team& team, u32 peer, u32 launch) {
+  const Watch mismatch{team.faults, 0, kMismatch, launch, blockIdx.x, team.names[peer]};
+  report_fault(mismatch, 0);
+  raise_abort(team, mismatch);
+  return false;
 }
 
 // How long a wait has lasted, looked at only when it lasts long: kept out of the loops, which stay short that way.
@@ -119,10 +155,7 @@ struct Patience {
     if (start == 0) start = next_look = now;
     if (now < next_look) return true;
     next_look = now + kLookEvery_ns;
-    if (load_relaxed(abort_word(team, team.rank)) != 0) {
-      heed_abort(team, blockIdx.x);
-      return false;
-    }
+    if (heed_abort(team, blockIdx.x, load_relaxed(abort_word(team, team.rank)))) return false;
     Watch watch{team.faults, team.timeout_ns, kExchange, launch, blockIdx.x, 0};
     u64 elapsed = now - start;
     bool over = elapsed > team.timeout_ns;

@@ -38,6 +38,12 @@ def to_host(array: Any) -> npt.NDArray[Any]:
     return copy
 
 
+def settle(comm: mpicomm.Communicator) -> None:
+    """Let every rank come to the end of its work. Collective."""
+    comm.check()
+    comm.Barrier()
+
+
 def node_ranks(array: mpicomm.SymmetricArray) -> list[int]:
     """Return the ranks whose parts can be reached from here."""
     return [rank for rank, pointer in enumerate(to_host(array.pointers).tolist()) if pointer]
@@ -50,8 +56,7 @@ def require_memory_works(comm: mpicomm.Communicator) -> None:
         assert comm.rank in ranks
         for peer in ranks:
             array.peer(peer)[comm.rank] = 1000 + 10 * comm.rank + peer
-        comm.check()
-        comm.Barrier()
+        settle(comm)
         expected = [1000 + 10 * rank + comm.rank if rank in ranks else 0 for rank in range(comm.size)]
         assert to_host(array.local).tolist() == expected
 

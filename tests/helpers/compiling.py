@@ -13,7 +13,8 @@ def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]
     """Let each rank compile some of the kernels for these ``(dtype, op)``, for all. Collective."""
     from mpicomm.kernels.compile import KERNELS, compile_kernel
     from mpicomm.kernels.exchange import exchange_kernel
-    from mpicomm.kernels.packets import flags_can_carry, packet_kernel, sentinels_can_carry
+    from mpicomm.kernels.packets import flags_can_carry, packet_kernel
+    from mpicomm.kernels.reductions import sentinels_can_carry
 
     variants = [exchange_kernel(pair) for pair in pairs]
     for pair, sentinel, fan_out in itertools.product(pairs, (False, True), (False, True)):

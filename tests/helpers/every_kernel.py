@@ -58,6 +58,27 @@ def each_way(comm: mpicomm.Communicator) -> None:
         check([(told, np.full(count, comm.size - 1, np.int32))])
 
 
+def symmetric(comm: mpicomm.Communicator) -> None:
+    """Write straight into the memory of the others: kernels, their relays, copy engines with a local reduction."""
+    size, rank = comm.size, comm.rank
+    with comm.zeros(300_007 * size, np.float32) as array:
+        for count in (1003, 300_007):
+            parts = [samples(array.dtype, count, np.random.default_rng([count, peer])) for peer in range(size)]
+            mine, output = cupy.asarray(parts[rank]), array.local[:count]
+            for algorithm in ("one_shot", "copy_engine"):
+                gathered = array.local[: count * size]
+                comm.Allgather(mine, gathered, algorithm=algorithm)
+                check([(gathered, np.concatenate(parts))])
+                comm.Barrier(stream=cupy.cuda.get_current_stream())
+            comm.Allreduce(mine, output, algorithm="copy_engine")
+            check([(output, reduced("sum", parts))])
+            comm.Barrier(stream=cupy.cuda.get_current_stream())
+            output[:] = mine
+            comm.Bcast(output, root=0, algorithm="two_shot")
+            check([(output, parts[0])])
+            comm.Barrier(stream=cupy.cuda.get_current_stream())
+
+
 def movements(comm: mpicomm.Communicator, count: int, seed: int) -> list[tuple[Any, Any]]:
     """Enqueue a broadcast, an all-gather and an all-to-all; return what is got and what should be."""
     parts = [samples(np.dtype(np.int32), count * comm.size, np.random.default_rng([seed, r])) for r in range(comm.size)]
@@ -145,6 +166,7 @@ def main() -> None:
         for seed, count in enumerate((*COUNTS, 300007)):
             check(movements(comm, count, seed))
         each_way(comm)
+        symmetric(comm)
         signals(comm)
         comm.check()
 

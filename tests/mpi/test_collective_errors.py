@@ -186,7 +186,7 @@ def bad_arguments(xp: Any, size: int, count: int) -> dict[str, tuple[str, tuple[
         "root too large": ("Bcast", (send,), {"root": size}, f"root={size} is no rank: use 0 to {size - 1}"),
         "root negative": ("Reduce", (send, receive), {"root": -1}, "root=-1 is no rank"),
         "unknown algorithm": ("Allreduce", (send, receive), {"algorithm": "ring-a-ring"}, "'ring-a-ring' is unknown"),
-        "no two_shot": ("Scan", (send, receive), {"algorithm": "two_shot"}, "two_shot.* is for Allreduce and Bcast"),
+        "no two_shot": ("Scan", (send, receive), {"algorithm": "two_shot"}, "two_shot.* is for .*, not Scan"),
         "in place receive": ("Allreduce", (send, MPI.IN_PLACE), {}, "recvbuf=.*IN_PLACE.* has no meaning"),
     }
 

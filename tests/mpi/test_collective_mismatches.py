@@ -30,14 +30,37 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_that_call_different_things_are_told_who_said_what(device: str, what: str) -> None:
-    if MPI.COMM_WORLD.size == 1:
-        pytest.skip("needs several ranks")
     operation, first, others = DIFFERENT[what]
     comm = communicator(device, timeout_s=10)
     arguments = {"operation": operation, "dtype": FLOAT32, "count": 5, **(first if comm.rank == 0 else others)}
-    case = Case(**arguments, algorithm="one_shot")
+    text = told_on_every_rank(comm, Case(**arguments, algorithm="one_shot"))
+    said = {f"{name}={value}" for name, value in (*first.items(), *others.items()) if name in ("count", "op", "root")}
+    said |= {str(each[name]) for each in (first, others) for name in each if name in ("operation", "dtype")}
+    assert all(word in text for word in said), f"{said} are not all in: {text}"
+    assert all(f"rank {rank}: " in text for rank in range(comm.size)), text
+    comm.Free()
+    require_a_new_one_works(device)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("operation", ["Bcast", "Gather", "Reduce", "Scatter"])
+def test_different_roots_are_an_error_on_all_ranks(device: str, operation: str) -> None:
+    comm = communicator(device, timeout_s=10)
+    start = time.monotonic()
+    text = told_on_every_rank(comm, Case(operation, FLOAT32, 5, root=min(comm.rank, 1), algorithm="one_shot"))
+    # Some ranks wait for each other, in vain.
+    assert time.monotonic() - start < 5
+    for rank in range(comm.size):
+        assert re.search(rf"rank {rank}: {operation}\([^)]*root={min(rank, 1)}\)", text), text
+    comm.Free()
+    require_a_new_one_works(device)
+
+
+def told_on_every_rank(comm: mpicomm.Communicator, case: Case) -> str:
+    """Return what all ranks are told when each calls its ``case``; the communicator is unusable then."""
     with array_module(comm) as xp:
         prepared = Prepared(case, comm.rank, comm.size, xp)
         after = Prepared(Case("Allreduce", FLOAT32, 3, algorithm="one_shot"), comm.rank, comm.size, xp)
@@ -46,39 +69,8 @@ def test_ranks_that_call_different_things_are_told_who_said_what(device: str, wh
             comm.check()
             after.run(comm)  # a rank that had nothing to wait for is told at its next call
             comm.check()
-        said = {
-            f"{name}={value}" for name, value in (*first.items(), *others.items()) if name in ("count", "op", "root")
-        }
-        said |= {str(each[name]) for each in (first, others) for name in each if name in ("operation", "dtype")}
-        assert all(word in str(info.value) for word in said), f"{said} are not all in: {info.value}"
-        assert all(f"rank {rank}: " in str(info.value) for rank in range(comm.size)), str(info.value)
         require_unusable(comm, after, PeerError)
-    comm.Free()
-    require_a_new_one_works(device)
-
-
-@pytest.mark.parametrize("operation", ["Bcast", "Gather", "Reduce", "Scatter"])
-def test_different_roots_are_an_error_on_all_ranks(device: str, operation: str) -> None:
-    if MPI.COMM_WORLD.size == 1:
-        pytest.skip("needs several ranks")
-    comm = communicator(device, timeout_s=10)
-    case = Case(operation, FLOAT32, 5, root=min(comm.rank, 1), algorithm="one_shot")
-    start = time.monotonic()
-    with array_module(comm) as xp:
-        prepared = Prepared(case, comm.rank, comm.size, xp)
-        after = Prepared(Case("Allreduce", FLOAT32, 3, algorithm="one_shot"), comm.rank, comm.size, xp)
-        with raises_everywhere(MPI.COMM_WORLD, PeerError, match=r"ranks called different things: rank 0: ") as info:
-            prepared.run(comm)
-            comm.check()
-            after.run(comm)  # ranks that had nothing to wait for are told at their next call
-            comm.check()
-        # Some ranks wait for each other, in vain.
-        assert time.monotonic() - start < 5
-        for rank in range(comm.size):
-            assert re.search(rf"rank {rank}: {operation}\([^)]*root={min(rank, 1)}\)", str(info.value)), str(info.value)
-        require_unusable(comm, after, PeerError)
-    comm.Free()
-    require_a_new_one_works(device)
+    return str(info.value)
 
 
 def require_unusable(comm: mpicomm.Communicator, prepared: Prepared, error: type[Exception]) -> None:
@@ -93,10 +85,9 @@ def require_a_new_one_works(device: str) -> None:
         require_works(new, xp)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("operation", ["Allreduce", "Alltoall"])
 def test_a_rank_that_does_not_come_is_named(device: str, operation: str) -> None:
-    if MPI.COMM_WORLD.size == 1:
-        pytest.skip("needs several ranks")
     comm = communicator(device, timeout_s=1.0)
     missing = 0
     with array_module(comm) as xp:
@@ -118,9 +109,8 @@ def test_a_rank_that_does_not_come_is_named(device: str, operation: str) -> None
     require_a_new_one_works(device)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_other_communicators_go_on_when_one_is_unusable(device: str) -> None:
-    if MPI.COMM_WORLD.size == 1:
-        pytest.skip("needs several ranks")
     with communicator(device) as good, array_module(good) as xp:
         child = good.Dup()
         require_works(child, xp)

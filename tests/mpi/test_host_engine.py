@@ -21,6 +21,7 @@ from tests.helpers.host_engines import CALL, FLOAT32, SMALL, Array, engine_of, p
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere
 from tests.helpers.reductions import NARROW, dtype_or_skip, require_same
+from tests.helpers.ring_order import ring_reduced
 
 
 @pytest.fixture
@@ -46,6 +47,20 @@ def test_allreduce(comm_world: MPI.Intracomm, engine: HostEngine, in_place: bool
         require_same(out, wanted("sum", parts))
         if not in_place:
             assert send.tobytes() == parts[comm_world.rank].tobytes()
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int64"])
+def test_ring_allreduce(comm_world: MPI.Intracomm, engine: HostEngine, name: str, in_place: bool) -> None:
+    rank, size, dtype = comm_world.rank, comm_world.size, dtype_or_skip(name)
+    for count in {*COUNTS, size - 1, size + 1, 1024 * size + 1}:
+        parts = parts_of(comm_world, dtype, count, (name, count))
+        send = parts[rank].copy()
+        out = send if in_place else np.zeros_like(send)
+        engine.run(patterns.ring_allreduce(rank, size, dtype, span(send), span(out), "sum"), CALL)
+        require_same(out, ring_reduced("sum", parts))
+        if not in_place:
+            assert send.tobytes() == parts[rank].tobytes()
 
 
 @pytest.mark.parametrize("name", [*"?bBhHiIqQfdFD", *NARROW])

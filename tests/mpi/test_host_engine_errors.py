@@ -43,9 +43,8 @@ def different_calls(comm: MPI.Intracomm, engine: HostEngine) -> Callable[[], Non
     )
 
 
+@pytest.mark.mpi(min_size=2)
 def test_ranks_that_call_different_things_all_say_who_called_what(comm_world: MPI.Intracomm) -> None:
-    if comm_world.size == 1:
-        pytest.skip("needs two ranks")
     size = comm_world.size
     with engine_of(comm_world) as (engine, _, _):
         engine.barrier(CALL)
@@ -62,10 +61,9 @@ def test_ranks_that_call_different_things_all_say_who_called_what(comm_world: MP
         assert isinstance(engine.broken, PeerError)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_rank_with_nothing_to_wait_for_learns_it_at_its_next_call(comm_world: MPI.Intracomm) -> None:
     rank, size = comm_world.rank, comm_world.size
-    if size == 1:
-        pytest.skip("needs two ranks")
     with engine_of(comm_world) as (engine, _, _):
         buffer = np.zeros(10, np.float32)
         root = patterns.bcast(rank, size, FLOAT32, span(buffer), 0)
@@ -82,10 +80,9 @@ def test_a_rank_with_nothing_to_wait_for_learns_it_at_its_next_call(comm_world: 
                 engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), Signature("Bcast", "f", 10, root=1))
 
 
+@pytest.mark.mpi(min_size=2)
 def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None:
     rank, size = comm_world.rank, comm_world.size
-    if size == 1:
-        pytest.skip("needs two ranks")
     with engine_of(comm_world) as (engine, _, _):
         buffer = np.zeros(1000, np.float32)
         counts = [10] * size
@@ -97,12 +94,11 @@ def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None
             engine.barrier(CALL)
 
 
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("what", ["run", "barrier"])
 @pytest.mark.parametrize("missing", ["first", "last"])
 def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: str, what: str) -> None:
     rank, size = comm_world.rank, comm_world.size
-    if size == 1:
-        pytest.skip("needs two ranks")
     absent = 0 if missing == "first" else size - 1
     with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
         engine.barrier(CALL)
@@ -126,10 +122,9 @@ def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: 
         assert time.monotonic() - begun < 0.5
 
 
+@pytest.mark.mpi(min_size=3)
 def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intracomm) -> None:
     rank, size = comm_world.rank, comm_world.size
-    if size < 3:
-        pytest.skip("needs three ranks")
     with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
         buffer = np.zeros(10, np.float32)
         chain = []
@@ -191,12 +186,11 @@ def test_ranks_wait_as_long_as_something_comes(comm_world: MPI.Intracomm) -> Non
             engine.run(patterns.bcast(rank, size, FLOAT32, span(buffer), 0), CALL)
 
 
+@pytest.mark.mpi(min_size=2)
 def test_a_rank_that_is_interrupted_takes_the_others_with_it(
     comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank, size = comm_world.rank, comm_world.size
-    if size == 1:
-        pytest.skip("needs two ranks")
     with engine_of(comm_world) as (engine, _, _):
         a, b = np.ones(30_000, np.float32), np.zeros(30_000, np.float32)
         steps = patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum")

@@ -10,16 +10,21 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 from mpicomm.collectives import patterns
 from mpicomm.collectives.device_arena import ArenaLayout
 from mpicomm.collectives.device_packets import MAX_BLOCKS, geometry_of
-from mpicomm.collectives.device_selection import keeps_step, packet_wire, use_two_shot
-from mpicomm.collectives.exchange import Span
+from mpicomm.collectives.device_selection import (
+    choose_ways,
+    copied_piece_nbytes,
+    keeps_step,
+    packet_wire,
+)
+from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import (
     FEWEST_LAPS,
     SLOT_NBYTES,
     flags_can_carry,
     most_workers,
-    sentinels_can_carry,
 )
-from mpicomm.kernels.reductions import REDUCTIONS
+from mpicomm.kernels.reductions import REDUCTIONS, sentinels_can_carry
 
 SIZES = st.integers(2, 8)
 MIB = 1 << 20
@@ -66,16 +71,6 @@ def test_an_arena_takes_no_more_than_it_says() -> None:
         assert ArenaLayout(size, 64).nbytes <= 64 * MIB
 
 
-@pytest.mark.parametrize("operation", ["Allreduce", "Bcast", "Reduce"])
-@pytest.mark.parametrize("dtype", ["f4", "i4"])
-def test_two_hops_are_for_large_messages(operation: str, dtype: str) -> None:
-    choices = [use_two_shot(operation, 1 << exponent, 4, np.dtype(dtype)) for exponent in range(34)]
-    assert not choices[0]
-    assert choices == sorted(choices)  # once two hops are better, they stay so
-    assert choices[-1] == (operation != "Reduce" or dtype == "f4")
-    assert not use_two_shot("Alltoall", 1 << 30, 4, np.dtype(dtype))
-
-
 @pytest.mark.parametrize("rank", range(3))
 def test_inboxes_are_used_again_only_where_all_take_as_much(rank: int) -> None:
     dtype = np.dtype(np.float32)
@@ -91,3 +86,45 @@ def test_inboxes_are_used_again_only_where_all_take_as_much(rank: int) -> None:
     assert not keeps("Reduce_scatter", [1, 1, 10**6])
     assert not keeps("Reduce_scatter", [0, 10**6, 10**6])
     assert not keeps("Scan", [10**6] * 3)
+
+
+def exchanges_of(operation: str, rank: int, count: int, *, two_shot: bool) -> list[Exchange]:
+    dtype, span = np.dtype(np.int32), Span(4096, count)
+    if operation == "Bcast":
+        if two_shot:
+            return patterns.relayed_bcast(rank, 4, dtype, span, 1)
+        return patterns.bcast(rank, 4, dtype, span, 1)
+    if operation == "Allreduce":
+        return patterns.allreduce(rank, 4, dtype, span, span, "sum", piece_nbytes=4 * count if two_shot else None)
+    blocks = patterns.blocks(span.pointer, [count] * 4, [index * count for index in range(4)], dtype.itemsize)
+    if operation == "Allgather":
+        return patterns.allgather(rank, 4, dtype, blocks[rank], blocks)
+    sends = patterns.blocks(1 << 40, [count] * 4, [index * count for index in range(4)], dtype.itemsize)
+    return patterns.alltoall(rank, 4, dtype, sends, blocks)
+
+
+@pytest.mark.parametrize("symmetric", [False, True])
+@pytest.mark.parametrize("two_shot", [False, True])
+@pytest.mark.parametrize("operation", ["Allgather", "Allreduce", "Alltoall", "Bcast"])
+@pytest.mark.parametrize("count", [1, 1000, 100_000, 10_000_000])
+def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool, count: int) -> None:
+    signature = Signature(operation, "int32", count, "sum" if operation == "Allreduce" else None)
+    chosen = []
+    for rank in range(4):
+        exchanges = exchanges_of(operation, rank, count, two_shot=two_shot)
+        ways = choose_ways(exchanges, signature, rank, 4 * count, (MIB // 4, 2 * MIB), symmetric=symmetric)
+        chosen.append([(way.step, way.merged is not None, way.reduction, way.wire, way.direct) for way in ways])
+        assert not any(way.direct for way in ways) or symmetric
+    assert chosen == [chosen[0]] * 4
+    if operation == "Allgather":
+        assert chosen[0][0][-1] == (symmetric and count >= 100_000)
+
+
+@given(nbytes=st.integers(1, 1 << 36), size=SIZES)
+def test_staging_memory_is_bounded(nbytes: int, size: int) -> None:
+    piece = copied_piece_nbytes(nbytes, size, 512 * MIB)
+    dtype = np.dtype(np.uint8)
+    scattered = patterns.allreduce(0, size, dtype, Span(0, nbytes), Span(0, nbytes), "sum", piece_nbytes=piece)[0]
+    shard = max(send.count for send in scattered.sends if send)
+    assert shard * (size - 1) <= (512 + 1) * MIB
+    assert nbytes > 512 * MIB or piece >= nbytes

@@ -7,9 +7,11 @@ import pytest
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.kernels import exchange, packets, team  # noqa: E402
+from mpicomm.kernels import direct, exchange, local_reduction, packets, team  # noqa: E402
 from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
+from mpicomm.kernels.direct import Cut, DirectArguments  # noqa: E402
 from mpicomm.kernels.exchange import ExchangeArguments, Link  # noqa: E402
+from mpicomm.kernels.local_reduction import LocalReductionArguments  # noqa: E402
 from mpicomm.kernels.packets import PacketArguments  # noqa: E402
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for  # noqa: E402
 from mpicomm.kernels.team import Faults, Team  # noqa: E402
@@ -51,6 +53,8 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "team.cuh": {"mpicomm::Team": Team, "mpicomm::Faults": Faults},
     "exchange.cu": {"mpicomm::Link": Link, "mpicomm::Exchange": ExchangeArguments},
     "packets.cu": {"mpicomm::Packets": PacketArguments},
+    "direct.cu": {"mpicomm::Direct": DirectArguments, "mpicomm::Cut": Cut},
+    "local_reduction.cu": {"mpicomm::LocalReduction": LocalReductionArguments},
 }
 CONSTANTS = {
     "team.cuh": {
@@ -58,8 +62,8 @@ CONSTANTS = {
         "kMaxBlocks": team.MAX_BLOCKS,
         "kLineNbytes": team.LINE_NBYTES,
         "kHeadNbytes": team.HEAD_NBYTES,
-        "kExchange": 2,
-        "kMismatch": 3,
+        "kExchange": team.EXCHANGE,
+        "kMismatch": team.MISMATCH,
     },
     "exchange.cu": {
         "kThreads": exchange.THREADS,
@@ -73,6 +77,8 @@ CONSTANTS = {
         "kSlotNbytes": packets.SLOT_NBYTES,
         "kWorkers": packets.most_workers(4),
     },
+    "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
+    "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
 }
 
 
@@ -88,7 +94,7 @@ def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: 
             lines.append(f"static_assert(__INTADDR__(&static_cast<{cpp}*>(nullptr)->{field[0]}) == {offset});")
     source = tmp_path / "check.cu"
     source.write_text("\n".join(lines))
-    compile_kernel(source, (9, 0), (*OPTIONS, "-DMPICOMM_RANKS=4"))
+    compile_kernel(source, (9, 0), (*options_for(("float32", "sum")), "-DMPICOMM_RANKS=4"))
 
 
 def test_the_kernel_alone_bounds_its_registers() -> None:

@@ -1,117 +1,34 @@
+"""Exchanges of descriptors between their ranks, and what goes wrong there. Others: test_fd_exchange_strangers."""
+
 from __future__ import annotations
 
-import array
 import contextlib
 import os
-import resource
 import secrets
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from mpicomm import fd_exchange
 from mpicomm.errors import HandleError
 from mpicomm.fd_exchange import Address, FdExchange
+from tests.helpers.fd_exchanges import (
+    NEVER_S,
+    SOON_S,
+    connected,
+    few_free_descriptors,
+    flood,
+    hello,
+    listening,
+    memory,
+    names_of_others,
+    send,
+    swap,
+    swap_all,
+)
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
-
-NEVER_S = 60.0  # a deadline that is not meant to pass
-SOON_S = 0.2  # one that is
-
-# A stranger of another user: `python -c STRANGER <name of a socket in hex> <message in hex>`.
-STRANGER = """
-import os, socket, sys
-try:
-    os.setuid(65534)
-except OSError:
-    sys.exit(77)
-peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-name = bytes.fromhex(sys.argv[1])
-"""
-
-
-@pytest.fixture
-def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the exchanges say of strangers."""
-    lines: list[str] = []
-    monkeypatch.setattr(fd_exchange.logger, "warning", lines.append)
-    return lines
-
-
-@contextlib.contextmanager
-def listening(size: int) -> Iterator[list[FdExchange]]:
-    with contextlib.ExitStack() as stack:
-        yield [stack.enter_context(FdExchange(rank, size)) for rank in range(size)]
-
-
-@contextlib.contextmanager
-def memory(text: str) -> Iterator[int]:
-    fd = os.memfd_create("test", os.MFD_CLOEXEC)
-    try:
-        os.write(fd, text.encode())
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_s: float = NEVER_S) -> dict[int, str]:
-    """Swap memory that holds this rank's name; return what each peer's holds."""
-    with memory(f"rank {rank}") as own:
-        received = exchange.swap(addresses, own, timeout_s)
-    try:
-        return {peer: os.pread(fd, 100, 0).decode() for peer, fd in received.items()}
-    finally:
-        for fd in received.values():
-            os.close(fd)
-
-
-def swap_all(exchanges: Sequence[FdExchange]) -> list[dict[int, str]]:
-    """Every rank swaps, in a thread of its own."""
-    addresses = [exchange.address for exchange in exchanges]
-    size = len(exchanges)
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(swap, exchanges, range(size), [addresses] * size))
-
-
-def names_of_others(size: int) -> list[dict[int, str]]:
-    return [{peer: f"rank {peer}" for peer in range(size) if peer != rank} for rank in range(size)]
-
-
-def hello(sender: int, receiver: int, secret: bytes) -> bytes:
-    return fd_exchange._HELLO.pack(fd_exchange._MAGIC, sender, receiver, secret)
-
-
-@contextlib.contextmanager
-def connected(address: Address) -> Iterator[socket.socket]:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
-        peer.setblocking(False)
-        peer.connect(address.name)
-        yield peer
-
-
-def send(address: Address, content: bytes, fds: int = 0) -> None:
-    with connected(address) as peer, memory("a stranger's") as fd:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd] * fds))] if fds else []
-        peer.sendmsg([content], rights)
-
-
-def flood(address: Address) -> int:
-    """Connect until there is no more room; return how often that was."""
-    for count in range(1 << 16):
-        try:
-            with connected(address):
-                pass
-        except BlockingIOError:
-            return count
-    raise AssertionError("the socket takes any number of connections")
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -171,228 +88,6 @@ def test_a_name_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(secrets, "token_hex", lambda nbytes: name)
     with FdExchange(0, 2), pytest.raises(HandleError, match="cannot listen"):
         FdExchange(1, 2)
-
-
-# ---- strangers: what is sent to rank 0 of 2 beside what rank 1 sends
-
-Stranger = Callable[[Address, Address], None]  # of rank 0 and rank 1
-
-STRANGERS: dict[str, Stranger] = {
-    "says nothing": lambda victim, peer: send(victim, b""),
-    "says something else": lambda victim, peer: send(victim, b"GET / HTTP/1.1\r\n\r\n", fds=1),
-    "says much": lambda victim, peer: send(victim, b"x" * 100_000),
-    "stops early": lambda victim, peer: send(victim, hello(1, 0, peer.secret)[:-1], fds=1),
-    "says more": lambda victim, peer: send(victim, hello(1, 0, peer.secret) + b"\0", fds=1),
-    "speaks another protocol": lambda victim, peer: send(victim, b"mpicommX" + hello(1, 0, peer.secret)[8:], fds=1),
-    "does not know the secret": lambda victim, peer: send(victim, hello(1, 0, bytes(32)), fds=1),
-    "sends two descriptors": lambda victim, peer: send(victim, hello(1, 0, bytes(32)), fds=2),
-    "sends many descriptors": lambda victim, peer: send(victim, hello(1, 0, bytes(32)), fds=200),
-    "knows another rank's secret": lambda victim, peer: send(victim, hello(1, 0, victim.secret), fds=1),
-    "is a rank that is not there": lambda victim, peer: send(victim, hello(2, 0, peer.secret), fds=1),
-    "is rank -1": lambda victim, peer: send(victim, hello(2**32 - 1, 0, peer.secret), fds=1),
-    "is the receiver": lambda victim, peer: send(victim, hello(0, 0, victim.secret), fds=1),
-    "means another receiver": lambda victim, peer: send(victim, hello(1, 1, peer.secret), fds=1),
-}
-
-
-@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS.keys())
-def test_a_stranger_is_dropped_and_the_swap_goes_on(stranger: Stranger, dropped: list[str]) -> None:
-    with listening(2) as exchanges:
-        stranger(exchanges[0].address, exchanges[1].address)
-        assert swap_all(exchanges) == names_of_others(2)
-    assert dropped == ["dropped a stranger's message to the descriptor exchange"]
-
-
-def test_silent_strangers_delay_nobody(dropped: list[str]) -> None:
-    with listening(2) as exchanges, contextlib.ExitStack() as strangers:
-        for _ in range(50):
-            strangers.enter_context(connected(exchanges[0].address))
-        assert swap_all(exchanges) == names_of_others(2)
-    assert dropped == []
-
-
-def test_a_swap_survives_strangers_that_keep_coming(dropped: list[str]) -> None:
-    over = threading.Event()
-
-    def pester(victim: Address, peer: Address) -> None:
-        while not over.is_set():
-            for stranger in STRANGERS.values():
-                with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionError):
-                    stranger(victim, peer)
-
-    with listening(3) as exchanges, ThreadPoolExecutor(2) as pool:
-        addresses = [exchange.address for exchange in exchanges]
-        pestering = [pool.submit(pester, addresses[0], addresses[1]), pool.submit(pester, addresses[1], addresses[0])]
-        try:
-            assert swap_all(exchanges) == names_of_others(3)
-        finally:
-            over.set()
-        for each in pestering:
-            each.result()
-
-
-@pytest.mark.parametrize("flooded", [[0], [0, 1]])
-def test_a_swap_survives_full_queues(flooded: list[int], dropped: list[str]) -> None:
-    with listening(2) as exchanges:
-        count = sum(flood(exchanges[rank].address) for rank in flooded)
-        assert swap_all(exchanges) == names_of_others(2)
-    assert len(dropped) == count
-
-
-def test_a_flood_does_not_use_the_descriptors_up(dropped: list[str]) -> None:
-    with listening(2) as exchanges:
-        count = flood(exchanges[0].address)
-        assert count > 100
-        with few_free_descriptors(100):
-            assert swap_all(exchanges) == names_of_others(2)
-    assert len(dropped) == count
-
-
-@pytest.mark.parametrize("fds", [0, 2, 200])
-def test_a_rank_that_sends_another_number_of_descriptors_is_an_error(fds: int) -> None:
-    with listening(3) as exchanges:
-        addresses = [exchange.address for exchange in exchanges]
-        send(addresses[0], hello(1, 0, addresses[1].secret), fds=1)
-        send(addresses[0], hello(2, 0, addresses[2].secret), fds=fds)
-        with pytest.raises(HandleError, match=r"rank 2 sent \w+ descriptors instead of 1"):
-            swap(exchanges[0], 0, addresses)
-
-
-def test_a_rank_that_sends_twice_is_an_error() -> None:
-    with listening(3) as exchanges:
-        addresses = [exchange.address for exchange in exchanges]
-        send(addresses[0], hello(1, 0, addresses[1].secret), fds=1)
-        send(addresses[0], hello(1, 0, addresses[1].secret), fds=1)
-        with pytest.raises(HandleError, match="rank 1 sent two descriptors"):
-            swap(exchanges[0], 0, addresses)
-
-
-@st.composite
-def mutated(draw: st.DrawFn) -> bytes:
-    """A good message in which some bytes are others, or are missing, or are there twice."""
-    content = bytearray(hello(1, 0, SECRET))
-    for _ in range(draw(st.integers(0, 3))):
-        at = draw(st.integers(0, len(content) - 1))
-        content[at : at + draw(st.integers(0, 2))] = draw(st.binary(max_size=2))
-    return bytes(content)
-
-
-SECRET = bytes(range(32))
-
-
-@settings(deadline=None)
-@given(content=st.binary(max_size=200) | mutated(), fds=st.integers(0, 4))
-def test_only_the_right_message_counts(content: bytes, fds: int) -> None:
-    address = Address(b"", SECRET)
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    open_before = set(os.listdir("/proc/self/fd"))
-    with FdExchange(0, 1) as exchange, ours, theirs, memory("anything") as fd:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd] * fds))] if fds else []
-        theirs.sendmsg([content], rights)
-        if content != hello(1, 0, SECRET):
-            assert exchange._read(ours, {1: address}) is None
-        elif fds == 1:
-            rank, received = exchange._read(ours, {1: address}) or (0, 0)
-            os.close(received)
-            assert rank == 1
-        else:
-            with pytest.raises(HandleError, match="rank 1 sent"):
-                exchange._read(ours, {1: address})
-    assert len(open_before) - 2 == len(os.listdir("/proc/self/fd"))
-
-
-# ---- other users
-
-
-@pytest.fixture
-def as_another_user() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Runs Python code in a process that began as root and is somebody else when the code begins."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
-
-    def start(code: str, name: bytes, message: bytes) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-I", "-S", "-c", STRANGER + code, name.hex(), message.hex()]
-        # No pipe that stays open here: only what the test itself holds may be left when it ends.
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        if process.stdout.readline() != b"ready\n":
-            process.stdout.close()
-            if process.wait() == 77:
-                pytest.skip("root cannot become another user here")
-            raise AssertionError("the stranger failed")
-        return process
-
-    yield start
-
-
-def test_another_user_is_refused_although_he_knows_the_secret(
-    as_another_user: Callable[..., subprocess.Popen[bytes]], dropped: list[str]
-) -> None:
-    send_all = """
-peer.connect(name)
-socket.send_fds(peer, [bytes.fromhex(sys.argv[2])], [0])
-print("ready", flush=True)
-"""
-    with listening(2) as exchanges:
-        message = hello(1, 0, exchanges[1].address.secret)
-        with as_another_user(send_all, exchanges[0].address.name, message) as stranger:
-            assert stranger.wait() == 0
-        assert swap_all(exchanges) == names_of_others(2)
-    assert dropped == ["dropped another user's connection to the descriptor exchange"]
-
-
-def test_nothing_is_sent_to_another_users_socket(as_another_user: Callable[..., subprocess.Popen[bytes]]) -> None:
-    listen = """
-peer.bind(name)
-peer.listen()
-print("ready", flush=True)
-message, fds, _, _ = socket.recv_fds(peer.accept()[0], 100, 1)
-print("got", message, fds)
-"""
-    with FdExchange(0, 2) as exchange:
-        taken = Address(b"\0mpicomm-" + secrets.token_hex(16).encode(), bytes(32))
-        with as_another_user(listen, taken.name, b"") as stranger:
-            with pytest.raises(HandleError, match="rank 1 belongs to another user; nothing was sent"):
-                swap(exchange, 0, [exchange.address, taken])
-            said, _ = stranger.communicate()
-    assert said == b"got b'' []\n"
-
-
-def test_a_program_that_runs_with_the_rights_of_another_user_is_no_stranger_to_itself() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can take the rights of another user")
-    code = """
-import os, sys
-from mpicomm.errors import HandleError
-from tests.unit.test_fd_exchange import listening, names_of_others, swap_all
-try:
-    os.seteuid(65534)
-except OSError:
-    sys.exit(77)
-with listening(2) as exchanges:
-    assert swap_all(exchanges) == names_of_others(2)
-"""
-    process = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
-    if process.returncode == 77:
-        pytest.skip("root cannot take the rights of another user here")
-    assert process.returncode == 0
-
-
-# ---- what goes wrong without a stranger
-
-
-@contextlib.contextmanager
-def few_free_descriptors(count: int) -> Iterator[None]:
-    """Leave room for so many more descriptors."""
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    free = [os.dup(0) for _ in range(count + 1)]
-    for fd in free:
-        os.close(fd)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free), limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 # With 2 the connection is accepted, beside the selector, and the kernel drops the descriptor that came on it.

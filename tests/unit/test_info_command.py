@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import cuda_aware
+from mpicomm.info import algorithms
 from tests.helpers.mpiexec import run_job
 
 INFO = ("-m", "mpicomm.info", "--device", "cpu")
@@ -114,3 +115,14 @@ def test_the_library_that_is_asked_is_the_one_that_is_loaded() -> None:
     maps = Path(f"/proc/{os.getpid()}/maps").read_text()
     for path in paths:
         assert path in maps
+
+
+def test_algorithms_that_collectives_on_gpus_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MPICOMM_TUNING", "off")
+    source, *choices = algorithms("NVIDIA H200")
+    assert source.startswith("built in")
+    assert any(choice.startswith("Allreduce, floats, ") and "two_shot from" in choice for choice in choices)
+    assert all(": " in choice for choice in choices)
+    monkeypatch.setenv("MPICOMM_TUNING", str(tmp_path / "none"))
+    (refusal,) = algorithms("NVIDIA H200")
+    assert str(tmp_path / "none") in refusal

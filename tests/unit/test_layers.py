@@ -19,7 +19,7 @@ ROOT = Path(mpicomm.__file__).parents[1]
 # of them that has a row of its own belongs to that.
 LAYERS = [
     {"errors"},
-    {"handle", "fd_exchange", "cuda_aware", "waiting"},
+    {"handle", "fd_exchange", "cuda_aware", "waiting", "mappings"},
     {"environment"},
     {"log"},
     {"bootstrap", "backend.cuda_driver"},
@@ -42,6 +42,7 @@ LAYERS = [
     {"command_line"},
     {"report"},
     {"ring", "info", "bench"},
+    {"tune"},
 ]
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
@@ -50,7 +51,7 @@ MPI_USERS = {"bootstrap", "cuda_aware", "communicator", "command_line", "bench"}
 }
 CUDA_USERS = ("backend/cuda", "backend/streams.py", "kernels/", "bench/", "collectives/device_")
 # They are used as any user of the package would be.
-COMMAND_LINES = {"command_line", "report", "ring", "info", "bench"}
+COMMAND_LINES = {"command_line", "report", "ring", "info", "bench", "tune"}
 
 MODULES = sorted(
     path.relative_to(ROOT / "mpicomm").as_posix()

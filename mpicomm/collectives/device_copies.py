@@ -1,0 +1,150 @@
+"""Collectives on copy engines, which leave the multiprocessors to compute.
+
+The ranks meet in barriers (direct.cu), which know a rank that does not come or calls something else. Between them each
+rank copies straight into the memory of the others, to one at a time and each to another: that keeps every link full.
+Few large copies are best: between two of them an engine rests for some microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mpicomm.collectives.device_direct import landing_place
+from mpicomm.collectives.device_launch import Launch
+from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.kernels.exchange import PACKET_NBYTES
+from mpicomm.kernels.local_reduction import REDUCTION_THREADS, LocalReductionArguments, local_reduction_kernel
+from mpicomm.mappings import Mapped
+
+_PARTS = 2
+"""Of a piece of an all-reduce: while one is copied, the other is reduced."""
+_ALIGNED_NBYTES = 256
+_REDUCING_BLOCKS = 48
+"""Enough to reduce a part in the time that the next one is copied; the other multiprocessors are free."""
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """All ranks meet."""
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Copies that follow wait for all that is ahead."""
+
+
+@dataclass(frozen=True)
+class Join:
+    """What follows, but for copies, waits for the copies ahead."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy into a peer's memory; a local one is within this rank's, beside the others."""
+
+    target: int
+    source: int
+    nbytes: int
+    local: bool = False
+
+
+@dataclass(frozen=True)
+class Reduce:
+    """A reduction of this rank's memory, sources in order."""
+
+    sources: tuple[int, ...]
+    output: int
+    nbytes: int
+
+
+Action = Barrier | Fork | Join | Copy | Reduce
+
+
+def movement(rank: int, exchange: Exchange, memory: Mapped) -> list[Action]:
+    """Return what a rank does in an exchange that moves into symmetric memory."""
+    itemsize, base = exchange.dtype.itemsize, memory.pointers[rank]
+    actions: list[Action] = [Barrier(), Fork()]
+    for peer in _in_turn(rank, len(exchange.sends)):
+        send = exchange.sends[peer]
+        if send is not None and send.count:
+            actions.append(Copy(landing_place(exchange, peer, memory, base), send.pointer, send.count * itemsize))
+    send, receive = exchange.sends[rank], exchange.receives[rank]
+    if send is not None and receive is not None and send.count and send.pointer != receive.pointer:
+        actions.append(Copy(receive.pointer, send.pointer, send.count * itemsize, local=True))
+    return [*actions, Join(), Barrier()]
+
+
+def allreduce(
+    rank: int, scattered: Exchange, gathered: Exchange, memory: Mapped, staging: Sequence[int], stride: int
+) -> list[Action]:
+    """Return what a rank does in the two exchanges of a two-shot all-reduce whose output is symmetric memory.
+
+    ``staging`` is where each rank's memory for what the others send begins, ``stride`` what one may send. Each rank's
+    shard is reduced by that rank and copied to all others, part by part.
+    """
+    size, itemsize, base = len(scattered.sends), scattered.dtype.itemsize, memory.pointers[rank]
+    reduction = scattered.reduction
+    assert reduction is not None and reduction.own is not None
+
+    def reduce(part: int) -> Iterator[Action]:
+        assert reduction is not None and reduction.own is not None
+        sources = [staging[rank] + _place(source, rank, size) * stride for source in range(size)]
+        begin, nbytes = _part(reduction.output, part, itemsize)
+        if nbytes:
+            addresses = tuple(
+                (reduction.own.pointer if source == rank else address) + begin for source, address in enumerate(sources)
+            )
+            yield Reduce(addresses, reduction.output.pointer + begin, nbytes)
+
+    def scatter(part: int) -> Iterator[Action]:
+        for peer in _in_turn(rank, size):
+            shard = scattered.sends[peer]
+            assert shard is not None
+            begin, nbytes = _part(shard, part, itemsize)
+            if nbytes:
+                target = staging[peer] + _place(rank, peer, size) * stride + begin
+                yield Copy(target, shard.pointer + begin, nbytes)
+
+    def gather(part: int) -> Iterator[Action]:
+        begin, nbytes = _part(reduction.output, part, itemsize)
+        for peer in _in_turn(rank, size):
+            if nbytes:
+                yield Copy(
+                    landing_place(gathered, peer, memory, base) + begin, reduction.output.pointer + begin, nbytes
+                )
+
+    # A rank's input is overwritten, in place, only after the barrier that says that it has been copied away.
+    actions: list[Action] = [Barrier(), Fork(), *scatter(0), Join()]
+    for part in range(_PARTS):
+        actions += [Barrier(), *reduce(part)]
+        if part + 1 < _PARTS:
+            actions += [*scatter(part + 1), Join()]
+        actions += [Fork(), *gather(part)]
+    return [*actions, Join(), Barrier()]
+
+
+def local_reduction(action: Reduce, reduction: tuple[str, str]) -> Launch:
+    """Return the launch for a reduction of this rank's memory; raises as `local_reduction_kernel`."""
+    arguments = LocalReductionArguments(
+        output=action.output, nbytes=action.nbytes, num_sources=len(action.sources), sources=action.sources
+    )
+    blocks = min(_REDUCING_BLOCKS, -(-action.nbytes // (REDUCTION_THREADS * PACKET_NBYTES)))
+    return Launch(local_reduction_kernel(reduction), arguments, blocks=blocks, threads=REDUCTION_THREADS)
+
+
+def _in_turn(rank: int, size: int) -> list[int]:
+    return [(rank + distance) % size for distance in range(1, size)]
+
+
+def _place(source: int, owner: int, size: int) -> int:
+    """Return the place of what ``source`` sends in the staging memory of ``owner``."""
+    return (source - owner - 1) % size
+
+
+def _part(shard: Span, part: int, itemsize: int) -> tuple[int, int]:
+    """Return where a part of a shard begins, and its bytes."""
+    whole = shard.count * itemsize
+    step = -(-whole // (_PARTS * _ALIGNED_NBYTES)) * _ALIGNED_NBYTES
+    begin = min(part * step, whole)
+    return begin, min(step, whole - begin)

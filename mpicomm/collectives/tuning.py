@@ -1,0 +1,346 @@
+"""Tuning: which algorithm a collective on GPU arrays takes, as a table that ``python -m mpicomm.tune`` can measure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import reprlib
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from mpicomm import environment
+from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.team import MAX_RANKS
+
+_REDUCING = ("Allreduce", "Reduce")
+_ALGORITHMS = {
+    "Allreduce": ("one_shot", "two_shot", "copy_engine", "ring"),
+    "Bcast": ("one_shot", "two_shot"),
+    "Reduce": ("one_shot", "two_shot"),
+    "Allgather": ("one_shot", "copy_engine"),
+    "Alltoall": ("one_shot", "copy_engine"),
+}
+OPERATIONS = tuple(_ALGORITHMS)
+"""The operations that have more than one algorithm."""
+_FORMAT = 1
+_KIB, _MIB = 1 << 10, 1 << 20
+
+
+def algorithms_of(operation: str, *, flagless: bool, registered: bool) -> tuple[str, ...]:
+    """Return the algorithms that can carry an operation out; for the arguments see `Tuning.algorithm`."""
+    found = _ALGORITHMS.get(operation, ("one_shot",))
+    if operation == "Reduce" and not flagless:
+        found = ("one_shot",)
+    return found if registered else tuple(name for name in found if name != "copy_engine")
+
+
+def operations_of(algorithm: str) -> tuple[str, ...]:
+    """Return the operations that an algorithm is for, where it is not all."""
+    return tuple(operation for operation, names in _ALGORITHMS.items() if algorithm in names)
+
+
+class Kind(NamedTuple):
+    """What a row of a table is for, but for the number of ranks; made by `kind_of`."""
+
+    operation: str
+    flagless: bool
+    registered: bool
+
+
+def kind_of(operation: str, *, flagless: bool, registered: bool) -> Kind:
+    """Return the kind of a call: only what makes a difference to the operation is told apart."""
+    # What is reduced decides on the packets; of a reduce the root alone has an output.
+    return Kind(operation, flagless and operation in _REDUCING, registered and operation != "Reduce")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a row was chosen from: when, with which version and element type, and the times by size and algorithm."""
+
+    date: str
+    version: str
+    datatype: str
+    times_us: Mapping[int, Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """The algorithms for calls of a kind between ``size`` ranks."""
+
+    kind: Kind
+    size: int
+    choices: tuple[tuple[int, str], ...]
+    """From how many bytes on which algorithm is used: ascending, the first one from 0 on."""
+    measured: Measured | None = None
+
+    def algorithm(self, nbytes: int, size: int) -> str:
+        """Return the last choice that ``nbytes`` reach between ``size`` ranks, as many as here or more."""
+        return next(name for begin, name in reversed(self.choices) if self._reached(begin, name, nbytes, size))
+
+    def _reached(self, begin: int, name: str, nbytes: int, size: int) -> bool:
+        # Between more ranks one hop sends more, so that two are sooner better, and a copy is a smaller part of the
+        # whole. What is scaled is the last size below the bound: bounds begin right behind a size that was measured.
+        theirs, ours = (size - 1, self.size - 1) if name in ("one_shot", "two_shot") else (self.size, size)
+        return nbytes * theirs > (begin - 1) * ours
+
+    def _described(self) -> tuple[str, str]:
+        """Return what the row is for, but for its ranks, and what it says."""
+        first, *rest = self.choices
+        operation, flagless, registered = self.kind
+        what = [operation]
+        if operation in _REDUCING:
+            what.append("floats" if flagless else "other types")
+        if registered:
+            what.append("symmetric output")
+        return ", ".join(what), ", ".join([first[1], *(f"{name} from {_size(begin)}" for begin, name in rest)])
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A table of algorithms: the same on all ranks of a communicator, or they would wait for each other in vain."""
+
+    source: str
+    rows: tuple[Row, ...]
+    device: str
+    """Name of the GPUs that it was measured on."""
+
+    def algorithm(self, operation: str, nbytes: int, size: int, *, flagless: bool, registered: bool) -> str:
+        """Return the algorithm for a call of ``nbytes`` in all, as `Call.nbytes` counts, between ``size`` ranks. Local.
+
+        ``flagless`` is whether packets of the element type can do without flags (`sentinels_can_carry`: floats), and
+        ``registered`` whether the output lies in a SymmetricArray on all ranks; without a row for that, the one for any
+        output counts.
+
+        A number of ranks that has no row takes the row of the next smaller one. Its bounds are scaled: those of
+        "one_shot" and "two_shot" to as much sent by one rank in one hop, nbytes * (size - 1); those of "copy_engine"
+        and "ring" to as large a copy, nbytes / size. Rows of 2 ranks are for 2 ranks alone, between which a second hop
+        saves nothing. Without any row it is "one_shot".
+        """
+        row = self._find(kind_of(operation, flagless=flagless, registered=registered), size)
+        return row.algorithm(nbytes, size) if row else "one_shot"
+
+    def updated(self, rows: Iterable[Row]) -> Tuning:
+        """Return the table with ``rows`` in the place of those for the same."""
+        found = {(row.kind, row.size): row for row in (*self.rows, *rows)}
+        return replace(self, rows=tuple(found[key] for key in sorted(found)))
+
+    def completed(self, other: Tuning) -> Tuning:
+        """Return the table with the rows of another one where this one has none to go by."""
+        missing = [row for row in other.rows if self._find(row.kind, row.size) is None]
+        if not missing:
+            return self
+        return replace(self.updated(missing), source=f"{self.source}; for the rest {other.source}")
+
+    def describe(self) -> list[str]:
+        """Return the table for a person to read, ranks with the same choices on one line."""
+        sizes: dict[tuple[str, str], list[int]] = {}
+        for row in self.rows:
+            sizes.setdefault(row._described(), []).append(row.size)
+        ranks = {key: ", ".join(map(str, sorted(found))) for key, found in sizes.items()}
+        return [self.source, *(f"{what}, {ranks[what, says]} ranks: {says}" for what, says in sizes)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the table as JSON's types, which `load` reads back from a file."""
+        return {"format": _FORMAT, "device": self.device, "rows": [_row_to_json(row) for row in self.rows]}
+
+    @cached_property
+    def _rows_by_kind(self) -> dict[Kind, dict[int, Row]]:
+        found: dict[Kind, dict[int, Row]] = {}
+        for row in self.rows:
+            found.setdefault(row.kind, {})[row.size] = row
+        return found
+
+    def _find(self, kind: Kind, size: int) -> Row | None:
+        for candidate in (kind, kind._replace(registered=False)):
+            rows = self._rows_by_kind.get(candidate, {})
+            fitting = [ranks for ranks in rows if ranks == size or 2 < ranks < size]
+            if fitting:
+                return rows[max(fitting)]
+        return None
+
+
+def _built_in() -> Tuning:
+    def row(
+        operation: str, size: int, *changes: tuple[int, str], flagless: bool = False, registered: bool = False
+    ) -> Row:
+        kind = kind_of(operation, flagless=flagless, registered=registered)
+        return Row(kind, size, ((0, "one_shot"), *changes))
+
+    more_than_2, all_sizes = range(3, MAX_RANKS + 1), range(2, MAX_RANKS + 1)
+    rows = (
+        row("Allreduce", 2, flagless=True),  # one hop has no more traffic than two
+        row("Allreduce", 3, (384 * _KIB + 1, "two_shot"), flagless=True),
+        row("Allreduce", 4, (256 * _KIB + 1, "two_shot"), flagless=True),
+        row("Allreduce", 2, (96 * _MIB, "copy_engine"), flagless=True, registered=True),
+        row("Allreduce", 3, (384 * _KIB + 1, "two_shot"), (160 * _MIB, "copy_engine"), flagless=True, registered=True),
+        row("Allreduce", 4, (256 * _KIB + 1, "two_shot"), (160 * _MIB, "copy_engine"), flagless=True, registered=True),
+        row("Allreduce", 2, (384 * _KIB + 1, "two_shot")),
+        row("Allreduce", 3, (192 * _KIB + 1, "two_shot")),
+        row("Allreduce", 4, (128 * _KIB + 1, "two_shot")),
+        row("Allreduce", 2, (384 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
+        row("Allreduce", 3, (192 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
+        row("Allreduce", 4, (128 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
+        *(row("Bcast", size, (512 * _KIB, "two_shot")) for size in more_than_2),
+        *(row("Reduce", size, (_MIB, "two_shot"), flagless=True) for size in more_than_2),
+        *(row("Allgather", size, (40 * size * _MIB, "copy_engine"), registered=True) for size in all_sizes),
+        *(row("Alltoall", size, (40 * size * _MIB, "copy_engine"), registered=True) for size in all_sizes),
+    )
+    return Tuning("built in, measured on H200s", rows, "NVIDIA H200")
+
+
+BUILT_IN = _built_in()
+
+
+def find(device_name: str) -> Tuning:
+    """Return the table for GPUs of this name: a file's, completed by what is built in, or that alone. Local.
+
+    The file is the one that MPICOMM_TUNING names ("off" for none), which has to be there, else the `default_file`, if
+    it is there. Raises as `load`.
+    """
+    named = environment.tuning()
+    if named == "off":
+        return BUILT_IN
+    if named:
+        return load(Path(named)).completed(BUILT_IN)
+    path = default_file(device_name)
+    # To Path.exists a home that belongs to somebody else is an error.
+    return load(path).completed(BUILT_IN) if path is not None and os.access(path, os.F_OK) else BUILT_IN
+
+
+def default_file(device_name: str) -> Path | None:
+    """Return where the table for GPUs of this name is kept, None for a user without a home."""
+    directory = environment.cache_directory()
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
+    return directory / f"tuning-{slug}.json" if directory is not None else None
+
+
+def load(path: Path) -> Tuning:
+    """Read a file of `Tuning.to_json`. Local; raises `InvalidUsageError` naming the file and what is wrong with it."""
+    try:
+        document = json.loads(path.read_bytes())
+    except OSError as error:
+        raise InvalidUsageError(
+            f"tuning file {path}: {error.strerror}; set MPICOMM_TUNING to a file that python -m mpicomm.tune has "
+            "written, or to off"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise _unusable(path, f"it is no JSON: {error}") from error
+    whole = _Value(path, "", document)
+    if whole["format"].content != _FORMAT:
+        whole["format"].refuse(f"this mpicomm reads format {_FORMAT}")
+    rows: dict[tuple[Kind, int], Row] = {}
+    for value in whole["rows"].items():
+        row = _row_from_json(value)
+        if (row.kind, row.size) in rows:
+            value.refuse("there is another row for the same")
+        rows[row.kind, row.size] = row
+    device = whole["device"].text()
+    return Tuning(f"{path} ({device})", tuple(rows.values()), device)
+
+
+def _row_to_json(row: Row) -> dict[str, Any]:
+    measured = row.measured
+    return {
+        **row.kind._asdict(),
+        "ranks": row.size,
+        "choices": [{"from_nbytes": begin, "algorithm": name} for begin, name in row.choices],
+        "measured": measured
+        and {
+            "date": measured.date,
+            "mpicomm": measured.version,
+            "datatype": measured.datatype,
+            "times": [{"nbytes": nbytes, "us": dict(times_us)} for nbytes, times_us in measured.times_us.items()],
+        },
+    }
+
+
+def _row_from_json(value: _Value) -> Row:
+    operation = value["operation"].one_of(OPERATIONS)
+    flagless, registered = value["flagless"].boolean(), value["registered"].boolean()
+    legal = algorithms_of(operation, flagless=flagless, registered=registered)
+    choices: list[tuple[int, str]] = []
+    for choice in value["choices"].items():
+        begin = choice["from_nbytes"].whole(0)
+        if begin <= choices[-1][0] if choices else begin != 0:
+            choice["from_nbytes"].refuse("they must ascend from 0")
+        choices.append((begin, choice["algorithm"].one_of(legal)))
+    if not choices:
+        value["choices"].refuse("there must be one at least")
+    source, measured = value["measured"], None
+    if source.content is not None:
+        times_us = {
+            line["nbytes"].whole(1): {name: time.positive() for name, time in line["us"].members(legal).items()}
+            for line in source["times"].items()
+        }
+        measured = Measured(source["date"].text(), source["mpicomm"].text(), source["datatype"].text(), times_us)
+    kind = kind_of(operation, flagless=flagless, registered=registered)
+    return Row(kind, value["ranks"].whole(2), tuple(choices), measured)
+
+
+class _Value:
+    """Something in a file, and where: every way to read it raises `InvalidUsageError` where it is something else."""
+
+    def __init__(self, path: Path, name: str, content: Any) -> None:
+        self._path = path
+        self._name = name
+        self.content = content
+
+    def __getitem__(self, key: str) -> _Value:
+        if not isinstance(self.content, dict):
+            self.refuse("it must be an object")
+        if key not in self.content:
+            self.refuse(f'it lacks "{key}"')
+        return _Value(self._path, f"{self._name}.{key}".lstrip("."), self.content[key])
+
+    def items(self) -> list[_Value]:
+        if not isinstance(self.content, list):
+            self.refuse("it must be a list")
+        return [_Value(self._path, f"{self._name}[{index}]", item) for index, item in enumerate(self.content)]
+
+    def members(self, names: tuple[str, ...]) -> dict[str, _Value]:
+        """Return what there is of an object that may have these names alone."""
+        if not isinstance(self.content, dict) or not set(self.content) <= set(names):
+            self.refuse(f"it must be an object with names from {', '.join(names)}")
+        return {name: self[name] for name in self.content}
+
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else self.refuse("it must be text")
+
+    def one_of(self, names: tuple[str, ...]) -> str:
+        if self.content not in names:
+            self.refuse(f"use one of {', '.join(names)}")
+        checked: str = self.content
+        return checked
+
+    def boolean(self) -> bool:
+        return self.content if isinstance(self.content, bool) else self.refuse("it must be true or false")
+
+    def whole(self, smallest: int) -> int:
+        if type(self.content) is not int or self.content < smallest:  # to isinstance, true is an integer
+            self.refuse(f"it must be a whole number from {smallest} up")
+        return self.content
+
+    def positive(self) -> float:
+        if type(self.content) not in (int, float) or not 0 < self.content <= sys.float_info.max:
+            self.refuse("it must be a positive number")
+        return float(self.content)
+
+    def refuse(self, problem: str) -> NoReturn:
+        value = "" if isinstance(self.content, (dict, list)) else f"={reprlib.repr(self.content)}"
+        raise _unusable(self._path, f"{self._name or 'the whole'}{value}: {problem}")
+
+
+def _unusable(path: Path, problem: str) -> InvalidUsageError:
+    return InvalidUsageError(
+        f"tuning file {path}: {problem}; delete it and run python -m mpicomm.tune, or set MPICOMM_TUNING=off"
+    )
+
+
+def _size(nbytes: int) -> str:
+    unit, name = (_MIB, "MiB") if nbytes >= _MIB else (_KIB, "KiB")
+    return f"{nbytes / unit:.4g} {name}"

@@ -1,0 +1,70 @@
+// Reduces bytes of several sources, element by element and in their order, packets at a time. For kernels of one
+// reduction: MPICOMM_DTYPE and MPICOMM_OP.
+#pragma once
+
+#include "bytes.cuh"
+#include "reduce.cuh"
+
+namespace mpicomm {
+
+using Element = dtype::MPICOMM_DTYPE;
+using Op = op::MPICOMM_OP<Element>;
+constexpr u32 kElements = kPacketNbytes / sizeof(Element);
+
+struct Elements {
+  Element of[kElements];
+};
+
+// Bytes `begin` to `end`, `at_once` packets a thread; `aligned` if they all are. `source(i)` is the address of source i.
+template <u32 at_once, bool aligned, class Source>
+MPICOMM_DEVICE void reduce_part(u8* output, Source source, u32 sources, u64 begin, u64 end, u32 thread, u32 threads) {
+  const u64 stride = static_cast<u64>(threads) * kPacketNbytes;
+  for (u64 start = begin + static_cast<u64>(thread) * kPacketNbytes; start < end; start += at_once * stride) {
+    typename Op::State states[at_once][kElements];
+    for (u32 place = 0; place < sources; ++place) {
+      const u8* const from = source(place);
+      Packet packets[at_once];
+#pragma unroll
+      for (u32 i = 0; i < at_once; ++i) {
+        const u64 offset = start + i * stride;
+        packets[i] = Packet{};
+        if (offset < end) {
+          packets[i] = aligned ? load_aligned(from + offset) : load_any(from + offset, width_of(from), end - offset);
+        }
+      }
+#pragma unroll
+      for (u32 i = 0; i < at_once; ++i) {
+        const Elements elements = __builtin_bit_cast(Elements, packets[i]);
+#pragma unroll
+        for (u32 e = 0; e < kElements; ++e) {
+          states[i][e] = place == 0 ? Op::first(elements.of[e]) : Op::next(states[i][e], elements.of[e]);
+        }
+      }
+    }
+#pragma unroll
+    for (u32 i = 0; i < at_once; ++i) {
+      const u64 offset = start + i * stride;
+      Elements result;
+#pragma unroll
+      for (u32 e = 0; e < kElements; ++e) result.of[e] = Op::last(states[i][e], sources);
+      const Packet packet = __builtin_bit_cast(Packet, result);
+      if (offset >= end) continue;
+      if (aligned) store_aligned(output + offset, packet);
+      else store_any(output + offset, packet, width_of(output), end - offset);
+    }
+  }
+}
+
+// Reduces `nbytes` with `threads` threads, of which the caller is number `thread`; `aligned` if output and sources are.
+// The output may be one of the sources: a thread reads all of an element's contributions before it writes the element.
+template <class Source>
+MPICOMM_DEVICE void reduce_bytes(
+    u8* output, Source source, u32 sources, u64 nbytes, bool aligned, u32 thread, u32 threads) {
+  // As many packets at once as registers hold the sums of.
+  constexpr u32 kAtOnce = sizeof(Element) < 4 ? 2 : 4;
+  const u64 whole = aligned ? nbytes / kPacketNbytes * kPacketNbytes : 0;
+  reduce_part<kAtOnce, true>(output, source, sources, 0, whole, thread, threads);
+  reduce_part<1, false>(output, source, sources, whole, nbytes, thread, threads);
+}
+
+}  // namespace mpicomm

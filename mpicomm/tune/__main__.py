@@ -1,0 +1,163 @@
+"""The run of ``python -m mpicomm.tune``: measures what there is to choose, and writes the table."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpicomm import command_line
+from mpicomm.bench.machine import Gpu
+from mpicomm.bench.measure import Effort
+from mpicomm.bench.options import DTYPES
+from mpicomm.collectives import tuning
+from mpicomm.collectives.tuning import Tuning
+from mpicomm.collectives.types import covered_dtype
+from mpicomm.communicator import Communicator, RankInfo
+from mpicomm.errors import InvalidUsageError
+from mpicomm.report import header
+from mpicomm.tune.subjects import MPI_NAMES, subjects_of
+from mpicomm.tune.sweep import GAIN, sweep
+from mpicomm.tune.timing import Timing
+
+_LAUNCHES = 7
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    result = argparse.ArgumentParser(
+        prog="python -m mpicomm.tune",
+        description="Time the algorithms of the collectives on GPU arrays, between as many ranks as are started, and "
+        "write the fastest of each size to a file that later runs choose from. What it holds of others stays.",
+        conflict_handler="resolve",
+    )
+    command_line.add_sweep_arguments(result, smallest=1 << 10, factor=2)
+    result.add_argument(  # in the place of the one just added
+        "-e", "--maxbytes", type=command_line.parse_size, default=256 << 20, metavar="SIZE", help="default: 256M"
+    )
+    result.add_argument(
+        "--operations",
+        type=_operations,
+        default=list(MPI_NAMES),
+        metavar="NAME,...",
+        help=f"default: {','.join(MPI_NAMES)}",
+    )
+    result.add_argument(
+        "-d",
+        "--datatypes",
+        type=_dtype_names,
+        default=["float32", "int32"],
+        metavar="TYPE,...",
+        help="one for all floats, one for all others; default: float32,int32",
+    )
+    result.add_argument(
+        "--output", type=command_line.output_file, metavar="FILE", help="default: the one that later runs look for"
+    )
+    command_line.add_communicator_arguments(result)
+    return result
+
+
+def require_possible(comm: Communicator, ranks: Sequence[RankInfo]) -> None:
+    """Raise `InvalidUsageError`, on all ranks, where there is nothing to choose or no one table for all."""
+    if comm.device == "cpu":
+        raise InvalidUsageError(
+            "the table is for collectives on GPU arrays, and these ranks are on the cpu, where there is none: start "
+            "them on GPUs"
+        )
+    if comm.size == 1 or comm.num_nodes > 1:
+        raise InvalidUsageError(
+            f"the table is for 2 or more ranks of one node, these are {comm.size} on {comm.num_nodes}: start them with "
+            "mpirun -np N on one machine"
+        )
+    names = sorted({info.device_name for info in ranks})
+    if len(names) > 1:
+        raise InvalidUsageError(f"a table is for one kind of GPU, the ranks are on {' and '.join(names)}: tune each")
+
+
+def open_table(comm: Communicator, output: Path | None, device: str) -> tuple[Path, Tuning]:
+    """Return the file to write, and the table that it holds so far. Collective; raises `InvalidUsageError`."""
+    found: Any = None
+    if comm.rank == 0:
+        try:
+            found = _open_table(output, device)
+        except InvalidUsageError as error:
+            found = error
+    found = comm.bcast(found)
+    if isinstance(found, InvalidUsageError):
+        raise found
+    path, table = found
+    return path, table
+
+
+def main() -> int:
+    """Run the command line on this rank. Collective."""
+    options = command_line.parse_args(parser())
+    os.environ["MPICOMM_TUNING"] = "off"  # all calls name their algorithm: what is wrong with a table is no obstacle
+    comm = command_line.open_communicator(options.device, options.handle)
+    ranks = comm.allgather(comm.describe())
+    require_possible(comm, ranks)
+    subjects = subjects_of(options.operations, [covered_dtype(name) for name in options.datatypes])
+    swept = command_line.swept_sizes(options, comm)
+    path, table = open_table(comm, options.output, ranks[0].device_name)
+
+    about = [
+        *header("tune", ranks, options.handle),
+        f"timed: {_LAUNCHES} launches of a graph of {options.iters} calls, slowest rank, median; a change of algorithm "
+        f"has to gain {GAIN:.0%}",
+    ]
+    command_line.show(*(f"# {line}" for line in about), "#")
+    longest = max(swept[-1], 8 * comm.size)  # an element for each rank
+    effort = Effort(options.iters, max(1, options.warmup_iters), 1, _LAUNCHES, graphs=True)
+    timing = Timing(comm, Gpu(), longest, effort)
+    results = [sweep(subject, subject.cases(swept, comm.rank, comm.size), timing.of(subject)) for subject in subjects]
+    rank = comm.rank
+    comm.Free()
+
+    wrong = sum(count for _, count in results)
+    if wrong:
+        command_line.show(f"# FAILED: {wrong} wrong; nothing was written")
+        return 1
+    table = table.updated(row for row, _ in results)
+    if rank == 0:
+        command_line.write_json(path, table.to_json())
+    command_line.show("# wrote", *(f"# {line}" for line in table.describe()), "# OK")
+    return 0
+
+
+def _open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
+    path = output or tuning.default_file(device)
+    if path is None:
+        raise InvalidUsageError("there is no home directory to keep the table in: name a file with --output")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        command_line.output_file(str(path))
+    except (OSError, argparse.ArgumentTypeError) as error:
+        raise InvalidUsageError(f"the table cannot be kept: {error}; name another file with --output") from error
+    if not path.exists():
+        return path, Tuning(f"{path} ({device})", (), device)
+    table = tuning.load(path)
+    if table.device != device:
+        raise InvalidUsageError(f"{path} is for {table.device}, this is {device}: name another file with --output")
+    return path, table
+
+
+def _operations(text: str) -> list[str]:
+    return _names(text, list(MPI_NAMES), "operation with a choice")
+
+
+def _dtype_names(text: str) -> list[str]:
+    return _names(text, DTYPES, "type")
+
+
+def _names(text: str, known: Sequence[str], what: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"{name!r} is no {what}: use {', '.join(known)}")
+    return list(dict.fromkeys(names))
+
+
+if __name__ == "__main__":
+    command_line.run(main)

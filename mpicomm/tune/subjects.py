@@ -1,0 +1,58 @@
+"""What there is to choose algorithms for: operations, the kinds of element types, symmetric and ordinary arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from mpicomm.bench.operations import OPERATIONS, Case, Operation, block_of
+from mpicomm.collectives import tuning
+from mpicomm.collectives.tuning import Kind, algorithms_of, kind_of
+from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.reductions import sentinels_can_carry
+
+MPI_NAMES = {operation.lower(): operation for operation in tuning.OPERATIONS}
+"""The operations that have a choice, by the bench's names."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a row of the table is for, but for the number of ranks, and what it is measured with."""
+
+    kind: Kind
+    operation: Operation
+    dtype: np.dtype[Any]
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        """What there is to choose from."""
+        return algorithms_of(**self.kind._asdict())
+
+    def __str__(self) -> str:
+        arrays = "symmetric" if self.kind.registered else "ordinary"
+        return f"{self.kind.operation} of {self.dtype.name}, {arrays} arrays"
+
+    def cases(self, sizes: Sequence[int], rank: int, size: int) -> list[Case]:
+        """Return the cases nearest to these sizes, out of place where there is such a thing."""
+        blocks = dict.fromkeys(block_of(self.operation, nbytes, self.dtype, size) for nbytes in sizes)
+        place = self.operation.places[0]
+        return [Case(self.operation, self.dtype, "sum", block, False, rank, size).at(place) for block in blocks]
+
+
+def subjects_of(operations: Sequence[str], dtypes: Sequence[np.dtype[Any]]) -> list[Subject]:
+    """Return what there is to choose for; raises `InvalidUsageError` for two element types that would share a row."""
+    flagless = {dtype: sentinels_can_carry(dtype.name) for dtype in dtypes}
+    if len(set(flagless.values())) < len(flagless):
+        names = ",".join(dtype.name for dtype in dtypes)
+        raise InvalidUsageError(
+            f"-d {names}: some would share a row of the table: name one float, one other type, or both"
+        )
+    found: dict[Kind, Subject] = {}
+    for name, dtype, registered in product(operations, dtypes, (False, True)):
+        kind = kind_of(MPI_NAMES[name], flagless=flagless[dtype], registered=registered)
+        found.setdefault(kind, Subject(kind, OPERATIONS[name], dtype))
+    return [subject for subject in found.values() if len(subject.algorithms) > 1]

@@ -1,0 +1,57 @@
+"""The algorithms side by side: each checked and timed by the bench, as if they were different libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from mpicomm.bench.contenders import Contender, Contenders
+from mpicomm.bench.content import Content
+from mpicomm.bench.machine import Machine
+from mpicomm.bench.measure import Effort, Measuring, Outcome
+from mpicomm.bench.operations import Case
+from mpicomm.bench.own import Mpicomm
+from mpicomm.communicator import Communicator
+from mpicomm.tune.subjects import Subject
+from mpicomm.tune.sweep import Measure
+
+
+class Timing:
+    """Times cases of up to ``nbytes`` on this machine, in arrays that all algorithms share. Methods are collective."""
+
+    def __init__(self, comm: Communicator, machine: Machine, nbytes: int, effort: Effort) -> None:
+        self._comm = comm
+        self._machine = machine
+        self._nbytes = nbytes
+        self._effort = effort
+        self._arrays = {
+            registered: [self._peer("auto", registered).allocate(nbytes) for _ in range(2)]
+            for registered in (False, True)
+        }
+
+    def of(self, subject: Subject) -> Measure:
+        """Return what measures the cases of a subject.
+
+        An algorithm that fails on some rank has nothing to show, and why; what makes the communicator unusable is
+        raised.
+        """
+        comm, machine = self._comm, self._machine
+        contenders = Contenders(comm, machine, self._nbytes)
+        for algorithm in subject.algorithms:
+            peer = self._peer(algorithm, subject.kind.registered)
+            contenders.present.append(Contender(algorithm, peer, *self._arrays[subject.kind.registered]))
+        longest = self._nbytes // subject.dtype.itemsize
+        with machine.current():
+            content = Content(machine.xp, subject.dtype, "sum", comm.size, longest, reduces=True)
+        measuring = Measuring(comm, machine, content, contenders, self._effort)
+
+        def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
+            found = measuring.run(case)
+            comm.check(machine.stream)
+            return found
+
+        return measure
+
+    def _peer(self, algorithm: str, registered: bool) -> Mpicomm:
+        peer = Mpicomm(self._comm, self._machine, symmetric=registered, algorithm=algorithm)
+        peer.exact = peer.exact and algorithm != "ring"  # it adds in an order of its own
+        return peer

@@ -1,0 +1,100 @@
+"""Exchanges of descriptors between threads, and what else can be sent to their sockets."""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from mpicomm import fd_exchange
+from mpicomm.fd_exchange import Address, FdExchange
+
+NEVER_S = 60.0  # a deadline that is not meant to pass
+
+SOON_S = 0.2  # one that is
+
+
+@contextlib.contextmanager
+def listening(size: int) -> Iterator[list[FdExchange]]:
+    with contextlib.ExitStack() as stack:
+        yield [stack.enter_context(FdExchange(rank, size)) for rank in range(size)]
+
+
+@contextlib.contextmanager
+def memory(text: str) -> Iterator[int]:
+    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_s: float = NEVER_S) -> dict[int, str]:
+    """Swap memory that holds this rank's name; return what each peer's holds."""
+    with memory(f"rank {rank}") as own:
+        received = exchange.swap(addresses, own, timeout_s)
+    try:
+        return {peer: os.pread(fd, 100, 0).decode() for peer, fd in received.items()}
+    finally:
+        for fd in received.values():
+            os.close(fd)
+
+
+def swap_all(exchanges: Sequence[FdExchange]) -> list[dict[int, str]]:
+    """Every rank swaps, in a thread of its own."""
+    addresses = [exchange.address for exchange in exchanges]
+    size = len(exchanges)
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(swap, exchanges, range(size), [addresses] * size))
+
+
+def names_of_others(size: int) -> list[dict[int, str]]:
+    return [{peer: f"rank {peer}" for peer in range(size) if peer != rank} for rank in range(size)]
+
+
+def hello(sender: int, receiver: int, secret: bytes) -> bytes:
+    return fd_exchange._HELLO.pack(fd_exchange._MAGIC, sender, receiver, secret)
+
+
+@contextlib.contextmanager
+def connected(address: Address) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
+        peer.setblocking(False)
+        peer.connect(address.name)
+        yield peer
+
+
+def send(address: Address, content: bytes, fds: int = 0) -> None:
+    with connected(address) as peer, memory("a stranger's") as fd:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd] * fds))] if fds else []
+        peer.sendmsg([content], rights)
+
+
+def flood(address: Address) -> int:
+    """Connect until there is no more room; return how often that was."""
+    for count in range(1 << 16):
+        try:
+            with connected(address):
+                pass
+        except BlockingIOError:
+            return count
+    raise AssertionError("the socket takes any number of connections")
+
+
+@contextlib.contextmanager
+def few_free_descriptors(count: int) -> Iterator[None]:
+    """Leave room for so many more descriptors."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = [os.dup(0) for _ in range(count + 1)]
+    for fd in free:
+        os.close(fd)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free), limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)

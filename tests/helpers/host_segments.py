@@ -1,0 +1,38 @@
+"""Segments of host memory, and the same once more as a peer maps them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator
+
+from mpicomm.backend.base import Segment
+from mpicomm.backend.host import HostBackend, HostSegment
+from mpicomm.handle import MemoryHandle
+
+PAGE = mmap.PAGESIZE
+
+
+@contextlib.contextmanager
+def allocated(backend: HostBackend, nbytes: int) -> Iterator[HostSegment]:
+    segment = backend.allocate("memfd", nbytes)
+    try:
+        yield segment
+    finally:
+        segment.close()
+
+
+@contextlib.contextmanager
+def opened(backend: HostBackend, segment: Segment) -> Iterator[HostSegment]:
+    """Map a segment a second time, as a peer does."""
+    handle, fd = backend.export(segment)
+    assert fd is not None
+    try:
+        peer = backend.open(MemoryHandle.unpack(handle.pack()), fd)
+    finally:
+        os.close(fd)
+    try:
+        yield peer
+    finally:
+        peer.close()

@@ -1,0 +1,21 @@
+"""Tables of algorithms to test with."""
+
+from __future__ import annotations
+
+from mpicomm.collectives.tuning import Row, Tuning, kind_of
+
+KIB, MIB = 1 << 10, 1 << 20
+GPU = "NVIDIA H200"
+NEVER = 1 << 60
+
+
+def row(operation: str, size: int, *choices: tuple[int, str], flagless: bool = False, registered: bool = False) -> Row:
+    return Row(kind_of(operation, flagless=flagless, registered=registered), size, ((0, "one_shot"), *choices))
+
+
+def table(*rows: Row) -> Tuning:
+    return Tuning("here", rows, GPU)
+
+
+def chosen(tuning: Tuning, nbytes: int, size: int, operation: str = "Allreduce", *, registered: bool = False) -> str:
+    return tuning.algorithm(operation, nbytes, size, flagless=True, registered=registered)

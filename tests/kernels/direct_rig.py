@@ -1,0 +1,80 @@
+"""Exchanges straight into symmetric memory of a machine's ranks, with the arguments that the package makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpicomm.collectives.device_arena import ArenaLayout
+from mpicomm.collectives.device_direct import DirectPlanner
+from mpicomm.collectives.device_launch import Launch
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, Team
+from mpicomm.mappings import Mapped
+from tests.kernels.build import Change
+from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.machine import Machine, Place
+
+_PARITIES = 2
+
+
+class DirectRig:
+    """An arena, symmetric memory of ``nbytes`` and a planner for each rank."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        nbytes: int,
+        *,
+        blocks: int = 3,
+        changes: Sequence[Change] = (),
+        timeout_s: float = 20,
+    ) -> None:
+        self.machine = machine
+        self.size = machine.size
+        layout = ArenaLayout(self.size, 1)
+        self._layout = layout
+        self.arenas = [machine.allocate(rank, layout.flagged) for rank in range(self.size)]
+        self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
+        machine.keep()
+        self._changes = changes
+        self._planners = [
+            DirectPlanner(self._team(rank, timeout_s), layout, blocks, early=False) for rank in range(self.size)
+        ]
+
+    def start_at(self, launch: int) -> None:
+        """Let all ranks have begun and ended this launch."""
+        for arena in self.arenas:
+            arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 4 : HEAD_NBYTES].view(np.uint32)[:] = launch
+            arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = launch << 32 | 9
+            announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _PARITIES * 8]
+            announcements.view(np.uint64).reshape(self.size, _PARITIES)[:, launch % _PARITIES] = launch << 32
+
+    def run(self, rank: int, exchanges: Sequence[Exchange], *, tag: int = 1, nbytes: int, nap_us: int = 0) -> None:
+        """Enqueue a rank's part of an exchange, and its relay, of at most ``nbytes`` between two ranks."""
+        memory = Mapped(1, 0, tuple(self._addresses(self.outputs, rank)))
+        exchange, relay = (*exchanges, None)[:2]
+        assert exchange is not None
+        launch = self._planners[rank].launch(exchange, memory, tag, nbytes=nbytes, relay=relay)
+        self._enqueue(rank, launch, nap_us)
+
+    def barrier(self, rank: int, *, tag: int = 1, nap_us: int = 0) -> None:
+        """Enqueue a rank's part of a barrier."""
+        self._enqueue(rank, self._planners[rank].barrier(tag, after_copies=False), nap_us)
+
+    def _enqueue(self, rank: int, launch: Launch, nap_us: int) -> None:
+        kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
+        self.machine.launch(
+            rank, kernel, [launch.arguments], blocks=launch.blocks, threads=launch.threads, nap_us=nap_us
+        )
+
+    def _addresses(self, places: Sequence[Place], viewer: int) -> list[int]:
+        return [self.machine.address(owner, place, viewer) for owner, place in enumerate(places)]
+
+    def _team(self, rank: int, timeout_s: float) -> Team:
+        team = Team(faults=self.machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
+        for owner, address in enumerate(self._addresses(self.arenas, rank)):
+            team.arenas[owner] = address
+            team.names[owner] = 10 + owner
+        return team

@@ -1,0 +1,285 @@
+"""Stores straight into symmetric memory of the peers, and barriers, between processes and under ThreadSanitizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from mpicomm.collectives import patterns
+from mpicomm.collectives.device_copies import Reduce, local_reduction
+from mpicomm.collectives.exchange import Exchange, Span
+from tests.helpers.reductions import dtype_named, reduced, require_same, samples
+from tests.kernels.build import Builds, Change
+from tests.kernels.direct_rig import DirectRig
+from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.machine import CAUGHT, Machine, RunFailedError
+
+pytest.importorskip("ml_dtypes")
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+BYTES = np.dtype(np.uint8)
+NBYTES = 64 << 10
+Check = Callable[[], None]
+
+
+class Calls:
+    """Collectives on a rig's symmetric memory, one after the other; each adds to what is to be checked at the end."""
+
+    def __init__(self, rig: DirectRig, rng: np.random.Generator, nap_us: int = 0) -> None:
+        self._rig = rig
+        self._rng = rng
+        self._nap_us = nap_us
+
+    def allgather(self, block: int) -> Check:
+        """All get all; the block of each lies in a place of its own."""
+        rig = self._rig
+        parts = [self._rng.integers(0, 256, block, dtype=np.uint8) for _ in range(rig.size)]
+        for rank, part in enumerate(parts):
+            send = self._place(rank, part)
+            exchanges = patterns.allgather(rank, rig.size, BYTES, Span(send, block), self._blocks(rank, block))
+            self._run(rank, exchanges, block)
+        return self._check([np.concatenate(parts)] * rig.size)
+
+    def alltoall(self, block: int) -> Check:
+        """Each gets a block of each."""
+        rig = self._rig
+        parts = [self._rng.integers(0, 256, (rig.size, block), dtype=np.uint8) for _ in range(rig.size)]
+        for rank, part in enumerate(parts):
+            sends = patterns.blocks(self._place(rank, part), [block] * rig.size, self._starts(block), 1)
+            exchanges = patterns.alltoall(rank, rig.size, BYTES, sends, self._blocks(rank, block))
+            self._run(rank, exchanges, block)
+        return self._check([np.concatenate([part[rank] for part in parts]) for rank in range(rig.size)])
+
+    def bcast(self, nbytes: int) -> Check:
+        """All get what one has."""
+        rig, root = self._rig, int(self._rng.integers(self._rig.size))
+        content = self._rng.integers(0, 256, nbytes, dtype=np.uint8)
+        rig.outputs[root].bytes[:nbytes] = content
+        for rank in range(rig.size):
+            buffer = Span(rig.outputs[rank].address, nbytes)
+            self._run(rank, patterns.bcast(rank, rig.size, BYTES, buffer, root), nbytes)
+        return self._check([content] * rig.size)
+
+    def relayed_bcast(self, nbytes: int) -> Check:
+        """All get what one has, each a shard of it from that one, which it sends on."""
+        rig, root = self._rig, int(self._rng.integers(self._rig.size))
+        content = self._rng.integers(0, 256, nbytes, dtype=np.uint8)
+        rig.outputs[root].bytes[:nbytes] = content
+        for rank in range(rig.size):
+            buffer = Span(rig.outputs[rank].address, nbytes)
+            exchanges = patterns.relayed_bcast(rank, rig.size, BYTES, buffer, root)
+            self._run(rank, exchanges, -(-nbytes // (rig.size - 1)))
+        return self._check([content] * rig.size)
+
+    def _blocks(self, rank: int, block: int) -> list[Span]:
+        rig = self._rig
+        return patterns.blocks(rig.outputs[rank].address, [block] * rig.size, self._starts(block), 1)
+
+    def _starts(self, block: int) -> list[int]:
+        return [index * block for index in range(self._rig.size)]
+
+    def _place(self, rank: int, content: np.ndarray) -> int:
+        offset = int(self._rng.choice((0, 0, 8, 1)))
+        return self._rig.machine.place(rank, content.reshape(-1), offset=offset).address
+
+    def _run(self, rank: int, exchanges: Sequence[Exchange], nbytes: int) -> None:
+        late = self._nap_us and self._rng.integers(10) == 0
+        nap_us = int(self._rng.integers(self._nap_us)) if late else 0
+        self._rig.run(rank, exchanges, nbytes=nbytes, nap_us=nap_us)
+
+    def _check(self, expected: Sequence[np.ndarray]) -> Check:
+        def check() -> None:
+            for rank, content in enumerate(expected):
+                require_same(self._rig.outputs[rank].bytes[: content.size].copy(), content)
+
+        return check
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_size_at_which_something_changes(builds: Builds, size: int) -> None:
+    rig = DirectRig(Machine(builds, size), NBYTES * size)
+    calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
+    for nbytes in (1, 15, 16, 1000, 3 * 64 * 16, 3 * 64 * 16 + 1, 3 * 256 * 16 - 1, 4 * 3 * 256 * 16, NBYTES):
+        for call in (calls.allgather, calls.alltoall, calls.bcast, calls.relayed_bcast):
+            check = call(nbytes)
+            rig.machine.run(seed=nbytes, jitter_us=300)
+            check()
+            rig.machine.clear()
+
+
+def run_long(
+    builds: Builds, *, start: int = 0, rounds: int = 40, changes: Sequence[Change] = (), timeout_s: float = 20
+) -> None:
+    """All-gathers into the same memory, which the next one overwrites: its owner reads it in between, in a kernel.
+
+    That reduces what has come into memory of its own; between two that is all that says when it may be written again.
+    """
+    machine = Machine(builds, 3)
+    count = 700
+    rig = DirectRig(machine, 4 * 3 * count, changes=changes, timeout_s=timeout_s)
+    rig.start_at(start)
+    rng = np.random.default_rng(start)
+    sums = kernel_of(builds, local_reduction(Reduce((1,), 1, 4), ("int32", "sum")).variant)
+    expected, results = [], []
+    for _ in range(rounds):
+        parts = [rng.integers(-1000, 1000, count).astype(np.int32) for _ in range(3)]
+        expected.append(parts[0] + parts[1] + parts[2])
+        for rank, part in enumerate(parts):
+            send = Span(machine.place(rank, part).address, count)
+            base = rig.outputs[rank].address
+            blocks = patterns.blocks(base, [count] * 3, [0, count, 2 * count], 4)
+            exchanges = patterns.allgather(rank, 3, np.dtype(np.int32), send, blocks)
+            rig.run(rank, exchanges, nbytes=4 * count, nap_us=int(rng.integers(2000)) if rng.integers(10) == 0 else 0)
+            result = machine.allocate(rank, 4 * count)
+            results.append(result)
+            action = Reduce(tuple(block.pointer for block in blocks), result.address, 4 * count)
+            launch = local_reduction(action, ("int32", "sum"))
+            machine.launch(rank, sums, [launch.arguments], blocks=2, threads=64)
+    machine.run(seed=start, jitter_us=300, limit_s=30)
+    for number, result in enumerate(results):
+        require_same(result.view(np.int32).copy(), expected[number // 3])
+
+
+def run_relays(
+    builds: Builds, *, rounds: int = 25, changes: Sequence[Change] = (), timeout_s: float = 20, seed: int = 0
+) -> None:
+    """Broadcasts of several chunks a block, one after the other into the same memory."""
+    machine = Machine(builds, 3)
+    rig = DirectRig(machine, NBYTES, blocks=2, changes=changes, timeout_s=timeout_s)
+    rig.start_at(2**32 - 10)
+    rng = np.random.default_rng(seed)
+    calls = Calls(rig, rng, nap_us=2000)
+    for number in range(rounds):
+        check = calls.relayed_bcast(int(rng.choice((NBYTES, 33333, 100))))
+        machine.run(seed=number + seed, jitter_us=300, limit_s=30)
+        check()
+        machine.clear()
+
+
+def test_relays(builds: Builds) -> None:
+    run_relays(builds)
+
+
+def test_relays_have_no_race(watched_builds: Builds) -> None:
+    run_relays(watched_builds, rounds=5)
+
+
+@pytest.mark.parametrize("start", [0, 2**32 - 20])
+def test_memory_is_written_again_only_when_its_owner_has_done_with_it(builds: Builds, start: int) -> None:
+    run_long(builds, start=start)
+
+
+def test_no_race(watched_builds: Builds) -> None:
+    run_long(watched_builds, rounds=15)
+
+
+@pytest.mark.parametrize(
+    "reduction", [("float32", "sum"), ("bfloat16", "avg"), ("complex128", "prod"), ("int8", "max")]
+)
+def test_local_reductions(builds: Builds, reduction: tuple[str, str]) -> None:
+    machine, rng = Machine(builds, 1), np.random.default_rng(3)
+    dtype = dtype_named(reduction[0])
+    for count, offset in ((1, 0), (1000, 0), (4099, 0), (1001, dtype.itemsize)):
+        parts = [samples(dtype, count, rng) for _ in range(3)]
+        sources = [machine.place(0, part, offset=offset) for part in parts]
+        output = sources[1] if count == 1000 else machine.place(0, np.zeros_like(parts[0]))
+        action = Reduce(tuple(source.address for source in sources), output.address, parts[0].nbytes)
+        launch = local_reduction(action, reduction)
+        machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=launch.blocks, threads=64)
+        machine.run()
+        require_same(output.bytes.copy().view(dtype), reduced(reduction[1], parts))
+        machine.clear()
+
+
+def test_a_barrier_waits_for_all(builds: Builds) -> None:
+    """A rank that comes late holds the others: what it has written before, they read afterwards."""
+    run_with_barriers(builds)
+
+
+def run_with_barriers(builds: Builds, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
+    machine = Machine(builds, 3)
+    rig = DirectRig(machine, 16, changes=changes, timeout_s=timeout_s)
+    copies = local_reduction(Reduce((1,), 1, 4), ("int32", "sum")).variant
+    kernel = kernel_of(builds, copies)
+    results = []
+    for number in range(20):
+        for rank in range(3):
+            source = machine.place(rank, np.array([100 * number + rank], np.int32))
+            following = (rank + 1) % 3
+            target = machine.address(following, rig.outputs[following], rank)
+            launch = local_reduction(Reduce((source.address,), target, 4), ("int32", "sum"))
+            nap_us = 3000 if rank == number % 3 else 0
+            machine.launch(rank, kernel, [launch.arguments], blocks=1, threads=64, nap_us=nap_us)
+            rig.barrier(rank)
+            result = machine.allocate(rank, 4)
+            results.append((result, 100 * number + (rank - 1) % 3))
+            launch = local_reduction(Reduce((rig.outputs[rank].address,), result.address, 4), ("int32", "sum"))
+            machine.launch(rank, kernel, [launch.arguments], blocks=1, threads=64)
+            rig.barrier(rank)
+    machine.run(limit_s=30)
+    for result, value in results:
+        require_same(result.view(np.int32).copy(), np.array([value], np.int32))
+
+
+def test_ranks_in_different_calls_are_told(builds: Builds) -> None:
+    machine = Machine(builds, 3)
+    rig = DirectRig(machine, 16)
+    for rank in range(3):
+        rig.barrier(rank, tag=1 + (rank == 2))
+    with pytest.raises(RunFailedError, match="operation=3"):
+        machine.run()
+
+
+SOURCE = "direct.cu"
+MISTAKES = {
+    "no wait for the peers": Change(SOURCE, "    ok = await_ranks(team, launch, absent);\n", ""),
+    "no wait for what comes": Change(SOURCE, "if (coming > 0) await_arrival(x, launch, thread, coming - 1);", ""),
+}
+RACES = {
+    **MISTAKES,
+    "arrival turned relaxed": Change(SOURCE, "store_release(arrival_of(x,", "store_relaxed(arrival_of(x,"),
+    "announcement turned relaxed": Change(SOURCE, "announce_all_before(team,", "announce(team,"),
+    "announcement read relaxed": Change(SOURCE, "= acquire_announcements(team,", "= load_announcements(team,"),
+    "acquire turned relaxed": Change(SOURCE, "load_acquire(arrival_of(x,", "load_relaxed(arrival_of(x,"),
+    "arrival before the block has stored": Change(
+        SOURCE, "    __syncthreads();\n    if (has_peer &&", "    if (has_peer &&"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake_is_seen(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for start in range(5):
+            run_long(builds, start=start, changes=[MISTAKES[name]], timeout_s=2)
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_race_is_seen(watched_builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for start in range(5):
+            run_long(watched_builds, start=start, rounds=15, changes=[RACES[name]], timeout_s=2)
+
+
+def test_barrier_without_a_wait_is_seen(builds: Builds) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for _ in range(5):
+            run_with_barriers(builds, [MISTAKES["no wait for the peers"]], timeout_s=2)
+
+
+RELAY_MISTAKES = {
+    "sent on before it has come": Change(SOURCE, "thread != 0 || await_arrival(x, launch, x.source, number)", "true"),
+    "sent on before the block knows": Change(
+        SOURCE, "if (!__syncthreads_and(arrived)) return;", "if (!arrived) return;"
+    ),
+    "chunk not counted": Change(SOURCE, "static_cast<u32>(word) > number)", "true)"),
+}
+
+
+@pytest.mark.parametrize("name", RELAY_MISTAKES)
+def test_mistake_in_relays_is_seen(watched_builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for seed in range(5):
+            run_relays(watched_builds, rounds=5, changes=[RELAY_MISTAKES[name]], timeout_s=2, seed=seed)

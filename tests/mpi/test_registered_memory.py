@@ -1,0 +1,148 @@
+"""Memory that exists already, opened to the peers."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from multiprocessing import resource_tracker, shared_memory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError
+from tests.helpers.communicators import communicator, require_memory_works, settle, to_host
+from tests.helpers.raising import raises_everywhere
+
+
+def require_registered_works(
+    comm: mpicomm.Communicator, xp: Any, arrays: list[Any], *, untouched: list[Any] | None = None
+) -> None:
+    """Open ``arrays`` to the peers, write into them from there, and close."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    registered = [comm.register(array) for array in arrays]
+    for number, (array, own) in enumerate(zip(arrays, registered, strict=True)):
+        assert (own.shape, own.dtype) == (array.shape, array.dtype)
+        array[...] = 10 * number + comm.rank
+    settle(comm)
+    for number, own in enumerate(registered):
+        assert to_host(own.local).tolist() == np.full(own.shape, 10 * number + comm.rank).tolist()
+        assert to_host(own.get(right)).tolist() == np.full(own.shape, 10 * number + right).tolist()
+    settle(comm)
+    for number, own in enumerate(registered):
+        own.peer(right)[...] = 50 + number + comm.rank
+        own.signal(right)
+        own.wait_signal(left)
+    settle(comm)
+    for own in registered:
+        own.close()
+    for number, array in enumerate(arrays):
+        assert to_host(array).tolist() == np.full(array.shape, 50 + number + left).tolist()
+
+
+@pytest.fixture
+def block() -> Iterator[shared_memory.SharedMemory]:
+    resource_tracker.ensure_running()
+    memory = shared_memory.SharedMemory(create=True, size=10000)
+    yield memory
+    gc.collect()
+    memory.close()  # raises BufferError while a view is left
+    memory.unlink()
+
+
+@pytest.fixture
+def mapped(tmp_path: Path) -> npt.NDArray[np.float64]:
+    """Memory that can be registered."""
+    return np.memmap(tmp_path / "content", np.float64, "w+", shape=10)
+
+
+def test_shared_memory_is_registered(
+    comm_world: MPI.Intracomm, block: shared_memory.SharedMemory, no_leaks: None
+) -> None:
+    with communicator("cpu") as comm:
+        assert block.buf is not None
+        whole = np.frombuffer(block.buf, np.int32, 2500)
+        whole[:] = -1
+        require_registered_works(comm, np, [whole[:1100], whole[1100:1103].reshape(3, 1), whole[2000:2499]])
+        assert (whole[1103:2000] == -1).all()
+        assert whole[2499] == -1
+        with comm.register(whole[5:5]) as nothing:
+            assert nothing.get((comm.rank + 1) % comm.size).tolist() == []
+    del whole, nothing
+
+
+def test_mapped_file_is_registered(comm_world: MPI.Intracomm, tmp_path: Path) -> None:
+    with communicator("cpu") as comm:
+        content = np.memmap(tmp_path / "content", np.float64, "w+", offset=4096 + 8, shape=(10, 100))
+        require_registered_works(comm, np, [content[:3], content[3:5]])
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (np.zeros(3), "array lies in memory of this process alone"),
+        ([1.0, 2.0], "array is a list"),
+        (np.zeros((3, 2))[:, 0], "array .* is not C-contiguous"),
+        (np.frombuffer(bytes(24)), "array is read-only"),
+        (np.array([None] * 3), "dtype=object holds no plain bytes"),
+    ],
+    ids=["private", "list", "strided", "read-only", "objects"],
+)
+def test_memory_no_peer_can_open_is_refused_by_all(
+    comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64], bad: Any, text: str
+) -> None:
+    with communicator("cpu") as comm:
+        for culprit in range(comm.size):
+            with raises_everywhere(comm_world, InvalidUsageError, match=f"failed on rank {culprit}: {text}"):
+                comm.register(bad if comm.rank == culprit else mapped[:3])
+        require_memory_works(comm)
+
+
+def test_memory_whose_name_is_gone_is_refused_by_all(
+    comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64], tmp_path: Path
+) -> None:
+    (tmp_path / "content").unlink()
+    with communicator("cpu") as comm:
+        with raises_everywhere(comm_world, InvalidUsageError, match="cannot be opened again by name"):
+            comm.register(mapped)
+        require_memory_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_registered_shapes_that_differ_are_refused_by_all(
+    comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64]
+) -> None:
+    with communicator("cpu") as comm:
+        with raises_everywhere(comm_world, InvalidUsageError, match="the ranks differ"):
+            comm.register(mapped[: 3 + (comm.rank == 1)])
+        require_memory_works(comm)
+
+
+@pytest.fixture
+def gpu(device: str) -> None:
+    if device != "cuda":
+        pytest.skip("needs a GPU")
+
+
+def test_arrays_of_one_pool_block_are_registered(gpu: None, comm: mpicomm.Communicator, xp: Any) -> None:
+    pool = xp.zeros(100_000, np.int32)
+    require_registered_works(comm, xp, [pool[:300], pool[300:1300].reshape(10, 100), pool[90_001:]])
+    assert not to_host(pool[1300:90_001]).any()
+    small = [xp.zeros(50, np.int64) for _ in range(4)]
+    require_registered_works(comm, xp, small)
+
+
+def test_gpu_memory_is_registered_again_after_close(gpu: None, comm: mpicomm.Communicator, xp: Any) -> None:
+    array = xp.zeros(1000, np.int32)
+    for _ in range(3):
+        require_registered_works(comm, xp, [array])
+
+
+def test_host_memory_is_refused_on_a_gpu(gpu: None, comm: mpicomm.Communicator, comm_world: MPI.Intracomm) -> None:
+    with raises_everywhere(comm_world, InvalidUsageError, match="not on a GPU"):
+        comm.register(np.zeros(3))
+    require_memory_works(comm)

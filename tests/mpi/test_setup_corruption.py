@@ -1,0 +1,104 @@
+"""What one rank hands over in a set-up is not what it should be: packets, descriptors, and memory that is another."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from mpi4py import MPI
+
+from mpicomm.backend import host
+from mpicomm.handle import MemoryHandle
+from tests.helpers.communicators import communicator, require_memory_works
+from tests.helpers.leaks import nothing_leaks
+from tests.helpers.setup_failures import EVERY_RANK, Break, fails_everywhere
+
+
+def damaged(damage: Callable[[bytes], bytes]) -> Break:
+    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+        pack = MemoryHandle.pack
+        patch.setattr(MemoryHandle, "pack", lambda handle: damage(pack(handle)))
+
+    return break_
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda packet: packet[:-1],
+        lambda packet: b"",
+        lambda packet: packet[:40] + bytes([packet[40] ^ 1]) + packet[41:],
+        lambda packet: b"another." + packet[8:],
+    ],
+    ids=["truncated", "empty", "altered", "another's"],
+)
+def test_damaged_packet_is_refused_by_all(device: str, damage: Callable[[bytes], bytes]) -> None:
+    for culprit in EVERY_RANK:
+        others = [rank for rank in EVERY_RANK if rank != culprit]
+        said = rf"failed on ranks? {', '.join(map(str, others))}: memory of rank {culprit}: handle packet"
+        with nothing_leaks(), fails_everywhere(culprit, device, damaged(damage), match=said):
+            communicator(device)
+        with communicator(device) as comm:
+            kept = comm.zeros(1)
+            with nothing_leaks(), fails_everywhere(culprit, device, damaged(damage), match=said):
+                comm.empty(3)
+            require_memory_works(comm)
+            kept.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_descriptor_of_less_memory_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
+    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+        take_fd = host.HostSegment.take_fd
+
+        def take_small_fd(segment: host.HostSegment) -> int:
+            os.close(take_fd(segment))
+            return host.memfd_create(8)
+
+        patch.setattr(host.HostSegment, "take_fd", take_small_fd)
+
+    require_descriptor_is_refused(break_, "shared memory has 8 bytes")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_descriptor_of_memory_that_can_shrink_is_refused_by_all(comm_world: MPI.Intracomm) -> None:
+    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+        patch.setattr(host, "_SEALS", fcntl.F_SEAL_GROW)
+
+    require_descriptor_is_refused(break_, ".* is not sealed")
+
+
+def require_descriptor_is_refused(break_: Break, said: str) -> None:
+    with communicator("cpu") as comm:
+        kept = comm.zeros(1)
+        for culprit in EVERY_RANK:
+            with nothing_leaks(), fails_everywhere(culprit, "cpu", break_, match=f"memory of rank {culprit}: {said}"):
+                comm.empty(1000)
+        require_memory_works(comm)
+        kept.close()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_writes_that_do_not_arrive_are_found_by_the_probe(device: str) -> None:
+    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+        view = backend.view
+        patch.setattr(backend, "view", lambda self, *arguments: view(self, *arguments).copy())
+
+    for culprit in EVERY_RANK:
+        said = f"what rank {culprit} wrote into this rank's memory did not arrive"
+        with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said):
+            communicator(device)
+
+
+def test_reads_that_bring_something_else_are_found_by_the_probe(device: str) -> None:
+    def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
+        patch.setattr(backend, "copy", lambda *_: None)
+
+    for culprit in EVERY_RANK:
+        said = f"failed on rank {culprit}: rank 0's memory reads 0 instead of "
+        with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said):
+            communicator(device)

@@ -1,0 +1,169 @@
+"""A rank that does not come to a set-up, or leaves in the middle: the others name it in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import CollectiveTimeoutError, MpicommError, PeerError, bootstrap
+from mpicomm.fd_exchange import FdExchange
+from tests.helpers.communicators import communicator, require_memory_works
+from tests.helpers.leaks import nothing_leaks
+from tests.helpers.raising import raises_everywhere
+from tests.helpers.setup_failures import ALLOCATE, EVERY_RANK, FIRST_AND_LAST, WORLD, attribute, broken, raising
+
+CALLS: dict[str, Callable[[mpicomm.Communicator, mpicomm.SymmetricArray], object]] = {
+    "zeros": lambda comm, array: comm.zeros(3),
+    "shared_event": lambda comm, array: comm.shared_event(),
+    "SymmetricArray 0: close": lambda comm, array: array.close(),
+}
+
+
+@contextmanager
+def without(culprit: int) -> Iterator[MPI.Comm | None]:
+    """The other ranks as a communicator; None on the culprit, which waits at the end for them."""
+    others = WORLD.Split(MPI.UNDEFINED if WORLD.rank == culprit else 0)
+    try:
+        yield None if others == MPI.COMM_NULL else others
+    finally:
+        if others != MPI.COMM_NULL:
+            others.Free()
+        WORLD.Barrier()
+
+
+@contextmanager
+def impatient_without(
+    culprit: int, device: str, *, timeout_s: float = 1.0
+) -> Iterator[tuple[mpicomm.Communicator, MPI.Comm | None]]:
+    """A new Communicator and `without`: the others free it at the end, and after them the culprit."""
+    impatient = communicator(device, timeout_s=timeout_s)
+    with without(culprit) as others:
+        yield impatient, others
+        if others:
+            impatient.Free()
+    if WORLD.rank == culprit:
+        with suppress(MpicommError):
+            impatient.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", CALLS)
+def test_rank_that_never_comes_is_named(comm: mpicomm.Communicator, device: str, name: str) -> None:
+    require_memory_works(comm)
+    for culprit in FIRST_AND_LAST if name != "zeros" else EVERY_RANK:
+        with nothing_leaks():
+            impatient = communicator(device, timeout_s=1)
+            array = impatient.zeros(3)
+            with without(culprit) as others:
+                if others:
+                    text = f"{name}.*: rank {culprit} did not arrive within 1 s"
+                    with raises_everywhere(others, CollectiveTimeoutError, match=text) as excinfo:
+                        CALLS[name](impatient, array)
+                    assert excinfo.value.ranks == (culprit,)
+                    for call in (impatient.check, lambda comm=impatient: comm.zeros(3), impatient.shared_event):
+                        text = f"unusable since an earlier timeout .*rank {culprit} did not arrive"
+                        with raises_everywhere(others, CollectiveTimeoutError, match=text):
+                            call()
+                    del excinfo, call
+                    impatient.Free()
+                    assert array.closed
+                    impatient.Free()
+            # Whoever comes late is told so.
+            if WORLD.rank == culprit:
+                with pytest.raises(MpicommError, match=name):
+                    impatient.Free()
+                while not array.closed:
+                    with suppress(MpicommError):
+                        impatient.Free()
+                impatient.Free()
+            require_memory_works(comm)
+            del array, impatient
+
+
+@pytest.mark.mpi(min_size=2)
+def test_free_without_one_rank_frees_on_the_others(comm: mpicomm.Communicator, device: str) -> None:
+    for culprit in FIRST_AND_LAST:
+        with impatient_without(culprit, device) as (impatient, others):
+            array = impatient.zeros(3)
+            if others:
+                with raises_everywhere(others, CollectiveTimeoutError, match=f"Free: rank {culprit} did not arrive"):
+                    impatient.Free()
+                assert array.closed
+        assert array.closed
+        require_memory_works(comm)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_first_rank_that_comes_late_is_not_taken_for_the_one_that_never_comes(device: str) -> None:
+    with impatient_without(WORLD.size - 1, device, timeout_s=2) as (impatient, others):
+        if others:
+            if WORLD.rank == 0:
+                time.sleep(1)
+            text = f"rank {WORLD.size - 1} did not arrive within 2 s"
+            with raises_everywhere(others, CollectiveTimeoutError, match=text):
+                impatient.zeros(3)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_that_is_interrupted_is_missed_by_the_others(comm: mpicomm.Communicator, device: str) -> None:
+    for culprit in FIRST_AND_LAST:
+        with impatient_without(culprit, device) as (impatient, others):
+            impatient.zeros(3)
+            with broken(culprit, device, ALLOCATE["allocate"], KeyboardInterrupt):
+                if others:
+                    with raises_everywhere(others, CollectiveTimeoutError, match=f"rank {culprit} did not arrive"):
+                        impatient.zeros(4)
+                else:
+                    with pytest.raises(KeyboardInterrupt):
+                        impatient.zeros(4)
+        require_memory_works(comm)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_that_is_interrupted_in_an_exchange_takes_part_in_no_other(device: str) -> None:
+    for culprit in FIRST_AND_LAST:
+        impatient = communicator(device, timeout_s=1)
+        with without(culprit) as others:
+            if others:
+                # They may just have heard all of the exchange in which it was interrupted.
+                with raises_everywhere(others, CollectiveTimeoutError, match=f"rank {culprit} did not arrive"):
+                    impatient.zeros(3)
+                impatient.Free()
+            else:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(bootstrap, "wait_until", raising(KeyboardInterrupt))
+                    with pytest.raises(KeyboardInterrupt):
+                        impatient.zeros(3)
+                text = f"unusable since an earlier error .rank {culprit} left in the middle of .*: KeyboardInterrupt"
+                for call in (impatient.check, lambda comm=impatient: comm.zeros(3), impatient.shared_event):
+                    with pytest.raises(PeerError, match=text):
+                        call()
+                impatient.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_world: MPI.Intracomm) -> None:
+    timeout_s = 3.0
+    for culprit in FIRST_AND_LAST:
+        with impatient_without(culprit, "cpu", timeout_s=timeout_s) as (impatient, others):
+            impatient.zeros(3)
+            with broken(culprit, "cpu", attribute(FdExchange, "swap"), KeyboardInterrupt):
+                start = time.monotonic()
+                with pytest.raises(CollectiveTimeoutError if others else KeyboardInterrupt):
+                    impatient.zeros(4)
+                assert time.monotonic() - start < timeout_s + 1
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_that_never_comes_to_create_a_communicator_is_missed(comm_world: MPI.Intracomm) -> None:
+    for culprit in FIRST_AND_LAST:
+        parent = comm_world.Dup()  # of no use afterwards: one of its ranks has begun a collective call
+        with without(culprit) as others:
+            if others:
+                with raises_everywhere(others, CollectiveTimeoutError, match="Communicator: .* within 1 s"):
+                    mpicomm.Communicator(parent, device="cpu", timeout_s=1)

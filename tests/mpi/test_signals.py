@@ -1,0 +1,128 @@
+"""Signals of a SymmetricArray: what they order, how they are counted, and the end of those that wait in vain."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import mpicomm
+from mpicomm import CollectiveTimeoutError, signals
+from tests.helpers.communicators import array_module, communicator, require_memory_works, settle, to_host
+
+
+def test_ring_hands_over_200_times(comm: mpicomm.Communicator, xp: Any) -> None:
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    rounds, count = 200, 100
+    with comm.zeros(count, np.int64) as array:
+        seen = xp.zeros((rounds, count), np.int64)
+        for turn in range(rounds):
+            array.put(xp.full(count, 1000 * turn + comm.rank), right)
+            array.signal(right)
+            array.wait_signal(left)
+            seen[turn] = array.local
+            # Read: the left one may write again.
+            array.signal(left)
+            array.wait_signal(right)
+        comm.check()
+        expected = np.repeat(1000 * np.arange(rounds) + left, count).reshape(rounds, count)
+        assert np.array_equal(to_host(seen), expected)
+
+
+def test_signals_are_counted(device: str) -> None:
+    with communicator(device, timeout_s=2) as comm:
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        array, other = comm.zeros(1), comm.zeros(1)
+        for _ in range(5):
+            array.signal(right)
+        settle(comm)
+        other.signal(right)
+        for _ in range(5):
+            array.wait_signal(left)
+        comm.check()
+        other.wait_signal(left)
+        comm.check()
+        with pytest.raises(CollectiveTimeoutError, match=f"number 6 from rank {left} did not come") as excinfo:
+            array.wait_signal(left)
+            comm.check()
+        assert excinfo.value.ranks == (left,)
+        comm.Barrier()
+
+
+def test_signal_reaches_the_array_and_the_rank_it_is_for_alone(device: str) -> None:
+    with communicator(device, timeout_s=2) as comm:
+        array, other = comm.zeros(1), comm.zeros(1)
+        for peer in range(comm.size):
+            if peer != 0:
+                array.signal(peer)
+            other.signal(peer)
+        settle(comm)
+        for peer in range(comm.size):
+            other.wait_signal(peer)
+            if comm.rank != 0:
+                array.wait_signal(peer)
+        comm.check()
+        with pytest.raises(CollectiveTimeoutError, match=f"from rank {comm.size - 1} did not come within 2 s"):
+            array.wait_signal(comm.size - 1)
+            comm.check()
+        comm.Barrier()
+
+
+def test_signals_of_a_closed_array_never_reach_the_next(device: str) -> None:
+    with communicator(device, timeout_s=2) as comm:
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        array = comm.zeros(1)
+        for _ in range(3):
+            array.signal(right)
+        array.wait_signal(left)
+        pointers = (to_host(array.pointers), array._pad)
+        array.close()
+        array = comm.zeros(1)
+        assert array._pad == pointers[1]  # the same counters, or the test shows nothing
+        array.signal(right)
+        array.wait_signal(left)
+        settle(comm)
+        with pytest.raises(CollectiveTimeoutError, match="wait_signal: number 2"):
+            array.wait_signal(left)
+            comm.check()
+        comm.Barrier()
+
+
+def test_communicator_is_unusable_after_a_signal_that_did_not_come(device: str) -> None:
+    with communicator(device, timeout_s=1) as comm:
+        array = comm.zeros(1)
+        with pytest.raises(CollectiveTimeoutError, match=f"number 1 from rank {comm.rank} did not come"):
+            array.wait_signal(comm.rank)
+            comm.check()
+        for use in (comm.check, lambda: comm.empty(3), lambda: array.signal(0), lambda: array.local):
+            with pytest.raises(CollectiveTimeoutError, match=f"number 1 from rank {comm.rank} did not come"):
+                use()
+        comm.Barrier()
+    assert array.closed
+    with communicator(device) as comm:
+        require_memory_works(comm)
+
+
+def test_signals_work_in_every_chunk(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(signals, "_CHUNK_NBYTES", 2 * signals._LINE_NBYTES)  # two arrays in each
+    with communicator(device) as comm, array_module(comm) as xp:
+        right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+        def ring(arrays: list[mpicomm.SymmetricArray]) -> None:
+            for number, array in enumerate(arrays):
+                array.put(xp.asarray([10 * number + comm.rank]), right)
+                array.signal(right)
+            for array in reversed(arrays):
+                array.wait_signal(left)
+            comm.check()
+            assert [int(array.local[0]) for array in arrays] == [10 * each + left for each in range(len(arrays))]
+            comm.Barrier()
+
+        arrays = [comm.zeros(1, np.int64) for _ in range(7)]
+        ring(arrays)
+        for number in (5, 0, 3):
+            arrays[number].signal(right)  # for nobody
+            arrays[number].close()
+            arrays[number] = comm.zeros(1, np.int64)
+        ring(arrays)

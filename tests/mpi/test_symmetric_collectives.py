@@ -1,0 +1,206 @@
+"""Collectives whose output is symmetric memory, which the ranks of a node write into directly; and the ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError, PeerError
+from tests.helpers.buffers import values
+from tests.helpers.communicators import communicator, to_host
+from tests.helpers.raising import raises_everywhere
+from tests.helpers.reductions import reduced, require_same
+
+FLOAT32 = np.dtype(np.float32)
+COUNTS = (1, 5, 4097, 70_001, 1 << 20)
+Check = Callable[[], None]
+
+
+def on_device(xp: Any, array: Any) -> Any:
+    copy = xp.asarray(array)
+    if xp is not np:
+        xp.cuda.get_current_stream().synchronize()
+    return copy
+
+
+def algorithms(comm: mpicomm.Communicator, *more: str) -> tuple[str, ...]:
+    return ("auto", "one_shot", *more, *(("copy_engine",) if comm.device != "cpu" else ()))
+
+
+def call(
+    comm: mpicomm.Communicator, xp: Any, operation: str, count: int, algorithm: str, output: Any, seed: int
+) -> Check:
+    """Call an operation with the first elements of ``output`` and return the check of what is there then."""
+    rank, size = comm.rank, comm.size
+    # The ring has an order of its own, and so has MPI, which auto may leave a call on host arrays to.
+    wild = algorithm != "ring" and (comm.device != "cpu" or algorithm != "auto")
+    parts = [values(FLOAT32, count * size, peer, seed, wild=wild) for peer in range(size)]
+    if operation == "Allreduce":
+        mine, target = on_device(xp, parts[rank][:count]), output[:count]
+        comm.Allreduce(mine, target, algorithm=algorithm)
+        expected = reduced("sum", [part[:count] for part in parts])
+    elif operation == "Allreduce in place":
+        target = output[:count]
+        target[:] = on_device(xp, parts[rank][:count])
+        comm.Allreduce(MPI.IN_PLACE, target, algorithm=algorithm)
+        expected = reduced("sum", [part[:count] for part in parts])
+    elif operation == "Allgather":
+        target = output[: count * size]
+        comm.Allgather(on_device(xp, parts[rank][:count]), target, algorithm=algorithm)
+        expected = np.concatenate([part[:count] for part in parts])
+    elif operation == "Allgather in place":
+        target = output[: count * size]
+        target[rank * count : (rank + 1) * count] = on_device(xp, parts[rank][:count])
+        comm.Allgather(MPI.IN_PLACE, target, algorithm=algorithm)
+        expected = np.concatenate([part[:count] for part in parts])
+    elif operation == "Alltoall":
+        target = output[: count * size]
+        comm.Alltoall(on_device(xp, parts[rank]), target, algorithm=algorithm)
+        expected = np.concatenate([part[rank * count : (rank + 1) * count] for part in parts])
+    else:
+        target, root = output[:count], seed % size
+        target[:] = on_device(xp, parts[rank][:count])
+        comm.Bcast(target, root=root, algorithm=algorithm)
+        expected = parts[root][:count]
+
+    def check() -> None:
+        require_same(to_host(target), expected)
+
+    return check
+
+
+OPERATIONS = ("Allreduce", "Allreduce in place", "Allgather", "Allgather in place", "Alltoall", "Bcast")
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_into_symmetric_memory(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+    more = {"Allreduce": ("two_shot", "ring"), "Allreduce in place": ("two_shot", "ring"), "Bcast": ("two_shot",)}
+    with comm.empty(max(COUNTS) * comm.size + 4, FLOAT32) as array:
+        for count in COUNTS:
+            for seed, algorithm in enumerate(algorithms(comm, *more.get(operation, ()))):
+                if operation == "Bcast" and algorithm == "copy_engine":
+                    continue
+                for offset in (0, 1, 4):  # elements: the second is not at a multiple of 16 bytes
+                    check = call(comm, xp, operation, count, algorithm, array.local[offset:], seed)
+                    comm.check()
+                    check()
+                    comm.Barrier()  # what is read here the others may write into from now on
+
+
+def test_calls_follow_each_other_without_a_wait(comm: mpicomm.Communicator, xp: Any) -> None:
+    """Each overwrites what the last one left, which is copied in between on the same stream."""
+    count = 70_001
+    for algorithm in algorithms(comm):
+        with comm.empty(count * comm.size, FLOAT32) as array:
+            found = []
+            for number in range(20):
+                mine = on_device(xp, np.full(count, 100 * number + comm.rank, FLOAT32))
+                comm.Allgather(mine, array.local, algorithm=algorithm)
+                found.append(array.local.copy())
+            comm.check()
+            for number, copy in enumerate(found):
+                blocks = to_host(copy).reshape(comm.size, count)
+                assert (blocks == 100 * number + np.arange(comm.size)[:, None]).all()
+            comm.Barrier()
+
+
+@pytest.mark.parametrize("operation", ["Allreduce", "Allgather"])
+def test_in_a_graph(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+    if xp is np:
+        pytest.skip("graphs are of GPUs")
+    count = 300_001
+    for algorithm in algorithms(comm):
+        with comm.empty(count * comm.size, FLOAT32) as array:
+            mine = on_device(xp, np.full(count, comm.rank + 1, FLOAT32))
+            output = array.local[: count * (comm.size if operation == "Allgather" else 1)]
+            stream = xp.cuda.Stream(non_blocking=True)
+            with stream:
+                stream.begin_capture()
+                for _ in range(3):
+                    getattr(comm, operation)(mine, output, algorithm=algorithm)
+                graph = stream.end_capture()
+                for _ in range(50):
+                    graph.launch()
+                stream.synchronize()
+            comm.check()
+            if operation == "Allreduce":
+                assert bool((output == comm.size * (comm.size + 1) // 2).all())
+            else:
+                assert (to_host(output).reshape(comm.size, count) == 1 + np.arange(comm.size)[:, None]).all()
+            comm.Barrier()
+
+
+def test_memory_that_is_symmetric_no_more(comm: mpicomm.Communicator, xp: Any) -> None:
+    """A call that is known must not go on writing to where the array lay at the others."""
+    if xp is np:
+        pytest.skip("calls on host arrays are not kept")
+    count = 200_000
+    memory = xp.cuda.MemoryPool().malloc(4 * count * comm.size)
+    output = xp.ndarray(count * comm.size, FLOAT32, memptr=memory)
+    mine = on_device(xp, np.full(count, comm.rank, FLOAT32))
+    for _ in range(2):
+        with comm.register(output) as array:
+            for _ in range(3):
+                comm.Allgather(mine, array.local)
+            comm.check()
+            comm.Barrier()
+        for _ in range(3):
+            output.fill(-1)
+            comm.Allgather(mine, output)
+            comm.check()
+            assert (to_host(output).reshape(comm.size, count) == np.arange(comm.size)[:, None]).all()
+
+
+def test_different_places_are_an_error_on_all_ranks(device: str) -> None:
+    if device == "cpu" or MPI.COMM_WORLD.size == 1:
+        pytest.skip("needs several GPUs")
+    comm = communicator(device, timeout_s=10)
+    import cupy
+
+    with cupy.cuda.Device(comm.device):
+        count = 100_000
+        array = comm.zeros(count * comm.size + 1, FLOAT32)
+        offset = int(comm.rank == 0)
+        output = array.local[offset : offset + count * comm.size]
+        with raises_everywhere(
+            MPI.COMM_WORLD, PeerError, match=r"rank 0: .* byte 4 of symmetric .*rank 1: .* byte 0 of"
+        ):
+            comm.Allgather(cupy.zeros(count, FLOAT32), output)
+            comm.check()
+    comm.Free()
+
+
+@pytest.mark.parametrize("operation", ["Allreduce", "Allgather", "Alltoall"])
+def test_copy_engines_write_into_symmetric_memory_alone(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
+    send = xp.zeros(6 * comm.size, FLOAT32)
+    receive = xp.zeros((6 if operation != "Allgather" else 6 * comm.size) * comm.size, FLOAT32)
+    expected = "is for device arrays" if xp is np else r"comm\.empty\(\)"
+    with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=expected):
+        getattr(comm, operation)(send, receive, algorithm="copy_engine")
+    comm.Allreduce(MPI.IN_PLACE, send)  # nothing is lost
+    comm.check()
+
+
+@pytest.mark.parametrize("name", ["int64", "float16", "complex64"])
+def test_ring_of_other_types(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    dtype = np.dtype(name)
+    for count in (1, 1001, 100_003):
+        parts = [values(dtype, count, rank) for rank in range(comm.size)]
+        output = xp.zeros(count, dtype)
+        comm.Allreduce(on_device(xp, parts[comm.rank]), output, algorithm="ring")
+        comm.check()
+        assert to_host(output).tolist() == reduced("sum", parts).tolist()
+
+
+def test_ring_cannot_average(comm: mpicomm.Communicator, xp: Any) -> None:
+    array = xp.ones(5, FLOAT32)
+    with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match="ring cannot average"):
+        comm.Allreduce(MPI.IN_PLACE, array, mpicomm.AVG, algorithm="ring")
+    comm.Allreduce(MPI.IN_PLACE, array)
+    comm.check()
+    assert to_host(array).tolist() == [comm.size] * 5

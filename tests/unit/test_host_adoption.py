@@ -1,0 +1,148 @@
+"""Host memory that exists already, adopted as a segment that peers can open."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import multiprocessing.resource_tracker
+import os
+import tempfile
+from collections.abc import Iterator
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from mpicomm.backend.host import HostBackend
+from mpicomm.errors import InvalidUsageError
+from tests.helpers.host_segments import PAGE, opened
+
+ELEMENTS = 5000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def resource_tracker() -> None:
+    # The process that watches over SharedMemory lives as long as this one.
+    multiprocessing.resource_tracker.ensure_running()
+
+
+@contextlib.contextmanager
+def in_shared_memory(offset: int, dtype: str) -> Iterator[npt.NDArray[Any]]:
+    shared = SharedMemory(create=True, size=ELEMENTS * 16)
+    try:
+        yield np.ndarray((ELEMENTS,), dtype, shared.buf, offset)
+    finally:
+        shared.close()
+        shared.unlink()
+
+
+@contextlib.contextmanager
+def in_file(folder: str | Path, offset: int, dtype: Any, mode: Any = "r+") -> Iterator[npt.NDArray[Any]]:
+    with tempfile.NamedTemporaryFile(dir=folder, prefix="with a space ") as file:
+        file.truncate(ELEMENTS * 16)
+        yield np.memmap(file.name, dtype, mode, offset, (ELEMENTS,))
+
+
+def check_adopted(backend: HostBackend, local: npt.NDArray[Any]) -> None:
+    """What is written through an adopted segment is in the array, no byte beside it is, and the other way round."""
+    local[...] = 1
+    segment = backend.adopt(local)
+    with opened(backend, segment) as peer:
+        assert segment.pointer == local.ctypes.data
+        assert peer.nbytes == segment.nbytes == local.nbytes
+        remote = backend.view(peer, local.shape, local.dtype)
+        assert remote.tolist() == local.tolist()
+        remote[...] = np.arange(local.size).reshape(local.shape)
+        assert local.tolist() == np.arange(local.size, dtype=local.dtype).reshape(local.shape).tolist()
+        local[-1] = 77
+        assert remote[-1].tolist() == local[-1].tolist()
+    segment.close()
+    local[...] = 2
+    assert (local == 2).all()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 13, PAGE, PAGE + 1])
+@pytest.mark.parametrize("dtype", ["uint16", "float64"])
+def test_shared_memory_is_adopted(backend: HostBackend, offset: int, dtype: str) -> None:
+    with in_shared_memory(offset, dtype) as local:
+        check_adopted(backend, local)
+        del local
+
+
+@pytest.mark.parametrize("offset", [0, 1, PAGE + 1])
+@pytest.mark.parametrize("folder", ["/dev/shm", None])
+def test_a_memmap_is_adopted(backend: HostBackend, folder: str | None, offset: int, tmp_path: Path) -> None:
+    with in_file(folder or tmp_path, offset, "int32") as local:
+        check_adopted(backend, local)
+
+
+def test_a_part_of_a_memmap_is_adopted(backend: HostBackend, tmp_path: Path) -> None:
+    with in_file(tmp_path, 3, "int32") as whole:
+        whole[:] = -1
+        check_adopted(backend, whole[1001:2001].reshape(10, 100))
+        assert (whole[:1001] == -1).all()
+        assert (whole[2001:] == -1).all()
+
+
+def test_the_file_behind_a_memmap_has_what_a_peer_wrote(backend: HostBackend, tmp_path: Path) -> None:
+    np.zeros(100, np.uint8).tofile(tmp_path / "file")
+    local = np.memmap(tmp_path / "file", np.uint8, "r+", 10, (20,))
+    with opened(backend, backend.adopt(local)) as peer:
+        backend.view(peer, (20,), local.dtype)[:] = 9
+    assert (tmp_path / "file").read_bytes() == bytes(10) + b"\x09" * 20 + bytes(70)
+
+
+def test_file_names_need_not_be_text(backend: HostBackend, tmp_path: Path) -> None:
+    folder = os.fsencode(tmp_path) + b"/\xff\x0c"
+    os.mkdir(folder)
+    with in_file(os.fsdecode(folder), 0, "uint8") as local:
+        check_adopted(backend, local)
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0)])
+def test_an_empty_array_is_adopted_wherever_it_is(backend: HostBackend, shape: tuple[int, ...]) -> None:
+    segment = backend.adopt(np.empty(shape))
+    with opened(backend, segment) as peer:
+        assert backend.view(peer, shape, np.dtype(np.float64)).shape == shape
+    segment.close()
+
+
+def test_the_end_of_a_memmap_is_adopted_although_it_is_empty(backend: HostBackend, tmp_path: Path) -> None:
+    with in_file(tmp_path, 0, np.dtype((np.void, 16))) as local:
+        segment = backend.adopt(local[ELEMENTS:])
+        with opened(backend, segment) as peer:
+            assert backend.view(peer, (0,), local.dtype).size == 0
+        segment.close()
+
+
+def refused_because(backend: HostBackend, local: npt.NDArray[Any]) -> str:
+    with pytest.raises(InvalidUsageError) as refusal:
+        backend.adopt(local)
+    return str(refusal.value)
+
+
+def test_private_memory_is_refused_with_the_way_out(backend: HostBackend, tmp_path: Path) -> None:
+    way_out = "allocate it with comm.empty(), or place it in multiprocessing.shared_memory or a writable numpy.memmap"
+    for nbytes in (1, 1 << 24):  # on the heap, and in a mapping of its own
+        assert way_out in refused_because(backend, np.zeros(nbytes, np.uint8))
+    for mode in ("c", "r"):
+        with in_file(tmp_path, 0, "int32", mode) as local:
+            assert way_out in refused_because(backend, local)
+
+
+def test_memory_without_a_name_is_refused_with_the_way_out(backend: HostBackend, tmp_path: Path) -> None:
+    way_out = "allocate with comm.empty(), or register before the name is removed"
+    assert way_out in refused_because(backend, np.frombuffer(mmap.mmap(-1, PAGE), np.uint8))
+    np.zeros(PAGE, np.uint8).tofile(tmp_path / "first")
+    local = np.memmap(tmp_path / "first", np.uint8, "r+")
+    os.rename(tmp_path / "first", tmp_path / "second")
+    check_adopted(backend, local)
+    os.unlink(tmp_path / "second")
+    assert way_out in refused_because(backend, local)
+    # What the kernel now calls the file, and what it called it before: both are others' files.
+    for name in ("second (deleted)", "second"):
+        np.zeros(PAGE, np.uint8).tofile(tmp_path / name)
+        assert way_out in refused_because(backend, local)

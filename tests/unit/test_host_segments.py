@@ -1,0 +1,174 @@
+"""Segments of host memory: allocated, viewed, exported and opened; and no more of a file mapped than it has."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mpicomm.backend.host import HostBackend, map_shared, memfd_create
+from mpicomm.errors import HandleError
+from mpicomm.handle import MemoryHandle
+from tests.helpers.host_segments import PAGE, allocated, opened
+
+
+@contextlib.contextmanager
+def memory(nbytes: int) -> Iterator[int]:
+    fd = memfd_create(nbytes)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float32", "complex128", "datetime64[s]", [("a", "i2"), ("b", "f8")]])
+def test_what_one_mapping_writes_the_other_reads(backend: HostBackend, dtype: Any) -> None:
+    element = np.dtype(dtype)
+    shapes: list[tuple[int, ...]] = [(), (0,), (7,), (0, 3), (3, 4, 5)]
+    for shape in shapes:
+        count = int(np.prod(shape))
+        written = np.frombuffer(np.random.default_rng(1).bytes(60 * element.itemsize), element, count)
+        with allocated(backend, written.nbytes) as own, opened(backend, own) as peer:
+            assert own.pointer != peer.pointer
+            here, there = backend.view(own, shape, element), backend.view(peer, shape, element)
+            assert there.shape == shape
+            assert there.dtype == element
+            here[...] = written.reshape(shape)
+            assert there.tobytes() == written.tobytes()
+            there[...] = np.zeros(shape, element)
+            assert here.tobytes() == bytes(written.nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, PAGE - 1, PAGE, PAGE + 1])
+def test_allocated_memory_is_whole_pages_of_zeros(backend: HostBackend, nbytes: int) -> None:
+    with allocated(backend, nbytes) as segment:
+        assert nbytes <= segment.nbytes <= max(nbytes, 1) + PAGE
+        assert segment.nbytes % PAGE == segment.pointer % PAGE == 0
+        assert not backend.view(segment, (segment.nbytes,), np.dtype(np.uint8)).any()
+
+
+def test_segments_do_not_share_memory(backend: HostBackend) -> None:
+    byte = np.dtype(np.uint8)
+    with allocated(backend, 1) as first, allocated(backend, 1) as second:
+        backend.view(first, (1,), byte)[0] = 1
+        assert backend.view(second, (1,), byte)[0] == 0
+
+
+def test_an_exported_descriptor_is_sealed_at_its_size(backend: HostBackend) -> None:
+    with allocated(backend, 3 * PAGE) as segment:
+        _, fd = backend.export(segment)
+        assert fd is not None
+        try:
+            for size in (0, PAGE, 4 * PAGE):
+                with pytest.raises(PermissionError):
+                    os.ftruncate(fd, size)
+            with pytest.raises(PermissionError):
+                fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+            assert os.fstat(fd).st_size == 3 * PAGE
+            assert not os.get_inheritable(fd)
+        finally:
+            os.close(fd)
+
+
+def test_a_segment_is_exported_once(backend: HostBackend) -> None:
+    with (
+        allocated(backend, 1) as segment,
+        opened(backend, segment),
+        pytest.raises(HandleError, match="exported before"),
+    ):
+        backend.export(segment)
+
+
+def test_views_outlive_their_segments(backend: HostBackend) -> None:
+    with allocated(backend, PAGE) as own, opened(backend, own) as peer:
+        here = backend.view(own, (PAGE,), np.dtype(np.uint8))
+        there = backend.view(peer, (PAGE,), np.dtype(np.uint8))
+    here[:] = 5
+    assert there.tolist() == [5] * PAGE
+
+
+def test_memory_is_unmapped_with_its_last_view(backend: HostBackend) -> None:
+    def mappings() -> int:
+        return Path("/proc/self/maps").read_text().count("/memfd:mpicomm")
+
+    before = mappings()
+    segment = backend.allocate("memfd", 1)
+    view = backend.view(segment, (1,), np.dtype(np.uint8))
+    segment.close()
+    segment.close()
+    assert mappings() == before + 1
+    del view
+    assert mappings() == before
+
+
+def test_memory_that_is_not_available_is_refused_with_what_is(backend: HostBackend) -> None:
+    with pytest.raises(HandleError, match=rf"cannot allocate {1 << 60} bytes .*: \d+ are available; make the array"):
+        backend.allocate("memfd", 1 << 60)
+    with pytest.raises(HandleError, match="are available"):
+        backend.allocate("memfd", 1 << 70)
+
+
+@pytest.mark.parametrize("function", ["os.memfd_create", "os.ftruncate", "mpicomm.backend.host._map"])
+def test_what_the_system_refuses_is_named(backend: HostBackend, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(function, refuse)
+    with pytest.raises(HandleError, match="No space left on device"):
+        backend.allocate("memfd", 1)
+
+
+@pytest.mark.parametrize("kind", ["ipc", "fd", "fabric", "staged"])
+def test_other_kinds_of_handles_are_refused(backend: HostBackend, kind: Any) -> None:
+    with (
+        memory(PAGE) as fd,
+        pytest.raises(HandleError, match=f"cannot open a handle of kind {kind}: use device= alike"),
+    ):
+        backend.open(MemoryHandle(kind, bytes(16), b"", PAGE, 0, PAGE), fd)
+
+
+def test_a_handle_without_its_descriptor_is_refused(backend: HostBackend) -> None:
+    with pytest.raises(HandleError, match="memfd"):
+        backend.open(MemoryHandle("memfd", bytes(16), b"", PAGE, 0, PAGE), None)
+
+
+# A mapping that is longer than its file kills the process at the first access.
+@settings(deadline=None)
+@given(offset=st.integers(0, 4 * PAGE) | st.integers(0, 2**64 - 1), nbytes=st.integers(1, 4 * PAGE))
+def test_only_what_the_file_has_is_mapped(offset: int, nbytes: int) -> None:
+    content = np.random.default_rng(1).bytes(3 * PAGE)
+    with memory(3 * PAGE) as fd:
+        os.write(fd, content)
+        if offset + nbytes <= 3 * PAGE:
+            assert map_shared(fd, offset, nbytes).tobytes() == content[offset : offset + nbytes]
+        else:
+            with pytest.raises(HandleError, match=f"has {3 * PAGE} bytes, its handle promised {offset + nbytes}"):
+                map_shared(fd, offset, nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 63, (1 << 64) - 1])
+def test_sizes_beyond_every_address_are_refused(nbytes: int) -> None:
+    with memory(PAGE) as fd, pytest.raises(HandleError):
+        map_shared(fd, 0, nbytes)
+
+
+def test_descriptors_of_something_else_are_refused(no_leaks: None, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(PAGE))
+    fds = [*os.pipe(), os.open(tmp_path, os.O_RDONLY), os.open(tmp_path / "file", os.O_RDONLY)]
+    try:
+        for fd in fds:
+            with pytest.raises(HandleError):
+                map_shared(fd, 0, PAGE)
+    finally:
+        for fd in fds:
+            os.close(fd)
+    with pytest.raises(HandleError, match="Bad file descriptor"):
+        map_shared(fds[0], 0, PAGE)

@@ -1,0 +1,168 @@
+"""Collectives that reduce, carried out by the simulator of exchanges, which tells every order from every other."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpicomm.collectives import patterns
+from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.errors import InvalidUsageError
+from tests.helpers.exchange_simulator import (
+    COUNTS,
+    DTYPE,
+    ITEMSIZE,
+    LONG_COUNTS,
+    PIECES,
+    SIZES,
+    UNHURRIED,
+    counts_of,
+    everywhere,
+    fold,
+    ranks,
+    run,
+)
+
+
+@UNHURRIED
+@given(size=SIZES, count=LONG_COUNTS, in_place=st.booleans(), piece_nbytes=st.none() | PIECES)
+def test_allreduce(size: int, count: int, in_place: bool, piece_nbytes: int | None) -> None:
+    memories = ranks(size)
+    sends = [memory.buffer(count, "in") for memory in memories]
+    outputs = sends if in_place else [memory.buffer(count, "out") for memory in memories]
+    result = fold([memory.read(send) for memory, send in zip(memories, sends, strict=True)])
+    for memory, output in zip(memories, outputs, strict=True):
+        memory.expect(output, result)
+    everywhere(
+        memories,
+        lambda rank, size: patterns.allreduce(
+            rank, size, DTYPE, sends[rank], outputs[rank], "sum", piece_nbytes=piece_nbytes
+        ),
+    )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_ring_allreduce(size: int, in_place: bool) -> None:
+    line = 128 // ITEMSIZE  # shards of more are whole lines
+    for count in {0, 1, size - 1, size, size + 1, size * line - 1, size * line, size * line + 1, 400}:
+        memories = ranks(size)
+        sends = [memory.buffer(count, "in") for memory in memories]
+        outputs = sends if in_place else [memory.buffer(count, "out") for memory in memories]
+        for output in outputs:
+            for index, shard in enumerate(patterns.split(output, size, ITEMSIZE)):
+                start = (shard.pointer - output.pointer) // ITEMSIZE
+                order = [(index + step) % size for step in range(1, size + 1)]
+                result = fold([memories[rank].read(sends[rank])[start : start + shard.count] for rank in order])
+                for memory in memories:
+                    memory.expect(shard, result)
+        steps = [patterns.ring_allreduce(rank, size, DTYPE, sends[rank], outputs[rank], "sum") for rank in range(size)]
+        run(memories, steps)
+        if size > 1:
+            require_ring(steps, count)
+
+
+def require_ring(steps: list[list[Exchange]], count: int) -> None:
+    """Each rank sends to the next alone, and all together the least that an all-reduce can."""
+    size = len(steps)
+    assert {len(exchanges) for exchanges in steps} == {2 * (size - 1)}
+    total = 0
+    for rank, exchanges in enumerate(steps):
+        for exchange in exchanges:
+            assert [peer for peer, span in enumerate(exchange.sends) if span] == [(rank + 1) % size]
+            total += sum(span.count for span in exchange.sends if span)
+    assert total == 2 * (size - 1) * count
+
+
+def test_ring_cannot_average() -> None:
+    with pytest.raises(InvalidUsageError, match='cannot average: use algorithm="auto"'):
+        patterns.ring_allreduce(0, 2, DTYPE, Span(0, 1), Span(0, 1), "avg")
+
+
+@UNHURRIED
+@given(size=SIZES, count=LONG_COUNTS, in_place=st.booleans(), piece_nbytes=st.none() | PIECES, data=st.data())
+def test_reduce(size: int, count: int, in_place: bool, piece_nbytes: int | None, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, size - 1))
+    memories = ranks(size)
+    sends = [memory.buffer(count, "in") for memory in memories]
+    output = sends[root] if in_place else memories[root].buffer(count, "out")
+    scratch_count = patterns.reduce_scratch_count(count, size, DTYPE, piece_nbytes) if piece_nbytes else 0
+    scratches = [memory.buffer(scratch_count, "scratch") for memory in memories]
+    memories[root].expect(output, fold([memory.read(send) for memory, send in zip(memories, sends, strict=True)]))
+    steps = [
+        patterns.reduce(
+            rank,
+            size,
+            DTYPE,
+            sends[rank],
+            output if rank == root else None,
+            "sum",
+            root,
+            scratch=None if rank == root else scratches[rank],
+            piece_nbytes=piece_nbytes,
+        )
+        for rank in range(size)
+    ]
+    for memory, scratch in zip(memories, scratches, strict=True):
+        memory.ignore(scratch)
+    run(memories, steps)
+
+
+@UNHURRIED
+@given(size=SIZES, in_place=st.booleans(), equal=st.booleans(), data=st.data())
+def test_reduce_scatter(size: int, in_place: bool, equal: bool, data: st.DataObject) -> None:
+    counts = [data.draw(COUNTS)] * size if equal else counts_of(data, size)
+    displs = [sum(counts[:rank]) for rank in range(size)]
+    memories = ranks(size)
+    sends = [memory.buffer(sum(counts), "in") for memory in memories]
+    whole = fold([memory.read(send) for memory, send in zip(memories, sends, strict=True)])
+    outputs = [
+        Span(sends[rank].pointer, counts[rank]) if in_place else memories[rank].buffer(counts[rank], "out")
+        for rank in range(size)
+    ]
+    blocks = [patterns.blocks(send.pointer, counts, displs, ITEMSIZE) for send in sends]
+    scratches = [memory.buffer(counts[rank], "scratch") for rank, memory in enumerate(memories)]
+    for rank, memory in enumerate(memories):
+        memory.expect(outputs[rank], whole[displs[rank] : displs[rank] + counts[rank]])
+        memory.ignore(scratches[rank])
+    everywhere(
+        memories,
+        lambda rank, size: patterns.reduce_scatter(
+            rank, size, DTYPE, blocks[rank], outputs[rank], "sum", scratch=scratches[rank]
+        ),
+    )
+
+
+@UNHURRIED
+@given(size=st.integers(2, 8), count=LONG_COUNTS, in_place=st.booleans(), data=st.data())
+def test_relayed_reduce(size: int, count: int, in_place: bool, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, size - 1))
+    memories = ranks(size)
+    for memory in memories:
+        memory.cells += ["nowhere"] * count  # results that are not stored have address 0
+        memory.ignore(Span(0, count))
+    sends = [memory.buffer(count, "in") for memory in memories]
+    output = sends[root] if in_place else memories[root].buffer(count, "out")
+    memories[root].expect(output, fold([memory.read(send) for memory, send in zip(memories, sends, strict=True)]))
+    everywhere(
+        memories,
+        lambda rank, size: patterns.relayed_reduce(
+            rank, size, DTYPE, sends[rank], output if rank == root else None, "sum", root
+        ),
+    )
+
+
+@pytest.mark.parametrize("inclusive", [True, False], ids=["scan", "exscan"])
+@UNHURRIED
+@given(size=SIZES, count=COUNTS, in_place=st.booleans())
+def test_scan(size: int, count: int, in_place: bool, inclusive: bool) -> None:
+    memories = ranks(size)
+    sends = [memory.buffer(count, "in") for memory in memories]
+    outputs = sends if in_place else [memory.buffer(count, "out") for memory in memories]
+    values = [memory.read(send) for memory, send in zip(memories, sends, strict=True)]
+    for rank, memory in enumerate(memories):
+        if inclusive or rank:
+            memory.expect(outputs[rank], fold(values[: rank + 1 if inclusive else rank]))
+    pattern = patterns.scan if inclusive else patterns.exscan
+    everywhere(memories, lambda rank, size: pattern(rank, size, DTYPE, sends[rank], outputs[rank], "sum"))

@@ -1,0 +1,323 @@
+"""``python -m mpicomm.tune``: what it chooses from times that are made up, and the whole of it on the host."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from datetime import datetime
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.bench.machine import Host
+from mpicomm.bench.measure import Effort, Outcome
+from mpicomm.bench.operations import Case
+from mpicomm.collectives import tuning
+from mpicomm.collectives.tuning import OPERATIONS, Kind, Row, Tuning, load
+from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.tune import __main__ as tune
+from mpicomm.tune.subjects import Subject, subjects_of
+from mpicomm.tune.sweep import Measure, choose, sweep
+from mpicomm.tune.timing import Timing
+from tests.helpers.mpiexec import run_job
+
+TUNE = ("-m", "mpicomm.tune")
+KIB, MIB = 1 << 10, 1 << 20
+FLOAT, INTEGER = np.dtype(np.float32), np.dtype(np.int32)
+EVERY_NAME = [operation.lower() for operation in OPERATIONS]
+
+
+@pytest.mark.parametrize(
+    ("current", "times_us", "chosen"),
+    [
+        (None, {"one_shot": 3.0, "two_shot": 2.99}, "two_shot"),
+        ("one_shot", {"one_shot": 3.0, "two_shot": 4.0}, "one_shot"),
+        ("one_shot", {"one_shot": 100.0, "two_shot": 97.1}, "one_shot"),
+        ("one_shot", {"one_shot": 100.0, "two_shot": 96.9}, "two_shot"),
+        ("two_shot", {"one_shot": 100.0, "two_shot": 102.0, "ring": 101.0}, "two_shot"),
+        ("two_shot", {"one_shot": 101.0, "two_shot": 110.0, "ring": 100.0}, "ring"),
+        ("copy_engine", {"one_shot": 5.0, "two_shot": 6.0}, "one_shot"),
+    ],
+)
+def test_a_change_has_to_gain_three_per_cent(current: str | None, times_us: Mapping[str, float], chosen: str) -> None:
+    assert choose(current, times_us) == chosen
+
+
+def test_all_that_has_a_choice_is_a_subject() -> None:
+    found = [(*subject.kind, subject.dtype.name) for subject in subjects_of(EVERY_NAME, [FLOAT, INTEGER])]
+    assert found == [
+        ("Allreduce", True, False, "float32"),
+        ("Allreduce", True, True, "float32"),
+        ("Allreduce", False, False, "int32"),
+        ("Allreduce", False, True, "int32"),
+        ("Bcast", False, False, "float32"),
+        ("Bcast", False, True, "float32"),
+        ("Reduce", True, False, "float32"),
+        ("Allgather", False, True, "float32"),
+        ("Alltoall", False, True, "float32"),
+    ]
+    assert [subject.kind.operation for subject in subjects_of(["bcast"], [INTEGER])] == ["Bcast", "Bcast"]
+    with pytest.raises(InvalidUsageError, match=r"-d float32,int32,float64: some would share a row"):
+        subjects_of(EVERY_NAME, [FLOAT, INTEGER, np.dtype(np.float64)])
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_cases_are_as_large_as_the_call_they_stand_for(size: int) -> None:
+    for subject in subjects_of(EVERY_NAME, [FLOAT]):
+        cases = subject.cases([1, 2, 4, KIB, 64 * KIB], 1, size)
+        assert len({case.nbytes for case in cases}) == len(cases)
+        for case, nbytes in zip(cases[-2:], (KIB, 64 * KIB), strict=True):
+            assert nbytes - 4 * size < case.nbytes <= nbytes
+            assert (case.rank, case.size, case.in_place) == (1, size, subject.kind.operation == "Bcast")
+
+
+def allreduce() -> Subject:
+    subject = subjects_of(["allreduce"], [FLOAT])[1]
+    assert subject.kind == Kind("Allreduce", True, True)
+    return subject
+
+
+def timed(times_us: Mapping[str, float], *, eager: str = "", wrong: int = 0) -> dict[str, Outcome]:
+    return {name: Outcome(time, None, wrong, eager, "") for name, time in times_us.items()}
+
+
+def played(table: Mapping[int, Mapping[str, float]]) -> Measure:
+    """Measure as a machine would that takes these times, and that cannot do what is not in them."""
+
+    def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
+        found = table[case.nbytes]
+        return timed(found), {name: "not here" for name in allreduce().algorithms if name not in found}
+
+    return measure
+
+
+def test_a_row_comes_of_the_times(capsys: pytest.CaptureFixture[str]) -> None:
+    times_us = {
+        1 * KIB: {"one_shot": 3.0, "two_shot": 4.0, "ring": 9.0},
+        2 * KIB: {"one_shot": 4.0, "two_shot": 3.9, "ring": 9.0},
+        4 * KIB: {"one_shot": 8.0, "two_shot": 5.0, "ring": 9.0},
+        8 * KIB: {"one_shot": 16.0, "two_shot": 8.0, "ring": 9.0, "copy_engine": 7.0},
+    }
+    row, wrong = sweep(allreduce(), allreduce().cases(list(times_us), 0, 4), played(times_us))
+    assert (row.kind, row.size, wrong) == (Kind("Allreduce", True, True), 4, 0)
+    assert row.choices == ((0, "one_shot"), (4 * KIB, "two_shot"), (8 * KIB, "copy_engine"))
+    assert row.measured is not None
+    assert row.measured.times_us == times_us
+    assert (row.measured.version, row.measured.datatype) == (mpicomm.__version__, "float32")
+    assert abs((datetime.fromisoformat(row.measured.date) - datetime.now().astimezone()).total_seconds()) < 60
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "# Allreduce of float32, symmetric arrays"
+    assert shown[1].split() == ["#", "size", "one_shot", "two_shot", "copy_engine", "ring", "chosen"]
+    assert [line.split() for line in shown if not line.startswith("#")] == [
+        ["1024", "3.00", "4.00", "-", "9.00", "one_shot"],
+        ["2048", "4.00", "3.90", "-", "9.00", "one_shot"],
+        ["4096", "8.00", "5.00", "-", "9.00", "two_shot"],
+        ["8192", "16.00", "8.00", "7.00", "9.00", "copy_engine"],
+    ]
+    assert shown[-2:] == ["# - copy_engine: not here", "#"]
+
+
+def test_bounds_are_sizes_that_were_measured() -> None:
+    subject = allreduce()
+    cases = subject.cases([1000, 2001], 0, 3)
+    row, _ = sweep(subject, cases, played({1000: {"ring": 2.0}, 2000: {"one_shot": 1.0}}))
+    assert row.choices == ((0, "ring"), (2000, "one_shot"))
+
+
+def test_what_is_wrong_and_what_is_no_graph_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
+        return timed({"one_shot": 1.0}, wrong=2) | timed({"ring": 2.0}, eager="it cannot be captured"), {}
+
+    _, wrong = sweep(allreduce(), allreduce().cases([KIB, MIB], 0, 4), measure)
+    assert wrong == 4
+    shown = capsys.readouterr().out
+    assert shown.count("2.00*") == 2
+    assert shown.count("# * ring, call by call: it cannot be captured\n") == 1
+    assert "# - one_shot: 2 wrong at 1024 B\n" in shown
+    assert "# - one_shot: 2 wrong at 1048576 B\n" in shown
+
+
+def test_where_nothing_works_there_is_no_row() -> None:
+    with pytest.raises(
+        MpicommError, match="Allreduce of float32, symmetric arrays: no algorithm works: - one_shot: no"
+    ):
+        sweep(allreduce(), allreduce().cases([KIB], 0, 4), played({KIB: {}}))
+
+
+@pytest.mark.parametrize(
+    ("device", "size", "nodes", "names", "message"),
+    [
+        ("cpu", 2, 1, ["cpu", "cpu"], "these ranks are on the cpu"),
+        (0, 1, 1, ["H200"], "these are 1 on 1"),
+        (0, 4, 2, ["H200"] * 4, "these are 4 on 2"),
+        (0, 3, 1, ["H200", "L4", "H200"], "the ranks are on H200 and L4"),
+        (0, 2, 1, ["H200", "H200"], ""),
+    ],
+)
+def test_ranks_that_can_have_no_table_are_refused(
+    device: int | str, size: int, nodes: int, names: list[str], message: str
+) -> None:
+    comm: Any = SimpleNamespace(device=device, size=size, num_nodes=nodes)
+    ranks: list[Any] = [SimpleNamespace(device_name=name) for name in names]
+    with pytest.raises(InvalidUsageError, match=message) if message else nullcontext():
+        tune.require_possible(comm, ranks)
+
+
+@pytest.fixture
+def comm() -> Iterator[mpicomm.Communicator]:
+    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm:
+        yield comm
+
+
+def test_only_a_ring_may_round_in_another_order(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(self: object, send: Any, receive: Any, op: MPI.Op, **options: str) -> None:
+        np.nextafter(send, np.float32(2), out=receive)
+
+    monkeypatch.setattr(mpicomm.Communicator, "Allreduce", rounded)
+    subject = subjects_of(["allreduce"], [FLOAT])[0]
+    measure = Timing(comm, Host(), KIB, Effort(1, 1, 1, 1, graphs=True)).of(subject)
+    outcomes, silent = measure(subject.cases([KIB], 0, 1)[0])
+    assert {name: outcome.wrong for name, outcome in outcomes.items()} == {"one_shot": 256, "two_shot": 256, "ring": 0}
+    assert silent == {}
+
+
+def test_a_new_table_is_empty_and_its_directory_is_made(
+    comm: mpicomm.Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings", reason="the directory is that of the kernels, which need cuda-bindings")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path, table = tune.open_table(comm, None, "NVIDIA H200")
+    assert path == tmp_path / "cache/mpicomm/tuning-nvidia-h200.json"
+    assert path.parent.is_dir()
+    assert table == Tuning(f"{path} (NVIDIA H200)", (), "NVIDIA H200")
+
+
+def test_a_table_that_is_there_is_kept(comm: mpicomm.Communicator, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    old = Tuning("", (Row(Kind("Bcast", False, False), 8, ((0, "two_shot"),)),), "NVIDIA H200")
+    path.write_text(json.dumps(old.to_json()))
+    assert tune.open_table(comm, path, "NVIDIA H200")[1].rows == old.rows
+    with pytest.raises(InvalidUsageError, match=r"table\.json is for NVIDIA H200, this is NVIDIA L4: name another"):
+        tune.open_table(comm, path, "NVIDIA L4")
+    path.write_text("{")
+    with pytest.raises(InvalidUsageError, match=r"table\.json: it is no JSON"):
+        tune.open_table(comm, path, "NVIDIA H200")
+
+
+def test_a_table_that_cannot_be_kept_is_refused_before_the_run(
+    comm: mpicomm.Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file/table.json", tmp_path):
+        with pytest.raises(InvalidUsageError, match=r"the table cannot be kept: .*; name another file with --output"):
+            tune.open_table(comm, path, "NVIDIA H200")
+    monkeypatch.setattr(tuning, "default_file", lambda device: None)
+    with pytest.raises(InvalidUsageError, match="no home directory"):
+        tune.open_table(comm, None, "NVIDIA H200")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--operations", "allreduce,gather"),
+            "argument --operations: 'gather' is no operation with a choice: use all",
+        ),
+        (("-d", "float32,int3"), "argument -d/--datatypes: 'int3' is no type: use int8"),
+        (("-e", "0"), "argument -e/--maxbytes: '0' is no size"),
+        (("--output", "/no/such/directory/file"), "argument --output"),
+    ],
+)
+def test_wrong_arguments(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        tune.parser().parse_args(options)
+    assert raised.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_defaults() -> None:
+    options = tune.parser().parse_args(["-d", "int32, int32"])
+    assert (options.minbytes, options.maxbytes, options.stepfactor) == (KIB, 256 * MIB, 2)
+    assert (options.operations, options.datatypes, options.output) == (EVERY_NAME, ["int32"], None)
+
+
+def test_the_host_has_no_table(tmp_path: Path) -> None:
+    output = tmp_path / "table.json"
+    job = run_job(2, *TUNE, "-D", "cpu", "--output", str(output))
+    assert (job.returncode, job.stdout) == (2, "")
+    assert job.stderr.startswith("error: the table is for collectives on GPU arrays, and these ranks are on the cpu")
+    assert job.stderr.count("\n") == 1
+    assert not output.exists()
+
+
+DRIVER = """
+import time
+import mpicomm
+from mpicomm import command_line
+from mpicomm.bench.machine import Host
+from mpicomm.collectives.tuning import find
+from mpicomm.tune import __main__ as tune, subjects
+tune.Gpu = Host
+tune.require_possible = lambda comm, ranks: None
+subjects.algorithms_of = lambda operation, **which: ("one_shot", "two_shot", "magic")[: 3 if which["registered"] else 2]
+RANK = command_line.MPI.COMM_WORLD.rank
+allreduce = mpicomm.Communicator.Allreduce
+def changed(self, send, receive, *args, **options):
+    find("this")  # as the engine for GPUs does
+    allreduce(self, send, receive, *args, **options)
+    {code}
+mpicomm.Communicator.Allreduce = changed
+command_line.run(tune.main)
+"""
+SHORT = ("-D", "cpu", "-n", "2", "-w", "1", "-b", "1K", "-e", "16K", "-f", "4", "--operations", "allreduce")
+
+
+def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
+    # From 16 KiB on one_shot is slow on rank 1, below that two_shot: the slowest rank counts.
+    code = 'RANK == 1 and (options["algorithm"] == "one_shot") == (receive.nbytes >= 16384) and time.sleep(0.02)'
+    (tmp_path / "driver.py").write_text(DRIVER.format(code=code))
+    output = tmp_path / "table.json"
+    kept = Row(Kind("Bcast", False, False), 8, ((0, "two_shot"),))
+    replaced = Row(Kind("Allreduce", True, False), 2, ((0, "ring"),))
+    output.write_text(json.dumps(Tuning("", (kept, replaced), "cpu").to_json()))
+    options = (*SHORT, "-d", "float32", "--output", str(output))
+    job = run_job(2, str(tmp_path / "driver.py"), *options, MPICOMM_TUNING="not/there.json")  # which is of no concern
+    assert (job.returncode, job.stderr) == (0, "")
+    lines = job.stdout.splitlines()
+    assert lines[0].startswith(f"# mpicomm {mpicomm.__version__} tune: 2 ranks")
+    assert lines[-1] == "# OK"
+    assert f"# {output} (cpu)" in lines
+    assert sum(line.startswith("# - magic: InvalidUsageError: algorithm='magic' is unknown") for line in lines) == 1
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("1024", "one_shot"),
+        ("4096", "one_shot"),
+        ("16384", "two_shot"),
+    ] * 2
+
+    written = {(row.kind, row.size): row for row in load(output).rows}
+    assert written.pop((kept.kind, 8)) == kept
+    assert set(written) == {(Kind("Allreduce", True, registered), 2) for registered in (False, True)}
+    for row in written.values():
+        assert row.choices == ((0, "one_shot"), (16384, "two_shot"))
+        assert row.measured is not None
+        assert {name for times_us in row.measured.times_us.values() for name in times_us} == {"one_shot", "two_shot"}
+        assert row.measured.times_us[16384]["one_shot"] >= 20_000 > row.measured.times_us[16384]["two_shot"]
+    assert {path.name for path in tmp_path.iterdir()} == {"driver.py", "table.json"}
+
+
+def test_wrong_elements_fail_the_run_and_nothing_is_written(tmp_path: Path) -> None:
+    code = 'if RANK == 1 and options["algorithm"] == "two_shot": receive[7] += 1'
+    (tmp_path / "driver.py").write_text(DRIVER.format(code=code))
+    output = tmp_path / "table.json"
+    job = run_job(2, str(tmp_path / "driver.py"), *SHORT, "--output", str(output))
+    assert (job.returncode, job.stderr) == (1, "")
+    assert job.stdout.splitlines()[-1] == "# FAILED: 12 wrong; nothing was written"
+    assert job.stdout.count("# - two_shot: 1 wrong at 16384 B") == 4
+    assert not output.exists()

@@ -1,0 +1,144 @@
+"""The table of algorithms: what it chooses, and what it says of itself."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpicomm.collectives.tuning import BUILT_IN, OPERATIONS, algorithms_of
+from tests.helpers.tuning import KIB, MIB, NEVER, chosen, row, table
+
+EVERY_OPERATION = st.sampled_from([*OPERATIONS, "Gather", "Scan", "Alltoallv"])
+
+
+def two_shot_from(operation: str, size: int, *, flagless: bool) -> int:
+    """As it was measured on H200s: a limit for what one rank sends in one hop."""
+    if operation == "Allreduce":
+        most = 768 * KIB if flagless else 384 * KIB
+        return NEVER if flagless and size == 2 else most // (size - 1) + 1
+    if operation == "Bcast" and size > 2:
+        return 512 * KIB
+    return MIB if operation == "Reduce" and flagless and size > 2 else NEVER
+
+
+@pytest.mark.parametrize("flagless", [True, False])
+@pytest.mark.parametrize("size", range(2, 9))
+@pytest.mark.parametrize("operation", [*OPERATIONS, "Gather"])
+def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size: int, flagless: bool) -> None:
+    begin = two_shot_from(operation, size, flagless=flagless)
+    for nbytes in {0, 1, KIB, begin - 1, begin, begin + 1, *(1 << exponent for exponent in range(34))}:
+        algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=False)
+        assert algorithm == ("two_shot" if begin <= nbytes and begin != NEVER else "one_shot"), nbytes
+
+
+@pytest.mark.parametrize(
+    ("operation", "size", "begin"),
+    [("Allreduce", 2, 96), ("Allreduce", 3, 160), ("Allreduce", 4, 160), ("Allreduce", 8, 320)]
+    + [(operation, size, 40 * size) for operation in ("Allgather", "Alltoall") for size in range(2, 9)],
+)
+def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size: int, begin: int) -> None:
+    for nbytes in (begin * MIB - KIB, begin * MIB, 1 << 40):
+        copies = nbytes >= begin * MIB
+        assert (chosen(BUILT_IN, nbytes, size, operation, registered=True) == "copy_engine") == copies
+        assert chosen(BUILT_IN, nbytes, size, operation, registered=False) != "copy_engine"
+
+
+@pytest.mark.parametrize("flagless", [True, False])
+@pytest.mark.parametrize("size", range(2, 9))
+def test_below_the_copies_a_symmetric_output_changes_nothing(size: int, flagless: bool) -> None:
+    for operation in OPERATIONS:
+        for nbytes in (1 << exponent for exponent in range(26)):
+            both = {
+                BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
+                for registered in (False, True)
+            }
+            assert len(both) == 1, (operation, nbytes)
+
+
+@given(EVERY_OPERATION, st.integers(0, 1 << 40), st.integers(1, 8), st.booleans(), st.booleans())
+def test_what_is_built_in_is_possible(operation: str, nbytes: int, size: int, flagless: bool, registered: bool) -> None:
+    algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
+    assert algorithm in algorithms_of(operation, flagless=flagless, registered=registered)
+    assert algorithm != "ring"
+
+
+def test_what_each_operation_can_be_carried_out_with() -> None:
+    def possible(operation: str, *, flagless: bool = True, registered: bool = False) -> str:
+        return " ".join(algorithms_of(operation, flagless=flagless, registered=registered))
+
+    for flagless in (True, False):
+        assert possible("Allreduce", flagless=flagless, registered=True) == "one_shot two_shot copy_engine ring"
+        assert possible("Allreduce", flagless=flagless) == "one_shot two_shot ring"
+    assert possible("Bcast", registered=True) == possible("Bcast", flagless=False) == "one_shot two_shot"
+    assert possible("Reduce", registered=True) == "one_shot two_shot"
+    assert possible("Reduce", flagless=False) == "one_shot"
+    assert possible("Allgather", registered=True) == possible("Alltoall", registered=True) == "one_shot copy_engine"
+    assert possible("Alltoall") == possible("Reduce_scatter", registered=True) == "one_shot"
+
+
+def test_more_ranks_than_measured_take_scaled_bounds() -> None:
+    measured = table(row("Allreduce", 3, (MIB, "two_shot"), (96 * MIB, "copy_engine"), flagless=True, registered=True))
+    # Between 5 ranks twice as much is sent in one hop, and a copy is 3/5 of the size.
+    for nbytes, algorithm in (
+        (MIB // 2 - 1, "one_shot"),
+        (MIB // 2, "two_shot"),
+        (160 * MIB - 8, "two_shot"),
+        (160 * MIB, "copy_engine"),
+    ):
+        assert chosen(measured, nbytes, 5, registered=True) == algorithm, nbytes
+
+
+def test_the_nearest_row_below_counts() -> None:
+    measured = table(
+        row("Allreduce", 2, (100, "ring"), flagless=True),
+        row("Allreduce", 4, (100, "two_shot"), flagless=True),
+        row("Allreduce", 6, (100, "copy_engine"), flagless=True),
+    )
+    found = [chosen(measured, NEVER, size) for size in range(2, 9)]
+    # Two ranks are a case of their own.
+    assert found == ["ring", "one_shot", *["two_shot"] * 2, *["copy_engine"] * 3]
+
+
+def test_a_symmetric_output_takes_the_row_of_any_output_where_it_has_none() -> None:
+    measured = table(row("Allreduce", 4, (100, "two_shot"), flagless=True))
+    assert chosen(measured, 100, 4, registered=True) == "two_shot"
+    assert measured.algorithm("Allreduce", 100, 4, flagless=False, registered=True) == "one_shot"
+
+
+def test_where_nothing_is_reduced_the_type_makes_no_difference() -> None:
+    for flagless in (True, False):
+        measured = table(row("Bcast", 4, (100, "two_shot"), flagless=flagless))
+        for asked in (True, False):
+            assert measured.algorithm("Bcast", 100, 4, flagless=asked, registered=False) == "two_shot"
+
+
+def test_rows_are_replaced_by_those_for_the_same() -> None:
+    old = table(row("Allreduce", 2, (1, "ring")), row("Allreduce", 4, (1, "ring")), row("Bcast", 4, (1, "two_shot")))
+    new = [row("Allreduce", 4, (2, "two_shot")), row("Reduce", 4, (3, "two_shot"))]
+    assert old.updated(new).rows == (old.rows[0], new[0], old.rows[2], new[1])
+
+
+def test_another_table_stands_in_where_there_is_no_row() -> None:
+    own = table(row("Allreduce", 3, (100, "ring"), flagless=True))
+    both = own.completed(BUILT_IN)
+    assert both.source == "here; for the rest built in, measured on H200s"
+    assert [chosen(both, NEVER, size) for size in (2, 3, 4, 8)] == ["one_shot", "ring", "ring", "ring"]
+    assert chosen(both, NEVER, 4, registered=True) == "ring"
+    assert chosen(both, 512 * KIB, 4, "Bcast") == "two_shot"
+    assert BUILT_IN.completed(own) == BUILT_IN
+
+
+def test_a_description_has_a_line_for_what_is_the_same() -> None:
+    rows = (
+        row("Allreduce", 4, (256 * KIB + 1, "two_shot"), (160 * MIB, "copy_engine"), flagless=True, registered=True),
+        row("Allreduce", 4),
+        row("Bcast", 4, (100, "two_shot")),
+        row("Bcast", 3, (100, "two_shot")),
+    )
+    assert table(*rows).describe() == [
+        "here",
+        "Allreduce, floats, symmetric output, 4 ranks: one_shot, two_shot from 256 KiB, copy_engine from 160 MiB",
+        "Allreduce, other types, 4 ranks: one_shot",
+        "Bcast, 3, 4 ranks: one_shot, two_shot from 0.09766 KiB",
+    ]

@@ -1,0 +1,274 @@
+"""The file that a table of algorithms is kept in: written, read, refused and found."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mpicomm.collectives import tuning
+from mpicomm.collectives.tuning import (
+    BUILT_IN,
+    OPERATIONS,
+    Kind,
+    Measured,
+    Row,
+    Tuning,
+    algorithms_of,
+    find,
+    kind_of,
+    load,
+)
+from mpicomm.errors import InvalidUsageError
+from tests.helpers.tuning import GPU, KIB, MIB, NEVER, chosen, row, table
+
+SIZES = st.integers(2, 8)
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> Tuning:
+    rows = []
+    for operation in OPERATIONS:
+        for registered in (False, True):
+            flagless = draw(st.booleans())
+            legal = algorithms_of(operation, flagless=flagless, registered=registered)
+            names = st.sampled_from(legal)
+            for size in draw(st.sets(SIZES, max_size=2)):
+                begins = [0, *sorted(draw(st.sets(st.integers(1, 1 << 40), max_size=3)))]
+                time_us = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+                times = st.dictionaries(st.integers(1), st.dictionaries(names, time_us), max_size=2)
+                measured = st.builds(Measured, st.text(), st.text(), st.text(), times)
+                choices = tuple((begin, draw(names)) for begin in begins)
+                kind = kind_of(operation, flagless=flagless, registered=registered)
+                rows.append(Row(kind, size, choices, draw(st.none() | measured)))
+    return Tuning("", (), draw(st.text())).updated(rows)
+
+
+@given(tables())
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_file_holds_all_of_a_table(tmp_path_factory: pytest.TempPathFactory, written: Tuning) -> None:
+    path = tmp_path_factory.getbasetemp() / "table.json"
+    path.write_text(json.dumps(written.to_json()))
+    read = load(path)
+    assert (read.rows, read.device) == (written.rows, written.device)
+    assert pickle.loads(pickle.dumps(read)) == read
+    for nbytes in (0, 1 << 20, 1 << 41):
+        for size in range(2, 9):
+            assert chosen(read, nbytes, size, registered=True) == chosen(written, nbytes, size, registered=True)
+
+
+def document() -> dict[str, Any]:
+    times = {KIB: {"one_shot": 3.2, "two_shot": 4.5}, 2 * KIB: {"one_shot": 6.5}}
+    measured = Measured("2026-11-20T00:00:00+00:00", "0.1.0", "float32", times)
+    choices = ((0, "one_shot"), (KIB, "two_shot"), (MIB, "copy_engine"))
+    return table(Row(Kind("Allreduce", True, True), 4, choices, measured), row("Bcast", 4, (MIB, "two_shot"))).to_json()
+
+
+def put(*keys: Any) -> Callable[[Any], Any]:
+    """Return what puts the last of ``keys`` into a document in the place that the others lead to."""
+    *path, last, value = keys
+
+    def change(whole: Any) -> Any:
+        holder = whole
+        for key in path:
+            holder = holder[key]
+        holder[last] = value
+        return whole
+
+    return change
+
+
+def without(*keys: Any) -> Callable[[Any], Any]:
+    *path, last = keys
+
+    def change(whole: Any) -> Any:
+        holder = whole
+        for key in path:
+            holder = holder[key]
+        del holder[last]
+        return whole
+
+    return change
+
+
+FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "field", "problem"),
+    [
+        (lambda whole: [whole], "the whole", "it must be an object"),
+        (lambda whole: 7, "the whole=7", "it must be an object"),
+        (without("format"), "the whole", 'it lacks "format"'),
+        (put("format", 2), "format=2", "this mpicomm reads format 1"),
+        (put("format", "1"), "format='1'", "this mpicomm reads format 1"),
+        (put("device", None), "device=None", "it must be text"),
+        (put("rows", {}), "rows", "it must be a list"),
+        (put("rows", 0, 7), "rows[0]=7", "it must be an object"),
+        (without(*FIRST, "ranks"), "rows[0]", 'it lacks "ranks"'),
+        (put(*FIRST, "operation", "Allredcue"), "rows[0].operation='Allredcue'", "use one of Allreduce, Bcast"),
+        (put(*FIRST, "operation", "Gather"), "rows[0].operation='Gather'", "use one of Allreduce, Bcast"),
+        (put(*FIRST, "operation", []), "rows[0].operation", "use one of Allreduce, Bcast"),
+        (put(*FIRST, "ranks", 1), "rows[0].ranks=1", "it must be a whole number from 2 up"),
+        (put(*FIRST, "ranks", 4.0), "rows[0].ranks=4.0", "it must be a whole number from 2 up"),
+        (put(*FIRST, "ranks", True), "rows[0].ranks=True", "it must be a whole number from 2 up"),
+        (put(*FIRST, "flagless", 1), "rows[0].flagless=1", "it must be true or false"),
+        (put(*FIRST, "registered", "yes"), "rows[0].registered='yes'", "it must be true or false"),
+        (put(*FIRST, "registered", False), "rows[0].choices[2].algorithm='copy_engine'", "use one of one_shot"),
+        (put("rows", 0, "operation", "Bcast"), "rows[0].choices[2].algorithm='copy_engine'", "use one of one_shot, "),
+        (put("rows", 1, "operation", "Reduce"), "rows[1].choices[1].algorithm='two_shot'", "use one of one_shot;"),
+        (put(*FIRST, "choices", []), "rows[0].choices", "there must be one at least"),
+        (put(*SECOND, "algorithm", "magic"), "rows[0].choices[1].algorithm='magic'", "use one of one_shot, two_shot"),
+        (put(*SECOND, "algorithm", None), "rows[0].choices[1].algorithm=None", "use one of one_shot, two_shot"),
+        (put(*SECOND, "from_nbytes", 0), "rows[0].choices[1].from_nbytes=0", "they must ascend from 0"),
+        (put(*SECOND, "from_nbytes", 1 << 30), "rows[0].choices[2].from_nbytes=1048576", "they must ascend from 0"),
+        (put(*SECOND, "from_nbytes", -1), "rows[0].choices[1].from_nbytes=-1", "it must be a whole number from 0 up"),
+        (put(*SECOND, "from_nbytes", True), "rows[0].choices[1].from_nbytes=True", "it must be a whole number"),
+        (put(*SECOND, "from_nbytes", "1K"), "rows[0].choices[1].from_nbytes='1K'", "it must be a whole number"),
+        (put(*FIRST, "choices", 0, "from_nbytes", 1), "rows[0].choices[0].from_nbytes=1", "they must ascend from 0"),
+        (put(*FIRST, "measured", 3), "rows[0].measured=3", "it must be an object"),
+        (put(*FIRST, "measured", "date", 3), "rows[0].measured.date=3", "it must be text"),
+        (without(*FIRST, "measured", "times"), "rows[0].measured", 'it lacks "times"'),
+        (put(*FIRST, "measured", "times", 0, "nbytes", 0), "rows[0].measured.times[0].nbytes=0", "whole number from 1"),
+        (
+            put(*FIRST, "measured", "times", 0, "us", "one_shot", float("nan")),
+            "rows[0].measured.times[0].us.one_shot=nan",
+            "it must be a positive number",
+        ),
+        (
+            put(*FIRST, "measured", "times", 1, "us", "one_shot", 10**400),
+            "rows[0].measured.times[1].us.one_shot=",
+            "it must be a positive number",
+        ),
+        (put(*FIRST, "measured", "times", 0, "us", "magic", 1), "rows[0].measured.times[0].us", "with names from"),
+        (put("rows", 1, document()["rows"][0]), "rows[1]", "there is another row for the same"),
+    ],
+)  # fmt: skip
+def test_a_malformed_file_is_refused_with_the_place(
+    change: Callable[[Any], Any], field: str, problem: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(change(document())))
+    with pytest.raises(InvalidUsageError) as raised:
+        load(path)
+    text = str(raised.value)
+    assert text.startswith(f"tuning file {path}: {field}")
+    assert problem in text
+    assert "delete it and run python -m mpicomm.tune, or set MPICOMM_TUNING=off" in text
+    assert len(text) < 300 + len(str(path))
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"9" * 5000])
+def test_what_is_no_json_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_bytes(content)
+    with pytest.raises(InvalidUsageError, match=r"table\.json: .*; delete it"):
+        load(path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=5,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """All places in a document."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [place for key, item in items for place in ((*path, key), *places(item, (*path, key)))]
+
+
+@given(st.data())
+@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_damaged_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    whole = document()
+    place = data.draw(st.sampled_from(places(whole)))
+    path = tmp_path_factory.getbasetemp() / "damaged.json"
+    path.write_text(json.dumps(put(*place, data.draw(JSON))(copy.deepcopy(whole))))
+    try:
+        read = load(path)
+    except InvalidUsageError:
+        return
+    for operation in OPERATIONS:
+        for registered in (False, True):
+            legal = algorithms_of(operation, flagless=True, registered=registered)
+            assert chosen(read, NEVER, 4, operation, registered=registered) in legal
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    pytest.importorskip("cuda.bindings", reason="the directory is that of the kernels, which need cuda-bindings")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("MPICOMM_TUNING", raising=False)
+    return tmp_path / "mpicomm"
+
+
+def write(path: Path, *rows: Row) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table(*rows).to_json()))
+    return path
+
+
+MINE = row("Allreduce", 4, (100, "ring"), flagless=True)
+
+
+def test_without_a_file_it_is_the_one_built_in(cache: Path) -> None:
+    assert find(GPU) is BUILT_IN
+
+
+def test_the_file_for_this_device_is_found(cache: Path) -> None:
+    path = write(cache / "tuning-nvidia-h200.json", MINE)
+    assert tuning.default_file(GPU) == path
+    found = find(GPU)
+    assert chosen(found, 100, 4) == "ring"
+    assert chosen(found, MIB, 4, "Bcast") == "two_shot"
+    assert found.describe()[0] == f"{path} (NVIDIA H200); for the rest built in, measured on H200s"
+    assert find("NVIDIA H100 80GB HBM3") is BUILT_IN
+    assert tuning.default_file("NVIDIA H100 80GB HBM3") == cache / "tuning-nvidia-h100-80gb-hbm3.json"
+
+
+def test_a_file_that_is_named_wins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(cache / "tuning-nvidia-h200.json", MINE)
+    named = write(cache / "named.json", row("Allreduce", 4, (100, "two_shot"), flagless=True))
+    monkeypatch.setenv("MPICOMM_TUNING", str(named))
+    assert chosen(find(GPU), 100, 4) == "two_shot"
+    assert chosen(find(GPU), MIB, 4, "Bcast") == "two_shot"
+    monkeypatch.setenv("MPICOMM_TUNING", "")
+    assert chosen(find(GPU), 100, 4) == "ring"
+    monkeypatch.setenv("MPICOMM_TUNING", "off")
+    assert find(GPU) is BUILT_IN
+
+
+@pytest.mark.parametrize("name", ["missing.json", "."])
+def test_a_file_that_is_named_must_be_one(
+    name: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPICOMM_TUNING", str(tmp_path / name))
+    with pytest.raises(InvalidUsageError) as raised:
+        find(GPU)
+    assert str(raised.value).startswith(f"tuning file {tmp_path / name}: ")
+    assert "set MPICOMM_TUNING to a file" in str(raised.value)
+
+
+def test_a_malformed_file_is_no_silent_default(cache: Path) -> None:
+    write(cache / "tuning-nvidia-h200.json").write_text("{}")
+    with pytest.raises(InvalidUsageError, match=r"tuning-nvidia-h200\.json"):
+        find(GPU)
+
+
+def test_who_has_no_home_has_no_file(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", no_home)
+    assert tuning.default_file(GPU) is None
+    assert find(GPU) is BUILT_IN
