@@ -186,6 +186,7 @@ def _built_in() -> Tuning:
         row("Allreduce", 3, (192 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
         row("Allreduce", 4, (128 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
         *(row("Bcast", size, (512 * _KIB, "two_shot")) for size in more_than_2),
+        *(row("Bcast", size, (_MIB, "two_shot"), registered=True) for size in more_than_2),
         *(row("Reduce", size, (_MIB, "two_shot"), flagless=True) for size in more_than_2),
         *(row("Allgather", size, (40 * size * _MIB, "copy_engine"), registered=True) for size in all_sizes),
         *(row("Alltoall", size, (40 * size * _MIB, "copy_engine"), registered=True) for size in all_sizes),

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import collections
 import faulthandler
-import importlib
 import json
 import os
 import signal
@@ -121,8 +120,10 @@ class Play:
         self.comm = mpicomm.Communicator(self._parent, device=device, timeout_s=self._timeout_s)
 
     def _buffer(self, count: int) -> Any:
-        xp = importlib.import_module("numpy" if self._device == "cpu" else "cupy")
-        return xp.ones(count, "f4")
+        from tests.helpers.communicators import array_module  # and MPI with it, which `begin` must come before
+
+        with array_module(self._made) as xp:
+            return xp.ones(count, "f4")
 
     def _allreduce(self, count: int, algorithm: str) -> None:
         from mpi4py import MPI

@@ -17,6 +17,7 @@ from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine, Place
 
 _PARITIES = 2
+CHUNK_NBYTES = 4096  # so that little is sent on in several chunks
 
 
 class DirectRig:
@@ -40,7 +41,8 @@ class DirectRig:
         machine.keep()
         self._changes = changes
         self._planners = [
-            DirectPlanner(self._team(rank, timeout_s), layout, blocks, early=False) for rank in range(self.size)
+            DirectPlanner(self._team(rank, timeout_s), layout, blocks, early=False, chunk_nbytes=CHUNK_NBYTES)
+            for rank in range(self.size)
         ]
 
     def start_at(self, launch: int) -> None:

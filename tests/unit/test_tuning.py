@@ -47,7 +47,7 @@ def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size
 @pytest.mark.parametrize("flagless", [True, False])
 @pytest.mark.parametrize("size", range(2, 9))
 def test_below_the_copies_a_symmetric_output_changes_nothing(size: int, flagless: bool) -> None:
-    for operation in OPERATIONS:
+    for operation in set(OPERATIONS) - {"Bcast"}:  # of which one hop stores faster into symmetric memory
         for nbytes in (1 << exponent for exponent in range(26)):
             both = {
                 BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
