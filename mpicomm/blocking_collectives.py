@@ -36,9 +36,14 @@ class BlockingCollectives(MPI.Intracomm):
 
     Arguments are mpi4py's. Collective. On host arrays they block; on device arrays they are stream-ordered: they return
     when enqueued on ``stream``, by default the current stream of the library the array comes from, and the result is
-    there for later work on it. ``algorithm`` is "auto", "mpi", "one_shot" or, for Allreduce and Bcast, "two_shot";
-    it is the same on all ranks. Reductions are in rank order and bitwise the same on all ranks, in every run; small
-    host arrays, which MPI reduces, have MPI's order.
+    there for later work on it. Reductions are in rank order and bitwise the same on all ranks, in every run; small host
+    arrays, which MPI reduces, have MPI's order.
+
+    ``algorithm`` is the same on all ranks: "auto"; "one_shot", every rank sends to every rank; "two_shot" (Allreduce,
+    Bcast, and Reduce of floats on GPUs), each rank reduces or sends on a part; "ring" (Allreduce), to the next rank
+    alone, in an order of reduction of its own; "copy_engine" (Allgather, Allreduce, Alltoall), into symmetric memory of
+    GPUs, which leaves their multiprocessors free; "mpi". Where the output of these three or of a Bcast lies in a
+    `SymmetricArray`, it does so on all ranks and at the same place: large messages are stored straight into it.
 
     Raises `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them; `PeerError`,
     on all ranks, where they call different things; `CollectiveTimeoutError` for a rank that does not come. On device

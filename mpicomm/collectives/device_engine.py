@@ -6,17 +6,17 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol
 
 import cupy
 from cupy.cuda import runtime
 
 from mpicomm.backend.cuda import CudaBackend
 from mpicomm.backend.cuda_driver import DriverShutDownError
-from mpicomm.backend.cuda_faults import called_differently
 from mpicomm.bootstrap import Group
 from mpicomm.collectives import tuning
+from mpicomm.collectives.board import Board
 from mpicomm.collectives.device_arena import ArenaLayout, DeviceArena
+from mpicomm.collectives.device_calls import DeviceCalls
 from mpicomm.collectives.device_channels import ChannelPlanner, reduction_of
 from mpicomm.collectives.device_copies import (
     Action,
@@ -38,37 +38,16 @@ from mpicomm.collectives.device_selection import Way, choose_ways, longest_nbyte
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.tuning import Tuning
-from mpicomm.errors import InvalidUsageError
+from mpicomm.errors import InvalidUsageError, MpicommError, PeerError
 from mpicomm.handle import Kind
 from mpicomm.kernels.load import KernelCache
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
 from mpicomm.mappings import Mapped
-from mpicomm.waiting import wait_until
 
 MAX_CHANNELS = 64
 """Blocks of a kernel of exchange.cu: enough to keep the links of an H200 full, half of its multiprocessors."""
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # and no more than this part of a device's memory
-_LATE_S = 0.5  # how long an error waits for what ranks call that are about to
-
-
-class Board(Protocol):
-    """Where each rank of the node writes what it calls."""
-
-    def post(self, text: str) -> None:
-        """Write this rank's line."""
-
-    def read(self) -> list[str]:
-        """Return what each rank of the node has posted last."""
-
-    def differ(self) -> bool:
-        """Return whether ranks have called different things of late."""
-
-    def behind(self) -> list[int]:
-        """Return the indices of the ranks that have posted less often than this one."""
-
-    def all_differ(self) -> bool:
-        """Return whether they have, and each has said what it called instead."""
 
 
 class DeviceEngine:
@@ -81,7 +60,7 @@ class DeviceEngine:
     raised by the backend's `check`: `CollectiveTimeoutError` naming the rank that did not come, `PeerError` with what
     each rank called. The communicator is unusable then.
 
-    How the ranks meet, and why they cannot wait for each other in a circle, is told at the top of the two.
+    How the ranks meet, and why they cannot wait for each other in a circle, is told at the top of the three.
     """
 
     def __init__(self, node: Group, backend: CudaBackend, kind: Kind, board: Board) -> None:
@@ -92,6 +71,7 @@ class DeviceEngine:
         self._node = node
         self._backend = backend
         self._board = board
+        self._calls = DeviceCalls(node, board)
         # All blocks of all ranks must run at once: as many as the smallest of the devices can hold.
         told = node.exchange(
             "collectives: set-up",
@@ -126,7 +106,7 @@ class DeviceEngine:
         with backend.current():
             self._capturing = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
-        backend.calls = self._calls
+        backend.calls = self._calls.different
 
     def prepare(
         self,
@@ -227,24 +207,14 @@ class DeviceEngine:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
 
     def _require_same_call(self) -> None:
-        """Raise `PeerError` on all ranks if others, before all set something up, have called something else.
-
-        Those may be in a kernel, and never come to the set-up.
-        """
-        wait_until(lambda: self._board.differ() or not self._board.behind(), self._node.timeout_s)
-        calls = self._calls() if self._board.differ() else []
-        if calls:
-            error = called_differently(calls, self._node.ranks)
-            self._arena.abort()
+        """Raise what `DeviceCalls.require_same` does, from now on, and let those go who are in a kernel."""
+        try:
+            self._calls.require_same()
+        except MpicommError as error:
+            if isinstance(error, PeerError):
+                self._arena.abort()
             self._backend.fail(error)
-            raise error
-
-    def _calls(self) -> list[str]:
-        # A rank whose first data arrived may not have looked yet at what the others call; most are only a little late.
-        wait_until(self._board.all_differ, _LATE_S)
-        if not self._board.differ():
-            return []
-        return [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, self._board.read(), strict=True)]
+            raise
 
     def _step(self, action: Launch | Fork | Join | Copy) -> Step:
         if isinstance(action, Launch):

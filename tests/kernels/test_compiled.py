@@ -12,8 +12,10 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels nee
 
 import mpicomm  # noqa: E402
 from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
+from mpicomm.kernels.direct import direct_kernel  # noqa: E402
 from mpicomm.kernels.exchange import exchange_kernel  # noqa: E402
 from mpicomm.kernels.load import Variant  # noqa: E402
+from mpicomm.kernels.local_reduction import local_reduction_kernel  # noqa: E402
 from mpicomm.kernels.packets import packet_kernel  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from tests.helpers.mpiexec import ROOT  # noqa: E402
@@ -35,6 +37,10 @@ BANDWIDTH = [
     packet_kernel(reduction, size, sentinel=True, fan_out=fan_out)
     for reduction in (("float32", "sum"), ("bfloat16", "avg"), ("complex128", "prod"))
     for size, fan_out in ((2, False), (4, True), (8, True))
+]
+BANDWIDTH += [direct_kernel()] + [
+    local_reduction_kernel(reduction)
+    for reduction in (("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "sum"), ("complex128", "prod"))
 ]
 
 

@@ -10,6 +10,9 @@ from mpi4py import MPI
 
 from mpicomm.bootstrap import Group
 from mpicomm.collectives.board import Board
+from mpicomm.collectives.device_calls import DeviceCalls
+from mpicomm.errors import CollectiveTimeoutError, PeerError
+from tests.helpers.raising import raises_everywhere
 
 
 @pytest.fixture
@@ -86,3 +89,45 @@ def test_no_text_is_half_written(comm_world: MPI.Intracomm, board: Board) -> Non
             time.sleep(1e-5)
         else:
             assert board.read()[0] in [*texts, "a"]
+
+
+# What the engine of GPUs makes of it.
+
+
+def calls_on(comm_world: MPI.Intracomm, board: Board, timeout_s: float = 20.0) -> DeviceCalls:
+    return DeviceCalls(Group(comm_world, range(comm_world.size), timeout_s, tag=79), board)
+
+
+def test_ranks_that_call_the_same_go_on(comm_world: MPI.Intracomm, board: Board) -> None:
+    calls = calls_on(comm_world, board)
+    for number in range(5):
+        if comm_world.rank == number % comm_world.size:
+            time.sleep(0.02)
+        board.post(f"call {number}")
+        calls.require_same()
+    comm_world.Barrier()
+    assert calls.different() == []
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_that_call_different_things_are_told_what_all_called(comm_world: MPI.Intracomm, board: Board) -> None:
+    calls = calls_on(comm_world, board)
+    if comm_world.rank == comm_world.size - 1:
+        time.sleep(0.1)  # its line is waited for
+    board.post(f"call {comm_world.rank > 0}")
+    said = "; ".join(f"rank {rank}: call {rank > 0}" for rank in range(comm_world.size))
+    with raises_everywhere(comm_world, PeerError, match=said):
+        calls.require_same()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_does_not_call_is_named_in_time(comm_world: MPI.Intracomm, board: Board) -> None:
+    calls = calls_on(comm_world, board, timeout_s=0.3)
+    if comm_world.rank > 0:
+        board.post("call")
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=r"rank 0 did not come within 0\.3 s") as info:
+            calls.require_same()
+        assert info.value.ranks == (0,)
+        assert time.monotonic() - start < 1.3
+    comm_world.Barrier()
