@@ -3,12 +3,10 @@
 #pragma once
 
 #include "bytes.cuh"
-#include "reduce.cuh"
+#include "element.cuh"
 
 namespace mpicomm {
 
-using Element = dtype::MPICOMM_DTYPE;
-using Op = op::MPICOMM_OP<Element>;
 constexpr u32 kElements = kPacketNbytes / sizeof(Element);
 
 struct Elements {

@@ -125,7 +125,10 @@ MISTAKES: dict[str, tuple[Wire, Change]] = {
     "one set of inboxes of sentinels": ("sentinel", Change(SOURCE, "((launch % 2) * kStages + stage)", "(stage)")),
     "no wait for the last launch": ("flagged", Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
     "old flags not wiped": ("flagged", Change(SOURCE, "  wipe_if_due(x, launch);\n", "")),
-    "sentinels not put back": ("sentinel", Change(SOURCE, "store_volatile(slot, {kOnes, kOnes});", "(void)slot;")),
+    "sentinels not put back": (
+        "sentinel",
+        Change("packet_wires.cuh", "store_volatile(slot, {kOnes, kOnes});", "(void)slot;"),
+    ),
 }
 
 
