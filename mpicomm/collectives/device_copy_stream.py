@@ -6,7 +6,7 @@ import cupy
 from cupy.cuda import runtime
 
 from mpicomm.collectives.device_copies import Copy
-from mpicomm.collectives.device_plan import Step
+from mpicomm.collectives.device_plan import Enqueue
 
 
 class CopyStream:
@@ -26,7 +26,7 @@ class CopyStream:
         runtime.eventRecord(self._join.ptr, self._stream.ptr)
         runtime.streamWaitEvent(stream, self._join.ptr)
 
-    def copying(self, copy: Copy) -> Step:
+    def copying(self, copy: Copy) -> Enqueue:
         """Return the copy as a step of a plan."""
         return lambda stream: runtime.memcpyAsync(
             copy.target,

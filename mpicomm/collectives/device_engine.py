@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import cupy
@@ -17,31 +15,21 @@ from mpicomm.collectives import tuning
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.device_arena import ArenaLayout, DeviceArena
 from mpicomm.collectives.device_calls import DeviceCalls
-from mpicomm.collectives.device_channels import ChannelPlanner, reduction_of
-from mpicomm.collectives.device_copies import (
-    Action,
-    Barrier,
-    Copy,
-    Fork,
-    Join,
-    Reduce,
-    allreduce,
-    local_reduction,
-    movement,
-)
+from mpicomm.collectives.device_channels import ChannelPlanner
+from mpicomm.collectives.device_copies import Copy, Fork
 from mpicomm.collectives.device_copy_stream import CopyStream
 from mpicomm.collectives.device_direct import DirectPlanner
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import MAX_BLOCKS, PacketPlanner
-from mpicomm.collectives.device_plan import Plan, Step, launching
-from mpicomm.collectives.device_selection import Way, choose_ways, longest_nbytes
+from mpicomm.collectives.device_plan import Enqueue, Plan, launching
+from mpicomm.collectives.device_program import Planners, Program, Step, tag_of
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import InvalidUsageError, MpicommError, PeerError
 from mpicomm.handle import Kind
 from mpicomm.kernels.load import KernelCache
-from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
+from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.mappings import Mapped
 
 MAX_CHANNELS = 64
@@ -95,11 +83,16 @@ class DeviceEngine:
         for index, rank in enumerate(node.ranks):
             team.arenas[index] = self._arena.pointers[index]
             team.names[index] = rank
-        self._channels = ChannelPlanner(team, layout)
         # Older devices cannot begin a kernel before the last has ended.
         early = backend.info.compute_capability >= (9, 0)
-        self._packets = PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early)
-        self._direct = DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early)
+        self._planners = Planners(
+            node.rank,
+            node.size,
+            self._arena,
+            ChannelPlanner(team, layout),
+            PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early),
+            DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),
+        )
         self._kernels = KernelCache(backend.info.compute_capability)
         self._open = True
         self._ordinal = backend.info.ordinal
@@ -126,36 +119,25 @@ class DeviceEngine:
         compiles its kernel, about a second once per machine.
         """
         self._require_open(signature.operation)
-        nbytes = max((longest_nbytes(exchange) for exchange in exchanges), default=0)
-        # Half of an inbox of the LL wire is flags.
-        inboxes = self._arena.flagged.nbytes // 2, self._arena.sentinels.nbytes
-        ways = choose_ways(
-            exchanges, signature, self._node.rank, nbytes, inboxes, symmetric=memory is not None, algorithm=algorithm
-        )
-        copies = algorithm == "copy_engine"
-        into_memory = copies or any(way.direct for way in ways)
-        text = f"{signature}, into {memory}" if into_memory else str(signature)
-        self._board.post(text)  # before anything waits for others, who may be in something else
-        if not copies:
-            return self._plan(text, [*self._launches(ways, signature, nbytes, memory)])
-        assert memory is not None
-        return self._plan(text, self._copied(exchanges, signature, memory))
+        program = Program(self._planners, exchanges, signature, memory, algorithm)
+        self._board.post(str(program))  # before anything waits for others, who may be in something else
+        return self._plan(str(program), [*program.steps()])
 
     def prepare_barrier(self) -> Plan:
         """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local."""
         signature = Signature("Barrier", "uint8")
         self._require_open(signature.operation)
         self._board.post(str(signature))
-        return self._plan(str(signature), [self._direct.barrier(_tag(signature, 0, None), after_copies=False)])
+        return self._plan(str(signature), [self._planners.direct.barrier(tag_of(signature, 0), after_copies=False)])
 
-    def _plan(self, text: str, actions: Sequence[Launch | Fork | Join | Copy]) -> Plan:
+    def _plan(self, text: str, steps: Sequence[Step]) -> Plan:
         # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
-        launches = [action for action in actions if isinstance(action, Launch)]
+        launches = [step for step in steps if isinstance(step, Launch)]
         if any(self._kernels.find(launch.variant) is None for launch in launches):
             with self._backend.loading():
                 for launch in launches:
                     self._kernels.load(launch.variant)
-        return Plan(text, [self._step(action) for action in actions])
+        return Plan(text, [self._enqueuer(step) for step in steps])
 
     def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> None:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
@@ -216,61 +198,9 @@ class DeviceEngine:
             self._backend.fail(error)
             raise
 
-    def _step(self, action: Launch | Fork | Join | Copy) -> Step:
-        if isinstance(action, Launch):
-            return launching(self._kernels.load(action.variant), action)
-        if isinstance(action, Copy):
-            return self._copies.copying(action)
-        return self._copies.fork if isinstance(action, Fork) else self._copies.join
-
-    def _copied(
-        self, exchanges: Sequence[Exchange], signature: Signature, memory: Mapped
-    ) -> list[Launch | Fork | Join | Copy]:
-        """Return what copy engines do, and the kernels between."""
-        rank, size, pending = self._node.rank, self._node.size, list(exchanges)
-        actions: list[Action] = []
-        while pending:
-            exchange = pending.pop(0)
-            if exchange.reduction is None:
-                actions += movement(rank, exchange, memory)
-            else:
-                stride = -(-longest_nbytes(exchange) // LINE_NBYTES) * LINE_NBYTES
-                staging = self._arena.staging(max(1, size - 1) * stride)
-                actions += allreduce(rank, exchange, pending.pop(0), memory, staging, stride)
-        done: list[Launch | Fork | Join | Copy] = []
-        barriers = 0  # counted, as ranks with nothing to copy or reduce have fewer actions
-        for action in actions:
-            if isinstance(action, Barrier):
-                done.append(self._direct.barrier(_tag(signature, barriers, memory), after_copies=True))
-                barriers += 1
-            elif isinstance(action, Reduce):
-                assert signature.op is not None
-                done.append(local_reduction(action, reduction_of(exchanges[0].dtype, signature.op)))
-            else:
-                done.append(action)
-        return done
-
-    def _launches(
-        self, ways: Sequence[Way], signature: Signature, nbytes: int, memory: Mapped | None
-    ) -> Iterator[Launch]:
-        for way in ways:
-            launch: Launch | None
-            if way.direct:
-                assert memory is not None
-                tag = _tag(signature, way.step, memory)
-                launch = self._direct.launch(way.exchange, memory, tag, nbytes=nbytes, relay=way.merged)
-            elif way.wire is None:
-                launch = self._channels.launch(way.exchange, (signature.hash32, way.step), way.merged)
-            else:
-                tag = _tag(signature, way.step, None)
-                launch = self._packets.launch(
-                    way.exchange, way.reduction, tag, way.wire, nbytes=nbytes, fan_out=way.merged
-                )
-            if launch is not None:
-                yield launch
-
-
-def _tag(signature: Signature, step: int, memory: Mapped | None) -> int:
-    """Return what ranks must agree on in one launch, as a number."""
-    place = (memory.array, memory.offset) if memory is not None else (0, 0)
-    return zlib.crc32(struct.pack("<IIIQ", signature.hash32, step, *place))
+    def _enqueuer(self, step: Step) -> Enqueue:
+        if isinstance(step, Launch):
+            return launching(self._kernels.load(step.variant), step)
+        if isinstance(step, Copy):
+            return self._copies.copying(step)
+        return self._copies.fork if isinstance(step, Fork) else self._copies.join

@@ -10,14 +10,14 @@ import cupy
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.kernels.load import Kernel
 
-Step = Callable[[int], object]
+Enqueue = Callable[[int], object]
 """Enqueues one thing on a stream, or on another that is in order with it."""
 
 
 class Plan:
     """Steps with all that they need, and the call they carry out in words."""
 
-    def __init__(self, text: str, steps: Sequence[Step]) -> None:
+    def __init__(self, text: str, steps: Sequence[Enqueue]) -> None:
         self.text = text
         self.steps = tuple(steps)
         self.graph: int | None = None
@@ -39,7 +39,7 @@ class Plan:
         self.graph = int(self._owner.graphExec)
 
 
-def launching(kernel: Kernel, launch: Launch) -> Step:
+def launching(kernel: Kernel, launch: Launch) -> Enqueue:
     """Return the step that launches a loaded kernel."""
     return lambda stream: kernel.launch_structure(
         stream, launch.arguments, blocks=launch.blocks, threads=launch.threads, early=launch.early

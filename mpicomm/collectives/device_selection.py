@@ -109,7 +109,7 @@ def packet_wire(
     if reduction is None:
         return "flagged" if nbytes <= min(flagged_nbytes, _MOST_MOVED_NBYTES) else None
     flags, sentinels = flags_can_carry(reduction[0]), sentinels_can_carry(reduction[0])
-    if flags and (nbytes <= _MOST_REDUCED_FLAGGED_NBYTES or (not sentinels and nbytes <= flagged_nbytes)):
+    if flags and nbytes <= flagged_nbytes and (nbytes <= _MOST_REDUCED_FLAGGED_NBYTES or not sentinels):
         return "flagged"
     return "sentinel" if sentinels and (nbytes <= sentinel_nbytes or in_step) else None
 

@@ -23,7 +23,7 @@ _PARITIES = 2
 
 
 @dataclass(frozen=True)
-class _Layout(ArenaLayout):
+class SmallLayout(ArenaLayout):
     """The package's, with inboxes of any size."""
 
     flagged_inbox_nbytes: int = 0
@@ -48,7 +48,7 @@ class PacketRig:
         self._wire = wire
         self._geometry = geometry
         self._changes = changes
-        self._layout = layout = _Layout(self.size, 1, inbox_nbytes, inbox_nbytes)
+        self._layout = layout = SmallLayout(self.size, 1, inbox_nbytes, inbox_nbytes)
         self.arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
         machine.keep()
         for arena in self.arenas:

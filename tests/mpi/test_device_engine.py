@@ -1,96 +1,25 @@
 from __future__ import annotations
 
-import contextlib
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives import patterns
-from mpicomm.collectives.board import Board
-from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.reductions import REDUCTIONS
 from tests.helpers.communicators import communicator
 from tests.helpers.compiling import compile_kernels
+from tests.helpers.device_engines import Array, Memory, Rig, contributions, in_place_sum, rig_of
 from tests.helpers.raising import raises_everywhere
-from tests.helpers.reductions import dtype_named, reduced, require_same, samples
-
-Array = npt.NDArray[Any]
+from tests.helpers.reductions import dtype_named, reduced, require_same
 
 SIZES = (1, 3, 4097, 1000003)
 OFFSETS = (0, 16, 4, 1, 2, 8)
-SUM = Signature("Allreduce", "int64", 4097, "sum")
-
-
-class Memory:
-    """Elements on the GPU, at any address."""
-
-    def __init__(self, content: Array, offset: int = 0) -> None:
-        import cupy
-
-        self.dtype = content.dtype
-        self.count = content.size
-        self._bytes = cupy.zeros(offset + content.nbytes + 32, np.uint8)[offset : offset + content.nbytes]
-        self._bytes.set(np.ascontiguousarray(content).reshape(-1).view(np.uint8))
-        cupy.cuda.get_current_stream().synchronize()  # the engine works on a stream that waits for no other
-        self.span = Span(int(self._bytes.data.ptr), content.size)
-
-    def get(self) -> Array:
-        return np.asarray(self._bytes.get()).view(self.dtype)
-
-
-class Rig:
-    """An engine on a communicator, with a stream."""
-
-    def __init__(self, comm: mpicomm.Communicator) -> None:
-        import cupy
-
-        from mpicomm.backend.cuda import CudaBackend
-        from mpicomm.collectives.device_engine import DeviceEngine
-
-        domain = comm._set_up("test")
-        assert isinstance(domain.backend, CudaBackend)
-        self.backend = domain.backend
-        self.comm = comm
-        self.node = domain.node
-        self.rank, self.size = self.node.rank, self.node.size
-        self._board = Board(domain.node)
-        self.engine = DeviceEngine(domain.node, domain.backend, domain.kind, self._board)
-        self.stream = cupy.cuda.Stream(non_blocking=True)
-
-    def run(self, exchanges: Sequence[Exchange], signature: Signature = SUM, stream: Any = None) -> None:
-        self.engine.enqueue(self.engine.prepare(exchanges, signature), (stream or self.stream).ptr)
-
-    def finish(self) -> None:
-        self.backend.synchronize()
-        self.backend.check()
-
-    def close(self) -> None:
-        self.backend.synchronize()
-        for each in (self.engine, self._board):
-            each.close_peers()
-        MPI.COMM_WORLD.Barrier()
-        for each in (self.engine, self._board):
-            each.close_own()
-
-
-@contextlib.contextmanager
-def rig_of(comm: mpicomm.Communicator) -> Iterator[Rig]:
-    import cupy
-
-    with cupy.cuda.Device(comm.device):
-        rig = Rig(comm)
-        if rig.size < comm.size:
-            pytest.skip("the ranks are not on one node")
-        yield rig
-        rig.close()
 
 
 @pytest.fixture
@@ -101,11 +30,6 @@ def rig(device: str) -> Iterator[Rig]:
     with rig_of(comm) as rig:
         yield rig
     comm.Free()
-
-
-def contributions(rig: Rig, dtype: np.dtype[Any], count: int, *seed: int) -> list[Array]:
-    """What each rank contributes; all ranks know it all."""
-    return [samples(dtype, count, np.random.default_rng([*seed, rank])) for rank in range(rig.size)]
 
 
 def allreduce(
@@ -247,11 +171,6 @@ def test_reduce_scatter_in_place_leaves_the_rest_alone(rig: Rig, largest: int) -
     require_same(memory.get()[counts[rig.rank] :], parts[rig.rank][counts[rig.rank] :])
 
 
-def in_place_sum(rig: Rig, memory: Memory, *, two_shot: bool) -> list[Exchange]:
-    piece = memory.count * 8 if two_shot else None
-    return patterns.allreduce(rig.rank, rig.size, memory.dtype, memory.span, memory.span, "sum", piece_nbytes=piece)
-
-
 def summed(rig: Rig, parts: Sequence[Array], times: int) -> Array:
     """What is there after so many sums in place, modulo 2**64."""
     total = reduced("sum", [part.view(np.uint64) for part in parts])
@@ -322,92 +241,6 @@ def test_many_calls_of_changing_sizes(rig: Rig) -> None:
     rig.finish()
     for check in checks:
         check()
-
-
-@pytest.fixture
-def device_name(device: str) -> str:
-    if device == "cpu" or MPI.COMM_WORLD.size == 1:
-        pytest.skip("several ranks with GPUs are needed")
-    return device
-
-
-def test_different_calls_are_an_error_on_all_ranks(device_name: str) -> None:
-    comm = communicator(device_name, timeout_s=20)
-    with rig_of(comm) as rig:
-        memory = Memory(np.ones(4097, np.int64))
-        name = "Allreduce" if rig.rank == 0 else "Allgather"
-        start = time.monotonic()
-        rig.run(in_place_sum(rig, memory, two_shot=False), Signature(name, "int64", 4097, "sum"))
-        rig.backend.synchronize()
-        assert time.monotonic() - start < 10
-        with pytest.raises(mpicomm.PeerError, match=r"called different things: rank 0: Allreduce.*rank 1: Allgather"):
-            rig.backend.check()
-    comm.Free()
-
-
-def test_different_counts_are_an_error_on_all_ranks(device_name: str) -> None:
-    comm = communicator(device_name, timeout_s=20)
-    with rig_of(comm) as rig:
-        count = 100 if rig.rank == 0 else 300000
-        rig.run(
-            in_place_sum(rig, Memory(np.ones(count, np.int64)), two_shot=False),
-            Signature("Allreduce", "int64", count, "sum"),
-        )
-        rig.backend.synchronize()
-        with pytest.raises(mpicomm.PeerError, match=r"rank 0: .*count=100, .*rank 1: .*count=300000"):
-            rig.backend.check()
-    comm.Free()
-
-
-def test_a_rank_that_does_not_come_is_named(device_name: str) -> None:
-    comm = communicator(device_name, timeout_s=1.0)
-    late = MPI.COMM_WORLD.size - 1
-    with rig_of(comm) as rig:
-        memory = Memory(np.ones(1000003, np.int64))
-        rig.run(in_place_sum(rig, memory, two_shot=True))
-        rig.finish()
-        MPI.COMM_WORLD.Barrier()
-        start = time.monotonic()
-        if rig.rank != late:
-            rig.run(in_place_sum(rig, memory, two_shot=True))
-            rig.backend.synchronize()
-            assert time.monotonic() - start < 4
-        MPI.COMM_WORLD.Barrier()
-        if rig.rank == late:  # it learns at once that the others have given up
-            rig.run(in_place_sum(rig, memory, two_shot=True))
-            rig.backend.synchronize()
-        with raises_naming(late):
-            rig.backend.check()
-        # The device is free for others.
-        start = time.monotonic()
-        memory.get()
-        assert time.monotonic() - start < 1
-    comm.Free()
-
-
-def test_a_rank_whose_signal_did_not_come_tells_the_others(device_name: str) -> None:
-    comm = communicator(device_name, timeout_s=20)
-    with rig_of(comm) as rig:
-        memory = Memory(np.ones(1000, np.int64))
-        words = Memory(np.zeros(2, np.uint64))
-        if rig.rank == 0:
-            rig.backend.timeout_ns = 300_000_000
-            rig.backend.wait_signal(words.span.pointer, words.span.pointer + 8, 0, rig.stream.ptr)
-        start = time.monotonic()
-        rig.run(in_place_sum(rig, memory, two_shot=False))
-        rig.backend.synchronize()
-        assert time.monotonic() - start < 5
-        with raises_naming(0):
-            rig.backend.check()
-        words.get()
-    comm.Free()
-
-
-@contextlib.contextmanager
-def raises_naming(late: int) -> Iterator[None]:
-    with pytest.raises(mpicomm.CollectiveTimeoutError, match=f"from rank {late} did not come") as info:
-        yield
-    assert info.value.ranks == (late,)
 
 
 def test_a_reduction_that_does_not_exist_is_refused_before_anything_runs(rig: Rig) -> None:

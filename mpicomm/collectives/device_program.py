@@ -1,0 +1,143 @@
+"""Program: what one rank launches and copies for a collective on GPUs. It knows no device: tests do without."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from mpicomm.collectives.device_arena import Inboxes
+from mpicomm.collectives.device_channels import ChannelPlanner, reduction_of
+from mpicomm.collectives.device_copies import (
+    Action,
+    Barrier,
+    Copy,
+    Fork,
+    Join,
+    Reduce,
+    allreduce,
+    local_reduction,
+    movement,
+)
+from mpicomm.collectives.device_direct import DirectPlanner
+from mpicomm.collectives.device_launch import Launch
+from mpicomm.collectives.device_packets import PacketPlanner
+from mpicomm.collectives.device_selection import choose_ways, longest_nbytes
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.team import LINE_NBYTES
+from mpicomm.mappings import Mapped
+
+Step = Launch | Fork | Join | Copy
+
+
+class Arena(Protocol):
+    """What a program asks of the ranks' arenas."""
+
+    flagged: Inboxes
+    sentinels: Inboxes
+
+    def staging(self, nbytes: int) -> tuple[int, ...]:
+        """Return where ``nbytes`` or more of every rank begin, for copy engines."""
+
+
+@dataclass(frozen=True)
+class Planners:
+    """What turns exchanges into launches on one rank of a node, for each kind of kernel."""
+
+    rank: int
+    size: int
+    arena: Arena
+    channels: ChannelPlanner
+    packets: PacketPlanner
+    direct: DirectPlanner
+
+
+class Program:
+    """One rank's part of the ``exchanges`` of an ``algorithm``; ``memory`` is where all ranks' output lies, if mapped.
+
+    Which kernels there are is chosen here; raises `InvalidUsageError` for a reduction that is not defined.
+    """
+
+    def __init__(
+        self,
+        planners: Planners,
+        exchanges: Sequence[Exchange],
+        signature: Signature,
+        memory: Mapped | None = None,
+        algorithm: str = "one_shot",
+    ) -> None:
+        self._planners = planners
+        self._exchanges = exchanges
+        self._signature = signature
+        self._memory = memory
+        self._copies = algorithm == "copy_engine"
+        self._nbytes = max((longest_nbytes(exchange) for exchange in exchanges), default=0)
+        arena = planners.arena
+        self._ways = choose_ways(
+            exchanges,
+            signature,
+            planners.rank,
+            self._nbytes,
+            (arena.flagged.nbytes // 2, arena.sentinels.nbytes),  # half of an inbox of the LL wire is flags
+            symmetric=memory is not None,
+            algorithm=algorithm,
+        )
+
+    def __str__(self) -> str:
+        into_memory = self._copies or any(way.direct for way in self._ways)
+        return f"{self._signature}, into {self._memory}" if into_memory else str(self._signature)
+
+    def steps(self) -> Iterator[Step]:
+        """Yield what is launched and copied, in order; raises as the arena's `staging` and `large_inboxes` do."""
+        return self._copied() if self._copies else self._launched()
+
+    def _launched(self) -> Iterator[Launch]:
+        planners, signature, nbytes = self._planners, self._signature, self._nbytes
+        for way in self._ways:
+            launch: Launch | None
+            if way.direct:
+                assert self._memory is not None
+                tag = tag_of(signature, way.step, self._memory)
+                launch = planners.direct.launch(way.exchange, self._memory, tag, nbytes=nbytes, relay=way.merged)
+            elif way.wire is None:
+                launch = planners.channels.launch(way.exchange, (signature.hash32, way.step), way.merged)
+            else:
+                tag = tag_of(signature, way.step)
+                launch = planners.packets.launch(
+                    way.exchange, way.reduction, tag, way.wire, nbytes=nbytes, fan_out=way.merged
+                )
+            if launch is not None:
+                yield launch
+
+    def _copied(self) -> Iterator[Step]:
+        barriers = 0  # counted, as ranks with nothing to copy or reduce have fewer actions
+        for action in self._actions():
+            if isinstance(action, Barrier):
+                tag = tag_of(self._signature, barriers, self._memory)
+                yield self._planners.direct.barrier(tag, after_copies=True)
+                barriers += 1
+            elif isinstance(action, Reduce):
+                assert self._signature.op is not None
+                yield local_reduction(action, reduction_of(self._exchanges[0].dtype, self._signature.op))
+            else:
+                yield action
+
+    def _actions(self) -> Iterator[Action]:
+        planners, memory, exchanges = self._planners, self._memory, iter(self._exchanges)
+        assert memory is not None
+        for exchange in exchanges:
+            if exchange.reduction is None:
+                yield from movement(planners.rank, exchange, memory)
+            else:
+                stride = -(-longest_nbytes(exchange) // LINE_NBYTES) * LINE_NBYTES
+                staging = planners.arena.staging(max(1, planners.size - 1) * stride)
+                yield from allreduce(planners.rank, exchange, next(exchanges), memory, staging, stride)
+
+
+def tag_of(signature: Signature, step: int, memory: Mapped | None = None) -> int:
+    """Return what ranks must agree on in one launch, as a number."""
+    place = (memory.array, memory.offset) if memory is not None else (0, 0)
+    return zlib.crc32(struct.pack("<IIIQ", signature.hash32, step, *place))

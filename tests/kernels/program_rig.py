@@ -1,0 +1,103 @@
+"""Whole collectives between the ranks of a machine, by the kernels and copies that the package chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpicomm.collectives.device_arena import Inboxes
+from mpicomm.collectives.device_channels import ChannelPlanner
+from mpicomm.collectives.device_copies import Copy, Reduce, local_reduction
+from mpicomm.collectives.device_direct import DirectPlanner
+from mpicomm.collectives.device_launch import Launch
+from mpicomm.collectives.device_packets import PacketPlanner
+from mpicomm.collectives.device_program import Planners, Program
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.packets import STAGES
+from mpicomm.kernels.team import Team
+from mpicomm.mappings import Mapped
+from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.machine import Machine, Place
+from tests.kernels.packet_rig import SmallLayout
+
+BLOCKS, CHANNELS = 2, 2
+INBOX_NBYTES = 64 << 10  # four steps of packets in as many blocks, and a little
+STAGING_NBYTES = 1 << 20
+_PARITIES = 2
+
+
+class SimulatedArena:
+    """The arena of one rank's planners: that of the rig as this rank sees it, and no more memory than that."""
+
+    def __init__(self, layout: SmallLayout, arenas: Sequence[int], staging: Sequence[int]) -> None:
+        self.layout = layout
+        self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
+        self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
+        self._staging = tuple(staging)
+
+    def large_inboxes(self, nbytes: int) -> Inboxes:
+        """Return the ordinary ones, which are used again the more often."""
+        return self.sentinels
+
+    def staging(self, nbytes: int) -> tuple[int, ...]:
+        assert nbytes <= STAGING_NBYTES
+        return self._staging
+
+
+class ProgramRig:
+    """Planners for each rank, and symmetric memory of ``nbytes``."""
+
+    def __init__(self, machine: Machine, nbytes: int, *, timeout_s: float = 20) -> None:
+        self.machine = machine
+        self.size = machine.size
+        layout = SmallLayout(self.size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
+        assert layout.counts - layout.sentinels == _PARITIES * STAGES * self.size * INBOX_NBYTES
+        arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
+        staging = [machine.allocate(rank, STAGING_NBYTES) for rank in range(self.size)]
+        self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
+        machine.keep()
+        for arena in arenas:
+            arena.bytes[layout.sentinels : layout.counts] = 0xFF
+        self._planners = []
+        for rank in range(self.size):
+            bases = self._addresses(arenas, rank)
+            team = Team(faults=machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
+            for owner, base in enumerate(bases):
+                team.arenas[owner], team.names[owner] = base, 10 + owner
+            arena_here = SimulatedArena(layout, bases, self._addresses(staging, rank))
+            self._planners.append(
+                Planners(
+                    rank,
+                    self.size,
+                    arena_here,
+                    ChannelPlanner(team, layout),
+                    PacketPlanner(team, arena_here, BLOCKS),  # type: ignore[arg-type]
+                    DirectPlanner(team, layout, BLOCKS, chunk_nbytes=4096),
+                )
+            )
+
+    def run(
+        self,
+        rank: int,
+        exchanges: Sequence[Exchange],
+        signature: Signature,
+        *,
+        threads: int | None = None,
+        nap_us: int = 0,
+        symmetric: bool = False,
+        algorithm: str = "one_shot",
+    ) -> None:
+        """Enqueue a rank's part of a collective, all of it on one stream; ``symmetric`` if it is into `outputs`."""
+        assert threads is None
+        memory = Mapped(1, 0, tuple(self._addresses(self.outputs, rank))) if symmetric else None
+        for step in Program(self._planners[rank], exchanges, signature, memory, algorithm).steps():
+            if isinstance(step, Copy):
+                step = local_reduction(Reduce((step.source,), step.target, step.nbytes), ("uint8", "max"))
+            if isinstance(step, Launch):
+                kernel = kernel_of(self.machine.builds, step.variant)
+                parameters = [step.arguments]
+                self.machine.launch(rank, kernel, parameters, blocks=step.blocks, threads=step.threads, nap_us=nap_us)
+                nap_us = 0
+
+    def _addresses(self, places: Sequence[Place], viewer: int) -> list[int]:
+        return [self.machine.address(owner, place, viewer) for owner, place in enumerate(places)]

@@ -1,0 +1,117 @@
+"""Whole collectives as the package carries them out: which kernels there are is its own choice, at any size."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ml_dtypes")
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+from mpicomm.collectives import device_selection, patterns
+from mpicomm.collectives.device_selection import copied_piece_nbytes
+from mpicomm.collectives.exchange import Span
+from mpicomm.collectives.signature import Signature
+from tests.helpers.reductions import reduced, require_same, samples
+from tests.kernels.build import Builds
+from tests.kernels.collective_calls import Calls, random_counts
+from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
+
+COUNTS = (1, 700, 4096, INBOX_NBYTES // 4 - 1, INBOX_NBYTES // 4 + 1, 3 * INBOX_NBYTES // 4)  # of 4 bytes each
+
+
+@pytest.mark.parametrize(("size", "name"), [(2, "float32"), (3, "float32"), (3, "int32"), (4, "int32")])
+def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
+    rig = ProgramRig(Machine(builds, size), 16)
+    rng = np.random.default_rng(size)
+    calls = Calls(rig, rng, nap_us=1000)
+    for count in COUNTS:
+        checks = [calls.allreduce(name, "sum", count, two_shot=two_shot) for two_shot in (False, True)]
+        checks += [calls.scan(name, "sum", count), calls.bcast(4 * count), calls.relayed_bcast(4 * count)]
+        checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
+        if name == "float32":  # what is sent on must not have to be stored in between
+            checks.append(calls.relayed_reduce(name, "sum", count))
+        rig.machine.run(seed=count, jitter_us=200)
+        for check in checks:
+            check()
+        rig.machine.clear()
+
+
+@pytest.mark.parametrize("name", ["float32", "int32"])
+def test_reduce_scatter_of_parts_of_any_size(builds: Builds, name: str) -> None:
+    run_uneven(builds, name)
+
+
+def run_uneven(builds: Builds, name: str = "float32", *, timeout_s: float = 20) -> None:
+    rig = ProgramRig(Machine(builds, 3), 16, timeout_s=timeout_s)
+    calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
+    large = 3 * INBOX_NBYTES // 4
+    for counts in ([1, 1, large], [large, 0, 5], [large, large, large - 3], [large, large // 2, 7], [3, 4, 5]):
+        checks = [calls.reduce_scatter(name, "sum", counts) for _ in range(3)]
+        rig.machine.run(seed=counts[0], jitter_us=300, limit_s=30)
+        for check in checks:
+            check()
+        rig.machine.clear()
+
+
+def test_inboxes_used_again_where_ranks_take_unevenly_are_seen(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_selection, "keeps_step", lambda operation, exchange, following: True)
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for _ in range(5):
+            run_uneven(builds, timeout_s=2)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "copy_engine", "ring"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_into_symmetric_memory(builds: Builds, size: int, algorithm: str) -> None:
+    rng = np.random.default_rng(size)
+    dtype = np.dtype(np.int32)
+    rig = ProgramRig(Machine(builds, size), 4 * max(COUNTS) * size)
+    for count in COUNTS:
+        parts = [samples(dtype, count, rng) for _ in range(size)]
+        for rank, part in enumerate(parts):
+            send = Span(rig.machine.place(rank, part).address, count)
+            output = Span(rig.outputs[rank].address, count)
+            piece = copied_piece_nbytes(4 * count, size, 1 << 20) if algorithm == "copy_engine" else 4 * count
+            if algorithm == "ring":
+                exchanges = patterns.ring_allreduce(rank, size, dtype, send, output, "sum")
+            else:
+                shot = None if algorithm == "one_shot" else piece
+                exchanges = patterns.allreduce(rank, size, dtype, send, output, "sum", piece_nbytes=shot)
+            signature = Signature("Allreduce", "int32", count, "sum")
+            rig.run(rank, exchanges, signature, symmetric=True, algorithm=algorithm)
+        rig.machine.run(seed=count, jitter_us=200)
+        for place in rig.outputs:
+            require_same(place.bytes[: 4 * count].copy().view(dtype), reduced("sum", parts))
+        if algorithm in ("one_shot", "copy_engine"):
+            gather(rig, parts, algorithm)
+        if algorithm in ("one_shot", "two_shot"):
+            tell(rig, parts[0], algorithm)
+        rig.machine.clear()
+
+
+def gather(rig: ProgramRig, parts: list[np.ndarray], algorithm: str) -> None:
+    count, dtype = parts[0].size, parts[0].dtype
+    for rank, part in enumerate(parts):
+        send, base = Span(rig.machine.place(rank, part).address, count), rig.outputs[rank].address
+        starts = [index * count for index in range(rig.size)]
+        blocks = patterns.blocks(base, [count] * rig.size, starts, dtype.itemsize)
+        exchanges = patterns.allgather(rank, rig.size, dtype, send, blocks)
+        rig.run(rank, exchanges, Signature("Allgather", "int32", count), symmetric=True, algorithm=algorithm)
+    rig.machine.run(seed=count, jitter_us=200)
+    for place in rig.outputs:
+        require_same(place.bytes[: 4 * count * rig.size].copy().view(dtype), np.concatenate(parts))
+
+
+def tell(rig: ProgramRig, content: np.ndarray, algorithm: str) -> None:
+    root = rig.size - 1
+    rig.outputs[root].bytes[: content.nbytes] = content.view(np.uint8)
+    for rank in range(rig.size):
+        buffer = Span(rig.outputs[rank].address, content.size)
+        pattern = patterns.bcast if algorithm == "one_shot" else patterns.relayed_bcast
+        exchanges = pattern(rank, rig.size, content.dtype, buffer, root)
+        rig.run(rank, exchanges, Signature("Bcast", "int32", content.size, root=root), symmetric=True)
+    rig.machine.run(seed=content.size, jitter_us=200)
+    for place in rig.outputs:
+        require_same(place.bytes[: content.nbytes].copy().view(content.dtype), content)
