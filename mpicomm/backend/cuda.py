@@ -23,7 +23,7 @@ from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegmen
 from mpicomm.backend.cuda_order import StreamOrder
 from mpicomm.backend.nvml_links import nvml_link
 from mpicomm.backend.streams import resolve_stream
-from mpicomm.errors import BackendUnavailableError, HandleError, MpicommError
+from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
 from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.kernels.compile import KERNELS, compile_kernel
 from mpicomm.kernels.load import Module
@@ -221,8 +221,8 @@ class CudaBackend:
         """
         self._fault_page().check(self.calls)
 
-    def fail(self, error: MpicommError) -> None:
-        """Let `check` raise ``error`` from now on."""
+    def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """Let `check` raise what ``error`` says from now on."""
         self._fault_page().fail(error)
 
     @property

@@ -13,7 +13,7 @@ from cuda.bindings import driver
 from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call
 from mpicomm.backend.host import fence
-from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.kernels.team import EXCHANGE, MISMATCH, Faults
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
@@ -65,7 +65,7 @@ class FaultPage:
         self._address = address
         self._record: Any = FaultRecord.from_address(address)
         self._calls: Sequence[str] | None = None
-        self._error: MpicommError | None = None
+        self._error: CollectiveTimeoutError | PeerError | None = None
         self._record.failed = self._failed
         self.faults = Faults(pointer, self._failed)
 
@@ -75,7 +75,7 @@ class FaultPage:
         Local; does not wait for the device. ``calls`` is asked for the text of a `PeerError`.
         """
         if self._error is not None:
-            raise self._error
+            raise _without_traceback(self._error)
         # A record that is still being filled in does not count yet: its kernel runs, and the next check sees it.
         if self._record is None or self._record.state != _WRITTEN:
             return
@@ -95,9 +95,9 @@ class FaultPage:
             f"{operation}: {where} did not come {time} (block {record.block}); {_UNUSABLE}", ranks=[record.peer]
         )
 
-    def fail(self, error: MpicommError) -> None:
-        """Let every check raise ``error``, for what no kernel has found; local."""
-        self._error = error
+    def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """Let every check raise what ``error`` says, for what no kernel has found; local."""
+        self._error = _without_traceback(error)
 
     def close(self) -> None:
         """Free the page; no kernel may run that knows it. A second call does nothing."""
@@ -106,3 +106,8 @@ class FaultPage:
             with contextlib.suppress(DriverShutDownError), self._context.current():
                 call(driver.cuMemFree, self._failed)
                 call(driver.cuMemFreeHost, self._address)
+
+
+def _without_traceback(error: CollectiveTimeoutError | PeerError) -> CollectiveTimeoutError | PeerError:
+    """Return another one of the same: what is kept must not keep the frames it went through, and the arrays in them."""
+    return type(error)(str(error), ranks=error.ranks)

@@ -165,6 +165,8 @@ class DeviceArena:
 
     def abort(self) -> None:
         """Let kernels of all ranks give up, as one does that finds a rank in another call. Local, blocking."""
+        # Pairs with the loads of the abort word in is_healthy and Patience; else they would wait until time is up.
+        # One byte is enough: they look whether the word is zero, and of several writers any may win.
         for pointer in self.pointers:
             self._backend.fill(pointer + ABORT_OPERATION, 1, MISMATCH)
 

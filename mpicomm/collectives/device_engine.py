@@ -26,7 +26,7 @@ from mpicomm.collectives.device_program import Planners, Program, Step, tag_of
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.tuning import Tuning
-from mpicomm.errors import InvalidUsageError, MpicommError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.handle import Kind
 from mpicomm.kernels.load import KernelCache
 from mpicomm.kernels.team import MAX_RANKS, Team
@@ -42,7 +42,7 @@ class DeviceEngine:
     """Collectives on GPU memory that need not be shared: everything goes through the ranks' arenas.
 
     Small and middle-sized messages go in packets (kernels/packets.cu), the others chunk by chunk (kernels/exchange.cu),
-    or straight into symmetric memory (kernels/direct.cu), where asked for by copy engines.
+    or straight into symmetric memory, by kernels/direct.cu or copy engines.
 
     Construction is collective over ``node`` and raises as ``share`` does. What was enqueued and could not be done is
     raised by the backend's `check`: `CollectiveTimeoutError` naming the rank that did not come, `PeerError` with what
@@ -192,7 +192,7 @@ class DeviceEngine:
         """Raise what `DeviceCalls.require_same` does, from now on, and let those go who are in a kernel."""
         try:
             self._calls.require_same()
-        except MpicommError as error:
+        except (CollectiveTimeoutError, PeerError) as error:
             if isinstance(error, PeerError):
                 self._arena.abort()
             self._backend.fail(error)

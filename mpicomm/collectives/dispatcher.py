@@ -164,11 +164,9 @@ class Collectives:
     def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
         if algorithm not in ALGORITHMS:
             raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(ALGORITHMS)}")
-        possible = tuning.operations_of(algorithm)
-        if algorithm in ("two_shot", "ring", "copy_engine") and operation not in possible:
-            raise InvalidUsageError(
-                f'algorithm="{algorithm}" is for {", ".join(possible)}, not {operation}: use "one_shot"'
-            )
+        if algorithm in ("two_shot", "ring", "copy_engine") and operation not in tuning.operations_of(algorithm):
+            possible = ", ".join(tuning.operations_of(algorithm))
+            raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
         if operation == "Reduce_scatter" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
