@@ -8,7 +8,6 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.collectives.calls import Arguments
 from mpicomm.collectives.dispatcher import Collectives
 from mpicomm.collectives.ops import AVG
 from mpicomm.collectives.plain_calls import Limit, are_apart, is_plain
@@ -65,13 +64,13 @@ class BlockingCollectives(MPI.Intracomm):
         """Every rank's block r of ``recvbuf`` is what rank r sends."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgather"]):
             return _allgather(self, sendbuf, recvbuf)
-        return self._collectives.run("Allgather", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.run("Allgather", stream, algorithm, sendbuf, recvbuf)
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and places."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgatherv"]):
             return _allgatherv(self, sendbuf, recvbuf)
-        return self._collectives.run("Allgatherv", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.run("Allgatherv", stream, algorithm, sendbuf, recvbuf)
 
     def Allreduce(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -79,33 +78,33 @@ class BlockingCollectives(MPI.Intracomm):
         """Every rank's ``recvbuf`` is the reduction of all ranks' ``sendbuf``."""
         # As is_plain, spelled out: MPI takes about a microsecond for 8 bytes, and a call would be a tenth of that.
         if (
-            stream is None
+            type(recvbuf) is type(sendbuf) is ndarray
+            and stream is None
             and algorithm == "auto"
             and op is not AVG
-            and type(recvbuf) is type(sendbuf) is ndarray
             and recvbuf.nbytes < self._allreduce_limit[recvbuf.dtype]
             and ((recvbuf.base is sendbuf.base is None and recvbuf is not sendbuf) or are_apart(sendbuf, recvbuf))
         ):
             return _allreduce(self, sendbuf, recvbuf, op)
-        return self._collectives.run("Allreduce", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
+        return self._collectives.run("Allreduce", stream, algorithm, sendbuf, recvbuf, op)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Block r of rank s's ``recvbuf`` is block s of rank r's ``sendbuf``."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoall"]):
             return _alltoall(self, sendbuf, recvbuf)
-        return self._collectives.run("Alltoall", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.run("Alltoall", stream, algorithm, sendbuf, recvbuf)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and places."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoallv"]):
             return _alltoallv(self, sendbuf, recvbuf)
-        return self._collectives.run("Alltoallv", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.run("Alltoallv", stream, algorithm, sendbuf, recvbuf)
 
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Every rank's ``buf`` is the root's."""
         if stream is None and algorithm == "auto" and is_plain(None, buf, self._limits["Bcast"]):
             return _bcast(self, buf, root)
-        return self._collectives.run("Bcast", Arguments(receive=buf, root=root), stream, algorithm)
+        return self._collectives.run("Bcast", stream, algorithm, None, buf, root=root)
 
     def Exscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -118,13 +117,13 @@ class BlockingCollectives(MPI.Intracomm):
             and is_plain(sendbuf, recvbuf, self._limits["Exscan"])
         ):
             return _exscan(self, sendbuf, recvbuf, op)
-        return self._collectives.run("Exscan", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
+        return self._collectives.run("Exscan", stream, algorithm, sendbuf, recvbuf, op)
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Block r of the root's ``recvbuf`` is what rank r sends."""
         if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._limits["Gather"]):
             return _gather(self, sendbuf, recvbuf, root)
-        return self._collectives.run("Gather", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
+        return self._collectives.run("Gather", stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Gatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -132,7 +131,7 @@ class BlockingCollectives(MPI.Intracomm):
         """As Gather, with blocks of any counts and places."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Gatherv"]):
             return _gatherv(self, sendbuf, recvbuf, root)
-        return self._collectives.run("Gatherv", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
+        return self._collectives.run("Gatherv", stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Reduce(
         self,
@@ -153,9 +152,7 @@ class BlockingCollectives(MPI.Intracomm):
             and is_plain(recvbuf, sendbuf, self._limits["Reduce"])
         ):
             return _reduce(self, sendbuf, recvbuf, op, root)
-        return self._collectives.run(
-            "Reduce", Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), stream, algorithm
-        )
+        return self._collectives.run("Reduce", stream, algorithm, sendbuf, recvbuf, op, root)
 
     def Reduce_scatter(
         self,
@@ -176,9 +173,7 @@ class BlockingCollectives(MPI.Intracomm):
             and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter"])
         ):
             return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
-        return self._collectives.run(
-            "Reduce_scatter", Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op), stream, algorithm
-        )
+        return self._collectives.run("Reduce_scatter", stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
 
     def Reduce_scatter_block(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -191,9 +186,7 @@ class BlockingCollectives(MPI.Intracomm):
             and is_plain(sendbuf, recvbuf, self._limits["Reduce_scatter_block"])
         ):
             return _reduce_scatter_block(self, sendbuf, recvbuf, op)
-        return self._collectives.run(
-            "Reduce_scatter_block", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm
-        )
+        return self._collectives.run("Reduce_scatter_block", stream, algorithm, sendbuf, recvbuf, op)
 
     def Scan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -206,7 +199,7 @@ class BlockingCollectives(MPI.Intracomm):
             and is_plain(sendbuf, recvbuf, self._limits["Scan"])
         ):
             return _scan(self, sendbuf, recvbuf, op)
-        return self._collectives.run("Scan", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
+        return self._collectives.run("Scan", stream, algorithm, sendbuf, recvbuf, op)
 
     def Scatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -214,7 +207,7 @@ class BlockingCollectives(MPI.Intracomm):
         """Every rank's ``recvbuf`` is its block of the root's ``sendbuf``."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatter"]):
             return _scatter(self, sendbuf, recvbuf, root)
-        return self._collectives.run("Scatter", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
+        return self._collectives.run("Scatter", stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Scatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -222,4 +215,4 @@ class BlockingCollectives(MPI.Intracomm):
         """As Scatter, with blocks of any counts and places."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatterv"]):
             return _scatterv(self, sendbuf, recvbuf, root)
-        return self._collectives.run("Scatterv", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
+        return self._collectives.run("Scatterv", stream, algorithm, sendbuf, recvbuf, root=root)

@@ -93,7 +93,8 @@ class Group:
 
     def require_whole(self, what: str) -> None:
         """Raise if the group is broken, or belongs to the process this one was forked from; local and cheap."""
-        require_own_process(what)
+        if _forked:
+            require_own_process(what)
         if self.broken is not None:
             reason = "timeout" if isinstance(self.broken, CollectiveTimeoutError) else "error"
             raise type(self.broken)(

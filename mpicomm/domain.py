@@ -245,7 +245,8 @@ class Domain:
         if self._freed:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
         self._group.require_whole(what)
-        self.node.require_whole(what)
+        if self.node is not self._group:
+            self.node.require_whole(what)
         self.backend.check()
 
     def close(self) -> None:

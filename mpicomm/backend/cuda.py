@@ -13,6 +13,7 @@ import cupy
 import numpy as np
 import numpy.typing as npt
 from cuda.bindings import driver
+from cupy.cuda import get_current_stream, runtime
 
 from mpicomm.backend.base import Link, Scratch
 from mpicomm.backend.cuda_arrays import allocation_of, as_cupy
@@ -30,6 +31,7 @@ from mpicomm.kernels.load import Module
 from mpicomm.kernels.team import Faults
 
 _EVENT_HANDLE_NBYTES = 64  # sizeof(CUipcEventHandle)
+_NOT_READY = 600  # cudaErrorNotReady
 
 
 class CudaEvent:
@@ -98,6 +100,7 @@ class CudaBackend:
         self._lock = threading.Lock()
         self._kernels: _SignalKernels | None = None
         self._stream: Any = None
+        self._idle_events: list[cupy.cuda.Event] = []  # of `completion`: to create one takes longer than to record it
         self._faults: FaultPage | None = None
         self._closed = False
         self._context = PrimaryContext(self.info)
@@ -176,6 +179,9 @@ class CudaBackend:
 
     def stream(self, stream: Any, array: Any = None) -> int:
         """Resolve a ``stream=`` argument."""
+        if stream is None and type(array) is cupy.ndarray:  # most often, and this is on the way of every call
+            current: int = get_current_stream(self._ordinal).ptr
+            return current
         return resolve_stream(stream, array, self._ordinal)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
@@ -219,7 +225,7 @@ class CudaBackend:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time, `PeerError` if ranks called different
         things. Does not wait for the device.
         """
-        self._fault_page().check(self.calls)
+        (self._faults or self._fault_page()).check(self.calls)
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Let `check` raise what ``error`` says from now on."""
@@ -280,12 +286,28 @@ class CudaBackend:
 
         What a stream captures is not run: it counts as done.
         """
-        with self._context.current():
-            if int(call(driver.cuStreamIsCapturing, stream)) != 0:
-                return lambda: True
-            event = cupy.cuda.Event(disable_timing=True)  # destroyed with the function
-            call(driver.cuEventRecord, event.ptr, stream)
-        return lambda: bool(event.done)
+        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        if runtime.getDevice() != self._ordinal:
+            with self._context.current():
+                return self._completion(stream)
+        return self._completion(stream)
+
+    def _completion(self, stream: int) -> Callable[[], bool]:
+        if runtime.streamIsCapturing(stream):
+            return lambda: True
+        event = self._idle_events.pop() if self._idle_events else cupy.cuda.Event(disable_timing=True)
+        pointer = event.ptr
+        runtime.eventRecord(pointer, stream)
+
+        def done() -> bool:
+            status = runtime.eventQuery(pointer)
+            if status == _NOT_READY:
+                return False
+            runtime.check_status(status)  # a device that has failed: what is enqueued there is never done
+            self._idle_events.append(event)
+            return True
+
+        return done
 
     def create_event(self) -> CudaEvent:
         """Return an event other processes can open."""
@@ -333,6 +355,7 @@ class CudaBackend:
         self._closed = True
         kernels, self._kernels = self._kernels, None
         faults, self._faults = self._faults, None
+        self._idle_events.clear()
         with suppress(DriverShutDownError), self._context.current():
             if kernels is not None:
                 kernels.module.unload()

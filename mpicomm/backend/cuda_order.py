@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.backend.cuda_driver import DriverShutDownError, call
+
+Enqueue = Callable[[int], object]
+"""Enqueues something on a stream, or on another that is in order with it."""
 
 
 class StreamOrder:
@@ -26,31 +30,30 @@ class StreamOrder:
         self._eager: Any = call(driver.cuEventCreate, int(flags))
         self._captured: Any = call(driver.cuEventCreate, int(flags))
         self._eager_pointer = int(self._eager)
+        self._stream = 0  # the one that `_eager` was recorded on
         self._capture: int | None = None  # the one that `_captured` was recorded in
 
-    def begin(self, stream: int) -> int | None:
-        """Let what is enqueued on ``stream`` until `end` follow what came before. Local, does not block.
+    def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue) -> None:
+        """Call ``eager`` with ``stream``, or ``captured`` if that takes part in a capture: they enqueue the next piece.
 
-        Returns the capture that the stream takes part in, None if it does not. The device must be current.
+        Local, does not block. The device must be current.
         """
         # CuPy's functions where a call is to take few microseconds in all: each takes a third of the driver's binding.
         if not runtime.streamIsCapturing(stream):
-            # Without a look at which stream was used last: a new one may have the address of one that was destroyed
-            # with work pending. Waiting for an event that was never recorded, or on the same stream, costs nothing.
-            runtime.streamWaitEvent(stream, self._eager_pointer)
-            return None
+            # The default stream, 0, is in order with itself. Of others the address says nothing: a new one may have
+            # that of one that was destroyed with work pending. To wait for what was never recorded costs nothing.
+            if stream != 0 or self._stream != 0:
+                runtime.streamWaitEvent(stream, self._eager_pointer)
+            eager(stream)
+            runtime.eventRecord(self._eager_pointer, stream)
+            self._stream = stream
+            return
         capture = int(call(driver.cuStreamGetCaptureInfo, stream)[1])
         if capture == self._capture:
             call(driver.cuStreamWaitEvent, stream, self._captured, 0)
-        return capture
-
-    def end(self, stream: int, capture: int | None) -> None:
-        """Mark the end of what `begin` was called for and returned ``capture``. Local, does not block."""
-        if capture is None:
-            runtime.eventRecord(self._eager_pointer, stream)
-        else:
-            call(driver.cuEventRecord, self._captured, stream)
-            self._capture = capture
+        captured(stream)
+        call(driver.cuEventRecord, self._captured, stream)
+        self._capture = capture
 
     def close(self) -> None:
         """Destroy the events. A second call does nothing."""

@@ -20,9 +20,13 @@ def resolve_stream(stream: Any, array: Any, ordinal: int) -> int:
     """
     torch = sys.modules.get("torch")  # a torch object can only be given to us once torch is imported
     if stream is None:
+        current: int
         if torch is not None and isinstance(array, torch.Tensor):
-            return int(torch.cuda.current_stream(ordinal).cuda_stream)
-        return int(cupy.cuda.get_current_stream(ordinal).ptr)
+            # As torch.cuda.current_stream(ordinal).cuda_stream, without the two objects made on the way.
+            current = torch._C._cuda_getCurrentRawStream(ordinal)
+        else:
+            current = cupy.cuda.get_current_stream(ordinal).ptr
+        return current
     if isinstance(stream, (cupy.cuda.Stream, cupy.cuda.ExternalStream)):
         return int(stream.ptr)
     if torch is not None and isinstance(stream, torch.cuda.Stream):

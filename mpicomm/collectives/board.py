@@ -34,17 +34,19 @@ class Board:
             backend.view(self._segments[index], (_NBYTES,), np.dtype(np.uint8)).data for index in range(node.size)
         ]
         self._counters = [memory[:_LINE_NBYTES].cast("Q") for memory in self._memory]
+        self._own: memoryview | None = self._counters[node.rank]
+        self._count = 0  # what is in it between two calls
         self._written: list[str | None] = [None] * _KEPT
 
     def post(self, text: str) -> None:
         """Write this rank's next line; local, about a microsecond. Text beyond 256 bytes of UTF-8 is cut off."""
-        if not self._counters:
+        counter = self._own
+        if counter is None:
             raise InvalidUsageError(f"{text}: the communicator was freed; create another")
-        counter = self._counters[self._node.rank]
-        count = counter[0]
-        line = (count // 2 + 1) % _KEPT
+        self._count = count = self._count + 2
+        line = count // 2 % _KEPT
         if text != self._written[line]:  # in a loop of one call the text is there already
-            counter[0] = count + 1
+            counter[0] = count - 1
             # Pairs with the second fence of `_text`: a reader that sees a byte of the new text finds, when it looks at
             # the counter again, that the line belongs to another call.
             fence()
@@ -52,12 +54,12 @@ class Board:
             self._written[line] = text
             # Pairs with the first fence of `_text`: a reader that sees the even counter sees the whole text.
             fence()
-        counter[0] = count + 2
+        counter[0] = count
 
     @property
     def calls(self) -> int:
         """How many collectives this rank has begun; local."""
-        return int(self._counters[self._node.rank][0] // 2)
+        return self._count // 2
 
     def read(self) -> list[str]:
         """Return what each rank of the node called when they called different things, in the node's order; local.
@@ -83,6 +85,7 @@ class Board:
 
     def close_peers(self) -> None:
         """Unmap the peers' lines; local. The board cannot be used any more."""
+        self._own = None
         self._memory.clear()
         self._counters.clear()
         self._segments.close_peers()

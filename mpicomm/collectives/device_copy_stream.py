@@ -5,8 +5,8 @@ from __future__ import annotations
 import cupy
 from cupy.cuda import runtime
 
+from mpicomm.backend.cuda_order import Enqueue
 from mpicomm.collectives.device_copies import Copy
-from mpicomm.collectives.device_plan import Enqueue
 
 
 class CopyStream:

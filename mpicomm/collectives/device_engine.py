@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 
 import cupy
 from cupy.cuda import runtime
 
 from mpicomm.backend.cuda import CudaBackend
 from mpicomm.backend.cuda_driver import DriverShutDownError
+from mpicomm.backend.cuda_order import Enqueue
 from mpicomm.bootstrap import Group
 from mpicomm.collectives import tuning
 from mpicomm.collectives.board import Board
@@ -21,7 +23,7 @@ from mpicomm.collectives.device_copy_stream import CopyStream
 from mpicomm.collectives.device_direct import DirectPlanner
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import MAX_BLOCKS, PacketPlanner
-from mpicomm.collectives.device_plan import Enqueue, Plan, launching
+from mpicomm.collectives.device_plan import Plan, launching
 from mpicomm.collectives.device_program import Planners, Program, Step, tag_of
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
@@ -148,28 +150,26 @@ class DeviceEngine:
         streams of one capture, follows each other; when a captured graph runs, beside other work of the communicator,
         is for the caller to order (see `StreamOrder`). The board is told of this, not of replays of a graph.
         """
-        self._require_open(plan.text)
+        if not self._open:
+            self._require_open(plan.text)
         if again:
             self._board.post(plan.text)
         if not plan.steps:
             return
+        eager = plan.launch or (partial(self._launch, plan) if again else plan.enqueue)
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
         if runtime.getDevice() == self._ordinal:
-            self._enqueue(plan, stream, again)
+            self._order.enqueue(stream, eager, plan.enqueue)
         else:
             with self._backend.current():
-                self._enqueue(plan, stream, again)
+                self._order.enqueue(stream, eager, plan.enqueue)
 
-    def _enqueue(self, plan: Plan, stream: int, again: bool) -> None:
-        capture = self._order.begin(stream)
-        if capture is None and again and plan.graph is None:
-            with self._backend.loading():
-                plan.make_graph(self._capturing)
-        if capture is None and plan.graph is not None:
-            runtime.graphLaunch(plan.graph, stream)
-        else:
-            plan.enqueue(stream)
-        self._order.end(stream, capture)
+    def _launch(self, plan: Plan, stream: int) -> None:
+        """Enqueue a plan as a graph, which is made first."""
+        with self._backend.loading():
+            plan.make_graph(self._capturing)
+        assert plan.launch is not None
+        plan.launch(stream)
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank's work must be over; the engine cannot be used any more."""

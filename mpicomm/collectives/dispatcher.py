@@ -8,9 +8,9 @@ the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
@@ -29,7 +29,7 @@ from mpicomm.collectives.host_selection import piece_nbytes, use_mapped
 from mpicomm.collectives.known_calls import KnownCalls
 from mpicomm.collectives.ops import AVG
 from mpicomm.collectives.plain_calls import is_plainly_mpis, limits
-from mpicomm.collectives.requests import Completer, DeferredRequest, PersistentRequest
+from mpicomm.collectives.requests import Completer, DeferredRequest, PersistentRequest, Work
 from mpicomm.domain import Domain
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import sentinels_can_carry
@@ -70,14 +70,27 @@ class Collectives:
         self._host_engine: HostEngine | None = None
         self._device_engine: DeviceEngine | None = None
         self._scratch: dict[bool, list[Scratch]] = {}
-        self._known = KnownCalls()
-        self._mappings: Mappings | None = None
-        self._version = 0
+        self._known: KnownCalls | None = None  # to the engine of devices
 
-    def run(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> None:
-        """Carry out a blocking collective; on device arrays, enqueue it."""
-        if self._enqueue_known(operation, arguments, stream, algorithm) is not None:
+    def run(
+        self,
+        operation: str,
+        stream: Any,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None = None,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+    ) -> None:
+        """Carry out a blocking collective; on device arrays, enqueue it.
+
+        It takes `Arguments` one by one: to make one would be a tenth of the time of a known call.
+        """
+        known = self._known
+        if known and known.enqueue(operation, stream, algorithm, send, receive, op, root, counts) is not None:
             return
+        arguments = Arguments(send, receive, op, root, counts)
         if algorithm == "auto" and stream is None and is_plainly_mpis(operation, arguments, self._size):
             self._mpi(operation, arguments, "{}")
             return
@@ -93,25 +106,38 @@ class Collectives:
 
     def start(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
-        resolved = self._enqueue_known(operation, arguments, stream, algorithm)
-        if resolved is not None:
-            return self._deferred(operation, resolved)
-        call = self._read(operation, arguments, algorithm)
-        if not call.on_device and _mpi_knows(call) and algorithm in ("auto", "mpi"):
-            refuse_stream(operation, stream)
-            request: MPI.Request = self._mpi(operation, call.arguments, "I{}")
-            return request
-        if call.on_device:
-            return self._deferred(operation, self._enqueue(call, arguments, stream, algorithm))
-        refuse_stream(operation, stream)
-        # MPI has no such type, and the host engine has no thread of its own: done when this returns.
-        self._on_host(operation).run(self._exchanges(call, algorithm), call.signature)
-        return self._completer.start(lambda: True, lambda: None)
+        work = self._begin_known(operation, arguments, stream, algorithm)
+        if work is None:
+            call = self._read(operation, arguments, algorithm)
+            if not call.on_device and _mpi_knows(call) and algorithm in ("auto", "mpi"):
+                refuse_stream(operation, stream)
+                request: MPI.Request = self._mpi(operation, call.arguments, "I{}")
+                return request
+            work = self._begin(call, arguments, stream, algorithm)
+        return DeferredRequest(work)
 
-    def _deferred(self, operation: str, stream: int) -> DeferredRequest:
-        """Return a request for what is enqueued on a stream so far."""
+    def _begin_known(self, operation: str, given: Arguments, stream: Any, algorithm: str) -> Work | None:
+        """Begin a call on device arrays that was made before; None if it was not."""
+        if self._known is None:
+            return None
+        resolved = self._known.enqueue(
+            operation, stream, algorithm, given.send, given.receive, given.op, given.root, given.counts
+        )
+        return None if resolved is None else self._until_done(operation, resolved)
+
+    def _begin(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> Work:
+        """Begin a call that is not MPI's, which was made with ``arguments``."""
+        if call.on_device:
+            return self._until_done(call.operation, self._enqueue(call, arguments, stream, algorithm))
+        refuse_stream(call.operation, stream)
+        # MPI has no such type, and the host engine has no thread of its own: done when this returns.
+        self._on_host(call.operation).run(self._exchanges(call, algorithm), call.signature)
+        return self._completer.add(Work(lambda: True, lambda: None))
+
+    def _until_done(self, operation: str, stream: int) -> Work:
+        """Return what is enqueued on a stream so far as work."""
         backend = self._set_up(operation).backend
-        return self._completer.start(backend.completion(stream), backend.check)
+        return self._completer.add(Work(backend.completion(stream), backend.check))
 
     def prepare(
         self, operation: str, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
@@ -125,8 +151,13 @@ class Collectives:
             if _mpi_knows(call) and algorithm in ("auto", "mpi"):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, "{}_init", info)
                 return prepared
-        # Not one of MPI's, as is what these arguments start.
-        return PersistentRequest.of(lambda: cast(DeferredRequest, self.start(operation, arguments, stream, algorithm)))
+
+        def begin() -> Work:
+            known = self._begin_known(operation, arguments, stream, algorithm)
+            # The arguments are read again: memory that was symmetric when they were prepared may have been closed.
+            return known or self._begin(self._read(operation, arguments, algorithm), arguments, stream, algorithm)
+
+        return PersistentRequest.of(begin)
 
     def barrier(self, stream: Any) -> None:
         """Hold a stream of this rank's GPU until the streams of all ranks of the node have come here."""
@@ -159,7 +190,7 @@ class Collectives:
         copies.ready()
         request = call(*specs)
         status = MPI.Status()
-        return self._completer.start(lambda: request.Test(status), copies.back, status)
+        return DeferredRequest(self._completer.add(Work(lambda: request.Test(status), copies.back, status)))
 
     def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
         if algorithm not in ALGORITHMS:
@@ -193,28 +224,6 @@ class Collectives:
         _require_one_node(self._set_up(call.operation), f"{call.operation} of {call.dtype}")
         return True
 
-    def _enqueue_plan(self, plan: Plan, stream: Any, array: Any, *, again: bool = False) -> int:
-        assert self._device_engine is not None
-        domain = self._set_up(plan.text)
-        domain.require_usable(plan.text)
-        resolved = domain.backend.stream(stream, array)
-        self._device_engine.enqueue(plan, resolved, again=again)
-        return resolved
-
-    def _enqueue_known(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> int | None:
-        """Enqueue a call on device arrays that was made before; return the stream it is on, None if it was not."""
-        if self._device_engine is None:
-            return None
-        assert self._mappings is not None
-        if self._mappings.version != self._version:  # symmetric memory may have become ordinary, or the other way round
-            self._version = self._mappings.version
-            self._known = KnownCalls()
-        plan = self._known.find(self._known.key(operation, arguments, algorithm))
-        if plan is None:
-            return None
-        given = arguments.send is not None and arguments.send is not MPI.IN_PLACE
-        return self._enqueue_plan(plan, stream, arguments.send if given else arguments.receive, again=True)
-
     def _enqueue(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> int:
         """Carry a call on device arrays out, which was made with ``arguments``; return the stream it is on."""
         operation = call.operation
@@ -230,9 +239,13 @@ class Collectives:
         array = _array(call.operands[0].spec) if call.operands else None
         one_node = len(domain.placement.nodes) == 1
         if call.dtype is not None and algorithm != "mpi" and one_node:
-            plan = self._prepare_on_device(call, algorithm)
-            self._known.add(self._known.key(operation, arguments, algorithm), plan, arguments.op)
-            return self._enqueue_plan(plan, stream, array)
+            engine = self._on_device(operation)
+            plan = self._prepare_on_device(engine, domain.mappings, call, algorithm)
+            assert self._known is not None
+            self._known.add(operation, algorithm, arguments, plan)
+            resolved = domain.backend.stream(stream, array)
+            engine.enqueue(plan, resolved)
+            return resolved
         resolved = domain.backend.stream(stream, array)
         announce(operation, "only MPI can carry it out" if one_node else "the ranks are on several nodes")
         arguments = call.arguments
@@ -252,14 +265,14 @@ class Collectives:
                 f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
             )
 
-    def _prepare_on_device(self, call: Call, algorithm: str) -> Plan:
+    def _prepare_on_device(self, engine: DeviceEngine, mappings: Mappings, call: Call, algorithm: str) -> Plan:
         from mpicomm.collectives.device_selection import copied_piece_nbytes
 
-        engine, output, nbytes = self._on_device(call.operation), call.common_output, call.nbytes or 0
+        output, nbytes = call.common_output, call.nbytes or 0
         memory = None
-        if output is not None and output.total and self._mappings is not None:
+        if output is not None and output.total:
             assert call.dtype is not None
-            memory = self._mappings.find(output.pointer, output.total * call.dtype.itemsize)
+            memory = mappings.find(output.pointer, output.total * call.dtype.itemsize)
         if algorithm == "copy_engine" and memory is None and nbytes > 0:
             raise InvalidUsageError(
                 f'{call.operation}: algorithm="copy_engine" writes into the memory of the others: the output must be '
@@ -334,7 +347,7 @@ class Collectives:
             board = self._shared_board(domain)
             with backend.loading():  # it allocates and waits, which a thread that captures a graph may not otherwise
                 self._device_engine = domain.keep(DeviceEngine(domain.node, backend, domain.kind, board))
-            self._mappings = domain.mappings
+            self._known = KnownCalls(domain, self._device_engine)
         return self._device_engine
 
     def _shared_board(self, domain: Domain) -> Board:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
@@ -10,7 +11,9 @@ from mpi4py import MPI
 from mpicomm.collectives.calls import Arguments
 
 if TYPE_CHECKING:
+    from mpicomm.collectives.device_engine import DeviceEngine
     from mpicomm.collectives.device_plan import Plan
+    from mpicomm.domain import Domain
 
 _MOST = 1024  # calls that are kept
 
@@ -19,57 +22,116 @@ class KnownCalls:
     """Plans by the arguments of the calls they carry out, all of what a plan depends on.
 
     To read and check the arguments takes ten times as long as to enqueue a kernel, and programs call the same again and
-    again. Only CuPy's and PyTorch's arrays are recognised, passed as they are.
+    again. Only CuPy's and PyTorch's arrays are recognised, passed as they are, by what they say of their memory: the
+    objects themselves are often new, and can be changed in place.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, domain: Domain, engine: DeviceEngine) -> None:
+        self._domain = domain
+        self._engine = engine
         # With the operation itself: while it lives, nothing else has its id.
-        self._plans: dict[tuple[Any, ...], tuple[Plan, MPI.Op | None]] = {}
-        self._types: dict[type, Any] = {type(None): _id, type(MPI.IN_PLACE): _id}
+        self._plans: dict[Hashable, tuple[Plan, MPI.Op | None]] = {}
+        self._version = domain.mappings.version
+        self._cupy = _of_library("cupy", "ndarray")
+        self._identify: dict[type, Callable[[Any], Hashable]] = {
+            type(None): id,
+            type(MPI.IN_PLACE): id,
+            self._cupy: _identify_cupy,
+        }
 
-    def key(self, operation: str, arguments: Arguments, algorithm: str) -> tuple[Any, ...] | None:
-        """Return what the call is known by, None if it cannot be; local."""
-        identify_send = self._types.get(type(arguments.send)) or self._identify(arguments.send)
-        identify_receive = self._types.get(type(arguments.receive)) or self._identify(arguments.receive)
-        if identify_send is None or identify_receive is None or arguments.counts is not None:
+    def enqueue(
+        self,
+        operation: str,
+        stream: Any,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None,
+        root: int,
+        counts: Sequence[int] | None,
+    ) -> int | None:
+        """Enqueue a call that was made before; return the stream it is on, None if it was not. Local.
+
+        Raises as any call does: what went wrong with earlier ones, and where the communicator was freed.
+        """
+        domain = self._domain
+        if domain.mappings.version != self._version:  # symmetric memory may be ordinary now, or the other way round
+            self._version = domain.mappings.version
+            self._plans.clear()
+        found = self._plans.get(self._key(operation, algorithm, send, receive, op, root, counts))
+        if found is None:
             return None
-        return (
-            operation,
-            identify_send(arguments.send),
-            identify_receive(arguments.receive),
-            id(arguments.op),
-            arguments.root,
-            algorithm,
-        )
+        plan, _ = found
+        domain.require_usable(plan.text)
+        resolved = domain.backend.stream(stream, receive if send is None or send is MPI.IN_PLACE else send)
+        self._engine.enqueue(plan, resolved, again=True)
+        return resolved
 
-    def find(self, key: tuple[Any, ...] | None) -> Plan | None:
-        """Return the plan of a call that was made before."""
-        found = self._plans.get(key) if key is not None else None
-        return found[0] if found is not None else None
-
-    def add(self, key: tuple[Any, ...] | None, plan: Plan, op: MPI.Op | None) -> None:
-        """Keep the plan of a call."""
+    def add(self, operation: str, algorithm: str, given: Arguments, plan: Plan) -> None:
+        """Keep the plan of a call, if that can be recognised; local."""
+        key = self._key(operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
         if key is not None:
             if len(self._plans) >= _MOST:
                 self._plans.clear()
-            self._plans[key] = plan, op
+            self._plans[key] = plan, given.op
 
-    def _identify(self, array: Any) -> Any:
-        for library, name, identify in (("cupy", "ndarray", _identify_cupy), ("torch", "Tensor", _identify_torch)):
-            module = sys.modules.get(library)  # an array of a library exists only once that is imported
-            if module is not None and type(array) is getattr(module, name):
-                self._types[type(array)] = identify
-                return identify
-        return None
+    def _key(
+        self,
+        operation: str,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None,
+        root: int,
+        counts: Sequence[int] | None,
+    ) -> Hashable:
+        """Return what a call is known by, None if it cannot be."""
+        if counts is not None:
+            return None
+        if type(send) is type(receive) is self._cupy:
+            # As below, spelled out: it is on the way of nearly every call, and takes half the time.
+            return (
+                operation,
+                send.data.ptr,
+                send.size,
+                send.dtype,
+                send._c_contiguous or (send.shape, send.strides),
+                receive.data.ptr,
+                receive.size,
+                receive.dtype,
+                receive._c_contiguous or (receive.shape, receive.strides),
+                id(op),
+                root,
+                algorithm,
+            )
+        identify_send = self._identify.get(type(send)) or self._find(type(send))
+        identify_receive = self._identify.get(type(receive)) or self._find(type(receive))
+        if identify_send is None or identify_receive is None:
+            return None
+        return operation, identify_send(send), identify_receive(receive), id(op), root, algorithm
+
+    def _find(self, array: type) -> Callable[[Any], Hashable] | None:
+        if array is _of_library("torch", "Tensor"):
+            self._identify[array] = _identify_torch
+        return self._identify.get(array)
 
 
-def _id(constant: Any) -> int:
-    return id(constant)
+def _of_library(library: str, name: str) -> Any:
+    """Return a class of a library, None if that is not imported: then nobody can have an object of it."""
+    return getattr(sys.modules.get(library), name, None)
 
 
-def _identify_cupy(array: Any) -> tuple[Any, ...]:
-    return array.data.ptr, array.shape, array.strides, array.dtype
+def _identify_cupy(array: Any) -> Hashable:
+    # Of contiguous memory nothing but its size matters. `array.flags`, which is public, takes eight times as long.
+    return array.data.ptr, array.size, array.dtype, array._c_contiguous or (array.shape, array.strides)
 
 
-def _identify_torch(array: Any) -> tuple[Any, ...]:
-    return array.data_ptr(), array.shape, array.stride(), array.dtype
+def _identify_torch(tensor: Any) -> Hashable:
+    return (
+        tensor.data_ptr(),
+        tensor.numel(),
+        tensor.dtype,
+        tensor.is_contiguous() or (tensor.shape, tensor.stride()),
+        # One of these is refused, although its memory may be that of another tensor, which is known.
+        tensor.requires_grad or tensor.is_conj() or tensor.is_neg(),
+    )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from mpi4py import MPI
@@ -17,131 +19,142 @@ if TYPE_CHECKING:
 
 _PAUSE_S = 50e-6
 _LINGER_S = 0.05
+_QUIET_PART = 32  # a completer that nobody has needed for a while looks again after this part of that time
 _SPIN_S = 200e-6  # so long a wait looks without a pause: most device collectives take less
+_HANDLE_NBYTES = MPI._sizeof(MPI.Request)
 
 
-class DeferredRequest(MPI.Grequest):
-    """An MPI request (a generalized one), completed by a `Completer`; MPI's own wait and test calls take it too.
+class Work:
+    """Work that MPI does not know, and the generalized request that is completed with it.
 
-    `Wait` and `Test` raise what went wrong with the work. ``MPI.Request.Waitall`` and its kin cannot: after them the
-    communicator's ``check()``, or its next call, raises.
+    It is done once ``done`` has returned true and ``finish`` has run after it; no function is called again then.
+    ``status`` is filled by then with what the request's own status is to say.
     """
 
-    _pending: _Pending
-
-    def __new__(cls, pending: _Pending) -> Self:
-        """Wrap the generalized request of ``pending``."""
-        self = super().__new__(cls, pending.request)
-        self._pending = pending
-        return self
-
-    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        """Block until the work is done. Raises what the work raised."""
-        self.drive()
-        super().Wait(status)
-        self.require_success()
-        return True
-
-    def drive(self) -> None:
-        """Wait for the work in this thread: a thread that waits in MPI keeps the completer's out for milliseconds."""
-        until = time.perf_counter() + _SPIN_S
-        while not self._pending.advance():
-            time.sleep(0 if time.perf_counter() < until else _PAUSE_S)
-
-    def Test(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the work is done. Raises what the work raised."""
-        self._pending.advance()
-        done = super().Test(status)
-        if done:
-            self.require_success()
-        return done
-
-    def require_success(self) -> None:
-        """Raise what the work, which is done, has raised."""
-        if self._pending.error is not None:
-            raise self._pending.error
-
-
-class _Pending:
-    """Work that is not done yet, and the request that is completed with it."""
-
-    def __init__(self, request: MPI.Grequest, done: Callable[[], bool], finish: Callable[[], None]) -> None:
-        self.request = request
-        self.error: BaseException | None = None
+    def __init__(self, done: Callable[[], bool], finish: Callable[[], None], status: MPI.Status | None = None) -> None:
+        self.request = MPI.Grequest.Start(None if status is None else partial(_say, status), None, None)
+        self._error: BaseException | None = None
         self._done = done
         self._finish = finish
         self._turn = threading.Lock()  # who waits and the completer's thread both advance it
-        self._over = False
+        self.over = False
 
     def advance(self) -> bool:
         """Return whether the work is done; complete the request if it is."""
         with self._turn:
-            if self._over:
+            if self.over:
                 return True
             try:
                 if not self._done():
                     return False
                 self._finish()
             except BaseException as error:
-                self.error = error
-            self._over = True
+                self._error = error
+            self.over = True
             self.request.Complete()
             return True
 
+    def drive(self) -> None:
+        """Wait for the work in this thread: a thread that waits in MPI keeps the completer's out for milliseconds."""
+        if self.advance():
+            return
+        until = time.perf_counter() + _SPIN_S
+        while not self.advance():
+            time.sleep(0 if time.perf_counter() < until else _PAUSE_S)
+
+    def require_success(self) -> None:
+        """Raise what the work, which is done, has raised."""
+        if self._error is not None:
+            raise self._error
+
+
+class DeferredRequest(MPI.Grequest):
+    """An MPI request (a generalized one) for `Work`; MPI's own wait and test calls take it too.
+
+    `Wait` and `Test` raise what went wrong with the work. ``MPI.Request.Waitall`` and its kin cannot: after them the
+    communicator's ``check()``, or its next call, raises.
+    """
+
+    _work: Work
+
+    def __new__(cls, work: Work) -> Self:
+        """Wrap the generalized request of ``work``."""
+        self = super().__new__(cls, work.request)
+        self._work = work
+        return self
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
+        """Block until the work is done. Raises what the work raised."""
+        self._work.drive()
+        super().Wait(status)
+        self._work.require_success()
+        return True
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the work is done. Raises what the work raised."""
+        self._work.advance()
+        done = super().Test(status)
+        if done:
+            self._work.require_success()
+        return done
+
 
 class Completer:
-    """Completes the deferred requests of one communicator, in a thread that lives while there are some.
+    """Completes the work of one communicator, in a thread that lives while there is some.
 
     The thread exists so that ``MPI.Request.Waitall`` over a mixture of requests works: inside MPI's wait nobody else
-    could notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default; with less, requests are
-    completed before they are returned.
+    could notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default; with less, work is completed
+    before it is returned.
+
+    The thread looks, with pauses, and is never woken: that would make the starting thread wait for the interpreter's
+    lock, longer than it takes to start a collective. So work may wait for the thread's next look, but for no wake-up.
     """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._pending: list[_Pending] = []
+        self._pending: deque[Work] = deque()
         self._running = False
+        self._beginning_or_ending = threading.Lock()
 
-    def start(
-        self, done: Callable[[], bool], finish: Callable[[], None], status: MPI.Status | None = None
-    ) -> DeferredRequest:
-        """Return a request that completes once ``done`` returns true and ``finish`` has run after it.
-
-        ``status`` is filled by then with what the request's own status is to say.
-        """
-
-        def query(shown: MPI.Status) -> None:
-            shown.Set_elements(MPI.BYTE, 0 if status is None else status.Get_count(MPI.BYTE))
-            shown.Set_cancelled(False)
-            if status is not None:
-                shown.Set_source(status.source)
-                shown.Set_tag(status.tag)
-
-        request = MPI.Grequest.Start(query, _free, _cancel)
-        pending = _Pending(request, done, finish)
-        wrapped = DeferredRequest(pending)
+    def add(self, work: Work) -> Work:
+        """Complete ``work`` as soon as it is done, and return it."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            wrapped.drive()
-            return wrapped
-        with self._changed:
-            self._pending.append(pending)
-            if self._running:
-                self._changed.notify()
-            else:
-                self._running = True
-                threading.Thread(target=self._run, name="mpicomm completer", daemon=True).start()
-        return wrapped
+            work.drive()
+            return work
+        self._pending.append(work)
+        # After the line above, and nowhere else without the lock: see `_may_end`.
+        if not self._running:
+            with self._beginning_or_ending:
+                if not self._running:
+                    self._running = True
+                    threading.Thread(target=self._run, name="mpicomm completer", daemon=True).start()
+        return work
 
     def _run(self) -> None:
+        busy = time.perf_counter()
         while True:
-            time.sleep(_PAUSE_S)  # whoever has started a request may be about to wait for it
-            over = {id(pending) for pending in list(self._pending) if pending.advance()}
-            with self._changed:
-                self._pending = [pending for pending in self._pending if id(pending) not in over]
-                # To start a thread takes longer than most collectives: one that comes after the other finds it there.
-                if not self._pending and not self._changed.wait_for(lambda: self._pending, _LINGER_S):
-                    self._running = False  # under the lock: `start` either finds it running or starts another
-                    return
+            # Whoever has started a request may be about to wait for it. The longer nobody has needed this thread, the
+            # less it matters when it looks; and a look costs the other threads: it takes the interpreter's lock.
+            time.sleep(max(_PAUSE_S, (time.perf_counter() - busy) / _QUIET_PART))
+            for _ in range(len(self._pending)):
+                work = self._pending.popleft()
+                if not work.over:  # `Wait` and `Test` need no thread
+                    busy = time.perf_counter()
+                if not work.advance():
+                    self._pending.append(work)
+            # To start a thread takes longer than most collectives: one that comes after the other finds it there.
+            if time.perf_counter() - busy > _LINGER_S and self._may_end():
+                return
+
+    def _may_end(self) -> bool:
+        """Return whether the thread may end; it is not running any more then."""
+        with self._beginning_or_ending:
+            # The thread says that it ends, then looks for work; `add` adds work, then looks whether the thread runs.
+            # Whichever order these four come in, one of the two sees what the other has done: work that this look
+            # misses was added after it, by somebody who has yet to look and finds no thread. The lock keeps that one
+            # from starting another thread while this one, which has seen the work, is still to say that it goes on.
+            self._running = False
+            self._running = bool(self._pending)
+            return not self._running
 
 
 class PersistentRequest(MPI.Prequest):
@@ -151,15 +164,17 @@ class PersistentRequest(MPI.Prequest):
     other times it is ``MPI.REQUEST_NULL`` to MPI. So ``MPI.Prequest.Startall`` cannot start it: call `Start`.
     """
 
-    _begin: Callable[[], DeferredRequest] | None
-    _started: DeferredRequest | None
+    _begin: Callable[[], Work] | None
+    _started: Work | None
+    _handle: int
 
     @classmethod
-    def of(cls, begin: Callable[[], DeferredRequest]) -> Self:
+    def of(cls, begin: Callable[[], Work]) -> Self:
         """Return a request that calls ``begin`` each time it is started."""
         self = cls()
         self._begin = begin
         self._started = None
+        self._handle = MPI._addressof(self)
         return self
 
     def Start(self) -> None:
@@ -168,9 +183,9 @@ class PersistentRequest(MPI.Prequest):
             raise InvalidUsageError("Start: this persistent request was freed; create another")
         if self != MPI.REQUEST_NULL:
             raise InvalidUsageError("Start: this persistent request is active; call Wait first")
-        self._started = self._begin()
+        self._started = started = self._begin()
         # MPI's calls on lists of requests look at nothing but the handle, and leave MPI.REQUEST_NULL there.
-        ctypes.memmove(MPI._addressof(self), MPI._addressof(self._started), MPI._sizeof(MPI.Request))
+        ctypes.memmove(self._handle, MPI._addressof(started.request), _HANDLE_NBYTES)
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the started collective is done; at once if none is. Raises what went wrong."""
@@ -182,6 +197,8 @@ class PersistentRequest(MPI.Prequest):
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the started collective is done, or none is. Raises what went wrong."""
+        if self._started is not None:
+            self._started.advance()
         done = super().Test(status)
         if done:
             self._raise()
@@ -198,9 +215,8 @@ class PersistentRequest(MPI.Prequest):
             started.require_success()
 
 
-def _free() -> None:
-    pass
-
-
-def _cancel(completed: bool) -> None:
-    pass
+def _say(known: MPI.Status, status: MPI.Status) -> None:
+    status.Set_elements(MPI.BYTE, known.Get_count(MPI.BYTE))
+    status.Set_cancelled(False)
+    status.Set_source(known.source)
+    status.Set_tag(known.tag)

@@ -11,31 +11,103 @@ from mpi4py import MPI
 from mpicomm.collectives import known_calls
 from mpicomm.collectives.calls import Arguments
 from mpicomm.collectives.known_calls import KnownCalls
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mappings import Mappings
 
 
 class Array:
     """What CuPy's arrays have of what tells them apart."""
 
-    def __init__(self, pointer: int, shape: tuple[int, ...] = (4,), dtype: str = "f4", step: int = 1) -> None:
+    def __init__(self, pointer: int, shape: tuple[int, ...] = (4,), dtype: str = "f4", order: str = "C") -> None:
+        like = np.zeros(shape, dtype, order="F" if order == "F" else "C")
+        if order == "pieces":
+            like = np.zeros((*shape, 2), dtype)[..., 0]
         self.data = SimpleNamespace(ptr=pointer)
-        self.shape = shape
-        self.dtype = np.dtype(dtype)
-        self.strides = tuple(step * self.dtype.itemsize for _ in shape)
+        self.shape, self.strides, self.size, self.dtype = like.shape, like.strides, like.size, like.dtype
+        self._c_contiguous = like.flags.c_contiguous
+
+
+class Tensor:
+    """What PyTorch's tensors have of it."""
+
+    def __init__(self, pointer: int, count: int = 4, dtype: str = "float32", step: int = 1, **says: bool) -> None:
+        self._pointer, self._step = pointer, step
+        self.shape, self.dtype = (count,), dtype
+        self._says = says
+        self.requires_grad = says.get("requires_grad", False)
+
+    def data_ptr(self) -> int:
+        return self._pointer
+
+    def numel(self) -> int:
+        return self.shape[0]
+
+    def stride(self) -> tuple[int, ...]:
+        return (self._step,)
+
+    def is_contiguous(self) -> bool:
+        return self._step == 1
+
+    def is_conj(self) -> bool:
+        return self._says.get("conj", False)
+
+    def is_neg(self) -> bool:
+        return self._says.get("neg", False)
 
 
 @pytest.fixture(autouse=True)
-def cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(ndarray=Array))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
 
 
 def arguments(send: Any, receive: Any, op: MPI.Op | None = MPI.SUM, **others: Any) -> Arguments:
-    return Arguments(send=send, receive=receive, op=op, **others)
+    return Arguments(send, receive, op, **others)
 
 
-def test_the_same_call_is_known_again_whatever_the_objects() -> None:
-    known, plan = KnownCalls(), object()
-    known.add(known.key("Allreduce", arguments(Array(16), Array(64)), "auto"), plan, MPI.SUM)  # type: ignore[arg-type]
-    assert known.find(known.key("Allreduce", arguments(Array(16), Array(64)), "auto")) is plan
+class Known:
+    """What is known on a device that carries nothing out."""
+
+    def __init__(self) -> None:
+        self.mappings = Mappings()
+        self.usable: Exception | None = None
+        self.enqueued: list[tuple[Any, Any, bool]] = []
+        self.streams: list[Any] = []
+        backend = SimpleNamespace(stream=lambda stream, array: stream or array)
+        domain: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
+        engine: Any = SimpleNamespace(enqueue=lambda plan, stream, again: self.enqueued.append((plan, stream, again)))
+        self._calls = KnownCalls(domain, engine)
+
+    def _require_usable(self, what: str) -> None:
+        if self.usable is not None:
+            raise self.usable
+
+    def add(self, operation: str, given: Arguments, algorithm: str = "auto") -> Any:
+        plan: Any = SimpleNamespace(text=operation)
+        self._calls.add(operation, algorithm, given, plan)
+        return plan
+
+    def find(self, operation: str, given: Arguments, algorithm: str = "auto", stream: Any = 7) -> Any:
+        """Return the plan that is enqueued, if any."""
+        found = self._calls.enqueue(
+            operation, stream, algorithm, given.send, given.receive, given.op, given.root, given.counts
+        )
+        if found is None:
+            return None
+        plan, where, again = self.enqueued.pop()
+        assert where is found
+        self.streams.append(where)
+        assert again
+        return plan
+
+
+@pytest.mark.parametrize("kind", [Array, Tensor])
+def test_the_same_call_is_known_again_whatever_the_objects(kind: Any) -> None:
+    known = Known()
+    for send in (kind(16), MPI.IN_PLACE, None):
+        plan = known.add("Allreduce", arguments(send, kind(64)))
+        again = kind(16) if isinstance(send, kind) else send
+        assert known.find("Allreduce", arguments(again, kind(64))) is plan
 
 
 @pytest.mark.parametrize(
@@ -44,41 +116,117 @@ def test_the_same_call_is_known_again_whatever_the_objects() -> None:
         ("Reduce", arguments(Array(16), Array(64)), "auto"),
         ("Allreduce", arguments(Array(32), Array(64)), "auto"),
         ("Allreduce", arguments(Array(16), Array(32)), "auto"),
-        ("Allreduce", arguments(Array(16, (2, 2)), Array(64)), "auto"),
-        ("Allreduce", arguments(Array(16, dtype="i4"), Array(64, dtype="i4")), "auto"),
-        ("Allreduce", arguments(Array(16, step=2), Array(64)), "auto"),
+        ("Allreduce", arguments(Array(16, (5,)), Array(64)), "auto"),
+        ("Allreduce", arguments(Array(16), Array(64, (5,))), "auto"),
+        ("Allreduce", arguments(Array(16, dtype="i4"), Array(64)), "auto"),
+        ("Allreduce", arguments(Array(16), Array(64, dtype="i4")), "auto"),
+        ("Allreduce", arguments(Array(16, order="pieces"), Array(64)), "auto"),
+        ("Allreduce", arguments(Array(16), Array(64, order="pieces")), "auto"),
         ("Allreduce", arguments(MPI.IN_PLACE, Array(64)), "auto"),
         ("Allreduce", arguments(None, Array(64)), "auto"),
+        ("Allreduce", arguments(Array(16), None), "auto"),
+        ("Allreduce", arguments(Tensor(16), Array(64)), "auto"),
         ("Allreduce", arguments(Array(16), Array(64), MPI.MAX), "auto"),
         ("Allreduce", arguments(Array(16), Array(64), root=1), "auto"),
         ("Allreduce", arguments(Array(16), Array(64)), "two_shot"),
     ],
 )
 def test_another_call_is_not(operation: str, given: Arguments, algorithm: str) -> None:
-    known = KnownCalls()
-    known.add(known.key("Allreduce", arguments(Array(16), Array(64)), "auto"), object(), MPI.SUM)  # type: ignore[arg-type]
-    key = known.key(operation, given, algorithm)
-    assert key is not None
-    assert known.find(key) is None
+    known = Known()
+    known.add("Allreduce", arguments(Array(16), Array(64)))
+    assert known.find(operation, given, algorithm) is None
+    plan = known.add(operation, given, algorithm)
+    assert known.find(operation, given, algorithm) is plan  # it could have been
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        Tensor(32),
+        Tensor(16, 5),
+        Tensor(16, dtype="int32"),
+        Tensor(16, step=2),
+        Tensor(16, requires_grad=True),
+        Tensor(16, conj=True),
+        Tensor(16, neg=True),
+    ],
+)
+def test_another_tensor_is_not(tensor: Tensor) -> None:
+    known = Known()
+    known.add("Bcast", arguments(None, Tensor(16), None))
+    assert known.find("Bcast", arguments(None, tensor, None)) is None
+
+
+@pytest.mark.parametrize("call", ["send", "receive", "alone"])
+@pytest.mark.parametrize("order", ["F", "pieces"])
+def test_memory_in_pieces_is_told_from_what_has_as_many_elements(order: str, call: str) -> None:
+    """Of those that are not C-contiguous, Fortran's order is allowed and others are refused."""
+
+    def given(order: str) -> Arguments:
+        array, other = Array(16, (2, 3), order=order), None if call == "alone" else Array(64, (2, 3))
+        return arguments(array, other) if call == "send" else arguments(other, array)
+
+    known = Known()
+    for other in {"C", "F", "pieces"} - {order}:
+        known.add("Allreduce", given(other))
+    assert known.find("Allreduce", given(order)) is None
+
+
+def test_an_array_that_was_changed_in_place_is_another() -> None:
+    known, send, receive = Known(), Array(16), Array(64)
+    known.add("Allreduce", arguments(send, receive))
+    send.data.ptr = 32
+    assert known.find("Allreduce", arguments(send, receive)) is None
+
+
+def test_a_known_call_is_on_the_current_stream_of_its_input() -> None:
+    known, send, receive = Known(), Array(16), Array(64)
+    for given, expected in (
+        (arguments(send, receive), send),
+        (arguments(MPI.IN_PLACE, receive), receive),
+        (arguments(None, receive), receive),
+        (arguments(send, None), send),
+    ):
+        known.add("Reduce", given)
+        for stream, where in ((None, expected), (5, 5)):
+            known.find("Reduce", given, stream=stream)
+            assert known.streams.pop() is where
+
+
+def test_a_known_call_is_refused_where_the_communicator_is_unusable() -> None:
+    known, given = Known(), arguments(Array(16), Array(64))
+    known.add("Allreduce", given)
+    known.usable = InvalidUsageError("Allreduce: the communicator was freed; create another")
+    with pytest.raises(InvalidUsageError, match="freed"):
+        known.find("Allreduce", given)
+    assert known.enqueued == []
 
 
 def test_what_says_more_than_an_array_is_never_known() -> None:
-    known = KnownCalls()
+    known = Known()
     for given in (
         arguments([Array(16), 4], Array(64)),
         arguments(Array(16), np.zeros(4)),
         arguments(Array(16), Array(64), counts=[1, 3]),
     ):
-        assert known.key("Allreduce", given, "auto") is None
-    known.add(None, object(), None)  # type: ignore[arg-type]
-    assert known.find(None) is None
+        known.add("Allreduce", given)
+        assert known.find("Allreduce", given) is None
+
+
+def test_calls_are_forgotten_with_every_change_of_symmetric_memory() -> None:
+    known, given = Known(), arguments(Array(16), Array(64))
+    for change in (lambda: known.mappings.add([0, 64], 1, 16), lambda: known.mappings.remove(1)):
+        plan = known.add("Allreduce", given)
+        assert known.find("Allreduce", given) is plan
+        change()
+        assert known.find("Allreduce", given) is None
 
 
 def test_calls_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_calls, "_MOST", 3)
-    known = KnownCalls()
-    keys = [known.key("Bcast", arguments(None, Array(16 * number), None), "auto") for number in range(1, 6)]
-    for key in keys:
-        known.add(key, object(), None)  # type: ignore[arg-type]
-    assert known.find(keys[-1]) is not None
-    assert sum(known.find(key) is not None for key in keys) <= 3
+    known = Known()
+    calls = [arguments(None, Array(16 * number), None) for number in range(1, 6)]
+    for call in calls:
+        known.add("Bcast", call)
+    assert known.find("Bcast", calls[-1]) is not None
+    assert sum(known.find("Bcast", call) is not None for call in calls) <= 3

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+from mpi4py import MPI
+
+from mpicomm.collectives import requests
+from mpicomm.collectives.requests import Completer, DeferredRequest, PersistentRequest, Work
+
+LONG_S = 20
+
+
+def complete(request: MPI.Request) -> None:
+    """Wait as MPI does, which knows nothing of the work."""
+    until = time.monotonic() + LONG_S
+    while not MPI.Request.Testall([request]):
+        assert time.monotonic() < until, "nobody has completed the work"
+        time.sleep(0)
+
+
+def settle(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + LONG_S
+    while not holds():
+        assert time.monotonic() < until
+        time.sleep(1e-3)
+
+
+def completers() -> int:
+    return sum(thread.name == "mpicomm completer" for thread in threading.enumerate())
+
+
+def done_after(looks: int) -> Work:
+    """Work that is done when it was asked often enough."""
+    left = iter(range(looks))
+    return Work(lambda: next(left, None) is None, lambda: None)
+
+
+def test_work_is_completed_while_nobody_waits_for_it() -> None:
+    completer = Completer()
+    for looks in (0, 1, 5):
+        complete(DeferredRequest(completer.add(done_after(looks))))
+
+
+def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is added while the thread, which finds nothing to do, goes away."""
+    monkeypatch.setattr(requests, "_PAUSE_S", 0)
+    monkeypatch.setattr(requests, "_LINGER_S", 0)
+    completer = Completer()
+    for number in range(2000):
+        complete(completer.add(done_after(number % 3)).request)
+
+
+def test_the_thread_that_ends_sees_what_was_added_before() -> None:
+    """The interleaving that loses work, step by step: it is added when the thread is about to say that it ends."""
+    completer = Completer()
+    completer._running = True  # as if there was a thread, which this one plays
+    work = completer.add(done_after(0))
+    assert not completer._may_end()
+    assert completer._running
+    completer._pending.clear()
+    assert completer._may_end()
+    complete(completer.add(work).request)  # by a new one
+
+
+def test_there_is_one_thread_and_none_in_the_end() -> None:
+    settle(lambda: completers() == 0)
+    completer = Completer()
+    several = [completer.add(done_after(3)) for _ in range(50)]
+    assert completers() == 1
+    for work in several:
+        complete(work.request)
+    settle(lambda: completers() == 0)
+
+
+@pytest.mark.parametrize("where", ["done", "finish"])
+def test_what_went_wrong_is_raised_by_wait_and_test(where: str) -> None:
+    def fail() -> bool:
+        raise ValueError("it went wrong")
+
+    for way in ("Wait", "Test"):
+        work = Work(fail, lambda: None) if where == "done" else Work(lambda: True, fail)  # type: ignore[arg-type]
+        request = DeferredRequest(Completer().add(work))
+        with pytest.raises(ValueError, match="it went wrong"):
+            getattr(request, way)()
+        assert request == MPI.REQUEST_NULL
+
+
+def test_a_persistent_request_needs_no_thread() -> None:
+    request = PersistentRequest.of(lambda: done_after(3))
+    for _ in range(3):
+        request.Start()
+        request.Wait()
+        request.Start()
+        while not request.Test():
+            pass
+    request.Free()
