@@ -3,7 +3,7 @@
 Random collectives, blocking, nonblocking and persistent, of all types and sizes, on communicators that share ranks,
 each round on communicators and streams of its own; on GPUs also graphs that are replayed; arrays, puts, gets and
 signals; memory that is registered and closed. All results are compared with NumPy's. Prints what was done, how fast,
-and by how much the process has grown since the first rounds; exits with 1 where a result is wrong or something grows.
+and by how much the process has grown since the first tenth; exits with 1 where a result is wrong or something grows.
 
 ``--communicators 10000`` and ``--registrations 100000`` make and free so many instead. ``--device cpu|auto``.
 """
@@ -31,10 +31,13 @@ from tests.helpers.communicators import array_module, communicator
 from tests.helpers.random_collectives import REDUCED, Family, Player, known
 
 WORLD = MPI.COMM_WORLD
-CALLS = 60
-REPLAYS = 50
-SHARED = 200
+CALLS = 200
+REPLAYS = 100
+SHARED = 100
 MIB = 1 << 20
+SETTLED_S = 0.3  # after which the threads that complete requests have gone
+Rounds = Iterator[tuple[float, Callable[[], object]]]
+"""The work of each round, and how much of all is done before it."""
 # What may grow: the allocators of Python, NumPy and MPI keep what they have had, in pieces.
 ALLOWED = {"descriptors": 0, "mappings": 0, "threads": 0, "RSS MiB": 64, "device MiB": 64}
 
@@ -42,6 +45,7 @@ ALLOWED = {"descriptors": 0, "mappings": 0, "threads": 0, "RSS MiB": 64, "device
 def resources(device: int | str) -> dict[str, int]:
     """Return how much of everything this process has; of the device's memory, what all have."""
     gc.collect()
+    time.sleep(SETTLED_S)
     maps = Path("/proc/self/maps").read_text().splitlines()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     used = 0
@@ -186,7 +190,7 @@ def main() -> None:
     options = parser.parse_args()
     resource_tracker.ensure_running()  # its descriptor is no growth
     soak = Soak(options.device, options.seed)
-    rounds: Iterator[Callable[[], object]]
+    rounds: Rounds
     if options.communicators:
         rounds = _parts(options.communicators, soak.communicators)
     elif options.registrations:
@@ -200,22 +204,24 @@ def main() -> None:
     run(soak, rounds)
 
 
-def run(soak: Soak, rounds: Iterator[Callable[[], object]]) -> None:
-    """Run all rounds, print what came of them, and exit with 1 if something has grown."""
+def run(soak: Soak, rounds: Rounds) -> None:
+    """Run all rounds, print what came of them, and exit with 1 if something has grown since the first tenth."""
     before: dict[str, int] = {}
-    start = time.monotonic()
-    for number, work in enumerate(rounds):
-        work()
-        if number == 1:
+    start, shown = time.monotonic(), 0.0
+    for share, work in rounds:
+        if share >= 0.1 and not before:
             WORLD.Barrier()
             before = resources(soak.device)
-        if WORLD.rank == 0 and number % 20 == 0:
-            sys.stdout.write(f"{time.monotonic() - start:8.0f} s  {dict(soak.done)}\n")
+        work()
+        if WORLD.rank == 0 and share >= shown:
+            shown += 0.1
+            elapsed = f"{time.monotonic() - start:8.0f} s"
+            sys.stdout.write(f"{elapsed}  {dict(soak.done)}, rank 0 has {resources(soak.device)}\n")
             sys.stdout.flush()
     seconds = time.monotonic() - start
     WORLD.Barrier()
     after = resources(soak.device)
-    growth = WORLD.allgather({name: after[name] - before.get(name, after[name]) for name in after})
+    growth = WORLD.allgather({name: after[name] - before[name] for name in after})
     most = {name: max(each[name] for each in growth) for name in after}
     if WORLD.rank == 0:
         rates = {name: f"{count} ({count / seconds:.1f}/s)" for name, count in soak.done.items()}
@@ -226,20 +232,21 @@ def run(soak: Soak, rounds: Iterator[Callable[[], object]]) -> None:
         sys.exit(1)
 
 
-def _timed(soak: Soak, seconds: float) -> Iterator[Callable[[], object]]:
-    """Yield rounds until the time is over, on all ranks the same number."""
-    stop = time.monotonic() + seconds
-    number = 0
-    while WORLD.bcast(time.monotonic() < stop):
+def _timed(soak: Soak, seconds: float) -> Rounds:
+    """Yield rounds until the time is over, on all ranks the same number; two at least."""
+    start = time.monotonic()
+    number, share = 0, 0.0
+    while share < 1 or number < 2:
         number += 1
-        yield lambda number=number: soak.round(number)  # type: ignore[misc]
+        yield share, lambda number=number: soak.round(number)  # type: ignore[misc]
+        share = WORLD.bcast((time.monotonic() - start) / seconds)
 
 
-def _parts(count: int, work: Callable[[int], object]) -> Iterator[Callable[[], object]]:
+def _parts(count: int, work: Callable[[int], object]) -> Rounds:
     """Yield the same work in twenty parts."""
     for part in range(20):
         cycles = (part + 1) * count // 20 - part * count // 20
-        yield lambda cycles=cycles: work(cycles)  # type: ignore[misc]
+        yield part / 20, lambda cycles=cycles: work(cycles)  # type: ignore[misc]
 
 
 if __name__ == "__main__":

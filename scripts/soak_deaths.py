@@ -33,7 +33,9 @@ def main() -> None:
     while sum(ways.values()) < options.trials:
         with tempfile.TemporaryDirectory(prefix="mpicomm-deaths-") as directory:
             how = (f"--device={options.device}", f"--timeout={options.timeout}")
-            count = (options.at_once, options.ranks, max(1, min(TRIALS_PER_JOB, options.trials) - kills), kills)
+            left = options.trials - sum(ways.values())
+            trials = min(TRIALS_PER_JOB, -(-left // options.at_once))
+            count = (options.at_once, options.ranks, max(1, trials - kills), kills)
             jobs = run_jobs(Path(directory), *count, *how, first_seed=seed)
         seed += options.at_once
         for job in jobs:

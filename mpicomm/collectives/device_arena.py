@@ -31,8 +31,8 @@ class ArenaLayout:
 
     First the head and what blocks of direct.cu say of their arrival. Then what packets.cu needs: the inboxes of its LL
     wire, those of its sentinel wire, each for both parities, all stages and every rank. Then what exchange.cu needs,
-    each per channel: this rank's counts of chunks received from and sent to each rank, the credit of each rank, the
-    flags of each rank, and the slots.
+    each per channel: this rank's counts of chunks received from and sent to each rank, the credit of each rank and the
+    flags of each rank. Its slots are memory of their own.
     """
 
     size: int
@@ -88,14 +88,14 @@ class ArenaLayout:
         return self.credits + self.size * self.channels * LINE_NBYTES
 
     @cached_property
-    def slots(self) -> int:
-        """The offset of the slots."""
-        return self.flags + self.size * self.channels * LINE_NBYTES
-
-    @cached_property
     def nbytes(self) -> int:
         """The size of an arena."""
-        return self.slots + self.size * self.channels * SLOTS * SLOT_NBYTES
+        return self.flags + self.size * self.channels * LINE_NBYTES
+
+    @property
+    def slots_nbytes(self) -> int:
+        """The size of a rank's slots."""
+        return self.size * self.channels * SLOTS * SLOT_NBYTES
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ class Inboxes:
 class DeviceArena:
     """Every rank's arena, and more memory once a message asks for it. Construction raises as ``share`` does.
 
-    Collective, as are `large_inboxes` and `staging` for a size that they were not asked for before. What they have
-    given is kept until the end, as a captured graph goes on using it. ``before_more`` is called before ranks
+    Collective, as are `slots`, `large_inboxes` and `staging` where they were not asked for that many bytes before. What
+    they have given is kept until the end, as a captured graph goes on using it. ``before_more`` is called before ranks
     set up more memory, and raises where they should not.
     """
 
@@ -143,6 +143,10 @@ class DeviceArena:
         inbox_nbytes = self.layout.large_inbox_nbytes(nbytes)
         whole = _PARITIES * STAGES * self._node.size * inbox_nbytes
         return Inboxes(self._on_demand("collectives: large messages", whole, content=0xFF), inbox_nbytes)
+
+    def slots(self) -> tuple[int, ...]:
+        """Return where the slots of every rank begin, for exchange.cu."""
+        return self._on_demand("collectives: slots", self.layout.slots_nbytes, content=0)
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""

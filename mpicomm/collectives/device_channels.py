@@ -42,15 +42,16 @@ class ChannelPlanner:
                 counts=layout.counts,
                 credits=layout.credits,
                 flags=layout.flags,
-                slots=layout.slots,
                 channels=layout.channels,
             )
         )
 
-    def launch(self, exchange: Exchange, call: tuple[int, int], relay: Exchange | None = None) -> Launch | None:
+    def launch(
+        self, exchange: Exchange, call: tuple[int, int], slots: Sequence[int], relay: Exchange | None = None
+    ) -> Launch | None:
         """Return the launch for an exchange and, with ``relay``, the next, in which ranks send on what they receive.
 
-        None where this rank has nothing to send, receive or reduce.
+        ``slots`` is where those of every rank begin. None where this rank has nothing to send, receive or reduce.
         """
         rank, itemsize = self._team.rank, exchange.dtype.itemsize
         sends, receives, reduction = list(exchange.sends), list(exchange.receives), exchange.reduction
@@ -67,6 +68,7 @@ class ChannelPlanner:
             sends[rank] = receives[rank] = None  # nothing to copy
 
         arguments = ExchangeArguments.from_buffer_copy(self._template)
+        arguments.slots[: len(slots)] = slots
         for peer in range(self._team.size):
             self._fill(arguments.sends[peer], sends[peer], itemsize, call)
             self._fill(arguments.receives[peer], receives[peer], itemsize, call)

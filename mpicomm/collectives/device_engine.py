@@ -34,8 +34,8 @@ from mpicomm.kernels.load import KernelCache
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.mappings import Mapped
 
-MAX_CHANNELS = 64
-"""Blocks of a kernel of exchange.cu: enough to keep the links of an H200 full, half of its multiprocessors."""
+MAX_CHANNELS = 128
+"""Blocks of a kernel of exchange.cu: of an H200's 132 multiprocessors half keep the links full but for some percent."""
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # and no more than this part of a device's memory
 

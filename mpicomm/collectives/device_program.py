@@ -39,6 +39,9 @@ class Arena(Protocol):
     flagged: Inboxes
     sentinels: Inboxes
 
+    def slots(self) -> tuple[int, ...]:
+        """Return where the slots of every rank begin, for exchange.cu."""
+
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""
 
@@ -91,7 +94,7 @@ class Program:
         return f"{self._signature}, into {self._memory}" if into_memory else str(self._signature)
 
     def steps(self) -> Iterator[Step]:
-        """Yield what is launched and copied, in order; raises as the arena's `staging` and `large_inboxes` do."""
+        """Yield what is launched and copied, in order; raises as the arena's methods do."""
         return self._copied() if self._copies else self._launched()
 
     def _launched(self) -> Iterator[Launch]:
@@ -103,7 +106,9 @@ class Program:
                 tag = tag_of(signature, way.step, self._memory)
                 launch = planners.direct.launch(way.exchange, self._memory, tag, nbytes=nbytes, relay=way.merged)
             elif way.wire is None:
-                launch = planners.channels.launch(way.exchange, (signature.hash32, way.step), way.merged)
+                launch = planners.channels.launch(
+                    way.exchange, (signature.hash32, way.step), planners.arena.slots(), way.merged
+                )
             else:
                 tag = tag_of(signature, way.step)
                 launch = planners.packets.launch(

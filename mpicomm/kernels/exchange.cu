@@ -1,7 +1,7 @@
 // One exchange: every rank sends to every rank, and places or reduces what it receives. Each rank launches one kernel.
 //
 // Channels. Block b of a rank talks to block b of each other rank and to no other block: a pair of ranks and a block
-// number are a channel, with `kSlots` slots in the receiver's arena, a flag for each and a word for credit in the
+// number are a channel, with `kSlots` slots in the receiver's memory, a flag for each in its arena and a word for credit in the
 // sender's arena. A channel carries its part of the message in chunks, first in first out. Chunks are counted for ever,
 // by epochs: chunk e lies in slot e % kSlots, its flag is {e, tag of the call}, and credit {e} says that the receiver
 // is done with chunk e. Both sides of a channel keep their count of it in their own memory and the kernel advances it,
@@ -65,7 +65,7 @@ struct Exchange {
   u64 counts;  // where they begin in every arena
   u64 credits;
   u64 flags;
-  u64 slots;
+  u8* slots[kMaxRanks];  // every rank's, as mapped here
   u32 channels;  // that an arena has
   u32 num_sources;
   u32 sources[kMaxRanks];  // in the order of the reduction, own among them
@@ -90,7 +90,7 @@ MPICOMM_DEVICE Part part_of(const Link& link, u32 channel) {
 // Strides depend on the arena alone: were they those of the message, chunks of two messages could overlap.
 MPICOMM_DEVICE u8* slot_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
   const u64 number = (static_cast<u64>(sender) * exchange.channels + channel) * kSlots + epoch % kSlots;
-  return exchange.team.arenas[owner] + exchange.slots + number * kSlotNbytes;
+  return exchange.slots[owner] + number * kSlotNbytes;
 }
 MPICOMM_DEVICE u64* flag_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
   const u64 line = static_cast<u64>(sender) * exchange.channels + channel;

@@ -41,7 +41,7 @@ class ExchangeArguments(ctypes.Structure):
         ("counts", ctypes.c_uint64),
         ("credits", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
-        ("slots", ctypes.c_uint64),
+        ("slots", ctypes.c_uint64 * MAX_RANKS),
         ("channels", ctypes.c_uint32),
         ("num_sources", ctypes.c_uint32),
         ("sources", ctypes.c_uint32 * MAX_RANKS),

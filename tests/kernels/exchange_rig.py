@@ -33,6 +33,7 @@ class ExchangeRig:
         self.size = machine.size
         self.layout = ArenaLayout(self.size, channels)
         self.arenas = [machine.allocate(rank, self.layout.nbytes) for rank in range(self.size)]
+        self._slots = [machine.allocate(rank, self.layout.slots_nbytes) for rank in range(self.size)]
         machine.keep()
         self._changes = changes
         self._planners = [ChannelPlanner(self._team(rank, timeout_s), self.layout) for rank in range(self.size)]
@@ -66,7 +67,8 @@ class ExchangeRig:
             relay = next(iter(exchanges[step + 1 :]), None)
             if relay is not None and not relays(rank, exchange, relay):
                 relay = None
-            launch = self._planners[rank].launch(exchange, (signature.hash32, step), relay)
+            slots = self.machine.addresses(self._slots, rank)
+            launch = self._planners[rank].launch(exchange, (signature.hash32, step), slots, relay)
             if relay is not None:
                 next(steps)
             if launch is not None:
@@ -80,7 +82,7 @@ class ExchangeRig:
 
     def _team(self, rank: int, timeout_s: float) -> Team:
         team = Team(faults=self.machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
-        for owner, arena in enumerate(self.arenas):
-            team.arenas[owner] = self.machine.address(owner, arena, rank)
+        for owner, address in enumerate(self.machine.addresses(self.arenas, rank)):
+            team.arenas[owner] = address
             team.names[owner] = 10 + owner  # as if the ranks were part of a larger communicator
         return team

@@ -97,6 +97,10 @@ class Machine:
         """Return the address of a rank's memory for the kernels of another."""
         return place.address - self._base(owner) + self._base(viewer)
 
+    def addresses(self, places: Sequence[Place], viewer: int) -> list[int]:
+        """Return where each rank's memory, one of each, is for the rank ``viewer``."""
+        return [self.address(owner, place, viewer) for owner, place in enumerate(places)]
+
     def allocate(self, rank: int, nbytes: int, *, offset: int = 0) -> Place:
         """Return memory of ``rank``, zeroed, ``offset`` bytes after a multiple of 64."""
         start = -(-self._ends[rank] // 64) * 64 + offset

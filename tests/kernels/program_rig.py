@@ -17,7 +17,7 @@ from mpicomm.kernels.packets import STAGES
 from mpicomm.kernels.team import Team
 from mpicomm.mappings import Mapped
 from tests.kernels.exchange_rig import kernel_of
-from tests.kernels.machine import Machine, Place
+from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout
 
 BLOCKS, CHANNELS = 2, 2
@@ -29,15 +29,20 @@ _PARITIES = 2
 class SimulatedArena:
     """The arena of one rank's planners: that of the rig as this rank sees it, and no more memory than that."""
 
-    def __init__(self, layout: SmallLayout, arenas: Sequence[int], staging: Sequence[int]) -> None:
+    def __init__(
+        self, layout: SmallLayout, arenas: Sequence[int], slots: Sequence[int], staging: Sequence[int]
+    ) -> None:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
-        self._staging = tuple(staging)
+        self._slots, self._staging = tuple(slots), tuple(staging)
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
         """Return the ordinary ones, which are used again the more often."""
         return self.sentinels
+
+    def slots(self) -> tuple[int, ...]:
+        return self._slots
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
         assert nbytes <= STAGING_NBYTES
@@ -53,6 +58,7 @@ class ProgramRig:
         layout = SmallLayout(self.size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
         assert layout.counts - layout.sentinels == _PARITIES * STAGES * self.size * INBOX_NBYTES
         arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
+        slots = [machine.allocate(rank, layout.slots_nbytes) for rank in range(self.size)]
         staging = [machine.allocate(rank, STAGING_NBYTES) for rank in range(self.size)]
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
@@ -60,11 +66,11 @@ class ProgramRig:
             arena.bytes[layout.sentinels : layout.counts] = 0xFF
         self._planners = []
         for rank in range(self.size):
-            bases = self._addresses(arenas, rank)
+            bases = machine.addresses(arenas, rank)
             team = Team(faults=machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
             for owner, base in enumerate(bases):
                 team.arenas[owner], team.names[owner] = base, 10 + owner
-            arena_here = SimulatedArena(layout, bases, self._addresses(staging, rank))
+            arena_here = SimulatedArena(layout, bases, *(machine.addresses(each, rank) for each in (slots, staging)))
             self._planners.append(
                 Planners(
                     rank,
@@ -89,7 +95,7 @@ class ProgramRig:
     ) -> None:
         """Enqueue a rank's part of a collective, all of it on one stream; ``symmetric`` if it is into `outputs`."""
         assert threads is None
-        memory = Mapped(1, 0, tuple(self._addresses(self.outputs, rank))) if symmetric else None
+        memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
         for step in Program(self._planners[rank], exchanges, signature, memory, algorithm).steps():
             if isinstance(step, Copy):
                 step = local_reduction(Reduce((step.source,), step.target, step.nbytes), ("uint8", "max"))
@@ -98,6 +104,3 @@ class ProgramRig:
                 parameters = [step.arguments]
                 self.machine.launch(rank, kernel, parameters, blocks=step.blocks, threads=step.threads, nap_us=nap_us)
                 nap_us = 0
-
-    def _addresses(self, places: Sequence[Place], viewer: int) -> list[int]:
-        return [self.machine.address(owner, place, viewer) for owner, place in enumerate(places)]

@@ -28,13 +28,13 @@ RACES = {
     ),
     "one slot instead of two": Change(
         "exchange.cu",
-        "* kSlots + epoch % kSlots;\n  return exchange.team.arenas",
-        "* kSlots;\n  return exchange.team.arenas",
+        "* kSlots + epoch % kSlots;\n  return exchange.slots",
+        "* kSlots;\n  return exchange.slots",
     ),
     "stride of the message": Change(
         "exchange.cu",
-        "exchange.slots + number * kSlotNbytes;",
-        "exchange.slots + number *\n"
+        "exchange.slots[owner] + number * kSlotNbytes;",
+        "exchange.slots[owner] + number *\n"
         "(owner == exchange.team.rank ? exchange.receives[sender] : exchange.sends[owner]).stride;",
     ),
     "credit for one chunk too many": Change("exchange.cu", "sends ? epoch - kSlots :", "sends ? epoch - kSlots - 1 :"),
