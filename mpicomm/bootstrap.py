@@ -231,6 +231,15 @@ def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm
     return copy
 
 
+def meet(comm: MPI.Intracomm, step: str, timeout_s: float) -> None:
+    """Return when all ranks of ``comm`` have called it. Collective; raises `CollectiveTimeoutError` as `duplicate`."""
+    require_own_process(step)
+    request = comm.Ibarrier()
+    if not wait_until(request.Test, timeout_s):
+        _abandoned.append(request)
+        raise CollectiveTimeoutError(f"{step}: not all ranks arrived within {timeout_s:g} s")
+
+
 def _portable(error: Exception) -> MpicommError:
     """Return the error as one of mpicomm's that can be sent to the other ranks: class, text, ranks, nothing else."""
     if isinstance(error, MpicommError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,17 +15,19 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.backend.base import Backend, Link
 from mpicomm.blocking_collectives import BlockingCollectives
-from mpicomm.bootstrap import duplicate, forked
+from mpicomm.bootstrap import duplicate, forked, meet
 from mpicomm.collectives.dispatcher import Collectives
 from mpicomm.domain import Domain
 from mpicomm.errors import InvalidUsageError
 from mpicomm.events import SharedEvent
 from mpicomm.guard import Offspring
 from mpicomm.memory import SymmetricArray
+from mpicomm.messages.calls import Messages
 from mpicomm.nonblocking_collectives import NonblockingCollectives
 from mpicomm.persistent_collectives import PersistentCollectives
 from mpicomm.placement import Placement
 from mpicomm.point_to_point import PointToPoint
+from mpicomm.probes import Probes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,7 +52,7 @@ class RankInfo:
     links: tuple[Link, ...]
 
 
-class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollectives, PointToPoint, Offspring):
+class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollectives, PointToPoint, Probes, Offspring):
     """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
 
     ``comm`` is the communicator to work on; a duplicate of it is made, so messages cannot mix, and `Free` frees that.
@@ -63,16 +66,16 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
     Raises, on every rank alike, `InvalidUsageError` for bad arguments, `BackendUnavailableError` where the device asked
     for cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.
 
-    Everything an mpi4py communicator does is inherited. What has a topology or two groups, and matched messages, is
-    mpi4py's, and refuses device arrays; ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` do not even look: pass them
-    host memory. Communicators made from this one (``Dup``, ``Split``,
+    Everything an mpi4py communicator does is inherited. What has a topology or two groups is mpi4py's, and refuses
+    device arrays; ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` do not even look: pass them host memory.
+    Communicators made from this one (``Dup``, ``Split``,
     ``Create_group``, ...) are Communicators on the same devices; their set-up waits for their first use.
     """
 
     _placement: Placement
     _domain: Domain | None  # None until the first use of a communicator that was made from another
     _unfreed = False
-    _own_backend: Backend | None  # of one that was used without a domain
+    _own_backend: Backend | None  # of one that was used without a domain, which takes it over
 
     def __new__(
         cls,
@@ -107,7 +110,10 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         self._placement = placement
         self._domain = domain
         self._own_backend = None
-        self._collectives = Collectives(self, placement, self._set_up, self._local_backend)
+        self._collectives = Collectives(self, placement, self._set_up)
+        self._messages = Messages(self, placement, self._local_backend)
+        if domain is not None:
+            domain.beside.append(self._messages.memory)
         self._limits = self._collectives.limits
         self._allreduce_limit = self._limits["Allreduce"]
 
@@ -186,8 +192,11 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
         Raises `CollectiveTimeoutError` naming the rank that did not come. The communicator is unusable then.
         """
-        if self._domain is None and self != MPI.COMM_NULL:
-            return  # nothing was enqueued yet, and setting up would be collective
+        if self._domain is None and self != MPI.COMM_NULL:  # setting up would be collective
+            if self._own_backend is not None:
+                self._own_backend.synchronize(self._own_backend.stream(stream))
+                self._own_backend.check()
+            return
         self._set_up("check").check(stream)
 
     def describe(self) -> RankInfo:
@@ -220,8 +229,9 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
     def Free(self) -> None:
         """Free all arrays and events of the communicator, and the communicator. Collective, blocking.
 
-        A second call does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees
-        what is this rank's and does not wait for the others.
+        Requests are to be complete by then, and messages received: what is not yet on its way is lost. A second call
+        does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees what is this
+        rank's and does not wait for the others.
         """
         if self._close_domain():
             super().Free()
@@ -290,7 +300,9 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
             if self == MPI.COMM_NULL:
                 raise InvalidUsageError(f"{what}: the communicator was freed; create another")
             private = duplicate(MPI.Intracomm(self), what, self._placement.here.timeout_s)
-            self._domain = Domain.derive(private, self._placement)
+            self._domain = Domain.derive(private, self._placement, self._own_backend)
+            self._own_backend = None
+            self._domain.beside.append(self._messages.memory)
         return self._domain
 
     def _local_backend(self, what: str) -> Backend:
@@ -308,11 +320,22 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         self._unfreed = False  # freed as well as it can be: of a broken communicator MPI keeps its part
         if self == MPI.COMM_NULL or MPI.Is_finalized() or forked():
             return False
-        backend, self._own_backend = self._own_backend, None
-        if backend is not None:
-            backend.synchronize()
-            backend.close()
         if self._domain is None:
+            self._close_messages()
             return True
         self._domain.close()
         return self._domain.intact
+
+    def _close_messages(self) -> None:
+        """Give back what messages have taken on a communicator without a domain; as `Domain.close` does."""
+        backend, self._own_backend = self._own_backend, None
+        with contextlib.ExitStack() as then:  # the last first, whatever fails before
+            if backend is not None:
+                then.callback(backend.close)
+            then.callback(self._messages.memory.close_own)
+            if self._messages.described:
+                # Peers may have this rank's outbox mapped, and be copying from it; which, only they know.
+                then.callback(meet, MPI.Intracomm(self), "Free", self._placement.here.timeout_s)
+            then.callback(self._messages.memory.close_peers)
+            if backend is not None:
+                backend.synchronize()

@@ -55,6 +55,8 @@ class Domain:
         self.mappings = Mappings()
         self.pads = SignalPads(node, backend, self.kind)
         self._shared: list[Shared] = []
+        self.beside: list[Shared] = [self.pads]
+        """What is given back with the communicator and has no number among what ranks create together."""
         self._freed = False
         release_before_finalize(self)
 
@@ -87,12 +89,15 @@ class Domain:
             return cls(comm, group, node, placement, backend)
 
     @classmethod
-    def derive(cls, comm: MPI.Intracomm, placement: Placement) -> Domain:
-        """Return the domain of a communicator made from another, whose choices it keeps. Collective, as `create`."""
+    def derive(cls, comm: MPI.Intracomm, placement: Placement, backend: Backend | None = None) -> Domain:
+        """Return the domain of a communicator made from another, whose choices it keeps. Collective, as `create`.
+
+        ``backend`` is this rank's if it has one already; it becomes the domain's.
+        """
         group = Group(comm, range(comm.size), placement.here.timeout_s)
         node = _node_of(group, placement)
-        with _freed_on_failure(comm, group), _bound(group, placement) as backend:
-            return cls(comm, group, node, placement, backend)
+        with _freed_on_failure(comm, group), _bound(group, placement, backend) as bound:
+            return cls(comm, group, node, placement, bound)
 
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zero: bool) -> SymmetricArray:
         """Allocate a symmetric array; see ``Communicator.empty`` and ``zeros``."""
@@ -256,7 +261,7 @@ class Domain:
         late = self._meet("Free")
         self._freed = True
         try:
-            self._give_back([*reversed(self._shared), self.pads], "Free", late)
+            self._give_back([*reversed(self._shared), *self.beside], "Free", late)
         finally:
             self._shared.clear()
             self.backend.close()
@@ -315,7 +320,7 @@ class Domain:
         self._freed = True
         with contextlib.suppress(MpicommError):
             self.backend.synchronize()
-            for member in (*self._shared, self.pads):
+            for member in (*self._shared, *self.beside):
                 member.close_peers()
 
 
@@ -338,12 +343,20 @@ def _freed_on_failure(comm: MPI.Intracomm, group: Group) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _bound(group: Group, placement: Placement) -> Iterator[Backend]:
-    """Give every rank its backend, and close it again if that, or the block, raises on any. Collective."""
+def _bound(group: Group, placement: Placement, backend: Backend | None = None) -> Iterator[Backend]:
+    """Give every rank its backend, and close it again if that, or the block, raises on any. Collective.
+
+    A ``backend`` that a rank has already is left to it.
+    """
     backends: list[Backend] = []
+
+    def bind() -> None:
+        if backend is None:
+            backends.append(placement.create_backend())
+
     try:
-        group.agree("Communicator: bind device", lambda: backends.append(placement.create_backend()))
-        yield backends[0]
+        group.agree("Communicator: bind device", bind)
+        yield backend or backends[0]
     except Exception:
         for backend in backends:
             with contextlib.suppress(MpicommError):  # a device that has failed refuses this too; the cause is raised

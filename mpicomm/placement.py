@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import operator
 import os
+import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
     from mpicomm.backend.cuda_driver import DeviceInfo
 
 
+SECRET_NBYTES = 32
+
+
 @dataclass(frozen=True)
 class RankPlace:
     """Where one rank is, and with what it works: first what was asked for, in the end what was chosen.
@@ -40,6 +45,8 @@ class RankPlace:
     handle: str
     timeout_s: float
     rejected: dict[str, str] = field(default_factory=dict)
+    token: bytes = field(default=b"", repr=False)
+    """This rank's part of the secret of every communicator it is in."""
 
     @property
     def device_uuid(self) -> bytes:
@@ -63,6 +70,11 @@ class Placement:
     def here(self) -> RankPlace:
         """This rank's place."""
         return self.places[self.rank]
+
+    @property
+    def secret(self) -> bytes:
+        """What only ranks of a communicator of these ranks in this order know: `SECRET_NBYTES` bytes."""
+        return hashlib.blake2b(b"".join(place.token for place in self.places), digest_size=SECRET_NBYTES).digest()
 
     def node_index_of(self, rank: int) -> int:
         """Return the place of ``rank`` among the ranks of this node; raises `InvalidUsageError` if it is not there."""
@@ -142,7 +154,10 @@ def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
         except BackendUnavailableError as error:
             reason = str(error)
     handle = environment.handle(handle)
-    return RankPlace(socket.gethostname(), os.getpid(), node_key(), devices, reason, request, handle, timeout_s)
+    token = secrets.token_bytes(SECRET_NBYTES)
+    return RankPlace(
+        socket.gethostname(), os.getpid(), node_key(), devices, reason, request, handle, timeout_s, token=token
+    )
 
 
 def _require_same(argument: str, values: Sequence[object]) -> None:

@@ -1,45 +1,59 @@
-"""The point-to-point calls of a Communicator on device arrays: by MPI, on host copies."""
+"""The point-to-point calls of a Communicator: on host arrays MPI's, on device arrays matched by MPI, moved by GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from mpi4py import MPI
 
-from mpicomm.collectives.dispatcher import Collectives, is_on_device, refuse_stream
+from mpicomm.collectives.dispatcher import is_on_device, refuse_stream
+from mpicomm.collectives.requests import DeferredRequest, PersistentRequest, Work
 from mpicomm.guard import require_host
+from mpicomm.messages.calls import Messages
 
 
 class PointToPoint(MPI.Intracomm):
-    """mpi4py's point-to-point calls on arrays of the host or of a GPU.
+    """mpi4py's point-to-point calls on arrays of the host or of a GPU, in any mixture.
 
-    Host arrays are MPI's. A device array is copied to pinned host memory and goes to MPI from there, which matches by
-    source and tag: blocking calls block the caller, requests complete when what arrives is on the device. ``stream``
-    orders the copies, as for collectives. `SymmetricArray.put` and ``signal`` move data without that detour.
+    MPI matches all messages, by source and tag. Between GPUs of one node whose memory is opened by IPC handles, it
+    carries no more than a description of a device array of more than 32 KiB: the data is copied into memory of the
+    sender's GPU, and from there by the receiver's, piece by piece. Smaller ones, those to other nodes, and those for
+    which the sender has no memory left (of 1/64 of its GPU at most, until messages are received) go through pinned host
+    memory and MPI.
+
+    ``stream`` orders the copies, as for collectives. Local, as in MPI. `Send` and its kin block until MPI has taken the
+    message, of a large one the description, so that it hardly ever waits for the receiver; `Ssend` does until it is
+    matched. The array may be overwritten by later work of the stream. `Recv` and `Sendrecv` block until a message is
+    matched; what arrives is there for later work of the stream (in host arrays, when they return). Requests are
+    complete when the array may be used by anybody. None of them can be captured into a CUDA graph.
+
+    Raises `InvalidUsageError` and TypeError for bad arguments, `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a message
+    that is longer than the buffer. Where a sender dies after its message was matched, `CollectiveTimeoutError` names
+    it: raised by the wait for a request, else by the next call, or ``check()``. Before that MPI waits as it does.
+
+    On a communicator of GPUs a receive into a host array, too, may meet a description. So there ``Irecv`` of an array
+    of more than about a KiB returns a generalized request, and ``Recv_init`` one that `MPI.Prequest.Startall` does not
+    know: call its ``Start``.
     """
 
-    _collectives: Collectives
+    _messages: Messages
 
     def Send(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
         """Send ``buf``; see mpi4py."""
-        send = super().Send
-        self._blocking("Send", lambda spec: send(spec, dest, tag), [(buf, False, "buf")], stream)
+        self._send("Send", super().Send, buf, dest, tag, stream)
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
         """Send ``buf``; see mpi4py."""
-        send = super().Ssend
-        self._blocking("Ssend", lambda spec: send(spec, dest, tag), [(buf, False, "buf")], stream)
+        self._send("Ssend", super().Ssend, buf, dest, tag, stream)
 
     def Rsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
         """Send ``buf``; see mpi4py."""
-        send = super().Rsend
-        self._blocking("Rsend", lambda spec: send(spec, dest, tag), [(buf, False, "buf")], stream)
+        self._send("Rsend", super().Rsend, buf, dest, tag, stream)
 
     def Bsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
         """Send ``buf``; see mpi4py."""
-        send = super().Bsend
-        self._blocking("Bsend", lambda spec: send(spec, dest, tag), [(buf, False, "buf")], stream)
+        self._send("Bsend", super().Bsend, buf, dest, tag, stream)
 
     def Recv(
         self,
@@ -51,8 +65,12 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> None:
         """Receive into ``buf``; see mpi4py."""
-        receive = super().Recv
-        self._blocking("Recv", lambda spec: receive(spec, source, tag, status), [(buf, True, "buf")], stream)
+        messages = self._messages
+        if messages.described or is_on_device(buf):
+            messages.receive("Recv", messages.taking(source, tag), buf, status, stream)
+        else:
+            refuse_stream("Recv", stream)
+            super().Recv(buf, source, tag, status)
 
     def Sendrecv(
         self,
@@ -67,13 +85,13 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> None:
         """Send one buffer and receive into another; see mpi4py."""
-        both = super().Sendrecv
-        self._blocking(
-            "Sendrecv",
-            lambda send, receive: both(send, dest, sendtag, receive, source, recvtag, status),
-            [(sendbuf, False, "sendbuf"), (recvbuf, True, "recvbuf")],
-            stream,
-        )
+        messages = self._messages
+        if messages.described or is_on_device(sendbuf) or is_on_device(recvbuf):
+            receive = messages.taking(source, recvtag)
+            messages.exchange("Sendrecv", (sendbuf, dest, sendtag), receive, recvbuf, status, stream)
+        else:
+            refuse_stream("Sendrecv", stream)
+            super().Sendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
 
     def Sendrecv_replace(
         self,
@@ -87,30 +105,31 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> None:
         """Send ``buf`` and receive into it; see mpi4py."""
-        replace = super().Sendrecv_replace
-        self._blocking(
-            "Sendrecv_replace",
-            lambda spec: replace(spec, dest, sendtag, source, recvtag, status),
-            [(buf, True, "buf")],
-            stream,
-        )
+        messages = self._messages
+        if messages.described or is_on_device(buf):
+            receive = messages.taking(source, recvtag)
+            messages.exchange("Sendrecv_replace", (buf, dest, sendtag), receive, buf, status, stream, replace=True)
+        else:
+            refuse_stream("Sendrecv_replace", stream)
+            super().Sendrecv_replace(buf, dest, sendtag, source, recvtag, status)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf``; see mpi4py."""
-        send = super().Isend
-        return self._nonblocking("Isend", lambda spec: send(spec, dest, tag), [(buf, False, "buf")], stream)
+        return self._start_send("Isend", super().Isend, buf, dest, tag, stream)
 
     def Issend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf``; see mpi4py."""
-        send = super().Issend
-        return self._nonblocking("Issend", lambda spec: send(spec, dest, tag), [(buf, False, "buf")], stream)
+        return self._start_send("Issend", super().Issend, buf, dest, tag, stream)
 
     def Irecv(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
     ) -> MPI.Request:
         """Start to receive into ``buf``; see mpi4py."""
-        receive = super().Irecv
-        return self._nonblocking("Irecv", lambda spec: receive(spec, source, tag), [(buf, True, "buf")], stream)
+        messages = self._messages
+        if messages.described or is_on_device(buf):
+            return messages.start_receive("Irecv", messages.beginning(source, tag), buf, stream)
+        refuse_stream("Irecv", stream)
+        return super().Irecv(buf, source, tag)
 
     def Isendrecv(
         self,
@@ -124,13 +143,11 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
-        both = super().Isendrecv
-        return self._nonblocking(
-            "Isendrecv",
-            lambda send, receive: both(send, dest, sendtag, receive, source, recvtag),
-            [(sendbuf, False, "sendbuf"), (recvbuf, True, "recvbuf")],
-            stream,
-        )
+        messages = self._messages
+        if messages.described or is_on_device(sendbuf) or is_on_device(recvbuf):
+            return self._start_exchange("Isendrecv", (sendbuf, dest, sendtag), (recvbuf, source, recvtag), stream)
+        refuse_stream("Isendrecv", stream)
+        return super().Isendrecv(sendbuf, dest, sendtag, recvbuf, source, recvtag)
 
     def Ibsend(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
         """As mpi4py's, on host arrays alone."""
@@ -150,7 +167,15 @@ class PointToPoint(MPI.Intracomm):
     def Recv_init(self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Prequest:
         """As mpi4py's, on host arrays alone."""
         require_host("Recv_init", buf)
-        return super().Recv_init(buf, source, tag)
+        messages = self._messages
+        if not messages.described:
+            return super().Recv_init(buf, source, tag)
+
+        def begin() -> Work:
+            receive = messages.beginning(source, tag)
+            return cast(DeferredRequest, messages.start_receive("Recv_init", receive, buf, None, always=True)).work
+
+        return PersistentRequest.of(begin)
 
     def Bsend_init(self, buf: Any, dest: int, tag: int = 0) -> MPI.Request:
         """As mpi4py's, on host arrays alone."""
@@ -172,7 +197,11 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """As mpi4py's, on host arrays alone."""
         require_host("Isendrecv_replace", buf)
-        return super().Isendrecv_replace(buf, dest, sendtag, source, recvtag)
+        if not self._messages.described:
+            return super().Isendrecv_replace(buf, dest, sendtag, source, recvtag)
+        return self._start_exchange(
+            "Isendrecv_replace", (buf, dest, sendtag), (buf, source, recvtag), None, replace=True
+        )
 
     def Alltoallw(self, sendbuf: Any, recvbuf: Any) -> None:
         """As mpi4py's, on host arrays alone."""
@@ -214,19 +243,38 @@ class PointToPoint(MPI.Intracomm):
             require_host("Attach_buffer", buf)
         return super().Attach_buffer(buf)
 
-    def _blocking(
-        self, operation: str, call: Callable[..., None], buffers: list[tuple[Any, bool, str]], stream: Any
-    ) -> None:
-        if any(is_on_device(spec) for spec, _, _ in buffers):
-            self._collectives.through_host(operation, call, buffers, stream)
+    def _send(self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any) -> None:
+        if is_on_device(buf):
+            self._messages.send(operation, send, buf, dest, tag, stream)
         else:
             refuse_stream(operation, stream)
-            call(*(spec for spec, _, _ in buffers))
+            send(buf, dest, tag)
 
-    def _nonblocking(
-        self, operation: str, call: Callable[..., MPI.Request], buffers: list[tuple[Any, bool, str]], stream: Any
+    def _start_send(
+        self, operation: str, send: Callable[..., MPI.Request], buf: Any, dest: int, tag: int, stream: Any
     ) -> MPI.Request:
-        if any(is_on_device(spec) for spec, _, _ in buffers):
-            return self._collectives.start_through_host(operation, call, buffers, stream)
+        if is_on_device(buf):
+            return self._messages.start_send(operation, send, buf, dest, tag, stream)
         refuse_stream(operation, stream)
-        return call(*(spec for spec, _, _ in buffers))
+        return send(buf, dest, tag)
+
+    def _start_exchange(
+        self,
+        operation: str,
+        send: tuple[Any, int, int],
+        receive: tuple[Any, int, int],
+        stream: Any,
+        *,
+        replace: bool = False,
+    ) -> MPI.Request:
+        """Start to send a buffer to a rank with a tag, and to receive one from a rank with a tag."""
+        sendbuf, dest, sendtag = send
+        recvbuf, source, recvtag = receive
+        on_host = stream if is_on_device(recvbuf) or not is_on_device(sendbuf) else None
+        sending = self._start_send(
+            operation, super().Isend, sendbuf, dest, sendtag, stream if is_on_device(sendbuf) else None
+        )
+        begin = self._messages.beginning(source, recvtag)
+        return self._messages.start_receive(
+            operation, begin, recvbuf, on_host, always=True, replace=replace, before=sending.Test
+        )

@@ -22,6 +22,7 @@ from mpicomm.backend.cuda_driver import DriverShutDownError, call, visible_devic
 from mpicomm.backend.cuda_faults import Calls, FaultPage
 from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
 from mpicomm.backend.cuda_order import StreamOrder
+from mpicomm.backend.cuda_side_streams import SideStreams
 from mpicomm.backend.nvml_links import nvml_link
 from mpicomm.backend.streams import resolve_stream
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
@@ -76,6 +77,11 @@ class _SignalKernels:
         self.wait = self.module.kernel(
             "mpicomm_wait_signal", (pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer, pointer)
         )
+        number = ctypes.c_uint64
+        self.publish = self.module.kernel("mpicomm_publish", (pointer, number, pointer))
+        self.await_count = self.module.kernel(
+            "mpicomm_await", (pointer, number, number, ctypes.c_uint32, number, pointer, pointer)
+        )
 
 
 class CudaBackend:
@@ -109,6 +115,7 @@ class CudaBackend:
                 # Non-blocking: a stream that is ordered with the null stream would wait for all of the user's work.
                 self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self._faults = FaultPage(self._context, self._stream)
+            self.side_streams = SideStreams(self._context)
         except HandleError:
             self.close()
             raise
@@ -220,6 +227,27 @@ class CudaBackend:
             faults = self.faults
             wait = self._load_kernels().wait
             wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
+
+    def publish(self, word: int, count: int, stream: int) -> None:
+        """Store ``count`` at ``word``, after all earlier work of the stream. Local, stream-ordered, not capturable."""
+        with self._context.current():
+            self._load_kernels().publish.launch(stream, word, count, self.faults.failed)
+
+    def await_count(self, word: int, target: int, number: int, peer: int, stream: int) -> None:
+        """Hold ``stream`` until the count at ``word`` has come to ``target``; see `check`. Local, stream-ordered.
+
+        Message ``number`` from ``peer`` is what an error will say did not come.
+        """
+        with self._context.current():
+            faults, kernels = self.faults, self._load_kernels()
+            kernels.await_count.launch(
+                stream, word, target, number, peer, self.timeout_ns, faults.record, faults.failed
+            )
+
+    def is_capturing(self, stream: int) -> bool:
+        """Return whether what is enqueued on ``stream`` becomes part of a graph."""
+        with self._context.current():
+            return bool(cupy.cuda.runtime.streamIsCapturing(stream))
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time, `PeerError` if ranks called different
@@ -359,6 +387,8 @@ class CudaBackend:
         with suppress(DriverShutDownError), self._context.current():
             if kernels is not None:
                 kernels.module.unload()
+            if faults is not None:
+                self.side_streams.close()
             if self._stream is not None:
                 call(driver.cuStreamDestroy, self._stream)
         if faults is not None:

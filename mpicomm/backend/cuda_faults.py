@@ -14,10 +14,10 @@ from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call
 from mpicomm.backend.host import fence
 from mpicomm.errors import CollectiveTimeoutError, PeerError
-from mpicomm.kernels.team import EXCHANGE, MISMATCH, Faults
+from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
-_OPERATIONS = {1: "wait_signal", EXCHANGE: "collective"}
+_OPERATIONS = {1: "wait_signal", EXCHANGE: "collective", MESSAGE: "message"}
 _UNUSABLE = "the communicator is unusable from here on"
 
 Calls = Callable[[], Sequence[str]]

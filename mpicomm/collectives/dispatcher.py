@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.backend.base import Backend, Scratch
+from mpicomm.backend.base import Scratch
 from mpicomm.backend.host import HostBackend
 from mpicomm.collectives import tuning, types
 from mpicomm.collectives.arguments import parse
@@ -23,7 +23,7 @@ from mpicomm.collectives.board import Board
 from mpicomm.collectives.buffers import read
 from mpicomm.collectives.calls import FORMS, Arguments, Call
 from mpicomm.collectives.exchange import Exchange, Span
-from mpicomm.collectives.host_copies import HostCopies, announce, through_host
+from mpicomm.collectives.host_copies import announce, through_host
 from mpicomm.collectives.host_engine import HostEngine
 from mpicomm.collectives.host_selection import piece_nbytes, use_mapped
 from mpicomm.collectives.known_calls import KnownCalls
@@ -47,20 +47,12 @@ _TWO_SHOT = ("Allreduce", "Bcast")  # on the host
 class Collectives:
     """The collectives of the communicator ``comm``.
 
-    ``set_up`` gives its domain, collectively the first time, and ``backend`` this rank's device, locally: messages
-    between two ranks cannot wait for the others.
+    ``set_up`` gives its domain, collectively the first time.
     """
 
-    def __init__(
-        self,
-        comm: MPI.Intracomm,
-        placement: Placement,
-        set_up: Callable[[str], Domain],
-        backend: Callable[[str], Backend],
-    ) -> None:
+    def __init__(self, comm: MPI.Intracomm, placement: Placement, set_up: Callable[[str], Domain]) -> None:
         self._comm = comm
         self._set_up = set_up
-        self._backend = backend
         self._rank = placement.rank
         self._size = len(placement.places)
         self.limits = limits(self._size)
@@ -168,30 +160,6 @@ class Collectives:
         engine = self._on_device("Barrier")
         engine.enqueue(engine.prepare_barrier(), domain.backend.stream(stream))
 
-    def through_host(
-        self, operation: str, call: Callable[..., Any], buffers: list[tuple[Any, bool, str]], stream: Any
-    ) -> Any:
-        """Call a blocking function of MPI's on host copies of the device arrays among ``buffers``."""
-        self._require_device(operation)
-        backend = self._backend(operation)
-        announce(operation, "MPI matches messages by tag and source")
-        resolved = backend.stream(stream, _array(buffers[0][0]))
-        return through_host(backend, resolved, call, buffers)
-
-    def start_through_host(
-        self, operation: str, call: Callable[..., MPI.Request], buffers: list[tuple[Any, bool, str]], stream: Any
-    ) -> MPI.Request:
-        """Call a nonblocking function of MPI's on host copies; what arrives is copied before the request completes."""
-        self._require_device(operation)
-        backend = self._backend(operation)
-        announce(operation, "MPI matches messages by tag and source")
-        copies = HostCopies(backend, backend.stream(stream, _array(buffers[0][0])))
-        specs = [copies.spec(spec, writable=writable, name=name) for spec, writable, name in buffers]
-        copies.ready()
-        request = call(*specs)
-        status = MPI.Status()
-        return DeferredRequest(self._completer.add(Work(lambda: request.Test(status), copies.back, status)))
-
     def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
         if algorithm not in ALGORITHMS:
             raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(ALGORITHMS)}")
@@ -236,7 +204,7 @@ class Collectives:
                     f"{domain.backend.device}: copy it there"
                 )
         domain.require_usable(operation)
-        array = _array(call.operands[0].spec) if call.operands else None
+        array = array_of(call.operands[0].spec) if call.operands else None
         one_node = len(domain.placement.nodes) == 1
         if call.dtype is not None and algorithm != "mpi" and one_node:
             engine = self._on_device(operation)
@@ -358,7 +326,7 @@ class Collectives:
 
 def is_on_device(spec: Any) -> bool:
     """Whether a buffer argument is a device array, which MPI must not see."""
-    array = _array(spec)
+    array = array_of(spec)
     if type(array) is np.ndarray or array is None or array is MPI.BOTTOM or array is MPI.IN_PLACE:
         return False
     return read(array, False, "buf").on_device
@@ -392,5 +360,6 @@ def refuse_stream(operation: str, stream: Any) -> None:
         raise InvalidUsageError(f"{operation}: stream={stream!r} is for device arrays: calls on host arrays block")
 
 
-def _array(spec: Any) -> Any:
+def array_of(spec: Any) -> Any:
+    """Return the array of a buffer argument."""
     return spec[0] if isinstance(spec, (list, tuple)) and spec else spec

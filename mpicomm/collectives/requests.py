@@ -8,7 +8,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from mpi4py import MPI
@@ -29,12 +28,26 @@ class Work:
     """Work that MPI does not know, and the generalized request that is completed with it.
 
     It is done once ``done`` has returned true and ``finish`` has run after it; no function is called again then.
-    ``status`` is filled by then with what the request's own status is to say.
+
+    Of a message, ``status`` is filled by then with what the request's own status is to say, and ``cancel`` is called by
+    the request's ``Cancel`` while it is pending; ``done`` then returns true if that is of any use.
     """
 
-    def __init__(self, done: Callable[[], bool], finish: Callable[[], None], status: MPI.Status | None = None) -> None:
-        self.request = MPI.Grequest.Start(None if status is None else partial(_say, status), None, None)
+    def __init__(
+        self,
+        done: Callable[[], bool],
+        finish: Callable[[], None],
+        status: MPI.Status | None = None,
+        cancel: Callable[[], None] | None = None,
+    ) -> None:
+        self._status = status
+        self._cancel = cancel
+        if status is None:  # without callbacks it takes two thirds of the time
+            self.request = MPI.Grequest.Start(None, None, None)
+        else:
+            self.request = MPI.Grequest.Start(self._say, None, self._stop)
         self._error: BaseException | None = None
+        self._raised_by_caller = False
         self._done = done
         self._finish = finish
         self._turn = threading.Lock()  # who waits and the completer's thread both advance it
@@ -55,51 +68,77 @@ class Work:
             self.request.Complete()
             return True
 
+    def test(self) -> bool:
+        """As `advance`; who calls this then calls `require_success`."""
+        over = self.advance()
+        self._raised_by_caller = over
+        return over
+
     def drive(self) -> None:
         """Wait for the work in this thread: a thread that waits in MPI keeps the completer's out for milliseconds."""
-        if self.advance():
+        if self.test():
             return
         until = time.perf_counter() + _SPIN_S
-        while not self.advance():
+        while not self.test():
             if time.perf_counter() < until:
                 os.sched_yield()  # a sleep, of no time even, takes 50 us
             else:
                 time.sleep(_PAUSE_S)
+
+    def complete(self) -> None:
+        """Wait for the work here and now, for those who ask the request for it later."""
+        self.drive()
+        self._raised_by_caller = False
 
     def require_success(self) -> None:
         """Raise what the work, which is done, has raised."""
         if self._error is not None:
             raise self._error
 
+    def _say(self, status: MPI.Status) -> None:
+        known = self._status
+        assert known is not None
+        status.Set_elements(MPI.BYTE, known.Get_count(MPI.BYTE))
+        status.Set_cancelled(known.Is_cancelled())
+        status.Set_source(known.source)
+        status.Set_tag(known.tag)
+        if isinstance(self._error, MPI.Exception) and not self._raised_by_caller:
+            raise self._error  # mpi4py tells MPI, and MPI whoever waits in it
+
+    def _stop(self, completed: bool) -> None:
+        if self._cancel is not None and not completed:
+            self._cancel()
+
 
 class DeferredRequest(MPI.Grequest):
     """An MPI request (a generalized one) for `Work`; MPI's own wait and test calls take it too.
 
-    `Wait` and `Test` raise what went wrong with the work. ``MPI.Request.Waitall`` and its kin cannot: after them the
-    communicator's ``check()``, or its next call, raises.
+    `Wait` and `Test` raise what went wrong with the work. So do ``MPI.Request.Waitall`` and its kin where it is an
+    error of MPI's, a message that is too long say; of others they know nothing: after them the communicator's
+    ``check()``, or its next call, raises.
     """
 
-    _work: Work
+    work: Work
 
     def __new__(cls, work: Work) -> Self:
         """Wrap the generalized request of ``work``."""
         self = super().__new__(cls, work.request)
-        self._work = work
+        self.work = work
         return self
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises what the work raised."""
-        self._work.drive()
+        self.work.drive()
         super().Wait(status)
-        self._work.require_success()
+        self.work.require_success()
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the work is done. Raises what the work raised."""
-        self._work.advance()
+        self.work.test()
         done = super().Test(status)
         if done:
-            self._work.require_success()
+            self.work.require_success()
         return done
 
 
@@ -122,7 +161,7 @@ class Completer:
     def add(self, work: Work) -> Work:
         """Complete ``work`` as soon as it is done, and return it."""
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
-            work.drive()
+            work.complete()
             return work
         self._pending.append(work)
         # After the line above, and nowhere else without the lock: see `_may_end`.
@@ -162,7 +201,7 @@ class Completer:
 
 
 class PersistentRequest(MPI.Prequest):
-    """A persistent collective on device arrays.
+    """A persistent collective on device arrays, or a persistent receive on a communicator of GPUs.
 
     While it is active it has the MPI handle of what it has started, so ``MPI.Request.Waitall`` and its kin take it; at
     other times it is ``MPI.REQUEST_NULL`` to MPI. So ``MPI.Prequest.Startall`` cannot start it: call `Start`.
@@ -182,7 +221,7 @@ class PersistentRequest(MPI.Prequest):
         return self
 
     def Start(self) -> None:
-        """Start the collective, enqueued on its stream. Collective."""
+        """Start the call once more: as the one without ``_init``."""
         if self._begin is None:
             raise InvalidUsageError("Start: this persistent request was freed; create another")
         if self != MPI.REQUEST_NULL:
@@ -202,7 +241,7 @@ class PersistentRequest(MPI.Prequest):
     def Test(self, status: MPI.Status | None = None) -> bool:
         """Return whether the started collective is done, or none is. Raises what went wrong."""
         if self._started is not None:
-            self._started.advance()
+            self._started.test()
         done = super().Test(status)
         if done:
             self._raise()
@@ -217,10 +256,3 @@ class PersistentRequest(MPI.Prequest):
         started, self._started = self._started, None
         if started is not None:
             started.require_success()
-
-
-def _say(known: MPI.Status, status: MPI.Status) -> None:
-    status.Set_elements(MPI.BYTE, known.Get_count(MPI.BYTE))
-    status.Set_cancelled(False)
-    status.Set_source(known.source)
-    status.Set_tag(known.tag)

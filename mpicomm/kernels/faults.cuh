@@ -17,6 +17,7 @@ enum Operation : u32 {
   kWaitSignal = 1,
   kExchange = 2,
   kMismatch = 3,  // a rank did come, with data of another call than this rank's
+  kMessage = 4,   // a piece of a message from one rank to another
 };
 
 // Lies in mapped host memory, so that the host can read it while kernels run. The host's copy of this layout is
@@ -53,8 +54,9 @@ MPICOMM_DEVICE void report_fault(const Watch& watch, u64 elapsed_ns) {
   // The first writer wins: the rank that is missing first is the one to name; later timeouts follow from it. Without
   // the swap two threads of different streams could mix their fields.
   if (compare_and_swap(&fault->state, kClear, kWriting) != kClear) return;
-  // Pairs with the loads of `failed` in spin_until, is_healthy and mpicomm_signal: later kernels of this device, and
-  // its other waits, then leave. Relaxed: the word alone says so. Without it they would go on with what never came.
+  // Pairs with the loads of `failed` in spin_until, is_healthy, mpicomm_signal and mpicomm_publish: later kernels of
+  // this device, and its other waits, then leave. Relaxed: the word alone says so. Without it they would go on with
+  // what never came.
   store_relaxed(fault->failed, kWriting);
   store_relaxed(&fault->operation, watch.operation);
   store_relaxed(&fault->sequence, watch.sequence);

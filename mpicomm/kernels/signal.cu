@@ -1,4 +1,5 @@
-// Point-to-point signals: a counter that one rank raises in the memory of another, which waits for it.
+// Point-to-point signals: a counter that one rank raises in the memory of another, which waits for it; and counts of
+// messages, which lie in memory of the sender. What a captured graph holds are the signals alone.
 //
 // Each direction of each pair has three words: `sent` (the signaller's own count), `inbox` (in the waiter's memory,
 // written by the signaller alone) and `expected` (the waiter's own count). Counts only grow and live in device memory,
@@ -35,4 +36,29 @@ MPICOMM_KERNEL void mpicomm_wait_signal(
   // this wait) also lets it through.
   const auto reached = [=] { return static_cast<long long>(mpicomm::load_acquire(inbox) - target) >= 0; };
   if (mpicomm::spin_until(reached, watch)) *expected = target;
+}
+
+// Publishes at `word` that what `count` counts is done, after all earlier work of the stream. The host says which count,
+// as it has matched the message: no graph can hold this kernel. `word` lies in the sender's memory; it is its `ready`,
+// stored by itself, or its `done`, stored by the receiver across the link.
+MPICOMM_KERNEL void mpicomm_publish(u64* word, u64 count, const u32* failed) {
+  // As in mpicomm_signal: after a wait that failed neither `ready` may say that what this rank sends is right, nor `done`
+  // that a message was taken, whose memory would be used again.
+  if (mpicomm::load_relaxed(failed) != mpicomm::kClear) return;
+  // Pairs with the acquire in mpicomm_await (`ready`): the copies into the outbox, earlier work of this stream, are
+  // published with it; before them the receiver would copy what an earlier message has left there. And with the host's
+  // copy of the words in Outbox._reclaim (`done`): the receiver's copies out of the outbox are over; else the next
+  // message would be written over what is still being read.
+  mpicomm::store_release(word, count);
+}
+
+// Returns once `word` has reached `target`, or `timeout_ns` later with a fault record of message `number`.
+MPICOMM_KERNEL void mpicomm_await(const u64* word, u64 target, u64 number, u32 peer, u64 timeout_ns,
+                                  FaultRecord* record, const u32* failed) {
+  const mpicomm::Watch watch{{record, failed}, timeout_ns, mpicomm::kMessage, number, 0, peer};
+  // Pairs with the release in mpicomm_publish: the copies that follow on this stream read what the sender's have
+  // written. Signed, as for every flag: later pieces may have come too.
+  const auto reached = [=] { return static_cast<long long>(mpicomm::load_acquire(word) - target) >= 0; };
+  // Nothing to do where it fails: the copies that follow bring what nobody is to look at, as `check` raises.
+  (void)mpicomm::spin_until(reached, watch);
 }

@@ -10,7 +10,7 @@ MAX_BLOCKS = 256
 LINE_NBYTES = 128
 HEAD_NBYTES = 1280
 """What lies at the start of an arena: the abort word, announcements, and numbers of launches. All zero at first."""
-EXCHANGE, MISMATCH = 2, 3
+EXCHANGE, MISMATCH, MESSAGE = 2, 3, 4
 """``enum Operation`` of faults.cuh, but for signals."""
 ABORT_OPERATION = 7
 """The byte of an arena, the last of the abort word, that says for which operation a rank has given up."""

@@ -176,6 +176,44 @@ def test_a_wait_holds_its_stream(backend: CudaBackend, words: Words) -> None:
     assert words.counts() == [1, 1, 1]
 
 
+def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
+    streams, first = backend.side_streams, new_stream()
+    waiting = streams.take(streams.mark(first.ptr))
+    backend.await_count(words.inbox, 7, 1, 0, waiting)
+    streams.give_back(waiting)
+    other = streams.take()
+    assert other != waiting  # which is still at work
+    first_waits = streams.mark(waiting)
+    streams.follow(first.ptr, first_waits)
+    time.sleep(0.05)
+    assert not first.done
+    backend.publish(words.inbox, 6, other)
+    backend.synchronize(other)
+    time.sleep(0.05)
+    assert not first.done
+    backend.publish(words.inbox, 8, other)
+    backend.synchronize(first.ptr)
+    backend.check()
+    streams.give_back(other)
+    assert streams.take() in (waiting, other)
+    assert not backend.is_capturing(first.ptr)
+
+
+def test_a_message_that_does_not_come() -> None:
+    backend = CudaBackend(0, timeout_s=0.2)
+    words = Words(backend)
+    stream = new_stream()
+    backend.await_count(words.inbox, 1, 77, 3, stream.ptr)
+    backend.publish(words.inbox, 5, stream.ptr)  # is not said any more
+    backend.synchronize(stream.ptr)
+    with pytest.raises(CollectiveTimeoutError, match=r"message: number 77 from rank 3 .* within 0\.2") as raised:
+        backend.check()
+    assert raised.value.ranks == (3,)
+    assert words.counts() == [0, 0, 0]
+    words.segment.close()
+    backend.close()
+
+
 def test_signals_in_a_graph(backend: CudaBackend, words: Words) -> None:
     stream = new_stream()
     with stream:

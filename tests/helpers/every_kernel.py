@@ -114,6 +114,20 @@ def signals(comm: mpicomm.Communicator) -> None:
         comm.Barrier()
 
 
+def messages(comm: mpicomm.Communicator) -> None:
+    """Send around the ring, in pieces."""
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for count in (9001, 5_000_001):
+        sent, received = cupy.full(count, comm.rank, np.int32), cupy.zeros(count, np.int32)
+        comm.Sendrecv(sent, following, 0, received, previous, 0)
+        assert int(received.min()) == int(received.max()) == previous
+        request = comm.Irecv(received, previous, 1)
+        sent[...] = 10 + comm.rank
+        comm.Send(sent, following, 1)
+        request.Wait()
+        assert int(received.min()) == int(received.max()) == 10 + previous
+
+
 def stress(comm: mpicomm.Communicator) -> None:
     """Run thousands of calls in which ranks come late, on the host and on the device, and replays of graphs."""
     rng = np.random.default_rng(7)  # the same on all ranks
@@ -168,6 +182,7 @@ def main() -> None:
         each_way(comm)
         symmetric(comm)
         signals(comm)
+        messages(comm)
         comm.check()
 
 

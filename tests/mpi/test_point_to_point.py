@@ -1,4 +1,4 @@
-"""Point-to-point calls: MPI's own on host arrays, through host copies on device arrays, refused where neither works."""
+"""Point-to-point calls: MPI's own on host arrays, matched by MPI on device arrays, refused where neither works."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from mpicomm.messages.description import NBYTES, THRESHOLD_NBYTES
 from tests.helpers.buffers import Placed, values
 from tests.helpers.communicators import array_module, communicator
+from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.reductions import Array
 
-SIZES = (0, 1, 4097, 1 << 18)  # the last is beyond every MPI's eager limit
+# The second last is beyond every MPI's eager limit, the last goes in pieces.
+SIZES = (0, 1, 4097, THRESHOLD_NBYTES // 4, THRESHOLD_NBYTES // 4 + 1, 1 << 18, (5 << 20) + 3)
 DTYPES = [np.dtype(code) for code in "?bhilBfdFD"]
 
 
@@ -65,7 +68,7 @@ def test_requests_and_a_blocking_receive(comm: mpicomm.Communicator, xp: Any, me
 
 @pytest.mark.parametrize("method", ["Send", "Ssend", "Rsend", "Bsend"])
 def test_blocking_sends_and_a_posted_receive(comm: mpicomm.Communicator, xp: Any, method: str) -> None:
-    room = bytearray((1 << 21) + MPI.BSEND_OVERHEAD)
+    room = bytearray(sum(SIZES) * 4 + (1 << 20))  # of all: they may be received late
     comm.Attach_buffer(room)
     for tag, ring in enumerate(rings(comm, xp)):
         status = MPI.Status()
@@ -299,27 +302,97 @@ def test_matched_messages_refuse_device_arrays(way: str) -> None:
         assert comm.Improbe() is None
 
 
-def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(
-    device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) -> None:
     """The other ranks do not come, and nobody waits for them."""
     if MPI.COMM_WORLD.size == 1:
         pytest.skip("needs two ranks")
     with communicator(device, timeout_s=3) as comm, array_module(comm) as xp, comm.Dup() as child:
-        if device == "cpu":  # as if its arrays were a device's
-            monkeypatch.setattr("mpicomm.point_to_point.is_on_device", lambda spec: True)
-            monkeypatch.setattr(child._collectives, "_device", 0)
-        buffer = Placed(xp, np.full(5, child.rank, np.float32))
-        if child.rank == 0:
-            child.Send(buffer.array, 1)
-            child.Irecv(buffer.array, 1).Wait()
-            assert buffer.get().tolist() == [1] * 5
-        elif child.rank == 1:
-            received = Placed(xp, np.zeros(5, np.float32))
-            child.Recv(received.array, 0)
-            child.Isend(buffer.array, 0).Wait()
-            assert received.get().tolist() == [0] * 5
+        double = take_for_gpu(child) if device == "cpu" else None
+        for count in (5, THRESHOLD_NBYTES):
+
+            def place(value: int, count: int = count) -> tuple[Any, Callable[[], Array]]:
+                content = np.full(count, value, np.float32)
+                placed = Placed(xp, content) if double is None else None
+                array = DeviceArray(double, content) if double is not None else None
+                return (placed.array, placed.get) if placed is not None else (array, array.get)  # type: ignore[union-attr]
+
+            buffer, content = place(child.rank)
+            if child.rank == 0:
+                child.Send(buffer, 1)
+                child.Irecv(buffer, 1).Wait()
+                assert (content() == 1).all()
+            elif child.rank == 1:
+                received, content = place(0)
+                child.Recv(received, 0)
+                child.Isend(buffer, 0).Wait()
+                assert (content() == 0).all()
+        child.check()
         assert child._domain is None
+
+
+@pytest.mark.parametrize("on_device", ["sender", "receiver"])
+@pytest.mark.parametrize("way", ["Recv", "Irecv", "Waitall", "Sendrecv", "Mprobe"])
+def test_one_side_on_the_host(comm: mpicomm.Communicator, xp: Any, on_device: str, way: str) -> None:
+    for tag, count in enumerate((*SIZES, NBYTES // 4)):
+        there, here = Ring(comm, xp, np.dtype(np.float32), count), Ring(comm, np, np.dtype(np.float32), count)
+        sender, receiver = (there, here) if on_device == "sender" else (here, there)
+        status = MPI.Status()
+        if way == "Sendrecv":
+            comm.Sendrecv(sender.send.array, there.right, tag, receiver.receive.array, there.left, tag, status)
+        elif way == "Recv":
+            request = comm.Isend(sender.send.array, there.right, tag)
+            comm.Recv(receiver.receive.array, there.left, tag, status)
+            request.Wait()
+        elif way == "Mprobe":
+            request = comm.Isend(sender.send.array, there.right, tag)
+            probed = MPI.Status()
+            comm.Probe(there.left, tag, probed)
+            assert probed.Get_count(MPI.FLOAT) == count
+            message = comm.Mprobe(there.left, tag, probed)
+            assert (probed.source, probed.Get_count(MPI.FLOAT)) == (there.left, count)
+            message.Recv(receiver.receive.array, status)
+            request.Wait()
+        else:
+            statuses = [status, MPI.Status()]
+            requests = [comm.Irecv(receiver.receive.array, there.left, tag)]
+            requests.append(comm.Isend(sender.send.array, there.right, tag))
+            if way == "Waitall":
+                MPI.Request.Waitall(requests, statuses)
+                status = statuses[0]
+            else:
+                requests[0].Wait(status)
+                requests[1].Wait()
+        receiver.check(status, tag)
+
+
+def test_the_memory_of_messages_is_used_again(comm: mpicomm.Communicator, xp: Any) -> None:
+    """More in all than is there for messages under way, and each overwritten as soon as that is allowed."""
+    count = 1 << 22
+    ring = Ring(comm, xp, np.dtype(np.int32), count)
+    for number in range(200 if comm.device != "cpu" else 10):
+        ring.send.array[...] = number * 100 + comm.rank
+        if number % 2:
+            comm.Sendrecv(ring.send.array, ring.right, number, ring.receive.array, ring.left, number)
+        else:
+            requests = [comm.Irecv(ring.receive.array, ring.left, number)]
+            requests.append(comm.Isend(ring.send.array, ring.right, number))
+            MPI.Request.Waitall(requests)
+        received = ring.receive.array[:count]
+        assert int(received.min()) == int(received.max()) == number * 100 + ring.left
+
+
+def test_captured_messages_are_refused(comm: mpicomm.Communicator, xp: Any) -> None:
+    if comm.device == "cpu":
+        pytest.skip("there are no graphs")
+    array, stream = xp.ones(THRESHOLD_NBYTES), xp.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        try:
+            for call in (comm.Send, comm.Isend, comm.Recv, comm.Irecv):
+                with pytest.raises(InvalidUsageError, match="cannot be part of a CUDA graph"):
+                    call(array, MPI.PROC_NULL)
+        finally:
+            stream.end_capture()
 
 
 def test_a_device_array_is_refused_on_a_communicator_made_from_another(comm_world: MPI.Intracomm) -> None:

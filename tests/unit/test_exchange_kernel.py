@@ -64,6 +64,7 @@ CONSTANTS = {
         "kHeadNbytes": team.HEAD_NBYTES,
         "kExchange": team.EXCHANGE,
         "kMismatch": team.MISMATCH,
+        "kMessage": team.MESSAGE,
     },
     "exchange.cu": {
         "kThreads": exchange.THREADS,

@@ -1,0 +1,1 @@
+"""Messages of GPU arrays between two ranks: MPI matches a description, the data stays on the devices."""

@@ -1,0 +1,93 @@
+"""The probes of a Communicator, and receives of Python objects, which have to know what probes have matched."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from mpi4py import MPI
+
+from mpicomm.messages.calls import Messages
+
+
+class Probes(MPI.Intracomm):
+    """mpi4py's probes.
+
+    On a communicator of GPUs they see through the descriptions that stand for large messages of GPU arrays: statuses
+    have the counts of the data, and what ``Mprobe`` and ``Improbe`` return is received into arrays of the host or of a
+    GPU. To see what is behind a description a probe takes it from MPI; receives on this communicator then find it here.
+    """
+
+    _messages: Messages
+
+    def Probe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> Literal[True]:
+        """Wait for a message; see mpi4py."""
+        if not self._messages.described:
+            return super().Probe(source, tag, status)
+        self._messages.stash.probe(source, tag, status, wait=True)
+        return True
+
+    def Iprobe(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None) -> bool:
+        """Return whether there is a message; see mpi4py."""
+        if not self._messages.described:
+            return super().Iprobe(source, tag, status)
+        return self._messages.stash.probe(source, tag, status, wait=False)
+
+    def Mprobe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> MPI.Message:
+        """Wait for a message and return it; see mpi4py."""
+        if not self._messages.on_gpu:
+            return super().Mprobe(source, tag, status)
+        message = self._messages.stash.match(source, tag, status, wait=True)
+        assert message is not None
+        return message
+
+    def Improbe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> MPI.Message | None:
+        """Return a message if there is one; see mpi4py."""
+        if not self._messages.on_gpu:
+            return super().Improbe(source, tag, status)
+        return self._messages.stash.match(source, tag, status, wait=False)
+
+    probe = Probe
+    iprobe = Iprobe
+    mprobe = Mprobe
+    improbe = Improbe
+
+    def recv(
+        self,
+        buf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        tag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Receive a Python object; see mpi4py."""
+        kept = self._messages.stash.take(source, tag)
+        return super().recv(buf, source, tag, status) if kept is None else kept.recv(status)
+
+    def irecv(self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Request:
+        """Start to receive a Python object; see mpi4py."""
+        kept = self._messages.stash.take(source, tag)
+        return super().irecv(buf, source, tag) if kept is None else kept.irecv()
+
+    def sendrecv(
+        self,
+        sendobj: Any,
+        dest: int,
+        sendtag: int = 0,
+        recvbuf: Any = None,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        status: MPI.Status | None = None,
+    ) -> Any:
+        """Send a Python object and receive another; see mpi4py."""
+        kept = self._messages.stash.take(source, recvtag)
+        if kept is None:
+            return super().sendrecv(sendobj, dest, sendtag, recvbuf, source, recvtag, status)
+        request = self.isend(sendobj, dest, sendtag)
+        received = kept.recv(status)
+        request.wait()
+        return received

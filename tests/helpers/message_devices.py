@@ -1,0 +1,276 @@
+"""A stand-in for a GPU, as messages see it: streams are threads that come late at random, memory is memfds.
+
+Other processes open its memory through /proc. Nothing but what streams and counts order is ordered: a wait that is
+forgotten shows as wrong data.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import os
+import queue
+import random
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+
+import mpicomm
+from mpicomm.backend.base import Backend, Scratch
+from mpicomm.backend.host import HostSegment, array_at, fence, map_shared, memfd_create
+from mpicomm.errors import CollectiveTimeoutError, HandleError
+from mpicomm.handle import KEY_NBYTES, Kind, MemoryHandle
+from mpicomm.placement import Placement
+
+POISON = 0xDB
+_KEY = struct.Struct("<QQQ")
+
+
+class DeviceArray:
+    """An array in the memory of a `ThreadDevice`."""
+
+    def __init__(self, device: ThreadDevice, content: npt.NDArray[Any]) -> None:
+        self._device = device
+        self.memory: npt.NDArray[Any] = np.array(content)
+        self.dtype = content.dtype
+        device.own(self.memory)
+        self.__cuda_array_interface__ = {
+            "shape": content.shape,
+            "typestr": content.dtype.str,
+            "data": (self.memory.ctypes.data, False),
+            "version": 3,
+        }
+
+    def get(self) -> npt.NDArray[Any]:
+        """A copy after all work of the device."""
+        self._device.synchronize()
+        copy: npt.NDArray[Any] = self.memory.copy()
+        return copy
+
+    def fill(self, value: Any, stream: int = 0) -> None:
+        """Overwrite all elements, in the order of the stream."""
+        self._device.enqueue(stream, lambda: self.memory.fill(value))
+
+
+class _Stream:
+    def __init__(self, rng: random.Random, slowest_s: float) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._rng = rng
+        self._slowest_s = slowest_s
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def enqueue(self, act: Callable[[], object] | None) -> None:
+        self._queue.put(act)
+
+    def close(self) -> None:
+        self._queue.put(None)
+        self._thread.join(5)
+
+    def _run(self) -> None:
+        while act := self._queue.get():
+            if self._rng.random() < 0.5:
+                time.sleep(self._rng.random() * self._slowest_s)
+            act()
+
+
+class _SideStreams:
+    def __init__(self, device: ThreadDevice) -> None:
+        self._device = device
+        self._free: list[int] = []
+        self._made = 0
+
+    def mark(self, stream: int) -> threading.Event:
+        reached = threading.Event()
+        self._device.enqueue(stream, reached.set)
+        return reached
+
+    def follow(self, stream: int, mark: threading.Event) -> None:
+        self._device.enqueue(stream, mark.wait)
+
+    def take(self, after: threading.Event | None = None) -> int:
+        with self._device.lock:
+            stream = next((stream for stream in self._free if self.mark(stream).wait(0.001)), None)
+            if stream is None:
+                self._made += 1
+                stream = -self._made
+            else:
+                self._free.remove(stream)
+        if after is not None:
+            self.follow(stream, after)
+        return stream
+
+    def give_back(self, stream: int) -> None:
+        self._free.append(stream)
+
+
+class ThreadDevice:
+    """What messages need of a device, see ``mpicomm.messages.device``, and what tests do."""
+
+    device: int | str = 0
+    kinds: tuple[Kind, ...] = ("ipc",)
+
+    def __init__(self, rank: int, timeout_s: float, *, total_nbytes: int = 1 << 30, slowest_s: float = 2e-3) -> None:
+        self.total_nbytes = total_nbytes
+        self.lock = threading.Lock()
+        self.side_streams = _SideStreams(self)
+        self.opened: collections.Counter[bytes] = collections.Counter()
+        self.allocated = 0
+        self.host_copies = 0
+        self.capturing = False
+        self.refuses: str | None = None
+        self._slowest_s = slowest_s
+        self._rng = random.Random(rank)
+        self._timeout_s = timeout_s
+        self._streams: dict[int, _Stream] = {}
+        self._missed: tuple[str, int] | None = None
+        self._own: list[npt.NDArray[Any]] = []
+        self._segments: list[HostSegment] = []
+        self.closed = False
+
+    def own(self, memory: npt.NDArray[Any]) -> None:
+        """Take memory for the device's; what is copied from elsewhere is read at once, as pageable memory is."""
+        self._own.append(memory)
+
+    def enqueue(self, stream: int, act: Callable[[], object]) -> None:
+        assert not self.closed, "work on a device that is closed"
+        if stream not in self._streams:
+            self._streams[stream] = _Stream(random.Random(self._rng.random()), self._slowest_s)
+        self._streams[stream].enqueue(act)
+
+    def allocate(self, kind: Kind, nbytes: int) -> HostSegment:
+        assert kind == "ipc" and nbytes > 0
+        if self.refuses is not None:
+            raise HandleError(self.refuses)
+        self.allocated += nbytes
+        fd = memfd_create(nbytes)
+        segment = HostSegment(map_shared(fd, 0, nbytes), fd=fd, size=nbytes)
+        assert segment.content is not None
+        segment.content[:] = POISON
+        self._segments.append(segment)
+        self.own(segment.content)
+        return segment
+
+    def export(self, segment: Any) -> tuple[MemoryHandle, int | None]:
+        key = _KEY.pack(os.getpid(), segment._fd, id(segment)).ljust(KEY_NBYTES, b"\0")
+        return MemoryHandle("ipc", bytes(16), key, segment.nbytes, 0, segment.nbytes), None
+
+    def open(self, handle: MemoryHandle, fd: int | None) -> HostSegment:
+        pid, number, _ = _KEY.unpack_from(handle.key)
+        assert pid != os.getpid(), "opened its own memory"
+        self.opened[handle.key] += 1
+        assert self.opened[handle.key] == 1, "opened twice"
+        try:
+            found = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise HandleError(f"cannot open it: {error}") from error
+        try:
+            segment = HostSegment(map_shared(found, 0, handle.nbytes))
+        finally:
+            os.close(found)
+        assert segment.content is not None
+        self.own(segment.content)
+        return segment
+
+    def zero(self, pointer: int, nbytes: int) -> None:
+        array_at(pointer, nbytes, np.dtype(np.uint8))[:] = 0
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        if not any(memory.ctypes.data <= source < memory.ctypes.data + max(memory.nbytes, 1) for memory in self._own):
+            self.host_copies += 1
+            staged = ctypes.create_string_buffer(ctypes.string_at(source, nbytes), nbytes)
+            self.enqueue(stream, lambda: ctypes.memmove(target, staged, nbytes))
+        else:
+            self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def publish(self, word: int, count: int, stream: int) -> None:
+        def store() -> None:
+            if self._missed is None:
+                fence()
+                _word(word)[0] = count
+
+        self.enqueue(stream, store)
+
+    def await_count(self, word: int, target: int, number: int, peer: int, stream: int) -> None:
+        def wait() -> None:
+            until = time.monotonic() + self._timeout_s
+            while self._missed is None and int(_word(word)[0]) < target:
+                if time.monotonic() > until:
+                    self._missed = f"message: number {number} from rank {peer} did not come", peer
+                time.sleep(1e-4)
+            fence()
+
+        self.enqueue(stream, wait)
+
+    def check(self) -> None:
+        if self._missed is not None:
+            raise CollectiveTimeoutError(self._missed[0], ranks=[self._missed[1]])
+
+    def is_capturing(self, stream: int) -> bool:
+        return self.capturing
+
+    def stream(self, stream: Any, array: Any = None) -> int:
+        return 0 if stream is None else int(stream)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        for each in list(self._streams) if stream is None else [stream]:
+            assert self.side_streams.mark(each).wait(60)
+
+    def completion(self, stream: int) -> Callable[[], bool]:
+        return self.side_streams.mark(stream).is_set
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        return np.empty(nbytes, np.uint8)
+
+    def scratch(self, nbytes: int) -> Scratch:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        if not self.closed:
+            self.synchronize()
+            self.closed = True
+            for stream in self._streams.values():
+                stream.close()
+            self._own.clear()
+            assert all(segment.content is None for segment in self._segments), "memory was left"
+
+
+def _word(pointer: int) -> npt.NDArray[np.uint64]:
+    return array_at(pointer, 1, np.dtype(np.uint64))
+
+
+def on_threads(
+    comm: mpicomm.Communicator, handle: str = "ipc", **options: Any
+) -> tuple[mpicomm.Communicator, ThreadDevice]:
+    """Return a duplicate of a cpu communicator that takes this process's `ThreadDevice` for a GPU. Collective."""
+    child = comm.Dup()
+    return child, take_for_gpu(child, handle, **options)
+
+
+def take_for_gpu(comm: mpicomm.Communicator, handle: str = "ipc", **options: Any) -> ThreadDevice:
+    """Let a communicator without a domain take a `ThreadDevice` for its GPU; local."""
+    places = [replace(place, device=0, handle=handle) for place in comm._placement.places]
+    comm._begin(Placement(places, comm._placement.rank), None)
+    device = ThreadDevice(comm.rank, comm._placement.here.timeout_s, **options)
+    comm._own_backend = cast(Backend, device)
+    return device
+
+
+@contextlib.contextmanager
+def small_messages() -> Iterator[None]:
+    """Let messages of some hundred KiB go in several pieces, and lie in several blocks."""
+    from mpicomm.messages import description, outbox
+
+    before = description._LEAST_PIECE_NBYTES, outbox._FIRST_BLOCK_NBYTES
+    description._LEAST_PIECE_NBYTES, outbox._FIRST_BLOCK_NBYTES = 48 << 10, 2 << 20
+    try:
+        yield
+    finally:
+        description._LEAST_PIECE_NBYTES, outbox._FIRST_BLOCK_NBYTES = before

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from mpicomm.errors import HandleError
+from mpicomm.messages import description
+from mpicomm.messages.description import MOST_EXTENTS, NBYTES, THRESHOLD_NBYTES, Description, Extent
+
+SECRET = os.urandom(32)
+PACKET = os.urandom(132)
+DESCRIBED = Description(70, 3, PACKET, 32, 2**40, (Extent(PACKET, 2**33, 50), Extent(PACKET[::-1], 0, 20)))
+
+
+def test_a_description_comes_back() -> None:
+    message = DESCRIBED.pack(SECRET)
+    assert len(message) == NBYTES < THRESHOLD_NBYTES
+    assert Description.unpack(message, SECRET) == DESCRIBED
+
+
+def test_data_is_none() -> None:
+    message = DESCRIBED.pack(SECRET)
+    for data in (b"", message[:-1], message + b"\0", os.urandom(NBYTES), b"\1" + message[1:]):
+        assert Description.unpack(data, SECRET) is None
+    assert Description.unpack(message, os.urandom(32)) is None
+
+
+def test_nonsense_is_refused() -> None:
+    for nonsense in (replace(DESCRIBED, nbytes=71), replace(DESCRIBED, extents=())):
+        with pytest.raises(HandleError, match="message 3"):
+            Description.unpack(nonsense.pack(SECRET), SECRET)
+
+
+@pytest.mark.parametrize("nbytes", [1, 1 << 15, (8 << 20) + 1, 100 << 20, 10 << 30])
+def test_pieces_are_few_and_make_up_the_message(nbytes: int) -> None:
+    parts = [nbytes // 3, nbytes - nbytes // 3] if nbytes > 2 else [nbytes]
+    described = Description(nbytes, 1, PACKET, 0, 5, tuple(Extent(PACKET, 0, part) for part in parts))
+    pieces = list(described.pieces())
+    assert len(pieces) <= description._MOST_PIECES + MOST_EXTENTS
+    assert described.last == 5 + len(pieces)
+    for extent in described.extents:
+        own = [(start, piece) for each, start, piece in pieces if each is extent]
+        assert [start for start, _ in own] == [sum(piece for _, piece in own[:index]) for index in range(len(own))]
+        assert sum(piece for _, piece in own) == extent.nbytes
