@@ -195,7 +195,10 @@ class CudaBackend:
         """Copy between two addresses, of whichever device or of the host. Local, stream-ordered."""
         if nbytes > 0:
             with self._context.current():
-                call(driver.cuMemcpyAsync, target, source, nbytes, stream)
+                try:
+                    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
+                except runtime.CUDARuntimeError as error:
+                    raise HandleError(f"cudaMemcpyAsync of {nbytes} bytes failed: {error}") from None
 
     def zero(self, pointer: int, nbytes: int) -> None:
         """Set bytes to zero and wait for that, and for nothing else on the device."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 from cuda.bindings import driver
+from cupy.cuda import driver as cupy_driver
 
 from mpicomm.backend.cuda_driver import DeviceInfo, DriverShutDownError, call
+from mpicomm.errors import HandleError
 
 
 class PrimaryContext:
@@ -15,7 +16,7 @@ class PrimaryContext:
 
     def __init__(self, device: DeviceInfo) -> None:
         self.device = device
-        self._context: Any = call(driver.cuDevicePrimaryCtxRetain, device.ordinal)
+        self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
         self._released = False
 
     def current(self) -> contextlib.AbstractContextManager[None]:
@@ -31,19 +32,24 @@ class PrimaryContext:
 
 
 class _Current(contextlib.AbstractContextManager[None]):
-    # A class of its own: every device call goes through here, and a generator costs more than the two driver calls.
+    # A class of its own, and CuPy's functions: every device call goes through here, and a generator costs more than all
+    # of this, the driver's binding ten times as much.
     __slots__ = ("_before", "_context")
 
-    def __init__(self, context: Any) -> None:
+    def __init__(self, context: int) -> None:
         self._context = context
-        self._before: Any = None
+        self._before = context
 
     def __enter__(self) -> None:
-        before = call(driver.cuCtxGetCurrent)
-        if int(before) != int(self._context):
-            call(driver.cuCtxSetCurrent, self._context)
-            self._before = before  # may be the null context, of a thread that never touched CUDA
+        try:
+            self._before = cupy_driver.ctxGetCurrent()  # may be the null context, of a thread that never touched CUDA
+            if self._before != self._context:
+                cupy_driver.ctxSetCurrent(self._context)
+        except cupy_driver.CUDADriverError as error:
+            if error.status == driver.CUresult.CUDA_ERROR_DEINITIALIZED:
+                raise DriverShutDownError(str(error)) from None
+            raise HandleError(f"the context of a GPU cannot be made current: {error}") from None
 
     def __exit__(self, *_: object) -> None:
-        if self._before is not None:
-            call(driver.cuCtxSetCurrent, self._before)
+        if self._before != self._context:
+            cupy_driver.ctxSetCurrent(self._before)

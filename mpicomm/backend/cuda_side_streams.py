@@ -8,6 +8,7 @@ from typing import Any
 
 import cupy
 from cuda.bindings import driver
+from cupy.cuda import runtime
 
 from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call
@@ -26,19 +27,19 @@ class SideStreams:
         """Return the point in ``stream`` that its work so far has come to."""
         with self._context.current():
             event = cupy.cuda.Event(disable_timing=True)  # destroyed with the last reference
-            call(driver.cuEventRecord, event.ptr, stream)
+            runtime.eventRecord(event.ptr, stream)
         return event
 
     def follow(self, stream: int, mark: Any) -> None:
         """Let later work on ``stream`` wait for a mark."""
         with self._context.current():
-            call(driver.cuStreamWaitEvent, stream, mark.ptr, 0)
+            runtime.streamWaitEvent(stream, mark.ptr)
 
     def take(self, after: Any = None) -> int:
         """Return a stream that nobody else uses until `give_back`, and on which work follows the mark ``after``."""
         with self._lock, self._context.current():
             # One that is still at work may hold up what nobody has ordered behind it, in a circle even.
-            idle = next((stream for stream in self._free if cupy.cuda.runtime.streamQuery(stream) == 0), None)
+            idle = next((stream for stream in self._free if runtime.streamQuery(stream) == 0), None)
             if idle is not None:
                 self._free.remove(idle)
                 stream = idle

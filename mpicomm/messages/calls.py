@@ -18,7 +18,7 @@ from mpicomm.collectives.dispatcher import array_of, is_on_device, refuse_stream
 from mpicomm.collectives.host_copies import announce
 from mpicomm.collectives.requests import Completer, DeferredRequest, Work
 from mpicomm.errors import InvalidUsageError
-from mpicomm.messages.description import NBYTES, THRESHOLD_NBYTES
+from mpicomm.messages.description import LEAST_PIECE_NBYTES, NBYTES, THRESHOLD_NBYTES
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.landing import Landing
 from mpicomm.messages.matched import Matched, Stash
@@ -149,8 +149,9 @@ class Messages:
             refuse_stream(operation, stream)
         resolved = self._stream(operation, device, stream, buf if landing.on_device else sendbuf) if on_device else None
         streams, side = device.side_streams, None
-        if landing.on_device and not replace:
-            # What comes does not wait until what goes has been copied: the two buffers are apart.
+        if landing.on_device and landing.nbytes > LEAST_PIECE_NBYTES and not replace:
+            # What comes does not wait until what goes has been copied: the two buffers are apart. Less than a piece is
+            # copied in less time than another stream costs.
             assert resolved is not None
             side = streams.take(streams.mark(resolved))
         try:

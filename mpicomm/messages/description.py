@@ -18,8 +18,10 @@ from mpicomm.placement import SECRET_NBYTES
 THRESHOLD_NBYTES = 32 << 10
 """Messages of device arrays of more than this are described; others are quicker through the host."""
 MOST_EXTENTS = 8
-_LEAST_PIECE_NBYTES = 8 << 20  # about 20 us of a link; a copy and its signal take a few more than the bytes
-_MOST_PIECES = 8
+# Of a message less than twice as long the copy into the outbox, which takes a sixth of the time on the link, is not
+# worth overlapping: each piece costs the host 15 us on either side, and the link a pause of some.
+LEAST_PIECE_NBYTES = 32 << 20
+_MOST_PIECES = 4
 
 _HEAD = struct.Struct(f"<{SECRET_NBYTES}sQQQQH{PACKET_NBYTES}s")
 _EXTENT = struct.Struct(f"<{PACKET_NBYTES}sQQ")
@@ -62,7 +64,7 @@ class Description:
 
         Sender and receiver cut alike. In pieces the copies of the two overlap; none lies in two extents.
         """
-        piece_nbytes = max(_LEAST_PIECE_NBYTES, -(-self.nbytes // _MOST_PIECES))
+        piece_nbytes = max(LEAST_PIECE_NBYTES, -(-self.nbytes // _MOST_PIECES))
         for extent in self.extents:
             for start in range(0, extent.nbytes, piece_nbytes):
                 yield extent, start, min(piece_nbytes, extent.nbytes - start)

@@ -44,19 +44,19 @@ class Landing:
         self._direct = not (derived or self.on_device or replace)
         self._pointer = operand.pointer
         if operand.dtype is not None:
-            self._nbytes = operand.total * operand.dtype.itemsize
+            self.nbytes = operand.total * operand.dtype.itemsize
         elif datatype is not None:
-            self._nbytes = datatype.Pack_size(operand.total, MPI.COMM_SELF)
+            self.nbytes = datatype.Pack_size(operand.total, MPI.COMM_SELF)
         else:
-            self._nbytes = read(operand.owner, True, "buf").nbytes
-        self.is_mpis = self._direct and (secret is None or self._nbytes < NBYTES)
+            self.nbytes = read(operand.owner, True, "buf").nbytes
+        self.is_mpis = self._direct and (secret is None or self.nbytes < NBYTES)
         """Whether nothing can come that has to be brought anywhere: a description would not fit, which MPI finds."""
         self._scratch: Any = None
         if self._direct:
             self.spec = spec
         else:
-            self._scratch = np.empty(self._nbytes, np.uint8)
-            self.spec = [self._scratch, self._nbytes, MPI.PACKED]
+            self._scratch = np.empty(self.nbytes, np.uint8)
+            self.spec = [self._scratch, self.nbytes, MPI.PACKED]
         self._described: Description | None = None
 
     def arrived(self, status: MPI.Status) -> bool:
@@ -75,7 +75,7 @@ class Landing:
         """
         if self._described is None:
             self._bring_data(status.Get_count(MPI.BYTE), stream)
-        elif self._described.nbytes > self._nbytes:
+        elif self._described.nbytes > self.nbytes:
             self._transfers.drop(self._described, status.source, stream)
             raise MPI.Exception(MPI.ERR_TRUNCATE)
         else:

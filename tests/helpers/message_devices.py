@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -266,11 +267,10 @@ def take_for_gpu(comm: mpicomm.Communicator, handle: str = "ipc", **options: Any
 @contextlib.contextmanager
 def small_messages() -> Iterator[None]:
     """Let messages of some hundred KiB go in several pieces, and lie in several blocks."""
-    from mpicomm.messages import description, outbox
+    from mpicomm.messages import calls, description, outbox
 
-    before = description._LEAST_PIECE_NBYTES, outbox._FIRST_BLOCK_NBYTES
-    description._LEAST_PIECE_NBYTES, outbox._FIRST_BLOCK_NBYTES = 48 << 10, 2 << 20
-    try:
+    with contextlib.ExitStack() as changed:
+        for module in (calls, description):
+            changed.enter_context(mock.patch.object(module, "LEAST_PIECE_NBYTES", 48 << 10))
+        changed.enter_context(mock.patch.object(outbox, "_FIRST_BLOCK_NBYTES", 2 << 20))
         yield
-    finally:
-        description._LEAST_PIECE_NBYTES, outbox._FIRST_BLOCK_NBYTES = before
