@@ -2,8 +2,9 @@
 
 Random collectives, blocking, nonblocking and persistent, of all types and sizes, on communicators that share ranks,
 each round on communicators and streams of its own; on GPUs also graphs that are replayed; arrays, puts, gets and
-signals; memory that is registered and closed. All results are compared with NumPy's. Prints what was done, how fast,
-and by how much the process has grown since the first tenth; exits with 1 where a result is wrong or something grows.
+signals; messages; memory that is registered and closed. All results are compared with NumPy's. Prints what was done,
+how fast, and by how much the process has grown since the first tenth; exits with 1 where a result is wrong or something
+grows.
 
 ``--communicators 10000`` and ``--registrations 100000`` make and free so many instead. ``--device cpu|auto``.
 """
@@ -34,6 +35,7 @@ WORLD = MPI.COMM_WORLD
 CALLS = 200
 REPLAYS = 100
 SHARED = 100
+MESSAGES = 40
 MIB = 1 << 20
 SETTLED_S = 0.3  # after which the threads that complete requests have gone
 Rounds = Iterator[tuple[float, Callable[[], object]]]
@@ -85,6 +87,7 @@ class Soak:
             if xp is not np:
                 self._replay(family.world, xp)
             self._share(family.world, xp)
+            self._messages(family.world, xp)
             self.registrations(family.world, xp, 2)
         family.free()
         self.done["communicators"] += len(family.members)
@@ -141,6 +144,22 @@ class Soak:
                 array.wait_signal(following)
                 comm.check()
         self.done["puts and gets"] += 2 * SHARED
+
+    def _messages(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Send arrays around the ring, several at once, of all sizes that go different ways."""
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for _ in range(MESSAGES // 4):
+            counts = [int(2 ** self._rng.uniform(0, 22)) for _ in range(4)]
+            sent = [xp.full(count, number * comm.size + comm.rank) for number, count in enumerate(counts)]
+            received = [xp.zeros_like(each) for each in sent]
+            requests = [comm.Irecv(each, previous, tag) for tag, each in enumerate(received)]
+            requests += [comm.Isend(sent[tag], following, tag) for tag in self._rng.permutation(4)]
+            MPI.Request.Waitall(requests)
+            comm.check()
+            for number, each in enumerate(received):
+                if not (each == number * comm.size + previous).all():
+                    raise AssertionError(f"message {number} of {counts[number]} elements brought something else")
+        self.done["messages"] += MESSAGES
 
     def registrations(self, comm: mpicomm.Communicator, xp: Any, cycles: int) -> None:
         """Register memory and close it again. Collective."""
