@@ -10,7 +10,7 @@ from numpy import ndarray
 
 from mpicomm.collectives.dispatcher import Collectives
 from mpicomm.collectives.ops import AVG
-from mpicomm.collectives.plain_calls import Limit, are_apart, is_plain
+from mpicomm.collectives.plain_calls import LIMITS, MPI_TYPES, are_apart, is_plain
 
 # MPI's own, found once: `super()` takes a tenth of the time of a small call.
 _allgather = MPI.Intracomm.Allgather
@@ -18,6 +18,7 @@ _allgatherv = MPI.Intracomm.Allgatherv
 _allreduce = MPI.Intracomm.Allreduce
 _alltoall = MPI.Intracomm.Alltoall
 _alltoallv = MPI.Intracomm.Alltoallv
+_barrier = MPI.Intracomm.Barrier
 _bcast = MPI.Intracomm.Bcast
 _exscan = MPI.Intracomm.Exscan
 _gather = MPI.Intracomm.Gather
@@ -50,25 +51,25 @@ class BlockingCollectives(MPI.Intracomm):
     """
 
     _collectives: Collectives
-    _limits: dict[str, Limit]
-    _allreduce_limit: Limit
+    _block_limit: int
+    """The limit of Gather and of Scatter, shared out among the ranks."""
 
     def Barrier(self, *, stream: Any = None) -> None:
         """Return when all ranks have called it; with ``stream``, hold that until the streams of all ranks are there."""
         if stream is None:
-            super().Barrier()
+            _barrier(self)
         else:
             self._collectives.barrier(stream)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Every rank's block r of ``recvbuf`` is what rank r sends."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgather"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgather"]):
             return _allgather(self, sendbuf, recvbuf)
         return self._collectives.run("Allgather", stream, algorithm, sendbuf, recvbuf)
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and places."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgatherv"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgatherv"]):
             return _allgatherv(self, sendbuf, recvbuf)
         return self._collectives.run("Allgatherv", stream, algorithm, sendbuf, recvbuf)
 
@@ -76,13 +77,14 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Every rank's ``recvbuf`` is the reduction of all ranks' ``sendbuf``."""
-        # As is_plain, spelled out: MPI takes about a microsecond for 8 bytes, and a call would be a tenth of that.
+        # As is_plain, spelled out: see Bcast.
         if (
             type(recvbuf) is type(sendbuf) is ndarray
             and stream is None
             and algorithm == "auto"
             and op is not AVG
-            and recvbuf.nbytes < self._allreduce_limit[recvbuf.dtype]
+            and recvbuf.nbytes < LIMITS["Allreduce"]
+            and recvbuf.dtype in MPI_TYPES
             and ((recvbuf.base is sendbuf.base is None and recvbuf is not sendbuf) or are_apart(sendbuf, recvbuf))
         ):
             return _allreduce(self, sendbuf, recvbuf, op)
@@ -90,19 +92,26 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Block r of rank s's ``recvbuf`` is block s of rank r's ``sendbuf``."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoall"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoall"]):
             return _alltoall(self, sendbuf, recvbuf)
         return self._collectives.run("Alltoall", stream, algorithm, sendbuf, recvbuf)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and places."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoallv"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoallv"]):
             return _alltoallv(self, sendbuf, recvbuf)
         return self._collectives.run("Alltoallv", stream, algorithm, sendbuf, recvbuf)
 
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Every rank's ``buf`` is the root's."""
-        if stream is None and algorithm == "auto" and is_plain(None, buf, self._limits["Bcast"]):
+        # As is_plain, spelled out here and in Allreduce: MPI takes about a microsecond for 8 bytes, a call a twentieth.
+        if (
+            stream is None
+            and algorithm == "auto"
+            and type(buf) is ndarray
+            and buf.nbytes < LIMITS["Bcast"]
+            and buf.dtype in MPI_TYPES
+        ):
             return _bcast(self, buf, root)
         return self._collectives.run("Bcast", stream, algorithm, None, buf, root=root)
 
@@ -110,18 +119,13 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Rank r's ``recvbuf`` is the reduction of ``sendbuf`` of the ranks before r; rank 0's is left alone."""
-        if (
-            stream is None
-            and algorithm == "auto"
-            and op is not AVG
-            and is_plain(sendbuf, recvbuf, self._limits["Exscan"])
-        ):
+        if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Exscan"]):
             return _exscan(self, sendbuf, recvbuf, op)
         return self._collectives.run("Exscan", stream, algorithm, sendbuf, recvbuf, op)
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Block r of the root's ``recvbuf`` is what rank r sends."""
-        if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._limits["Gather"]):
+        if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._block_limit):
             return _gather(self, sendbuf, recvbuf, root)
         return self._collectives.run("Gather", stream, algorithm, sendbuf, recvbuf, root=root)
 
@@ -129,7 +133,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Gather, with blocks of any counts and places."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Gatherv"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Gatherv"]):
             return _gatherv(self, sendbuf, recvbuf, root)
         return self._collectives.run("Gatherv", stream, algorithm, sendbuf, recvbuf, root=root)
 
@@ -145,12 +149,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """The root's ``recvbuf`` is the reduction of all ranks' ``sendbuf``."""
         # The other way round: what ranks that are not the root pass as recvbuf may be anything.
-        if (
-            stream is None
-            and algorithm == "auto"
-            and op is not AVG
-            and is_plain(recvbuf, sendbuf, self._limits["Reduce"])
-        ):
+        if stream is None and algorithm == "auto" and op is not AVG and is_plain(recvbuf, sendbuf, LIMITS["Reduce"]):
             return _reduce(self, sendbuf, recvbuf, op, root)
         return self._collectives.run("Reduce", stream, algorithm, sendbuf, recvbuf, op, root)
 
@@ -170,7 +169,7 @@ class BlockingCollectives(MPI.Intracomm):
             and algorithm == "auto"
             and op is not AVG
             and recvcounts is not None
-            and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter"])
+            and is_plain(recvbuf, sendbuf, LIMITS["Reduce_scatter"])
         ):
             return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
         return self._collectives.run("Reduce_scatter", stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
@@ -183,7 +182,7 @@ class BlockingCollectives(MPI.Intracomm):
             stream is None
             and algorithm == "auto"
             and op is not AVG
-            and is_plain(sendbuf, recvbuf, self._limits["Reduce_scatter_block"])
+            and is_plain(recvbuf, sendbuf, LIMITS["Reduce_scatter_block"])
         ):
             return _reduce_scatter_block(self, sendbuf, recvbuf, op)
         return self._collectives.run("Reduce_scatter_block", stream, algorithm, sendbuf, recvbuf, op)
@@ -192,12 +191,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Rank r's ``recvbuf`` is the reduction of ``sendbuf`` of the ranks up to r."""
-        if (
-            stream is None
-            and algorithm == "auto"
-            and op is not AVG
-            and is_plain(sendbuf, recvbuf, self._limits["Scan"])
-        ):
+        if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Scan"]):
             return _scan(self, sendbuf, recvbuf, op)
         return self._collectives.run("Scan", stream, algorithm, sendbuf, recvbuf, op)
 
@@ -205,7 +199,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Every rank's ``recvbuf`` is its block of the root's ``sendbuf``."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatter"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._block_limit):
             return _scatter(self, sendbuf, recvbuf, root)
         return self._collectives.run("Scatter", stream, algorithm, sendbuf, recvbuf, root=root)
 
@@ -213,6 +207,6 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Scatter, with blocks of any counts and places."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatterv"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Scatterv"]):
             return _scatterv(self, sendbuf, recvbuf, root)
         return self._collectives.run("Scatterv", stream, algorithm, sendbuf, recvbuf, root=root)

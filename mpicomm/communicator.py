@@ -17,6 +17,7 @@ from mpicomm.backend.base import Backend, Link
 from mpicomm.blocking_collectives import BlockingCollectives
 from mpicomm.bootstrap import duplicate, forked, meet
 from mpicomm.collectives.dispatcher import Collectives
+from mpicomm.collectives.plain_calls import LIMITS
 from mpicomm.domain import Domain
 from mpicomm.errors import InvalidUsageError
 from mpicomm.events import SharedEvent
@@ -114,8 +115,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         self._messages = Messages(self, placement, self._local_backend)
         if domain is not None:
             domain.beside.append(self._messages.memory)
-        self._limits = self._collectives.limits
-        self._allreduce_limit = self._limits["Allreduce"]
+        self._block_limit = min(LIMITS["Gather"], LIMITS["Scatter"]) // len(placement.places)
 
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:

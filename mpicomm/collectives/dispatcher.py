@@ -28,7 +28,7 @@ from mpicomm.collectives.host_engine import HostEngine
 from mpicomm.collectives.host_selection import piece_nbytes, use_mapped
 from mpicomm.collectives.known_calls import KnownCalls
 from mpicomm.collectives.ops import AVG
-from mpicomm.collectives.plain_calls import is_plainly_mpis, limits
+from mpicomm.collectives.plain_calls import is_plainly_mpis
 from mpicomm.collectives.requests import Completer, DeferredRequest, PersistentRequest, Work
 from mpicomm.domain import Domain
 from mpicomm.errors import InvalidUsageError
@@ -55,7 +55,6 @@ class Collectives:
         self._set_up = set_up
         self._rank = placement.rank
         self._size = len(placement.places)
-        self.limits = limits(self._size)
         self._device = placement.here.device
         self._completer = Completer()
         self._board: Board | None = None
@@ -84,7 +83,7 @@ class Collectives:
             return
         arguments = Arguments(send, receive, op, root, counts)
         if algorithm == "auto" and stream is None and is_plainly_mpis(operation, arguments, self._size):
-            self._mpi(operation, arguments, "{}")
+            self._mpi(operation, arguments)
             return
         call = self._read(operation, arguments, algorithm)
         if call.on_device:
@@ -94,7 +93,7 @@ class Collectives:
             self._on_host(operation).run(self._exchanges(call, algorithm), call.signature)
         else:
             refuse_stream(operation, stream)
-            self._mpi(operation, call.arguments, "{}")
+            self._mpi(operation, call.arguments)
 
     def start(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
@@ -103,7 +102,7 @@ class Collectives:
             call = self._read(operation, arguments, algorithm)
             if not call.on_device and _mpi_knows(call) and algorithm in ("auto", "mpi"):
                 refuse_stream(operation, stream)
-                request: MPI.Request = self._mpi(operation, call.arguments, "I{}")
+                request: MPI.Request = self._mpi(operation, call.arguments, f"I{operation.lower()}")
                 return request
             work = self._begin(call, arguments, stream, algorithm)
         return DeferredRequest(work)
@@ -141,7 +140,7 @@ class Collectives:
         else:
             refuse_stream(operation, stream)
             if _mpi_knows(call) and algorithm in ("auto", "mpi"):
-                prepared: MPI.Prequest = self._mpi(operation, call.arguments, "{}_init", info)
+                prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
                 return prepared
 
         def begin() -> Work:
@@ -221,7 +220,7 @@ class Collectives:
         through_host(
             domain.backend,
             resolved,
-            lambda send, receive: self._mpi(operation, replace(arguments, send=send, receive=receive), "{}"),
+            lambda send, receive: self._mpi(operation, replace(arguments, send=send, receive=receive)),
             buffers,
         )
         return resolved
@@ -280,8 +279,8 @@ class Collectives:
             kept.append(allocate(nbytes))
         return Span(kept[-1].pointer, 0)
 
-    def _mpi(self, operation: str, arguments: Arguments, method: str, info: MPI.Info | None = None) -> Any:
-        """Call MPI's method and not the Communicator's, which has called this one."""
+    def _mpi(self, operation: str, arguments: Arguments, method: str = "", info: MPI.Info | None = None) -> Any:
+        """Call MPI's ``method``, by default the blocking one, and not the Communicator's, which has called this one."""
         if arguments.op is AVG:
             raise InvalidUsageError(f"{operation}: MPI has no AVG; use MPI.SUM and divide, or one node")
         form = FORMS[operation]
@@ -294,8 +293,7 @@ class Collectives:
             passed.append(arguments.root)
         if info is not None:
             passed.append(info)
-        name = method.format(operation if not method.startswith("I") else operation.lower())
-        return getattr(MPI.Intracomm, name)(self._comm, *passed)
+        return getattr(MPI.Intracomm, method or operation)(self._comm, *passed)
 
     def _on_host(self, operation: str) -> HostEngine:
         if self._host_engine is None:

@@ -1,7 +1,7 @@
 """Channels: messages of up to a slot's size from each rank of a node to each other one, through shared host memory.
 
 Every rank has an arena that all map. Its *slots* hold what this rank sends: it copies a chunk in once, however many
-ranks read it. Its *inbox* has, for every other rank, a ring of entries in which that rank says which of its slots to
+ranks read it. Its *inbox* has, for every other rank, a ring of entries in which that rank says where in its slots to
 read and how long the message is. Its *returns* say how many of its messages each reader is done with, which frees the
 slots they are in.
 
@@ -14,9 +14,9 @@ slots they are in.
                                                   fence
     see the count of the reader, fence        (C) write its count of messages read
 
-(A, B) publish the chunk: without the fences a reader could see the flag and an older slot number or older bytes of the
-slot. (C) gives the slot back: without the fences the sender's next chunk could be seen by a reader that still reads
-this one. Every word has one writer.
+(A, B) publish the chunk: without the fences a reader could see the flag and an older place or older bytes of the slot.
+(C) gives the slot back: without the fences the sender's next chunk could be seen by a reader that still reads this one.
+Every word has one writer.
 """
 
 from __future__ import annotations
@@ -37,9 +37,12 @@ _LINE = 128  # bytes; words with different writers are on different cache lines,
 _PAGE = 4096
 _EPOCHS = 2**32 - 1
 _PATIENCE_S = 0.5
-_NO_SLOT = 0
-_SLOT_BITS = 16  # of the word that says where a message is; the others say how long it is
-_SLOT_MASK = (1 << _SLOT_BITS) - 1
+_PLACE_BITS = 32  # of the word that says where in the arena a message is; the others say how long it is
+_PLACE_MASK = (1 << _PLACE_BITS) - 1
+# Copies take up to twice as long where source and target are at different places in their cache lines. NumPy's large
+# arrays are 16 bytes past the start of one; in steps of 16 every element type stays aligned.
+_CACHE_LINE = 64
+_ALIGNMENT = 16
 
 
 def _round_up(nbytes: int, multiple: int) -> int:
@@ -85,7 +88,6 @@ class Channels:
         self._rank = node.rank
         self._node = node
         self._in_vain = in_vain
-        self._slot_nbytes = slot_nbytes
         # On a channel every unread message holds a slot, but for those without content, of which there are two at most
         # (see `post`). With an entry for each, none is written over before it is read, and nobody has to wait for one.
         self._entries = 1 << (slots + 1).bit_length()
@@ -94,7 +96,8 @@ class Channels:
         self._returns_at = node.size * self._inbox_words
         verdict_at = node.size * (inbox_nbytes + _LINE)
         slots_at = _round_up(verdict_at + Verdict.nbytes(node.size), _PAGE)
-        nbytes = slots_at + slots * slot_nbytes
+        self._stride = _round_up(slot_nbytes, _CACHE_LINE) + _CACHE_LINE
+        nbytes = slots_at + slots * self._stride
         backend = HostBackend(node.timeout_s)
         self._segments = share(
             node, backend, "host arena", lambda: backend.allocate("memfd", nbytes), lambda: (slot_nbytes, slots, first)
@@ -114,21 +117,22 @@ class Channels:
     def send(self, pointer: int, nbytes: int, readers: Sequence[int]) -> None:
         """Send up to a slot's size of bytes to some ranks; blocks for a free slot, and until they are copied."""
         slot = self._await_free_slot()
-        ctypes.memmove(self._addresses[self._rank] + slot * self._slot_nbytes, pointer, nbytes)
-        self._readers[slot] = self.post(readers, slot, nbytes)
+        place = slot * self._stride + pointer % _CACHE_LINE // _ALIGNMENT * _ALIGNMENT
+        ctypes.memmove(self._addresses[self._rank] + place, pointer, nbytes)
+        self._readers[slot] = self.post(readers, place, nbytes)
 
-    def post(self, readers: Sequence[int], slot: int = _NO_SLOT, nbytes: int = 0) -> list[tuple[int, int]]:
+    def post(self, readers: Sequence[int], place: int = 0, nbytes: int = 0) -> list[tuple[int, int]]:
         """Announce a message to some ranks and return its number on each channel; never blocks.
 
-        Without a slot it has no content. Such messages go between all ranks at once, each of which then reads those of
+        One of no bytes has no content. Such messages go between all ranks at once, each of which then reads those of
         all others: so a rank is never further ahead of another than by the one of which it awaits the counterpart.
         """
         numbers = []
         for reader in readers:
             self._sent[reader] = number = self._sent[reader] + 1
-            self._words[reader][self._entry(self._rank, number) + 1] = nbytes << _SLOT_BITS | slot
+            self._words[reader][self._entry(self._rank, number) + 1] = nbytes << _PLACE_BITS | place
             numbers.append((reader, number))
-        # (A), (B) Pairs with the fence in `receive`: content and slot number are there before the flag that says so.
+        # (A), (B) Pairs with the fence in `receive`: content and place are there before the flag that says so.
         fence()
         for reader, number in numbers:
             self._words[reader][self._entry(self._rank, number)] = self._flag(number)
@@ -148,12 +152,12 @@ class Channels:
             self._await(lambda: words[entry] & _EPOCHS == epoch, source)
             if words[entry] != flag:
                 raise DifferentCall
-        # (B) Pairs with the fence in `post`: slot number and content are read after the flag.
+        # (B) Pairs with the fence in `post`: place and content are read after the flag.
         fence()
         content = words[entry + 1]
-        if content >> _SLOT_BITS != nbytes:
-            raise DifferentSize(source, content >> _SLOT_BITS, nbytes)
-        return self._addresses[source] + (content & _SLOT_MASK) * self._slot_nbytes
+        if content >> _PLACE_BITS != nbytes:
+            raise DifferentSize(source, content >> _PLACE_BITS, nbytes)
+        return self._addresses[source] + (content & _PLACE_MASK)
 
     def release(self, sources: Iterable[int]) -> None:
         """Say that the last message of each of these ranks is not needed any more; local."""

@@ -12,39 +12,34 @@ from mpi4py import MPI
 from numpy import may_share_memory, ndarray
 
 from mpicomm.collectives.calls import FORMS, Arguments
-from mpicomm.collectives.host_selection import mapped_from, use_mapped
+from mpicomm.collectives.host_selection import least_mapped, use_mapped
 from mpicomm.collectives.ops import AVG
+from mpicomm.collectives.types import numpy_dtype
 
-_MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")  # with which MPI does what mpicomm promises
+MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")  # with which MPI does what mpicomm promises
 
-_ONE_BLOCK = ("Gather", "Reduce_scatter_block", "Scatter")
-"""Operations of which `is_plain` sees one of as many blocks as there are ranks."""
-
-
-class Limit(dict[np.dtype[Any], int]):
-    """Per element type, from how many bytes of the buffer that `is_plain` looks at a call may not be MPI's."""
-
-    def __missing__(self, dtype: object) -> int:
-        """Return 0 for types with which a call is never plain."""
-        return 0
+LIMITS = {operation: least_mapped(operation) for operation in FORMS}
+"""Of fewer bytes of `MPI_TYPES` in the whole call a collective is MPI's, with any number of ranks."""
 
 
-def limits(size: int) -> dict[str, Limit]:
-    """Return the limit of each operation; local."""
-    return {
-        operation: Limit(
-            dict.fromkeys(_MPI_TYPES, -(-mapped_from(operation, size) // (size if operation in _ONE_BLOCK else 1)))
-        )
-        for operation in FORMS
-    }
+def is_plain(other: Any, buffer: Any, limit: int) -> bool:
+    """Whether a call with these buffers is MPI's; ``buffer`` is one that every rank has, of as many bytes on all.
 
-
-def is_plain(other: Any, buffer: Any, limit: Limit) -> bool:
-    """Whether a call with these buffers is MPI's; ``buffer`` is one that every rank has, of as many bytes on all."""
+    ``limit`` is that of `LIMITS`, shared out among the ranks where ``buffer`` is one of as many blocks as they are.
+    """
     return (
         type(buffer) is ndarray
-        and buffer.nbytes < limit[buffer.dtype]
-        and (other is None or other is MPI.IN_PLACE or (type(other) is ndarray and are_apart(other, buffer)))
+        and buffer.nbytes < limit
+        and buffer.dtype in MPI_TYPES
+        and (
+            # The first half of are_apart, which nearly always answers.
+            (
+                type(other) is ndarray
+                and ((other.base is buffer.base is None and other is not buffer) or are_apart(other, buffer))
+            )
+            or other is None
+            or other is MPI.IN_PLACE
+        )
     )
 
 
@@ -59,7 +54,7 @@ def is_plainly_mpis(operation: str, arguments: Arguments, size: int) -> bool:
 
     It has to be what is decided on ranks that pass their buffers in other forms.
     """
-    send, receive = arguments.send, arguments.receive
+    send, receive = _array(arguments.send), _array(arguments.receive)
     if arguments.op is AVG:
         return False
     if operation == "Reduce_scatter" and (arguments.counts is None or type(send) is not ndarray):
@@ -79,6 +74,17 @@ def is_plainly_mpis(operation: str, arguments: Arguments, size: int) -> bool:
         array = send
     if operation in ("Scatter", "Scatterv") and type(receive) is ndarray:
         array, blocks = receive, size
-    if type(array) is not ndarray or array.dtype not in _MPI_TYPES:
+    if type(array) is not ndarray or array.dtype not in MPI_TYPES:
         return False
     return not use_mapped(operation, blocks * array.nbytes, size)
+
+
+def _array(spec: Any) -> Any:
+    """Return the array of ``[array, type]`` where that is the array's own type, which says nothing; else ``spec``."""
+    if type(spec) is ndarray or not isinstance(spec, (list, tuple)) or len(spec) != 2:
+        return spec
+    array, datatype = spec
+    if type(array) is not ndarray or not isinstance(datatype, MPI.Datatype):
+        return spec
+    dtype = numpy_dtype(datatype)
+    return array if dtype is not None and dtype == array.dtype else spec  # to NumPy None is float64

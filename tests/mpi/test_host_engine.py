@@ -220,6 +220,23 @@ def test_bcast(comm_world: MPI.Intracomm, engine: HostEngine, piece_nbytes: int 
             assert buffer.tobytes() == expected.tobytes()
 
 
+def test_messages_that_lie_differently_in_cache_lines(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
+    """Whatever the place, a message that fills its slot leaves the one beside it alone, which nobody has read yet."""
+    memory = np.zeros(10 * SMALL, np.uint8)
+    memory = memory[-memory.ctypes.data % 64 :][: 9 * SMALL]
+    memory[:] = np.random.default_rng(1).integers(0, 256, memory.size)
+    for first, second in itertools.product((0, 1, 16, 47, 48, 63), repeat=2):
+        sources = memory[first:][:SMALL], memory[5 * SMALL + second :][:SMALL]
+        outputs = [np.zeros(SMALL, np.uint8) for _ in sources]
+        buffers = sources if comm_world.rank == 0 else outputs
+        if comm_world.rank > 0:
+            time.sleep(2e-3)  # the root has filled both slots by then
+        steps = [patterns.bcast(comm_world.rank, comm_world.size, each.dtype, span(each), 0) for each in buffers]
+        engine.run([*steps[0], *steps[1]], CALL)
+        if comm_world.rank > 0:
+            assert [out.tolist() for out in outputs] == [source.tolist() for source in sources]
+
+
 def test_elements_larger_than_a_slot(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
     dtype = np.dtype(f"V{2 * SMALL + 3}")
     expected = np.frombuffer(np.random.default_rng(1).bytes(3 * dtype.itemsize), dtype)

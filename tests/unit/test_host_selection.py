@@ -23,8 +23,8 @@ def test_operations_are_named_as_in_mpi_and_have_one_switch_point(operation: str
 def test_what_is_chosen_where_it_matters_most() -> None:
     assert use_mapped("Allreduce", 64 << 20, 2) and use_mapped("Allreduce", 64 << 20, 8)
     assert not use_mapped("Allreduce", 1024, 2)
-    for operation in ("Alltoall", "Alltoallv", "Gatherv", "Scatterv", "Barrier"):
-        assert not use_mapped(operation, LARGE, 4)
+    for operation in ("Allgather", "Alltoall", "Alltoallv", "Barrier", "Bcast", "Gatherv", "Scatterv"):
+        assert not use_mapped(operation, LARGE, 2) and not use_mapped(operation, LARGE, 4)
 
 
 def test_pieces_have_shards_that_fit_a_slot() -> None:
