@@ -19,6 +19,7 @@ from mpicomm.backend.base import Link, Scratch
 from mpicomm.backend.cuda_arrays import allocation_of, as_cupy
 from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call, visible_devices
+from mpicomm.backend.cuda_event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.backend.cuda_faults import Calls, FaultPage
 from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
 from mpicomm.backend.cuda_order import StreamOrder
@@ -31,40 +32,7 @@ from mpicomm.kernels.compile import KERNELS, compile_kernel
 from mpicomm.kernels.load import Module
 from mpicomm.kernels.team import Faults
 
-_EVENT_HANDLE_NBYTES = 64  # sizeof(CUipcEventHandle)
 _NOT_READY = 600  # cudaErrorNotReady
-
-
-class CudaEvent:
-    """A CUDA event that processes share, this process's or a peer's."""
-
-    def __init__(self, context: PrimaryContext, event: Any) -> None:
-        self._context = context
-        self._event = event
-
-    def export(self) -> bytes:
-        """Return the event's handle."""
-        with self._context.current():
-            handle = call(driver.cuIpcGetEventHandle, self._event)
-        # The bindings give the handle an address and no accessor for its bytes.
-        return ctypes.string_at(handle.getPtr(), _EVENT_HANDLE_NBYTES)
-
-    def record(self, stream: int) -> None:
-        """Mark the work enqueued on ``stream`` so far. Local, does not block."""
-        with self._context.current():
-            call(driver.cuEventRecord, self._event, stream)
-
-    def wait(self, stream: int) -> None:
-        """Make later work on ``stream`` wait for the latest `record`. Local, does not block."""
-        with self._context.current():
-            call(driver.cuStreamWaitEvent, stream, self._event, 0)
-
-    def close(self) -> None:
-        """Release the event. A second call does nothing."""
-        event, self._event = self._event, None
-        if event is not None:
-            with suppress(DriverShutDownError), self._context.current():
-                call(driver.cuEventDestroy, event)
 
 
 class _SignalKernels:
@@ -348,10 +316,10 @@ class CudaBackend:
 
     def open_event(self, exported: bytes) -> CudaEvent:
         """Open a peer's event."""
-        if len(exported) != _EVENT_HANDLE_NBYTES:
-            raise HandleError(f"event handle has {len(exported)} bytes instead of {_EVENT_HANDLE_NBYTES}")
+        if len(exported) != EVENT_HANDLE_NBYTES:
+            raise HandleError(f"event handle has {len(exported)} bytes instead of {EVENT_HANDLE_NBYTES}")
         handle = driver.CUipcEventHandle()
-        ctypes.memmove(handle.getPtr(), exported, _EVENT_HANDLE_NBYTES)
+        ctypes.memmove(handle.getPtr(), exported, EVENT_HANDLE_NBYTES)
         with self._context.current():
             return CudaEvent(self._context, call(driver.cuIpcOpenEventHandle, handle))
 

@@ -50,7 +50,7 @@ class _Current(contextlib.AbstractContextManager[None]):
             if self._before != self._context:
                 self._driver.ctxSetCurrent(self._context)
         except self._driver.CUDADriverError as error:
-            if error.status == driver.CUresult.CUDA_ERROR_DEINITIALIZED:
+            if int(error.status) == int(driver.CUresult.CUDA_ERROR_DEINITIALIZED):
                 raise DriverShutDownError(str(error)) from None
             raise HandleError(f"the context of a GPU cannot be made current: {error}") from None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from weakref import WeakSet
 
 import cupy
 from cupy.cuda import runtime
@@ -96,6 +97,7 @@ class DeviceEngine:
             DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),
         )
         self._kernels = KernelCache(backend.info.compute_capability)
+        self._plans: WeakSet[Plan] = WeakSet()  # whoever enqueues them keeps them
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
@@ -139,7 +141,9 @@ class DeviceEngine:
             with self._backend.loading():
                 for launch in launches:
                     self._kernels.load(launch.variant)
-        return Plan(text, [self._enqueuer(step) for step in steps])
+        plan = Plan(text, [self._enqueuer(step) for step in steps])
+        self._plans.add(plan)
+        return plan
 
     def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> None:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
@@ -180,6 +184,8 @@ class DeviceEngine:
     def close_own(self) -> None:
         """Free this rank's arena, kernels and events; local, after every peer's `close_peers`."""
         with suppress(DriverShutDownError), self._backend.current():
+            for plan in self._plans:
+                plan.drop_graph()
             self._kernels.unload()
             self._order.close()
         self._arena.close_own()

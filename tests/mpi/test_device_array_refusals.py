@@ -1,0 +1,164 @@
+"""Device arrays in calls that are MPI's alone, or on what is no Communicator of GPUs: refused, so MPI sees none."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.reductions import Array
+
+
+class FakeDeviceArray:
+    """Looks like an array on a GPU; its memory is the host's, so that a test survives who looks at it."""
+
+    def __init__(self, memory: Array) -> None:
+        self.memory = memory
+        self.__cuda_array_interface__ = {
+            "shape": memory.shape,
+            "typestr": memory.dtype.str,
+            "data": (memory.ctypes.data, False),
+            "version": 3,
+        }
+
+
+def buffer_methods(cls: type = MPI.Intracomm) -> dict[str, dict[str, inspect.Parameter]]:
+    """MPI's methods that take buffers, with their parameters; also those of an mpi4py that is yet to come."""
+    found = {}
+    for name in dir(cls):
+        method = getattr(cls, name)
+        if name[0].isupper() and callable(method) and not inspect.isclass(method):
+            parameters = dict(inspect.signature(method).parameters)
+            parameters.pop("self", None)
+            if any("Buf" in str(each.annotation) for each in parameters.values()):
+                found[name] = parameters
+    return found
+
+
+def test_there_are_as_many_buffer_methods_as_expected() -> None:
+    """If mpi4py stopped telling what its parameters are, the test below would look at nothing."""
+    assert len(buffer_methods()) >= 60
+
+
+HARMLESS = {"dest": MPI.PROC_NULL, "source": MPI.PROC_NULL, "partitions": 1, "recvcounts": [4]}
+TAKES_NO_SPECIFICATION = ("Attach_buffer", "Iagree")
+
+
+def fake_arguments(name: str, parameters: dict[str, Any], on_device: list[str], *, typed: bool) -> dict[str, Any]:
+    """What would do no harm, and wait for nobody, if it got to MPI."""
+    arguments: dict[str, Any] = {each: HARMLESS[each] for each in parameters if each in HARMLESS}
+    for buffer, parameter in parameters.items():
+        if "Buf" in str(parameter.annotation):
+            array: Any = FakeDeviceArray(np.full(4, 7.0)) if buffer in on_device else np.zeros(4)
+            with_type = [array, ([4], [0]), [MPI.DOUBLE]] if "alltoallw" in name.lower() else [array, MPI.DOUBLE]
+            arguments[buffer] = with_type if typed and name not in TAKES_NO_SPECIFICATION else array
+    return arguments
+
+
+def test_a_device_array_never_gets_to_mpi_from_a_cpu_communicator() -> None:
+    # Of this rank alone, so that a call which is let through does not wait for others.
+    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
+        require_refusals(comm, MPI.Intracomm)
+
+
+def require_refusals(called: Any, cls: type) -> None:
+    """Call every method of ``cls`` that takes buffers with each of them on a device."""
+    let_through = []
+    for name, parameters in buffer_methods(cls).items():
+        buffers = [each for each, value in parameters.items() if "Buf" in str(value.annotation)]
+        for on_device, typed in itertools.product([*([each] for each in buffers), buffers], (False, True)):
+            try:
+                getattr(called, name)(**fake_arguments(name, parameters, on_device, typed=typed))
+            except InvalidUsageError as error:
+                if "GPU" in str(error) or "host arrays alone" in str(error):
+                    continue
+                said = str(error)
+            except TypeError as error:
+                if name == "Iagree" and "bytes-like object is required" in str(error):
+                    continue  # mpi4py looks for nothing else than the buffer protocol
+                said = str(error)
+            except Exception as error:
+                said = f"{type(error).__name__}: {error}"
+            else:
+                said = "nothing"
+            let_through.append(f"{name}, {on_device} on a GPU, typed={typed}: {said}")
+    assert not let_through, "\n".join(let_through)
+
+
+MAKERS: dict[str, Callable[[mpicomm.Communicator], Any]] = {
+    "cartesian": lambda comm: comm.Create_cart([1], [True]),
+    "graph": lambda comm: comm.Create_graph([1], [0]),
+    "distributed graph": lambda comm: comm.Create_dist_graph([0], [1], [0]),
+    "adjacent graph": lambda comm: comm.Create_dist_graph_adjacent([0], [0]),
+    "part": lambda comm: comm.Create_cart([1, 1]).Sub([True, False]),
+    "split": lambda comm: comm.Create_cart([1]).Split(),
+    "duplicate": lambda comm: comm.Create_cart([1]).Idup()[0],
+}
+
+
+@pytest.mark.parametrize("what", MAKERS)
+def test_communicators_that_are_no_communicators_refuse_device_arrays(what: str) -> None:
+    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
+        made = MAKERS[what](comm)
+        send, receive = np.arange(3.0), np.zeros(3)
+        made.Allreduce(send, recvbuf=receive)
+        assert receive.tolist() == send.tolist()
+        cls = type(made).__mro__[2]
+        assert isinstance(made, MPI.Intracomm) and cls.__module__ == "mpi4py.MPI"
+        require_refusals(made, cls)
+        made.Free()
+
+
+def test_intercommunicators_refuse_device_arrays(comm_world: MPI.Intracomm) -> None:
+    if comm_world.size == 1:
+        pytest.skip("needs two ranks")
+    with communicator("cpu") as comm:
+        half = comm.Split(comm.rank % 2)
+        assert isinstance(half, mpicomm.Communicator)
+        between = half.Create_intercomm(0, comm_world, 1 - comm.rank % 2)
+        assert isinstance(between, MPI.Intercomm) and between.Get_remote_size() + half.size == comm.size
+        if comm.rank == 0:
+            require_refusals(between, MPI.Intercomm)
+        between.Barrier()
+        between.Free()
+        half.Free()
+
+
+@pytest.mark.parametrize("way", ["Mprobe", "Improbe"])
+def test_matched_messages_refuse_device_arrays(way: str) -> None:
+    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
+        request = comm.Isend(np.full(4, 7.0), 0, 3)
+        message = None
+        while message is None:
+            message = getattr(comm, way)(0, 3)
+        require_refusals(message, MPI.Message)
+        received = np.zeros(4)
+        message.Recv(received)
+        assert received.tolist() == [7.0] * 4 and message == MPI.MESSAGE_NULL
+        request.Wait()
+        assert comm.Improbe() is None
+
+
+def test_a_device_array_is_refused_on_a_communicator_made_from_another(comm_world: MPI.Intracomm) -> None:
+    with communicator("cpu") as comm, comm.Dup() as child:
+        if comm_world.rank == 0:  # alone: it must not wait for a set-up of all
+            with pytest.raises(InvalidUsageError, match="the communicator is on the cpu"):
+                child.Send(FakeDeviceArray(np.ones(4)), MPI.PROC_NULL)
+
+
+def test_guarded_calls_refuse_device_arrays(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("there are no device arrays")
+    with communicator(device, MPI.COMM_SELF) as comm, array_module(comm) as xp:
+        for method in ("Send_init", "Ibsend", "Irsend", "Recv_init", "Psend_init", "Isendrecv_replace"):
+            arguments = (1, MPI.PROC_NULL) if method == "Psend_init" else (MPI.PROC_NULL,)
+            with pytest.raises(InvalidUsageError, match="takes host arrays alone"):
+                getattr(comm, method)(xp.ones(4), *arguments)
