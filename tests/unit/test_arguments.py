@@ -43,9 +43,10 @@ class Place:
         self.guarded = kind not in ("scalar", "bytes", "bytearray", "array.array", "dates", "strings", "struct", "none")
         length = {"fortran": length // 2 * 2, "strided": length + 3}.get(kind, length)
         element = np.dtype(dtype)
-        inner: Any = self.memory[1024 : 1024 + length * element.itemsize]
+        # Not by slices: where they are empty NumPy puts them at the start of the memory.
+        inner: Any = np.ndarray(length * element.itemsize, np.uint8, self.memory, 1024)
         inner[:] = np.arange(inner.size) % 128
-        flat: Any = inner.view(element)
+        flat: Any = np.ndarray(length, element, self.memory, 1024)
         objects: dict[str, Callable[[], Any]] = {
             "array": lambda: flat,
             "fortran": lambda: flat.reshape(2, -1, order="F"),
