@@ -141,11 +141,15 @@ class Machine:
             jobs = ["\n".join([*header, *(line for job in jobs for line in job.splitlines()[2:])])]
         self._launches = [[] for _ in range(self.size)]
         self._run_jobs(jobs, limit_s)
+        # Of all ranks: one of them may have learned from another that it gives up, before it found out why by itself.
+        faults = []
         for rank, place in enumerate(self._records):
             record = FaultRecord.from_buffer_copy(place.bytes.tobytes())
             if record.state:
                 said = ", ".join(f"{name}={getattr(record, name)}" for name, *_ in FaultRecord._fields_)
-                raise RunFailedError(f"fault on rank {rank}: {said}")
+                faults.append(f"fault on rank {rank}: {said}")
+        if faults:
+            raise RunFailedError("\n".join(faults))
         if any((gap != _GAP_BYTE).any() for gap in self._gaps):
             raise RunFailedError("a kernel wrote beside what it was to write")
 
