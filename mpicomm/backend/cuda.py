@@ -218,7 +218,7 @@ class CudaBackend:
     def is_capturing(self, stream: int) -> bool:
         """Return whether what is enqueued on ``stream`` becomes part of a graph."""
         with self._context.current():
-            return bool(cupy.cuda.runtime.streamIsCapturing(stream))
+            return bool(runtime.streamIsCapturing(stream))
 
     def check(self) -> None:
         """Raise `CollectiveTimeoutError` if an earlier wait ran out of time, `PeerError` if ranks called different
@@ -294,7 +294,10 @@ class CudaBackend:
     def _completion(self, stream: int) -> Callable[[], bool]:
         if runtime.streamIsCapturing(stream):
             return lambda: True
-        event = self._idle_events.pop() if self._idle_events else cupy.cuda.Event(disable_timing=True)
+        try:
+            event = self._idle_events.pop()
+        except IndexError:  # not by a look before: threads that complete requests come here too, and take one meanwhile
+            event = cupy.cuda.Event(disable_timing=True)
         pointer = event.ptr
         runtime.eventRecord(pointer, stream)
 

@@ -75,7 +75,10 @@ class Work:
         return over
 
     def drive(self) -> None:
-        """Wait for the work in this thread: a thread that waits in MPI keeps the completer's out for milliseconds."""
+        """Wait for the work in this thread: a thread that waits in MPI keeps the completer's out for milliseconds.
+
+        The pauses stay shorter than those of `wait_until`, by which a collective of a millisecond could be late.
+        """
         if self.test():
             return
         until = time.perf_counter() + _SPIN_S

@@ -48,6 +48,8 @@ class Messages:
         self._near = frozenset(placement.node_ranks)
         self._secret = placement.secret if self.described else None
         self.memory = Memory(placement.rank, here.timeout_s)
+        # Not that of collectives: what comes into host memory blocks its thread until the sender's device has sent it,
+        # and that may wait for a collective which this rank begins only when an earlier one is complete.
         self._completer = Completer()
         self.stash = Stash(self, comm, self._secret)
 

@@ -4,72 +4,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import c_uint32, c_uint64
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.kernels.build import KERNELS, Builds, Change, Kernel
-from tests.kernels.machine import CAUGHT, Machine, RunFailedError
+from tests.kernels.build import Builds, Change
+from tests.kernels.machine import CAUGHT, RunFailedError
+from tests.kernels.words_rig import WordsRig
 
-WRITE = Path(__file__).parent / "write_words.cu"
-WORDS = 500
 ROUNDS = 30
 
 
-class Outboxes:
+class Outboxes(WordsRig):
     """Every rank writes into its own memory, from which the next rank adds up; the place is used again and again."""
 
     def __init__(self, builds: Builds, size: int, changes: Sequence[Change] = ()) -> None:
-        self.machine = Machine(builds, size)
-        self.size = size
-        ranks = range(size)
-        self.words = [self.machine.allocate(rank, WORDS * 8) for rank in ranks]
-        self.sums = [self.machine.allocate(rank, 8) for rank in ranks]
-        self.lines = [self.machine.allocate(rank, 2 * 8) for rank in ranks]  # ready, done
-        self._publish, self._await = (
-            builds.kernel(KERNELS / "signal.cu", name, changes=changes) for name in ("mpicomm_publish", "mpicomm_await")
-        )
-        self._write, self._add = (builds.kernel(WRITE, name) for name in ("write_words", "add_words"))
+        super().__init__(builds, size, ("mpicomm_publish", "mpicomm_await"), changes)
+        self.lines = [self.machine.allocate(rank, 2 * 8) for rank in range(size)]  # ready, done
+        self._publish, self._await = self.signals
 
     def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:
         previous, following = (rank - 1) % self.size, (rank + 1) % self.size
         own, line = self.lines[rank].address, self.machine.address(previous, self.lines[previous], rank)
         self.wait(rank, own + 8, number, following)  # what the host does: the receiver of the last message is done
-        self._launch(rank, self._write, c_uint64(self.words[rank].address), c_uint64(rank + number * 10**6))
+        self.write(rank, self.words[rank].address, number)
         self.publish(rank, own, number + 1, nap_us=nap_us)
         self.wait(rank, line, number + 1, previous)
-        source = self.machine.address(previous, self.words[previous], rank)
-        self._launch(rank, self._add, c_uint64(self.sums[rank].address), c_uint64(source))
+        self.add(rank, self.machine.address(previous, self.words[previous], rank))
         self.publish(rank, line + 8, number + 1)
 
     def publish(self, rank: int, word: int, count: int, *, nap_us: int = 0) -> None:
-        parameters = (c_uint64(word), c_uint64(count), self._failed(rank))
+        parameters = (c_uint64(word), c_uint64(count), self.failed(rank))
         self.machine.launch(rank, self._publish, parameters, blocks=1, threads=1, nap_us=nap_us)
 
     def wait(self, rank: int, word: int, target: int, peer: int, *, timeout_s: float = 20) -> None:
         record, limit = c_uint64(self.machine.faults[rank].record), c_uint64(int(timeout_s * 1e9))
-        parameters = (c_uint64(word), c_uint64(target), c_uint64(77), c_uint32(peer), limit, record, self._failed(rank))
+        parameters = (c_uint64(word), c_uint64(target), c_uint64(77), c_uint32(peer), limit, record, self.failed(rank))
         self.machine.launch(rank, self._await, parameters, blocks=1, threads=1)
-
-    def _launch(self, rank: int, kernel: Kernel, *parameters: c_uint64) -> None:
-        self.machine.launch(rank, kernel, (*parameters, c_uint32(WORDS)), blocks=1, threads=64)
-
-    def _failed(self, rank: int) -> c_uint64:
-        return c_uint64(self.machine.faults[rank].failed)
 
 
 def run(builds: Builds, size: int, changes: Sequence[Change] = ()) -> None:
     outboxes = Outboxes(builds, size, changes)
-    rng = np.random.default_rng(size)
-    for number in range(ROUNDS):
-        for rank in range(size):
-            outboxes.enqueue(rank, number, nap_us=int(rng.choice((0, 0, 0, 500))))
-    outboxes.machine.run(seed=size, jitter_us=200, limit_s=30)
+    outboxes.run(ROUNDS)
     for rank in range(size):
-        firsts = [(rank - 1) % size + number * 10**6 for number in range(ROUNDS)]
-        expected = sum(WORDS * first + sum(range(WORDS)) for first in firsts)
-        assert int(outboxes.sums[rank].view(np.uint64)[0]) == expected
         assert list(outboxes.lines[rank].view(np.uint64)) == [ROUNDS, ROUNDS]
 
 

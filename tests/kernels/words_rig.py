@@ -1,0 +1,54 @@
+"""Kernels that write words into memory and add them up, around the kernels of signal.cu that say when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_uint32, c_uint64
+from pathlib import Path
+
+import numpy as np
+
+from tests.kernels.build import KERNELS, Builds, Change
+from tests.kernels.machine import Machine
+
+_SOURCE = Path(__file__).parent / "write_words.cu"
+WORDS = 500
+
+
+class WordsRig:
+    """Words of every rank, and what it has added up of words that a neighbour has written; subclasses say whose."""
+
+    def __init__(self, builds: Builds, size: int, names: Sequence[str], changes: Sequence[Change] = ()) -> None:
+        self.machine = Machine(builds, size)
+        self.size = size
+        self.words = [self.machine.allocate(rank, WORDS * 8) for rank in range(size)]
+        self.sums = [self.machine.allocate(rank, 8) for rank in range(size)]
+        self.signals = [builds.kernel(KERNELS / "signal.cu", name, changes=changes) for name in names]
+        self._write, self._add = (builds.kernel(_SOURCE, name) for name in ("write_words", "add_words"))
+
+    def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:
+        """Enqueue one round of a rank, which naps before it says that it has written."""
+        raise NotImplementedError
+
+    def run(self, rounds: int) -> None:
+        """Enqueue and run rounds in which ranks nap at random, and check the sums."""
+        rng = np.random.default_rng(self.size)
+        for number in range(rounds):
+            for rank in range(self.size):
+                self.enqueue(rank, number, nap_us=int(rng.choice((0, 0, 0, 500))))
+        self.machine.run(seed=self.size, jitter_us=200, limit_s=30)
+        for rank in range(self.size):
+            firsts = [(rank - 1) % self.size + number * 10**6 for number in range(rounds)]
+            expected = sum(WORDS * first + sum(range(WORDS)) for first in firsts)
+            assert int(self.sums[rank].view(np.uint64)[0]) == expected
+
+    def write(self, rank: int, address: int, number: int) -> None:
+        parameters = (c_uint64(address), c_uint64(rank + number * 10**6), c_uint32(WORDS))
+        self.machine.launch(rank, self._write, parameters, blocks=2, threads=64)
+
+    def add(self, rank: int, address: int) -> None:
+        parameters = (c_uint64(self.sums[rank].address), c_uint64(address), c_uint32(WORDS))
+        self.machine.launch(rank, self._add, parameters, blocks=1, threads=64)
+
+    def failed(self, rank: int) -> c_uint64:
+        return c_uint64(self.machine.faults[rank].failed)
