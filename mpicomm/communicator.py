@@ -307,10 +307,10 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
     def _local_backend(self, what: str) -> Backend:
         """Return this rank's device; local, whether or not the communicator is set up."""
-        if self._domain is not None:
-            return self._domain.backend
         if self == MPI.COMM_NULL:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
+        if self._domain is not None:
+            return self._domain.backend
         if self._own_backend is None:
             self._own_backend = self._placement.create_backend()
         return self._own_backend

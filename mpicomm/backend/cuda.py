@@ -302,7 +302,11 @@ class CudaBackend:
         runtime.eventRecord(pointer, stream)
 
         def done() -> bool:
-            status = runtime.eventQuery(pointer)
+            if runtime.getDevice() == self._ordinal:
+                status = runtime.eventQuery(pointer)
+            else:  # a thread that completes requests, say; it would make a context on the GPU it takes for the current
+                with self._context.current():
+                    status = runtime.eventQuery(pointer)
             if status == _NOT_READY:
                 return False
             runtime.check_status(status)  # a device that has failed: what is enqueued there is never done

@@ -123,12 +123,12 @@ class Collectives:
         refuse_stream(call.operation, stream)
         # MPI has no such type, and the host engine has no thread of its own: done when this returns.
         self._on_host(call.operation).run(self._exchanges(call, algorithm), call.signature)
-        return self._completer.add(Work(lambda: True, lambda: None))
+        return self._completer.add(Work(lambda: True, lambda: None), self._set_up(call.operation).backend.make_current)
 
     def _until_done(self, operation: str, stream: int) -> Work:
         """Return what is enqueued on a stream so far as work."""
         backend = self._set_up(operation).backend
-        return self._completer.add(Work(backend.completion(stream), backend.check))
+        return self._completer.add(Work(backend.completion(stream), backend.check), backend.make_current)
 
     def prepare(
         self, operation: str, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str

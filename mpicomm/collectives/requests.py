@@ -161,8 +161,12 @@ class Completer:
         self._running = False
         self._beginning_or_ending = threading.Lock()
 
-    def add(self, work: Work) -> Work:
-        """Complete ``work`` as soon as it is done, and return it."""
+    def add(self, work: Work, make_current: Callable[[], None]) -> Work:
+        """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``make_current``.
+
+        On a thread that has no device yet, whatever CUDA is asked, and be it to destroy an event with the last work
+        that knows it, makes a context on the first GPU: half a GiB for each of the ranks whose GPU is another.
+        """
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             work.complete()
             return work
@@ -172,10 +176,13 @@ class Completer:
             with self._beginning_or_ending:
                 if not self._running:
                     self._running = True
-                    threading.Thread(target=self._run, name="mpicomm completer", daemon=True).start()
+                    threading.Thread(
+                        target=self._run, args=[make_current], name="mpicomm completer", daemon=True
+                    ).start()
         return work
 
-    def _run(self) -> None:
+    def _run(self, make_current: Callable[[], None]) -> None:
+        make_current()
         busy = time.perf_counter()
         while True:
             # Whoever has started a request may be about to wait for it. The longer nobody has needed this thread, the

@@ -72,7 +72,7 @@ class Messages:
             sending = Sending(outgoing, request, device.completion(side))
         finally:
             streams.give_back(side)
-        return DeferredRequest(self._completer.add(Work(sending.done, device.check)))
+        return self._request(Work(sending.done, device.check), device)
 
     def receive(
         self, operation: str, receive: Callable[[Any, MPI.Status], None], buf: Any, status: Any, stream: Any
@@ -130,7 +130,7 @@ class Messages:
                 brought.append(self._bring_aside(landing, device, status, mark))
             return brought[0]()
 
-        return DeferredRequest(self._completer.add(Work(done, device.check, status, request.Cancel)))
+        return self._request(Work(done, device.check, status, request.Cancel), device)
 
     def exchange(
         self,
@@ -197,6 +197,9 @@ class Messages:
             return MPI.Intracomm.Irecv(self._comm, spec, source, tag), None
 
         return begin
+
+    def _request(self, work: Work, device: MessageDevice) -> DeferredRequest:
+        return DeferredRequest(self._completer.add(work, device.make_current))
 
     def _landing(self, operation: str, buf: Any, *, replace: bool = False) -> tuple[Landing, MessageDevice]:
         device = self._ready(operation)

@@ -6,12 +6,14 @@ long: thousands of calls and replays.
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 import time
 from typing import Any
 
 import cupy
 import numpy as np
+from cuda.bindings import driver
 from mpi4py import MPI
 
 import mpicomm
@@ -22,6 +24,7 @@ TYPES = ("float32", "bfloat16", "int32", "complex128")
 IDLE = 'extern "C" __global__ void idle(long long cycles) { for (auto t = clock64(); clock64() - t < cycles;) {} }'
 CALLS = 4000
 REPLAYS = 200
+LIMIT_S = 100  # a tenth of which is enough
 
 
 def reductions(comm: mpicomm.Communicator, name: str, count: int, seed: int) -> list[tuple[Any, Any]]:
@@ -124,8 +127,17 @@ def messages(comm: mpicomm.Communicator) -> None:
         request = comm.Irecv(received, previous, 1)
         sent[...] = 10 + comm.rank
         comm.Send(sent, following, 1)
+        time.sleep(0.001)  # the thread that completes requests looks too
         request.Wait()
         assert (received.get() == 10 + previous).all()
+
+
+def require_one_context(device: int) -> None:
+    """Raise if this process has a context, of half a GiB, on a GPU that is not its own."""
+    for other in range(cupy.cuda.runtime.getDeviceCount()):
+        error, _, active = driver.cuDevicePrimaryCtxGetState(other)
+        assert error == driver.CUresult.CUDA_SUCCESS, error
+        assert bool(active) == (other == device), f"GPU {other} is {'' if active else 'not '}in use, {device} is mine"
 
 
 def stress(comm: mpicomm.Communicator) -> None:
@@ -164,7 +176,8 @@ def stress(comm: mpicomm.Communicator) -> None:
 
 
 def main() -> None:
-    """Run; an exception on any rank ends all."""
+    """Run; an exception on any rank ends all, and where the others were is told."""
+    faulthandler.dump_traceback_later(LIMIT_S)
     with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:
         if "--late" in sys.argv:
             start = time.perf_counter()
@@ -184,6 +197,8 @@ def main() -> None:
         signals(comm)
         messages(comm)
         comm.check()
+        if isinstance(comm.device, int):
+            require_one_context(comm.device)
 
 
 if __name__ == "__main__":

@@ -135,6 +135,10 @@ class ThreadDevice:
         self._own: list[npt.NDArray[Any]] = []
         self._segments: list[HostSegment] = []
         self.closed = False
+        self._current = threading.local()
+
+    def make_current(self) -> None:
+        self._current.is_this = True
 
     def own(self, memory: npt.NDArray[Any]) -> None:
         """Take memory for the device's; what is copied from elsewhere is read at once, as pageable memory is."""
@@ -142,6 +146,9 @@ class ThreadDevice:
 
     def enqueue(self, stream: int, act: Callable[[], object]) -> None:
         assert not self.closed, "work on a device that is closed"
+        # The thread of a test made it current when it made the communicator; those of the package have to do it.
+        mine = not threading.current_thread().name.startswith("mpicomm") or hasattr(self._current, "is_this")
+        assert mine, "a thread without a device uses one"
         if stream not in self._streams:
             self._streams[stream] = _Stream(random.Random(self._rng.random()), self._slowest_s)
         self._streams[stream].enqueue(act)

@@ -32,6 +32,10 @@ def completers() -> int:
     return sum(thread.name == "mpicomm completer" for thread in threading.enumerate())
 
 
+def nothing() -> None:
+    """Stand for making a device current."""
+
+
 def done_after(looks: int) -> Work:
     """Work that is done when it was asked often enough."""
     left = iter(range(looks))
@@ -41,7 +45,19 @@ def done_after(looks: int) -> Work:
 def test_work_is_completed_while_nobody_waits_for_it() -> None:
     completer = Completer()
     for looks in (0, 1, 5):
-        complete(DeferredRequest(completer.add(done_after(looks))))
+        complete(DeferredRequest(completer.add(done_after(looks), nothing)))
+
+
+def test_the_thread_has_a_device_before_it_looks_at_any_work() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def note(what: str) -> bool:
+        seen.append((what, threading.current_thread().name))
+        return True
+
+    work = Work(lambda: note("looks"), nothing)
+    complete(Completer().add(work, lambda: nothing() if note("has a device") else None).request)
+    assert seen == [("has a device", "mpicomm completer"), ("looks", "mpicomm completer")]
 
 
 def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,25 +66,25 @@ def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(requests, "_LINGER_S", 0)
     completer = Completer()
     for number in range(2000):
-        complete(completer.add(done_after(number % 3)).request)
+        complete(completer.add(done_after(number % 3), nothing).request)
 
 
 def test_the_thread_that_ends_sees_what_was_added_before() -> None:
     """The interleaving that loses work, step by step: it is added when the thread is about to say that it ends."""
     completer = Completer()
     completer._running = True  # as if there was a thread, which this one plays
-    work = completer.add(done_after(0))
+    work = completer.add(done_after(0), nothing)
     assert not completer._may_end()
     assert completer._running
     completer._pending.clear()
     assert completer._may_end()
-    complete(completer.add(work).request)  # by a new one
+    complete(completer.add(work, nothing).request)  # by a new one
 
 
 def test_there_is_one_thread_and_none_in_the_end() -> None:
     settle(lambda: completers() == 0)
     completer = Completer()
-    several = [completer.add(done_after(3)) for _ in range(50)]
+    several = [completer.add(done_after(3), nothing) for _ in range(50)]
     assert completers() == 1
     for work in several:
         complete(work.request)
@@ -82,7 +98,7 @@ def test_what_went_wrong_is_raised_by_wait_and_test(where: str) -> None:
 
     for way in ("Wait", "Test"):
         work = Work(fail, lambda: None) if where == "done" else Work(lambda: True, fail)  # type: ignore[arg-type]
-        request = DeferredRequest(Completer().add(work))
+        request = DeferredRequest(Completer().add(work, nothing))
         with pytest.raises(ValueError, match="it went wrong"):
             getattr(request, way)()
         assert request == MPI.REQUEST_NULL
