@@ -24,6 +24,7 @@ from mpicomm.events import SharedEvent
 from mpicomm.guard import Offspring
 from mpicomm.memory import SymmetricArray
 from mpicomm.messages.calls import Messages
+from mpicomm.messages.in_stream_order import InStreamOrder
 from mpicomm.nonblocking_collectives import NonblockingCollectives
 from mpicomm.persistent_collectives import PersistentCollectives
 from mpicomm.placement import Placement
@@ -113,6 +114,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         self._own_backend = None
         self._collectives = Collectives(self, placement, self._set_up)
         self._messages = Messages(self, placement, self._local_backend)
+        self._in_stream_order = InStreamOrder(self._collectives)
         if domain is not None:
             domain.beside.append(self._messages.memory)
         self._block_limit = min(LIMITS["Gather"], LIMITS["Scatter"]) // len(placement.places)

@@ -9,8 +9,12 @@ from mpi4py import MPI
 
 from mpicomm.collectives.dispatcher import is_on_device, refuse_stream
 from mpicomm.collectives.requests import DeferredRequest, PersistentRequest, Work
+from mpicomm.errors import InvalidUsageError
 from mpicomm.guard import require_host
 from mpicomm.messages.calls import Messages
+from mpicomm.messages.in_stream_order import End, InStreamOrder
+
+_MATCHED_BY = ("auto", "one_shot")
 
 
 class PointToPoint(MPI.Intracomm):
@@ -26,7 +30,16 @@ class PointToPoint(MPI.Intracomm):
     message, of a large one the description, so that it hardly ever waits for the receiver; `Ssend` does until it is
     matched. The array may be overwritten by later work of the stream. `Recv` and `Sendrecv` block until a message is
     matched; what arrives is there for later work of the stream (in host arrays, when they return). Requests are
-    complete when the array may be used by anybody. None of them can be captured into a CUDA graph.
+    complete when the array may be used by anybody.
+
+    With ``algorithm="one_shot"``, and by themselves while their stream captures a CUDA graph, `Send`, `Recv` and
+    `Sendrecv` of device arrays do not meet MPI: kernels match the messages from one rank to another by their order,
+    that of the two ranks' streams, and both ranks have to say so. They return once enqueued. The first such call of a
+    communicator sets up memory, 8 MiB for each rank of a node, and is collective over the node. Of a message the two
+    ranks must know the length, the source, and the tag unless it is `MPI.ANY_TAG`; where they differ, `PeerError` is
+    raised by the next call, or ``check()``. `Send` holds up its stream until its message, but for the last 8 MiB of
+    those to that rank, is received. So, as with NCCL, the ranks must come to these calls, and to collectives, in orders
+    that go together: two ranks that both send first and then receive should use `Sendrecv`.
 
     Raises `InvalidUsageError` and TypeError for bad arguments, `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a message
     that is longer than the buffer. Where a sender dies after its message was matched, `CollectiveTimeoutError` names
@@ -38,10 +51,14 @@ class PointToPoint(MPI.Intracomm):
     """
 
     _messages: Messages
+    _in_stream_order: InStreamOrder
 
-    def Send(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
+    def Send(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Send ``buf``; see mpi4py."""
-        self._send("Send", super().Send, buf, dest, tag, stream)
+        if self._is_in_stream_order("Send", algorithm, stream, buf):
+            self._in_stream_order.exchange("Send", stream, send=End(buf, dest, tag, ("buf", "dest", "tag")))
+        else:
+            self._send("Send", super().Send, buf, dest, tag, stream)
 
     def Ssend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> None:
         """Send ``buf``; see mpi4py."""
@@ -63,10 +80,14 @@ class PointToPoint(MPI.Intracomm):
         status: MPI.Status | None = None,
         *,
         stream: Any = None,
+        algorithm: str = "auto",
     ) -> None:
         """Receive into ``buf``; see mpi4py."""
         messages = self._messages
-        if messages.described or is_on_device(buf):
+        if self._is_in_stream_order("Recv", algorithm, stream, buf):
+            receive = End(buf, source, tag, ("buf", "source", "tag"))
+            self._in_stream_order.exchange("Recv", stream, receive=receive, status=status)
+        elif messages.described or is_on_device(buf):
             messages.receive("Recv", messages.taking(source, tag), buf, status, stream)
         else:
             refuse_stream("Recv", stream)
@@ -83,10 +104,15 @@ class PointToPoint(MPI.Intracomm):
         status: MPI.Status | None = None,
         *,
         stream: Any = None,
+        algorithm: str = "auto",
     ) -> None:
         """Send one buffer and receive into another; see mpi4py."""
         messages = self._messages
-        if messages.described or is_on_device(sendbuf) or is_on_device(recvbuf):
+        if self._is_in_stream_order("Sendrecv", algorithm, stream, sendbuf, recvbuf):
+            send = End(sendbuf, dest, sendtag, ("sendbuf", "dest", "sendtag"))
+            incoming = End(recvbuf, source, recvtag, ("recvbuf", "source", "recvtag"))
+            self._in_stream_order.exchange("Sendrecv", stream, send, incoming, status)
+        elif messages.described or is_on_device(sendbuf) or is_on_device(recvbuf):
             receive = messages.taking(source, recvtag)
             messages.exchange("Sendrecv", (sendbuf, dest, sendtag), receive, recvbuf, status, stream)
         else:
@@ -242,6 +268,14 @@ class PointToPoint(MPI.Intracomm):
         if not isinstance(buf, int):  # MPI.BUFFER_AUTOMATIC
             require_host("Attach_buffer", buf)
         return super().Attach_buffer(buf)
+
+    def _is_in_stream_order(self, operation: str, algorithm: str, stream: Any, *buffers: Any) -> bool:
+        """Whether kernels match the message of a call, and not MPI; local."""
+        if algorithm not in _MATCHED_BY:
+            raise InvalidUsageError(f"{operation}: algorithm={algorithm!r}: use one of {', '.join(_MATCHED_BY)}")
+        if algorithm == "one_shot" and not self._messages.on_gpu:
+            raise InvalidUsageError(f'{operation}: algorithm="one_shot" is for device arrays: use "auto"')
+        return algorithm == "one_shot" or self._messages.in_capture(operation, stream, *buffers)
 
     def _send(self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any) -> None:
         if is_on_device(buf):

@@ -23,6 +23,7 @@ _PARITIES = 2
 _FLAGGED_NBYTES = 2 << 20  # inboxes of one stage and parity
 _SENTINEL_NBYTES = 8 << 20
 _MOST_LARGE_NBYTES = 32 << 20
+_MESSAGES = "messages in the order of streams"
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,9 @@ class Inboxes:
 class DeviceArena:
     """Every rank's arena, and more memory once a message asks for it. Construction raises as ``share`` does.
 
-    Collective, as are `slots`, `large_inboxes` and `staging` where they were not asked for that many bytes before. What
-    they have given is kept until the end, as a captured graph goes on using it. ``before_more`` is called before ranks
-    set up more memory, and raises where they should not.
+    Collective, as are `slots`, `messages`, `large_inboxes` and `staging` where they were not asked for that many bytes
+    before. What they have given is kept until the end, as a captured graph goes on using it. ``before_more`` is called
+    before ranks set up more memory, and raises where they should not.
     """
 
     def __init__(
@@ -147,6 +148,15 @@ class DeviceArena:
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""
         return self._on_demand("collectives: slots", self.layout.slots_nbytes, content=0)
+
+    def messages(self, nbytes: int) -> tuple[int, ...]:
+        """Return where the memory for messages of every rank begins, for sendrecv.cu; always of the same size."""
+        return self._on_demand(_MESSAGES, nbytes, content=0)
+
+    @property
+    def has_messages(self) -> bool:
+        """Whether memory for messages was asked for before."""
+        return any(what == _MESSAGES for what, _ in self._more)
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""

@@ -82,12 +82,11 @@ class ChannelPlanner:
         if longest == 0:
             return None
         # The same blocks on both sides of each pair; how many threads a block has is this rank's own affair.
-        packets = -(-min(longest, SLOT_NBYTES) // PACKET_NBYTES)
         return Launch(
             exchange_kernel(reduction_of(exchange.dtype, reduction.op) if reduction else None),
             arguments,
             blocks=max(-(-link.nbytes // link.stride) for link in links if link.nbytes),
-            threads=min(THREADS, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length())),
+            threads=threads_for(min(longest, SLOT_NBYTES), THREADS),
         )
 
     def _fill(
@@ -98,8 +97,7 @@ class ChannelPlanner:
         link.pointer = 0 if reduced else span.pointer
         link.nbytes = nbytes = span.count * itemsize
         # A pure function of the bytes and the arena, as both sides must cut alike.
-        channels = min(self._layout.channels, -(-nbytes // CHANNEL_NBYTES))
-        link.stride = -(-nbytes // (channels * _STRIDE_NBYTES)) * _STRIDE_NBYTES
+        link.stride = stride_of(nbytes, min(self._layout.channels, -(-nbytes // CHANNEL_NBYTES)))
         # With the bytes, so that two ranks which disagree on them notice, whatever MPI lets them pass to the call.
         link.tag = zlib.crc32(struct.pack("<IIQ", *call, nbytes))
 
@@ -118,6 +116,17 @@ class ChannelPlanner:
             if span is not None and span.count > 0:
                 self._fill(links[peer], span, itemsize, call)
                 links[peer].lag = RELAY_LAG
+
+
+def stride_of(nbytes: int, channels: int) -> int:
+    """Return how much of a message each channel carries, all but the last of those that are needed."""
+    return -(-nbytes // (channels * _STRIDE_NBYTES)) * _STRIDE_NBYTES
+
+
+def threads_for(nbytes: int, most: int) -> int:
+    """Return how many threads move ``nbytes`` at once, in packets."""
+    packets = -(-nbytes // PACKET_NBYTES)
+    return min(most, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length()))
 
 
 def relays(rank: int, exchange: Exchange, following: Exchange) -> bool:

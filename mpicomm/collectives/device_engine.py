@@ -26,7 +26,8 @@ from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import MAX_BLOCKS, PacketPlanner
 from mpicomm.collectives.device_plan import Plan, launching
 from mpicomm.collectives.device_program import Planners, Program, Step, tag_of
-from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.device_sendrecv import SendrecvLayout, SendrecvPlanner
+from mpicomm.collectives.exchange import Exchange, Message
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
@@ -37,6 +38,7 @@ from mpicomm.mappings import Mapped
 
 MAX_CHANNELS = 128
 """Blocks of a kernel of exchange.cu: of an H200's 132 multiprocessors half keep the links full but for some percent."""
+_MESSAGE_CHANNELS = MAX_CHANNELS // 2  # of two ranks, each way: the blocks that send and those that receive
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # and no more than this part of a device's memory
 
@@ -96,6 +98,8 @@ class DeviceEngine:
             PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early),
             DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),
         )
+        channels = max(1, min(_MESSAGE_CHANNELS, smallest // 2))
+        self._sendrecv = SendrecvPlanner(team, SendrecvLayout(node.size, channels))
         self._kernels = KernelCache(backend.info.compute_capability)
         self._plans: WeakSet[Plan] = WeakSet()  # whoever enqueues them keeps them
         self._open = True
@@ -134,14 +138,26 @@ class DeviceEngine:
         self._board.post(str(signature))
         return self._plan(str(signature), [self._planners.direct.barrier(tag_of(signature, 0), after_copies=False)])
 
-    def _plan(self, text: str, steps: Sequence[Step]) -> Plan:
+    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
+        """Return a plan that sends one message and receives another; ``text`` says so.
+
+        Collective the first time, local from then on. The two ranks of a message must come to it in the same order,
+        relative to their other messages and to collectives.
+        """
+        self._require_open(text)
+        if not self._arena.has_messages:
+            self._board.post("the first message in the order of streams, for which all ranks set up memory")
+        launch = self._sendrecv.launch(sent, received, self._arena.messages(self._sendrecv.layout.nbytes))
+        return self._plan(text, [] if launch is None else [launch], collective=False)
+
+    def _plan(self, text: str, steps: Sequence[Step], *, collective: bool = True) -> Plan:
         # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
         launches = [step for step in steps if isinstance(step, Launch)]
         if any(self._kernels.find(launch.variant) is None for launch in launches):
             with self._backend.loading():
                 for launch in launches:
                     self._kernels.load(launch.variant)
-        plan = Plan(text, [self._enqueuer(step) for step in steps])
+        plan = Plan(text, [self._enqueuer(step) for step in steps], collective=collective)
         self._plans.add(plan)
         return plan
 
@@ -150,13 +166,13 @@ class DeviceEngine:
 
         With ``again``, for a plan that was enqueued before, it is made a graph, which is cheaper from the next time on.
 
-        All ranks enqueue the same calls in the same order. What is enqueued on different streams, or on different
+        All ranks enqueue the same collectives in the same order. What is enqueued on different streams, or on different
         streams of one capture, follows each other; when a captured graph runs, beside other work of the communicator,
         is for the caller to order (see `StreamOrder`). The board is told of this, not of replays of a graph.
         """
         if not self._open:
             self._require_open(plan.text)
-        if again:
+        if again and plan.collective:
             self._board.post(plan.text)
         if not plan.steps:
             return

@@ -14,10 +14,14 @@ from mpicomm.kernels.load import Kernel
 
 
 class Plan:
-    """Steps with all that they need, and the call they carry out in words."""
+    """Steps with all that they need, and the call they carry out in words.
 
-    def __init__(self, text: str, steps: Sequence[Enqueue]) -> None:
+    ``collective`` is whether all ranks make such a call, so that they can be compared.
+    """
+
+    def __init__(self, text: str, steps: Sequence[Enqueue], *, collective: bool = True) -> None:
         self.text = text
+        self.collective = collective
         self.steps = tuple(steps)
         self.launch: Enqueue | None = None
         """Enqueues the steps as a graph, once there is one."""

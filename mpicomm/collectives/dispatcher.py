@@ -18,11 +18,11 @@ from mpi4py import MPI
 from mpicomm.backend.base import Scratch
 from mpicomm.backend.host import HostBackend
 from mpicomm.collectives import tuning, types
-from mpicomm.collectives.arguments import parse
+from mpicomm.collectives.arguments import Operand, parse
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.buffers import read
 from mpicomm.collectives.calls import FORMS, Arguments, Call
-from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.exchange import Exchange, Message, Span
 from mpicomm.collectives.host_copies import announce, through_host
 from mpicomm.collectives.host_engine import HostEngine
 from mpicomm.collectives.host_selection import piece_nbytes, use_mapped
@@ -159,6 +159,32 @@ class Collectives:
         engine = self._on_device("Barrier")
         engine.enqueue(engine.prepare_barrier(), domain.backend.stream(stream))
 
+    def message(
+        self,
+        operation: str,
+        stream: Any,
+        buffers: tuple[Any, Any],
+        route: tuple[int, int, int, int],
+        read: Callable[[Domain], tuple[Message | None, Message | None]],
+    ) -> None:
+        """Enqueue what goes out of one device array and what comes into another, in the order of the stream.
+
+        ``route`` is the destination and its tag, the source and its tag; ``read`` understands and checks the arguments.
+        """
+        known = self._known
+        if known and known.enqueue(operation, stream, "one_shot", *buffers, None, route, None) is not None:
+            return
+        self._require_device(operation)
+        domain = self._set_up(operation)
+        sent, received = read(domain)
+        domain.require_usable(operation)
+        engine = self._on_device(operation)
+        plan = engine.prepare_messages(operation, sent, received)
+        assert self._known is not None
+        self._known.add(plan, operation, "one_shot", *buffers, None, route, None)
+        send, receive = buffers
+        engine.enqueue(plan, domain.backend.stream(stream, array_of(receive if send is None else send)))
+
     def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
         if algorithm not in ALGORITHMS:
             raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(ALGORITHMS)}")
@@ -197,11 +223,7 @@ class Collectives:
         self._require_device(operation)
         domain = self._set_up(operation)
         for operand in call.operands:
-            if operand.device is not None and operand.on_device and operand.device != domain.backend.device:
-                raise InvalidUsageError(
-                    f"{operation}: {operand.name} is on GPU {operand.device}, but this communicator is on GPU "
-                    f"{domain.backend.device}: copy it there"
-                )
+            require_here(operation, operand, domain)
         domain.require_usable(operation)
         array = array_of(call.operands[0].spec) if call.operands else None
         one_node = len(domain.placement.nodes) == 1
@@ -209,7 +231,8 @@ class Collectives:
             engine = self._on_device(operation)
             plan = self._prepare_on_device(engine, domain.mappings, call, algorithm)
             assert self._known is not None
-            self._known.add(operation, algorithm, arguments, plan)
+            given = arguments
+            self._known.add(plan, operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
             resolved = domain.backend.stream(stream, array)
             engine.enqueue(plan, resolved)
             return resolved
@@ -344,6 +367,15 @@ def _mpi_knows(call: Call) -> bool:
 def _is_flagless(call: Call) -> bool:
     """Whether packets of what is reduced can do without flags."""
     return call.reduces and call.dtype is not None and sentinels_can_carry(call.dtype.name)
+
+
+def require_here(operation: str, operand: Operand, domain: Domain) -> None:
+    """Raise for an array of another GPU."""
+    if operand.device is not None and operand.on_device and operand.device != domain.backend.device:
+        raise InvalidUsageError(
+            f"{operation}: {operand.name} is on GPU {operand.device}, but this communicator is on GPU "
+            f"{domain.backend.device}: copy it there"
+        )
 
 
 def _require_one_node(domain: Domain, what: str) -> None:

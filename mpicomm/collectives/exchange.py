@@ -22,6 +22,15 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Message:
+    """Bytes that go to rank ``peer`` of the node or come from it; ``tag`` is MPI's, None where any will do."""
+
+    peer: int
+    span: Span
+    tag: int | None
+
+
+@dataclass(frozen=True)
 class Reduction:
     """Reduce what the ``sources`` send, in that order, into ``output``.
 

@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.calls import Arguments
-
 if TYPE_CHECKING:
     from mpicomm.collectives.device_engine import DeviceEngine
     from mpicomm.collectives.device_plan import Plan
@@ -47,10 +45,12 @@ class KnownCalls:
         send: Any,
         receive: Any,
         op: MPI.Op | None,
-        root: int,
+        root: Hashable,
         counts: Sequence[int] | None,
     ) -> int | None:
         """Enqueue a call that was made before; return the stream it is on, None if it was not. Local.
+
+        Of messages ``root`` says whom they go to and come from.
 
         Raises as any call does: what went wrong with earlier ones, and where the communicator was freed.
         """
@@ -67,13 +67,23 @@ class KnownCalls:
         self._engine.enqueue(plan, resolved, again=True)
         return resolved
 
-    def add(self, operation: str, algorithm: str, given: Arguments, plan: Plan) -> None:
+    def add(
+        self,
+        plan: Plan,
+        operation: str,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None,
+        root: Hashable,
+        counts: Sequence[int] | None,
+    ) -> None:
         """Keep the plan of a call, if that can be recognised; local."""
-        key = self._key(operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
+        key = self._key(operation, algorithm, send, receive, op, root, counts)
         if key is not None:
             if len(self._plans) >= _MOST:
                 self._plans.clear()
-            self._plans[key] = plan, given.op
+            self._plans[key] = plan, op
 
     def _key(
         self,
@@ -82,7 +92,7 @@ class KnownCalls:
         send: Any,
         receive: Any,
         op: MPI.Op | None,
-        root: int,
+        root: Hashable,
         counts: Sequence[int] | None,
     ) -> Hashable:
         """Return what a call is known by, None if it cannot be."""

@@ -35,7 +35,7 @@
 // everybody sends here, so its bytes are cut into the same channels and chunks: the block that writes a piece has sent
 // it, to all, in an earlier step, and has read its own contribution in the thread that writes the result.
 
-#include "team.cuh"
+#include "channel_words.cuh"
 #if defined(MPICOMM_DTYPE)
 #include "reduce_bytes.cuh"
 #endif
@@ -101,33 +101,6 @@ MPICOMM_DEVICE u64* credit_of(const Exchange& exchange, u32 owner, u32 receiver,
   return reinterpret_cast<u64*>(exchange.team.arenas[owner] + exchange.credits + line * kLineNbytes);
 }
 
-// Waits until the epoch in the upper half of `word` is `epoch`; if `tagged`, the lower half must be `tag` then. False
-// means that the kernel must leave: time is up, the tag is another call's, or another rank has given up.
-MPICOMM_DEVICE bool await(const Exchange& exchange, const u64* word, const Watch& watch, bool tagged, u32 tag) {
-  const u32 epoch = static_cast<u32>(watch.sequence);
-  u64 value = 0;
-  const auto reached = [&] {
-    // For a flag: pairs with the peer's store_release of it in its step before; what that publishes is the chunk in the
-    // slot. Were it a plain load, the block could read the slot first and take what the slot held kSlots chunks ago.
-    // For a credit: pairs with the peer's store_release of that; it says that the peer's reads of the slot are over.
-    // Were it a plain load, the block's stores to the slot could overtake them. System scope, the peer being another
-    // device. The other threads of the block are ordered after this one by the barrier that follows.
-    value = load_acquire(word);
-    // Signed, as epochs wrap: a credit may be ahead of what is asked for.
-    return static_cast<i32>(static_cast<u32>(value >> 32) - epoch) >= 0;
-  };
-  const auto leave = [&] { return load_relaxed(abort_word(exchange.team, exchange.team.rank)) != 0; };
-  const SpinEnd end = spin(reached, leave, watch);
-  if (end == kTimeUp) raise_abort(exchange.team, watch);
-  if (end == kLeft) heed_abort(exchange.team, watch.block, load_relaxed(abort_word(exchange.team, exchange.team.rank)));
-  if (end != kReached) return false;
-  if (!tagged || static_cast<u32>(value) == tag) return true;
-  const Watch mismatch{watch.faults, 0, kMismatch, watch.sequence, watch.block, watch.peer};
-  report_fault(mismatch, 0);
-  raise_abort(exchange.team, mismatch);
-  return false;
-}
-
 #if defined(MPICOMM_DTYPE)
 // Where a chunk of each source lies, and how much of it there is.
 struct Chunk {
@@ -155,7 +128,6 @@ MPICOMM_DEVICE void reduce_chunk(const Chunk& chunk) {
 
 }  // namespace mpicomm
 
-using mpicomm::await;
 using mpicomm::Exchange;
 using mpicomm::kMaxRanks;
 using mpicomm::kSlotNbytes;
@@ -213,7 +185,7 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
           team.faults, team.timeout_ns, mpicomm::kExchange, awaited, channel, team.names[peer]};
       const u64* word = sends ? mpicomm::credit_of(exchange, rank, peer, channel)
                               : mpicomm::flag_of(exchange, rank, peer, channel, epoch);
-      ok = await(exchange, word, watch, takes, exchange.receives[peer].tag);
+      ok = mpicomm::await_epoch(team, word, watch, exchange.receives[peer].tag, takes ? ~0u : 0);
     }
     // All leave or none: a thread that went on alone would wait at the next barrier for ever.
     if (!__syncthreads_and(ok)) return;
@@ -262,7 +234,7 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
       // the barrier, are over. A plain store could overtake them, and the sender would write what is still being read.
       // System scope, the other side being another device. One instruction for both kinds: a release waits for what
       // it publishes, and so the warp waits once.
-      mpicomm::store_release(word, static_cast<u64>(epoch) << 32 | tag);
+      mpicomm::store_release(word, mpicomm::word_of(epoch, tag));
     }
   }
   // Read by the next exchange: that kernel starts when this one is over, on whichever stream the host puts it.

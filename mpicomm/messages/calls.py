@@ -255,12 +255,20 @@ class Messages:
         device.check()
         return device
 
+    def in_capture(self, operation: str, stream: Any, *buffers: Any) -> bool:
+        """Return whether a call on these buffers is to become part of a CUDA graph; local."""
+        array = next((buf for buf in buffers if is_on_device(buf)), None) if self.on_gpu else None
+        if array is None:
+            return False
+        device = cast(MessageDevice, self._backend(operation))
+        return device.is_capturing(device.stream(stream, array_of(array)))
+
     @staticmethod
     def _stream(operation: str, device: MessageDevice, stream: Any, buf: Any) -> int:
         resolved = device.stream(stream, array_of(buf))
         if device.is_capturing(resolved):
             raise InvalidUsageError(
-                f"{operation} cannot be part of a CUDA graph, as MPI matches messages on the host: call it outside the "
-                "capture, or use SymmetricArray.put and signal, or a collective"
+                f"{operation} cannot be part of a CUDA graph, as MPI matches messages on the host: use Send, Recv or "
+                "Sendrecv, or call it outside the capture"
             )
         return resolved

@@ -132,6 +132,20 @@ def messages(comm: mpicomm.Communicator) -> None:
         assert (received.get() == 10 + previous).all()
 
 
+def in_stream_order(comm: mpicomm.Communicator) -> None:
+    """Send around the ring, both ways at once and one after the other; the last is more than the slots hold."""
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for count in (5, 9001, 700_001, 5_000_001):
+        sent, received = cupy.full(count, comm.rank, np.int32), cupy.zeros(count, np.int32)
+        comm.Sendrecv(sent, following, 0, received, previous, algorithm="one_shot")
+        check([(received, np.full(count, previous, np.int32))])
+        if comm.rank == 0:
+            comm.Send(sent, 1, 1, algorithm="one_shot")
+        if comm.rank == 1:
+            comm.Recv(received, 0, 1, algorithm="one_shot")
+            check([(received, np.zeros(count, np.int32))])
+
+
 def require_one_context(device: int) -> None:
     """Raise if this process has a context, of half a GiB, on a GPU that is not its own."""
     for other in range(cupy.cuda.runtime.getDeviceCount()):
@@ -196,6 +210,7 @@ def main() -> None:
         symmetric(comm)
         signals(comm)
         messages(comm)
+        in_stream_order(comm)
         comm.check()
         if isinstance(comm.device, int):
             require_one_context(comm.device)

@@ -18,7 +18,7 @@ RUNS = 20  # how often a mistake may go unnoticed; few do in more than half of t
 # Each is a race, which ThreadSanitizer sees whatever order the threads happen to run in.
 RACES = {
     "release turned relaxed": Change("exchange.cu", "mpicomm::store_release(word,", "mpicomm::store_relaxed(word,"),
-    "acquire turned relaxed": Change("exchange.cu", "value = load_acquire(word)", "value = load_relaxed(word)"),
+    "acquire turned relaxed": Change("channel_words.cuh", "value = load_acquire(word)", "value = load_relaxed(word)"),
     "flag before the block has written": Change(
         "exchange.cu", "if (!__syncthreads_and(healthy)) return;", "if (!healthy) return;"
     ),
@@ -47,7 +47,7 @@ FAILURES = {
     "one slot instead of two": RACES["one slot instead of two"],
     "epoch not advanced": Change("exchange.cu", "if (remote) *count = mine.epoch + mine.chunks;", ""),
     "epochs compared as if they had no end": Change(
-        "exchange.cu", "static_cast<i32>(static_cast<u32>(value >> 32) - epoch) >= 0", "value >> 32 >= epoch"
+        "channel_words.cuh", "static_cast<i32>(static_cast<u32>(value >> 32) - epoch) >= 0", "value >> 32 >= epoch"
     ),
 }
 

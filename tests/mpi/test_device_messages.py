@@ -244,9 +244,9 @@ def test_a_receive_is_cancelled(rig: Rig) -> None:
 def test_capture_is_refused(rig: Rig) -> None:
     rig.device.capturing = True
     for call in (
-        lambda: rig.comm.Send(rig.empty(LARGE), MPI.PROC_NULL),
+        lambda: rig.comm.Ssend(rig.empty(LARGE), MPI.PROC_NULL),
         lambda: rig.comm.Isend(rig.empty(1), MPI.PROC_NULL),
-        lambda: rig.comm.Recv(rig.empty(LARGE), MPI.PROC_NULL),
+        lambda: rig.comm.Sendrecv_replace(rig.empty(LARGE), MPI.PROC_NULL, source=MPI.PROC_NULL),
         lambda: rig.comm.Irecv(rig.empty(LARGE), MPI.PROC_NULL),
     ):
         with pytest.raises(InvalidUsageError, match="cannot be part of a CUDA graph"):

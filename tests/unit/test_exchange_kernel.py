@@ -7,13 +7,14 @@ import pytest
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.kernels import direct, exchange, local_reduction, packets, team  # noqa: E402
+from mpicomm.kernels import direct, exchange, local_reduction, packets, sendrecv, team  # noqa: E402
 from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
 from mpicomm.kernels.direct import Cut, DirectArguments  # noqa: E402
 from mpicomm.kernels.exchange import ExchangeArguments, Link  # noqa: E402
 from mpicomm.kernels.local_reduction import LocalReductionArguments  # noqa: E402
 from mpicomm.kernels.packets import PacketArguments  # noqa: E402
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for  # noqa: E402
+from mpicomm.kernels.sendrecv import SendrecvArguments, Side  # noqa: E402
 from mpicomm.kernels.team import Faults, Team  # noqa: E402
 
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
@@ -55,6 +56,7 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "packets.cu": {"mpicomm::Packets": PacketArguments},
     "direct.cu": {"mpicomm::Direct": DirectArguments, "mpicomm::Cut": Cut},
     "local_reduction.cu": {"mpicomm::LocalReduction": LocalReductionArguments},
+    "sendrecv.cu": {"mpicomm::Side": Side, "mpicomm::Sendrecv": SendrecvArguments},
 }
 CONSTANTS = {
     "team.cuh": {
@@ -80,6 +82,11 @@ CONSTANTS = {
     },
     "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
     "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
+    "sendrecv.cu": {
+        "kSendrecvThreads": sendrecv.SENDRECV_THREADS,
+        "kSendrecvSlots": sendrecv.SENDRECV_SLOTS,
+        "kSendrecvSlotNbytes": sendrecv.SENDRECV_SLOT_NBYTES,
+    },
 }
 
 

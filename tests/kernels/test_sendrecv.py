@@ -1,0 +1,155 @@
+"""Messages in the order of streams: random ones between all ranks, races, ranks that depend on each other, mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+from mpicomm.collectives.device_channels import CHANNEL_NBYTES
+from mpicomm.collectives.exchange import Message
+from mpicomm.kernels.sendrecv import SENDRECV_SLOT_NBYTES, SENDRECV_SLOTS
+from tests.kernels.build import Builds, Change
+from tests.kernels.collective_calls import sizes_around
+from tests.kernels.machine import CAUGHT, Array, Place, RunFailedError
+from tests.kernels.sendrecv_rig import SendrecvRig
+
+CHANNELS = 2
+FITS_NBYTES = CHANNELS * SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES // 2  # into the slots, beside another one of these
+LIMITS = (16, CHANNEL_NBYTES, CHANNELS * CHANNEL_NBYTES, CHANNELS * SENDRECV_SLOT_NBYTES, 2 * FITS_NBYTES)
+
+
+def random_round(rig: SendrecvRig, rng: np.random.Generator, sizes: list[int]) -> Callable[[], None]:
+    """Enqueue messages from some ranks to some, itself too, each sending and receiving one at most; return a check."""
+    sent: dict[int, Message] = {}
+    received: dict[int, Message] = {}
+    arrived: list[tuple[Place, Array]] = []
+    for source, target in enumerate(rng.permutation(rig.size).tolist()):
+        if rng.random() < 0.2:
+            continue
+        tag, content = int(rng.integers(5)), rig.content(rng, int(rng.choice(sizes)))
+        out = rig.machine.place(source, content, offset=int(rng.integers(4)) * 4)
+        arrived.append((rig.machine.allocate(target, content.size, offset=int(rng.integers(20))), content))
+        sent[source] = rig.message(target, out, tag)
+        received[target] = rig.message(source, arrived[-1][0], None if rng.integers(2) else tag)
+    # One that fits into the slots may be sent before its receiver comes: then nobody has to do both at once.
+    apart = all(message.span.count <= FITS_NBYTES for message in sent.values()) and bool(rng.integers(2))
+    for rank in range(rig.size):
+        threads, nap_us = int(rng.choice((0, 64, 512))) or None, int(rng.choice((0, 0, 800)))
+        mine, theirs = sent.get(rank), received.get(rank)
+        rig.enqueue(rank, mine, None if apart else theirs, threads=threads, nap_us=nap_us)
+        if apart:
+            rig.enqueue(rank, None, theirs)
+
+    def check() -> None:
+        for place, content in arrived:
+            differ = np.flatnonzero(place.bytes != content)
+            assert not differ.size, f"{differ.size} of {content.size} bytes differ, first at {differ[0]}"
+
+    return check
+
+
+def play(builds: Builds, size: int, rounds: int, *, seed: int = 0, changes: Sequence[Change] = ()) -> None:
+    rng = np.random.default_rng([size, seed])
+    # ThreadSanitizer makes everything slow; without it what waits for two seconds waits for ever.
+    rig = SendrecvRig(builds, size, CHANNELS, changes=changes, timeout_s=20 if builds.sanitize else 2)
+    rig.start_at(2**32 - 3)
+    checks = [random_round(rig, rng, sizes_around(*LIMITS)) for _ in range(rounds)]
+    rig.machine.run(seed=seed, jitter_us=200, limit_s=60)
+    for check in checks:
+        check()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_random_messages_past_the_end_of_32_bits(builds: Builds, size: int) -> None:
+    for seed in range(3):
+        play(builds, size, 12, seed=seed)
+
+
+def test_no_race(watched_builds: Builds) -> None:
+    play(watched_builds, 3, 3)
+
+
+def test_both_sides_count_alike(builds: Builds) -> None:
+    rng = np.random.default_rng(1)
+    rig = SendrecvRig(builds, 2, 1)
+    for number in range(1, 8):
+        place = rig.machine.place(0, rig.content(rng, number * SENDRECV_SLOT_NBYTES))
+        rig.enqueue(0, rig.message(1, place))
+        rig.enqueue(1, None, rig.message(0, rig.machine.allocate(1, place.bytes.size)))
+    rig.machine.run()
+    assert rig.epoch(0, 1, sent=True) == rig.epoch(1, 0, sent=False) == sum(range(1, 8))
+    assert rig.epoch(1, 0, sent=True) == rig.epoch(0, 1, sent=False) == 0
+
+
+def test_what_is_sent_does_not_wait_for_what_is_received(builds: Builds) -> None:
+    """Rank 0 sends much to 1 and receives at the same time from 2, which sends once 1 has got all of it."""
+    rng = np.random.default_rng(2)
+    rig = SendrecvRig(builds, 3, 1)
+    content = rig.content(rng, 3 * SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES)
+    places = [rig.machine.place(0, content), *(rig.machine.allocate(rank, content.size) for rank in (1, 2))]
+    back = rig.machine.allocate(0, content.size)
+    rig.enqueue(0, rig.message(1, places[0]), rig.message(2, back))
+    for rank, following in pairwise((1, 2, 0)):
+        rig.enqueue(rank, None, rig.message(rank - 1, places[rank]))
+        rig.enqueue(rank, rig.message(following, places[rank]))
+    rig.machine.run(limit_s=30)
+    assert (back.bytes == content).all()
+
+
+@pytest.mark.parametrize(("nbytes", "tag"), [(99, 7), (100, 8)], ids=["length", "tag"])
+def test_ranks_that_disagree_on_a_message_notice(builds: Builds, nbytes: int, tag: int) -> None:
+    rig = SendrecvRig(builds, 2, 1)
+    rig.enqueue(0, rig.message(1, rig.machine.allocate(0, 100), 7))
+    target = rig.machine.allocate(1, nbytes)
+    rig.enqueue(1, None, rig.message(0, target, tag))
+    with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=3, sequence=1, block=0, peer=10"):
+        rig.machine.run(limit_s=10)
+
+
+def test_rank_that_is_missing_is_named(builds: Builds) -> None:
+    rig = SendrecvRig(builds, 3, 1, timeout_s=0.2)
+    rig.enqueue(1, None, rig.message(2, rig.machine.allocate(1, 5)))
+    with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=4, sequence=1, block=0, peer=12"):
+        rig.machine.run(limit_s=10)
+
+
+_FLAG = "store_release(sends ? x.flag"
+_BARRIER = """    __syncthreads();
+    // A flag:"""
+MISTAKES = {
+    "release turned relaxed": Change("sendrecv.cu", _FLAG, "store_relaxed(sends ? x.flag"),
+    "acquire turned relaxed": Change("channel_words.cuh", "value = load_acquire(word)", "value = load_relaxed(word)"),
+    "flag before the block has written": Change("sendrecv.cu", _BARRIER, _BARRIER.replace("__syncthreads();", "")),
+    "slot read before the flag": Change("sendrecv.cu", "if (!__syncthreads_and(ok)) return;", "if (!ok) return;"),
+    "credit for one chunk too many": Change(
+        "sendrecv.cu", "sends ? epoch - kSendrecvSlots : epoch;", "sends ? epoch - kSendrecvSlots - 1 : epoch;"
+    ),
+    "stride of the message": Change(
+        "sendrecv.cu",
+        "slots + number * kSendrecvSlotNbytes",
+        "slots + number * (owner == team.rank ? received : sent).stride",
+    ),
+}
+WRONG = {
+    "count not advanced": Change("sendrecv.cu", "if (thread == 0) *count = last + chunks;", ""),
+    "mask forgotten": Change("channel_words.cuh", "& mask) == 0", ") == 0"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_race_is_seen(watched_builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for seed in range(20):
+            play(watched_builds, 3, 3, seed=seed, changes=(MISTAKES[name],))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_failure_is_seen(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for seed in range(20):
+            play(builds, 3, 6, seed=seed, changes=(WRONG[name],))

@@ -1,0 +1,207 @@
+"""Messages of device arrays in the order of streams: what is asked of the kernels, and the kernels on GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
+from mpicomm.collectives.exchange import Message
+from mpicomm.messages.in_stream_order import InStreamOrder
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.message_rigs import Rig, parent_of_rigs, rig_on
+
+COUNTS = (1, 1000, 8192, 100_003, 3_000_001)  # int32; the last one is more than the slots hold
+ONE_SHOT: dict[str, Any] = {"algorithm": "one_shot"}
+
+
+class Recorder:
+    """Takes the messages that would be enqueued."""
+
+    def __init__(self, comm: mpicomm.Communicator) -> None:
+        self._domain: Any = SimpleNamespace(backend=SimpleNamespace(device=0), placement=comm._placement)
+        self.messages: list[tuple[str, Any, Message | None, Message | None]] = []
+
+    def message(self, operation: str, stream: Any, buffers: Any, route: Any, read: Callable[[Any], Any]) -> None:
+        self.messages.append((operation, stream, *read(self._domain)))
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[mpicomm.Communicator]:
+    with parent_of_rigs() as comm:
+        yield comm
+
+
+@pytest.fixture
+def rig(parent: mpicomm.Communicator) -> Iterator[Rig]:
+    with rig_on(parent) as rig:
+        yield rig
+
+
+@pytest.fixture
+def recorder(rig: Rig) -> Recorder:
+    recorder: Any = Recorder(rig.comm)
+    rig.comm._in_stream_order = InStreamOrder(recorder)
+    return recorder  # type: ignore[no-any-return]
+
+
+def test_what_is_enqueued(rig: Rig, recorder: Recorder) -> None:
+    out, into = rig.empty(5), rig.empty(9, np.int16)
+    rig.comm.Send(out, rig.right, 7, stream=3, **ONE_SHOT)
+    rig.comm.Recv([into, 4], rig.left, **ONE_SHOT)
+    rig.device.capturing = True
+    status = MPI.Status()
+    rig.comm.Sendrecv(out, rig.right, 1, into, rig.left, 2, status)
+    rig.comm.Sendrecv(None, MPI.PROC_NULL, 0, into, rig.left)
+    rig.device.capturing = False
+    said = [
+        (operation, stream, *((m.peer, m.span.count, m.tag) if m else None for m in messages))
+        for operation, stream, *messages in recorder.messages
+    ]
+    assert said == [
+        ("Send", 3, (rig.right, 20, 7), None),
+        ("Recv", None, None, (rig.left, 8, None)),
+        ("Sendrecv", None, (rig.right, 20, 1), (rig.left, 18, 2)),
+        ("Sendrecv", None, None, (rig.left, 18, None)),
+    ]
+    assert (status.source, status.tag, status.Get_count(MPI.INT16_T)) == (rig.left, 2, 9)
+    assert recorder.messages[0][2].span.pointer == out.memory.ctypes.data  # type: ignore[union-attr]
+
+
+def test_outside_of_captures_mpi_matches(rig: Rig, recorder: Recorder) -> None:
+    received = rig.empty(3)
+    rig.comm.Sendrecv(rig.of(rig.rank, 3), rig.right, 0, received, rig.left, 0)
+    assert not recorder.messages
+    assert received.get().any()
+
+
+def test_what_kernels_cannot_match(rig: Rig, recorder: Recorder) -> None:
+    comm, array, host = rig.comm, rig.empty(8), np.zeros(8, np.int32)
+    right, left = rig.right, rig.left
+    for call, match in [
+        (lambda: comm.Recv(array, **ONE_SHOT), r"Recv: source=MPI.ANY_SOURCE .* name the rank"),
+        (lambda: comm.Sendrecv(array, right, 0, host, left, **ONE_SHOT), "Sendrecv: recvbuf is a host array"),
+        (lambda: comm.Send(host, right, **ONE_SHOT), "Send: buf is a host array"),
+        (lambda: comm.Sendrecv(array, right, 0, array, left, **ONE_SHOT), "sendbuf and recvbuf overlap"),
+        (lambda: comm.Send(array, right, -3, **ONE_SHOT), "Send: tag=-3 is negative"),
+        (lambda: comm.Sendrecv(array, right, -1, rig.empty(1), left, **ONE_SHOT), "Sendrecv: sendtag=-1 is negative"),
+        (lambda: comm.Send(array, 99, **ONE_SHOT), f"Send: dest=99 is no rank .* 0 to {rig.size - 1}"),
+        (lambda: comm.Recv(array, 99, **ONE_SHOT), "Recv: source=99 is no rank"),
+        (lambda: comm.Send(array, right, algorithm="ring"), "Send: algorithm='ring': use one of auto, one_shot"),
+    ]:
+        with pytest.raises(InvalidUsageError, match=match):
+            call()  # type: ignore[no-untyped-call]
+    assert not recorder.messages
+
+
+def test_host_arrays_have_no_streams() -> None:
+    with communicator("cpu") as comm:
+        for call in (comm.Send, comm.Recv):
+            with pytest.raises(InvalidUsageError, match='algorithm="one_shot" is for device arrays'):
+                call(np.zeros(1), 0, algorithm="one_shot")
+
+
+@pytest.fixture
+def gpus(device: str) -> Iterator[mpicomm.Communicator]:
+    if device == "cpu":
+        pytest.skip("kernels run on GPUs")
+    with communicator(device) as comm:
+        yield comm
+
+
+@pytest.fixture
+def cupy(gpus: mpicomm.Communicator) -> Iterator[Any]:
+    with array_module(gpus) as xp:
+        yield xp
+
+
+def neighbours(comm: mpicomm.Communicator) -> tuple[int, int]:
+    return (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_ring_on_gpus(gpus: mpicomm.Communicator, cupy: Any, offset: int) -> None:
+    following, previous = neighbours(gpus)
+    for count in COUNTS:
+        out, into = cupy.zeros(count + 1, np.int32)[offset:], cupy.zeros(count + 1, np.int32)[offset:]
+        for number in range(4):
+            out[...] = cupy.arange(out.size, dtype=np.int32) * (number + 1) + gpus.rank
+            gpus.Sendrecv(out, following, 5, into, previous, 5, algorithm="one_shot")
+            out[...] = -1  # later work: what was sent is not to know
+            assert (into == cupy.arange(into.size, dtype=np.int32) * (number + 1) + previous).all()
+    gpus.check()
+
+
+def test_send_and_receive_apart_on_gpus(gpus: mpicomm.Communicator, cupy: Any) -> None:
+    """The first rank sends to each; what fits into the slots does not wait for who receives it."""
+    for count in COUNTS[:-1]:
+        arrays = [cupy.full(count, 10 * gpus.rank + other, np.float32) for other in range(gpus.size)]
+        into = cupy.zeros(count, np.float32)
+        for other in range(gpus.size):
+            gpus.Send(arrays[other], other, 3, algorithm="one_shot")
+        for other in range(gpus.size):
+            gpus.Recv(into, other, algorithm="one_shot")
+            assert (into == 10 * other + gpus.rank).all()
+    gpus.check()
+
+
+def test_graphs_on_gpus(gpus: mpicomm.Communicator, cupy: Any) -> None:
+    following, previous = neighbours(gpus)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for count in COUNTS:
+        ring, into = cupy.full(count, gpus.rank, np.int32), cupy.zeros(count, np.int32)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            stream.begin_capture()
+            gpus.Sendrecv(ring, following, recvbuf=into, source=previous)  # the very first in the capture
+            ring[...] = into
+            gpus.Send(ring, following, 1)
+            gpus.Recv(into, previous, 1)
+            ring[...] = into
+            graph = stream.end_capture()
+            for _ in range(200):
+                graph.launch(stream)
+        stream.synchronize()
+        gpus.check(stream)
+        assert (ring == (gpus.rank - 400) % gpus.size).all()
+
+
+def test_pairs_know_nothing_of_each_other_on_gpus(gpus: mpicomm.Communicator, cupy: Any) -> None:
+    """After the set-up a message is between its two ranks alone."""
+    array = cupy.full(5000, gpus.rank, np.int64)
+    gpus.Sendrecv(None, MPI.PROC_NULL, recvbuf=None, source=MPI.PROC_NULL, algorithm="one_shot")
+    if gpus.rank < 2 <= gpus.size:
+        other, into = 1 - gpus.rank, cupy.zeros(5000, np.int64)
+        for _ in range(50):
+            gpus.Sendrecv(array, other, 0, into, other, 0, algorithm="one_shot")
+        assert (into == other).all()
+    gpus.Allreduce(MPI.IN_PLACE, array)  # ranks that have sent more or fewer messages are in step
+    assert (array == sum(range(gpus.size))).all()
+
+
+@pytest.mark.parametrize("what", ["length", "tag", "missing"])
+def test_ranks_that_disagree_on_gpus(device: str, what: str) -> None:
+    if device == "cpu":
+        pytest.skip("kernels run on GPUs")
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("a rank does not disagree with itself")
+    with communicator(device, timeout_s=2) as comm, array_module(comm) as xp:
+        array = xp.zeros(100, np.uint8)
+        comm.Sendrecv(None, MPI.PROC_NULL, recvbuf=None, source=MPI.PROC_NULL, algorithm="one_shot")
+        if comm.rank == 0 and what != "missing":
+            comm.Send(array, 1, 5, algorithm="one_shot")
+        error: Any = CollectiveTimeoutError if what == "missing" else PeerError
+        if comm.rank == 1:
+            comm.Recv(array[: 99 if what == "length" else 100], 0, 6 if what == "tag" else 5, algorithm="one_shot")
+            with pytest.raises(
+                error, match=r"message: number 1 from rank 0" if what == "missing" else "rank 0"
+            ) as said:
+                comm.check()
+            assert said.value.ranks == (0,)
+        MPI.COMM_WORLD.Barrier()
