@@ -18,7 +18,7 @@ from cupy.cuda import get_current_stream, runtime
 from mpicomm.backend.base import Link, Scratch
 from mpicomm.backend.cuda_arrays import allocation_of, as_cupy
 from mpicomm.backend.cuda_context import PrimaryContext
-from mpicomm.backend.cuda_driver import DriverShutDownError, call, visible_devices
+from mpicomm.backend.cuda_driver import DriverShutDownError, call, is_over, visible_devices
 from mpicomm.backend.cuda_event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.backend.cuda_faults import Calls, FaultPage
 from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
@@ -28,26 +28,23 @@ from mpicomm.backend.nvml_links import nvml_link
 from mpicomm.backend.streams import resolve_stream
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
 from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
-from mpicomm.kernels.compile import KERNELS, compile_kernel
-from mpicomm.kernels.load import Module
+from mpicomm.kernels.load import KernelCache, kernels_of
 from mpicomm.kernels.team import Faults
-
-_NOT_READY = 600  # cudaErrorNotReady
 
 
 class _SignalKernels:
     """The kernels of signal.cu, compiled and loaded before the first of them can spin."""
 
-    def __init__(self, compute_capability: tuple[int, int]) -> None:
+    def __init__(self, kernels: KernelCache) -> None:
         pointer = ctypes.c_void_p
-        self.module = Module(compile_kernel(KERNELS / "signal.cu", compute_capability))
-        self.signal = self.module.kernel("mpicomm_signal", (pointer, pointer, pointer))
-        self.wait = self.module.kernel(
+        module = kernels.module("signal.cu")
+        self.signal = module.kernel("mpicomm_signal", (pointer, pointer, pointer))
+        self.wait = module.kernel(
             "mpicomm_wait_signal", (pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer, pointer)
         )
         number = ctypes.c_uint64
-        self.publish = self.module.kernel("mpicomm_publish", (pointer, number, pointer))
-        self.await_count = self.module.kernel(
+        self.publish = module.kernel("mpicomm_publish", (pointer, number, pointer))
+        self.await_count = module.kernel(
             "mpicomm_await", (pointer, number, number, ctypes.c_uint32, number, pointer, pointer)
         )
 
@@ -302,14 +299,9 @@ class CudaBackend:
         runtime.eventRecord(pointer, stream)
 
         def done() -> bool:
-            if runtime.getDevice() == self._ordinal:
-                status = runtime.eventQuery(pointer)
-            else:  # a thread that completes requests, say; it would make a context on the GPU it takes for the current
-                with self._context.current():
-                    status = runtime.eventQuery(pointer)
-            if status == _NOT_READY:
+            # Raises where the device has failed: what is enqueued there is never done.
+            if not is_over(driver.cuEventQuery, pointer):
                 return False
-            runtime.check_status(status)  # a device that has failed: what is enqueued there is never done
             self._idle_events.append(event)
             return True
 
@@ -352,19 +344,17 @@ class CudaBackend:
         return Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
 
     def close(self) -> None:
-        """Release the kernels, the fault page, the stream and the context. A second call does nothing.
+        """Release the fault page, the streams and the context. A second call does nothing.
 
         No kernel of this backend may be running, and its segments and events must be closed.
         """
         if self._closed:
             return
         self._closed = True
-        kernels, self._kernels = self._kernels, None
+        self._kernels = None
         faults, self._faults = self._faults, None
         self._idle_events.clear()
         with suppress(DriverShutDownError), self._context.current():
-            if kernels is not None:
-                kernels.module.unload()
             if faults is not None:
                 self.side_streams.close()
             if self._stream is not None:
@@ -381,5 +371,5 @@ class CudaBackend:
     def _load_kernels(self) -> _SignalKernels:
         if self._kernels is None:
             with self.loading():
-                self._kernels = self._kernels or _SignalKernels(self.info.compute_capability)
+                self._kernels = self._kernels or _SignalKernels(kernels_of(self._ordinal, self.info.compute_capability))
         return self._kernels

@@ -12,6 +12,8 @@ from typing import Any
 
 from mpicomm.errors import BackendUnavailableError, HandleError
 
+_NOT_READY = 600  # CUDA_ERROR_NOT_READY
+
 
 class DriverShutDownError(HandleError):
     """The driver has shut down with the process: what was still to be released is gone already."""
@@ -43,6 +45,19 @@ def call(function: Callable[..., Any], *arguments: Any, hint: str = "") -> Any:
     if len(values) > 1:
         return tuple(values)
     return values[0] if values else None
+
+
+def is_over(query: Callable[[Any], Any], handle: int) -> bool:
+    """Return whether ``cuEventQuery`` or ``cuStreamQuery`` says that work is over; local.
+
+    CuPy's functions for these keep the interpreter's lock. Tools that look at each call, compute-sanitizer for one, let
+    a query wait for a launch of another thread, and that thread may be waiting for the lock: for ever.
+    """
+    (status,) = query(handle)
+    if int(status) == _NOT_READY:
+        return False
+    check(query.__name__, status)
+    return True
 
 
 def check(function: str, status: Any, hint: str = "") -> None:

@@ -88,9 +88,7 @@ class FaultPage:
             self._calls = calls() if calls and record.operation in (EXCHANGE, MISMATCH) else ()
         # Ranks that wait in different kernels do not meet, and run out of time.
         if self._calls or record.operation == MISMATCH:
-            said = self._calls or [
-                f"what rank {record.peer} sent is of another call or message than what was expected"
-            ]
+            said = self._calls or [f"what rank {record.peer} sent is of another call or message than what was expected"]
             raise called_differently(said, [record.peer])
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
         time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"

@@ -11,7 +11,7 @@ from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.backend.cuda_context import PrimaryContext
-from mpicomm.backend.cuda_driver import DriverShutDownError, call
+from mpicomm.backend.cuda_driver import DriverShutDownError, call, is_over
 
 
 class SideStreams:
@@ -39,7 +39,7 @@ class SideStreams:
         """Return a stream that nobody else uses until `give_back`, and on which work follows the mark ``after``."""
         with self._lock, self._context.current():
             # One that is still at work may hold up what nobody has ordered behind it, in a circle even.
-            idle = next((stream for stream in self._free if runtime.streamQuery(stream) == 0), None)
+            idle = next((stream for stream in self._free if is_over(driver.cuStreamQuery, stream)), None)
             if idle is not None:
                 self._free.remove(idle)
                 stream = idle

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
-from weakref import WeakSet
 
 import cupy
 from cupy.cuda import runtime
@@ -32,7 +31,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.handle import Kind
-from mpicomm.kernels.load import KernelCache
+from mpicomm.kernels.load import kernels_of
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.mappings import Mapped
 
@@ -100,8 +99,7 @@ class DeviceEngine:
         )
         channels = max(1, min(_MESSAGE_CHANNELS, smallest // 2))
         self._sendrecv = SendrecvPlanner(team, SendrecvLayout(node.size, channels))
-        self._kernels = KernelCache(backend.info.compute_capability)
-        self._plans: WeakSet[Plan] = WeakSet()  # whoever enqueues them keeps them
+        self._kernels = kernels_of(backend.info.ordinal, backend.info.compute_capability)
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
@@ -157,9 +155,7 @@ class DeviceEngine:
             with self._backend.loading():
                 for launch in launches:
                     self._kernels.load(launch.variant)
-        plan = Plan(text, [self._enqueuer(step) for step in steps], collective=collective)
-        self._plans.add(plan)
-        return plan
+        return Plan(text, [self._enqueuer(step) for step in steps], collective=collective)
 
     def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> None:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
@@ -198,11 +194,8 @@ class DeviceEngine:
         self._arena.close_peers()
 
     def close_own(self) -> None:
-        """Free this rank's arena, kernels and events; local, after every peer's `close_peers`."""
+        """Free this rank's arena and events; local, after every peer's `close_peers`."""
         with suppress(DriverShutDownError), self._backend.current():
-            for plan in self._plans:
-                plan.drop_graph()
-            self._kernels.unload()
             self._order.close()
         self._arena.close_own()
 

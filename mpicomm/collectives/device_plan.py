@@ -41,10 +41,6 @@ class Plan:
             self._graph = stream.end_capture()
         self.launch = partial(cupy.cuda.runtime.graphLaunch, self._graph.graphExec)
 
-    def drop_graph(self) -> None:
-        """Destroy the graph, if there is one: before its kernels are unloaded, which it goes on referring to."""
-        self.launch = self._graph = None
-
 
 def launching(kernel: Kernel, launch: Launch) -> Enqueue:
     """Return the step that launches a loaded kernel."""

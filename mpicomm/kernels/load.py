@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -81,10 +82,6 @@ class Module:
         call(driver.cuFuncGetAttribute, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)
         return Kernel(function, types)
 
-    def unload(self) -> None:
-        """Unload the image; its kernels must have finished."""
-        call(driver.cuModuleUnload, self._module)
-
 
 @dataclass(frozen=True)
 class Variant:
@@ -96,10 +93,16 @@ class Variant:
 
 
 class KernelCache:
-    """The kernels of one communicator, each compiled and loaded once."""
+    """The kernels on one device, each compiled and loaded once, for all communicators of the process: see `kernels_of`.
 
-    def __init__(self, compute_capability: tuple[int, int]) -> None:
+    They stay as long as the process: loaded and unloaded with each communicator they would leave the device's memory
+    for code in pieces, and a graph of somebody's may still refer to them. Its methods are local, from any thread.
+    """
+
+    def __init__(self, ordinal: int, compute_capability: tuple[int, int]) -> None:
+        self._context = call(driver.cuDevicePrimaryCtxRetain, ordinal)  # for good, as the modules are
         self._compute_capability = compute_capability
+        self._lock = threading.RLock()
         self._modules: dict[tuple[str, tuple[str, ...]], Module] = {}
         self._kernels: dict[Variant, Kernel] = {}
 
@@ -110,18 +113,25 @@ class KernelCache:
     def load(self, variant: Variant) -> Kernel:
         """Return the kernel, compiled and loaded if need be; the device's context must be current.
 
-        Local, blocking. Raises `KernelCompileError`.
+        Blocking. Raises `KernelCompileError`.
         """
-        if variant not in self._kernels:
-            key = variant.source, variant.options
-            if key not in self._modules:
-                image = compile_kernel(KERNELS / variant.source, self._compute_capability, variant.options)
-                self._modules[key] = Module(image)
-            self._kernels[variant] = self._modules[key].kernel(variant.entry, (ctypes.Structure,))
-        return self._kernels[variant]
+        with self._lock:
+            if variant not in self._kernels:
+                module = self.module(variant.source, variant.options)
+                self._kernels[variant] = module.kernel(variant.entry, (ctypes.Structure,))
+            return self._kernels[variant]
 
-    def unload(self) -> None:
-        """Unload all; none of them may be running. A second call does nothing."""
-        self._kernels.clear()
-        while self._modules:
-            self._modules.popitem()[1].unload()
+    def module(self, source: str, options: tuple[str, ...] = ()) -> Module:
+        """Return what a source is compiled to, loaded if need be; as `load`."""
+        with self._lock:
+            if (source, options) not in self._modules:
+                self._modules[source, options] = Module(
+                    compile_kernel(KERNELS / source, self._compute_capability, options)
+                )
+            return self._modules[source, options]
+
+
+@lru_cache
+def kernels_of(ordinal: int, compute_capability: tuple[int, int]) -> KernelCache:
+    """Return the kernels on a device."""
+    return KernelCache(ordinal, compute_capability)

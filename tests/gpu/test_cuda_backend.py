@@ -199,6 +199,20 @@ def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
     assert not backend.is_capturing(first.ptr)
 
 
+def test_a_thread_without_a_device_asks_whether_work_is_done() -> None:
+    backend = CudaBackend(len(DEVICES) - 1, timeout_s=5.0)
+    with backend.current():
+        stream = new_stream()
+        done = backend.completion(stream.ptr)
+        stream.synchronize()
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(done).result()
+        status, context = thread.submit(driver.cuCtxGetCurrent).result()
+    assert int(status) == 0
+    assert int(context) == 0  # the first GPU has not become this thread's
+    backend.close()
+
+
 def test_a_message_that_does_not_come() -> None:
     backend = CudaBackend(0, timeout_s=0.2)
     words = Words(backend)
