@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cupy
 from cupy.cuda import runtime
 
@@ -13,8 +15,9 @@ class CopyStream:
     """The stream on which a communicator's copies run beside its kernels. The device must be current."""
 
     def __init__(self) -> None:
-        self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._fork, self._join = (cupy.cuda.Event(disable_timing=True) for _ in range(2))
+        self._stream: Any = cupy.cuda.Stream(non_blocking=True)
+        self._fork: Any = cupy.cuda.Event(disable_timing=True)
+        self._join: Any = cupy.cuda.Event(disable_timing=True)
 
     def fork(self, stream: int) -> None:
         """Let what is copied from here on wait for what ``stream`` has been given so far."""
@@ -25,6 +28,10 @@ class CopyStream:
         """Let ``stream`` wait for all copies so far."""
         runtime.eventRecord(self._join.ptr, self._stream.ptr)
         runtime.streamWaitEvent(stream, self._join.ptr)
+
+    def close(self) -> None:
+        """Destroy the stream and its events. A second call does nothing."""
+        self._stream = self._fork = self._join = None
 
     def copying(self, copy: Copy) -> Enqueue:
         """Return the copy as a step of a plan."""

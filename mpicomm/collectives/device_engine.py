@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from weakref import WeakSet
 
 import cupy
 from cupy.cuda import runtime
@@ -32,12 +33,13 @@ from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.handle import Kind
 from mpicomm.kernels.load import kernels_of
+from mpicomm.kernels.sendrecv import SENDRECV_BLOCKS
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.mappings import Mapped
 
 MAX_CHANNELS = 128
 """Blocks of a kernel of exchange.cu: of an H200's 132 multiprocessors half keep the links full but for some percent."""
-_MESSAGE_CHANNELS = MAX_CHANNELS // 2  # of two ranks, each way: the blocks that send and those that receive
+_MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and those that receive
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # and no more than this part of a device's memory
 
@@ -97,13 +99,13 @@ class DeviceEngine:
             PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early),
             DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),
         )
-        channels = max(1, min(_MESSAGE_CHANNELS, smallest // 2))
+        channels = max(1, min(_MESSAGE_CHANNELS, smallest * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, SendrecvLayout(node.size, channels))
         self._kernels = kernels_of(backend.info.ordinal, backend.info.compute_capability)
+        self._plans: WeakSet[Plan] = WeakSet()  # whoever enqueues them keeps them
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
-            self._capturing = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
         backend.calls = self._calls.different
 
@@ -155,7 +157,9 @@ class DeviceEngine:
             with self._backend.loading():
                 for launch in launches:
                     self._kernels.load(launch.variant)
-        return Plan(text, [self._enqueuer(step) for step in steps], collective=collective)
+        plan = Plan(text, [self._enqueuer(step) for step in steps], collective=collective)
+        self._plans.add(plan)
+        return plan
 
     def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> None:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
@@ -182,8 +186,13 @@ class DeviceEngine:
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Enqueue a plan as a graph, which is made first."""
+        streams = self._backend.side_streams
         with self._backend.loading():
-            plan.make_graph(self._capturing)
+            side = streams.take()
+            try:
+                plan.make_graph(cupy.cuda.ExternalStream(side))
+            finally:
+                streams.give_back(side)
         assert plan.launch is not None
         plan.launch(stream)
 
@@ -195,7 +204,12 @@ class DeviceEngine:
 
     def close_own(self) -> None:
         """Free this rank's arena and events; local, after every peer's `close_peers`."""
+        # Here, and not when the garbage collector comes: in a thread without a device, one that begins say, it would
+        # make a context on the first GPU to destroy them in.
         with suppress(DriverShutDownError), self._backend.current():
+            for plan in self._plans:
+                plan.drop_graph()
+            self._copies.close()
             self._order.close()
         self._arena.close_own()
 

@@ -32,7 +32,7 @@ class Plan:
         for step in self.steps:
             step(stream)
 
-    def make_graph(self, stream: cupy.cuda.Stream) -> None:
+    def make_graph(self, stream: cupy.cuda.ExternalStream) -> None:
         """Make `launch` by a capture on ``stream``, which is idle: it is enqueued in a third of the time."""
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
@@ -40,6 +40,10 @@ class Plan:
         finally:
             self._graph = stream.end_capture()
         self.launch = partial(cupy.cuda.runtime.graphLaunch, self._graph.graphExec)
+
+    def drop_graph(self) -> None:
+        """Destroy the graph, if there is one."""
+        self.launch = self._graph = None
 
 
 def launching(kernel: Kernel, launch: Launch) -> Enqueue:

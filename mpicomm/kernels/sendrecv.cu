@@ -19,8 +19,8 @@
 //
 // Why that cannot deadlock. Blocks that send and blocks that receive are not the same: what a rank sends does not wait
 // for what it receives, however the other ranks depend on it. So a kernel ends once the ranks that it talks to have
-// begun theirs, if all of its blocks run at once: the host launches at most as many as the smallest device has
-// multiprocessors. A message that fits into the slots does not even need its receiver. Ranks whose streams wait for each
+// begun theirs, if all of its blocks run at once: the host launches at most as many as the smallest device holds, two
+// for each multiprocessor (one copies while the other's fence waits for its stores to arrive). A message that fits into the slots does not even need its receiver. Ranks whose streams wait for each
 // other in a circle, each sending first more than that, wait until time is up, as they would with MPI_Ssend.
 
 #include "bytes.cuh"
@@ -29,8 +29,9 @@
 namespace mpicomm {
 
 // The host's copies of these constants and structures are in sendrecv.py; a test compares them.
-constexpr u32 kSendrecvThreads = 512;
-constexpr u32 kSendrecvSlots = 4;
+constexpr u32 kSendrecvThreads = 256;
+constexpr u32 kSendrecvBlocks = 2;  // of a multiprocessor
+constexpr u32 kSendrecvSlots = 2;
 constexpr u64 kSendrecvSlotNbytes = 32 * 1024;
 
 // A message; all of a channel's part lies at [channel * stride, (channel + 1) * stride).
@@ -122,8 +123,8 @@ MPICOMM_DEVICE void carry(const Sendrecv& x) {
 
 }  // namespace mpicomm
 
-// Bounds the registers, so that a block always fits: a launch that fails here would leave the peers waiting.
-extern "C" __global__ void __launch_bounds__(mpicomm::kSendrecvThreads)
+// Bounds the registers, so that two blocks always fit: a launch that fails here would leave the peers waiting.
+extern "C" __global__ void __launch_bounds__(mpicomm::kSendrecvThreads, mpicomm::kSendrecvBlocks)
     mpicomm_sendrecv(const __grid_constant__ mpicomm::Sendrecv);
 
 MPICOMM_KERNEL void mpicomm_sendrecv(const __grid_constant__ mpicomm::Sendrecv x) { mpicomm::carry(x); }

@@ -9,8 +9,10 @@ from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_RANKS, Team
 
 # Constants and structures of sendrecv.cu; a test compares them.
-SENDRECV_THREADS = 512
-SENDRECV_SLOTS = 4
+SENDRECV_THREADS = 256
+SENDRECV_BLOCKS = 2
+"""Of a multiprocessor, at least."""
+SENDRECV_SLOTS = 2
 SENDRECV_SLOT_NBYTES = 32 * 1024
 
 

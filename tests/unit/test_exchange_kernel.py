@@ -84,6 +84,7 @@ CONSTANTS = {
     "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
     "sendrecv.cu": {
         "kSendrecvThreads": sendrecv.SENDRECV_THREADS,
+        "kSendrecvBlocks": sendrecv.SENDRECV_BLOCKS,
         "kSendrecvSlots": sendrecv.SENDRECV_SLOTS,
         "kSendrecvSlotNbytes": sendrecv.SENDRECV_SLOT_NBYTES,
     },
