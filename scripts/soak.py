@@ -6,6 +6,9 @@ signals; messages; memory that is registered and closed. All results are compare
 how fast, and by how much the process has grown since the first tenth; exits with 1 where a result is wrong or something
 grows.
 
+``--repeat N`` begins again with the first round after N, and compares with the time after two times N: what grows then
+is not the memory that a device needs for the code of further kernels, some 60 MiB in all.
+
 ``--communicators 10000`` and ``--registrations 100000`` make and free so many instead. ``--device cpu|auto``.
 """
 
@@ -72,14 +75,14 @@ class Soak:
 
     def __init__(self, device: str, seed: int) -> None:
         self._device, self._seed = device, seed
-        self._rng = np.random.default_rng(seed)  # draws the same on all ranks
         self.done: Counter[str] = Counter()
         with communicator(device) as comm, array_module(comm):
             self.device = comm.device
             compile_reductions(comm, known(REDUCED))
 
     def round(self, number: int) -> None:
-        """Do everything once. Collective."""
+        """Do everything once; the same for the same number. Collective."""
+        self._rng = np.random.default_rng([self._seed, number])  # draws the same on all ranks
         family = Family(self._device)
         with array_module(family.world) as xp, self._stream(xp):
             Player(family, self._seed + number, xp).play(CALLS)
@@ -88,6 +91,8 @@ class Soak:
                 self._replay(family.world, xp)
             self._share(family.world, xp)
             self._messages(family.world, xp)
+            if xp is not np:
+                self._in_stream_order(family.world, xp)
             self.registrations(family.world, xp, 2)
         family.free()
         self.done["communicators"] += len(family.members)
@@ -161,6 +166,19 @@ class Soak:
                     raise AssertionError(f"message {number} of {counts[number]} elements brought something else")
         self.done["messages"] += MESSAGES
 
+    def _in_stream_order(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Send arrays around the ring that kernels match, one after the other."""
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for number in range(MESSAGES):
+            count = int(2 ** self._rng.uniform(0, 22))
+            received = xp.zeros(count, np.int64)
+            sent = xp.full_like(received, number * comm.size + comm.rank)
+            comm.Sendrecv(sent, following, number, received, previous, number, algorithm="one_shot")
+            if not (received == number * comm.size + previous).all():
+                raise AssertionError(f"message {number} of {count} elements brought something else")
+        comm.check()
+        self.done["messages in stream order"] += MESSAGES
+
     def registrations(self, comm: mpicomm.Communicator, xp: Any, cycles: int) -> None:
         """Register memory and close it again. Collective."""
         with _memory(xp) as memory:
@@ -204,6 +222,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu"))
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--repeat", type=int, default=0)
     parser.add_argument("--communicators", type=int, default=0)
     parser.add_argument("--registrations", type=int, default=0)
     options = parser.parse_args()
@@ -219,7 +238,7 @@ def main() -> None:
             run(soak, rounds)
         return
     else:
-        rounds = _timed(soak, options.seconds)
+        rounds = _timed(soak, options.seconds, options.repeat)
     run(soak, rounds)
 
 
@@ -251,13 +270,15 @@ def run(soak: Soak, rounds: Rounds) -> None:
         sys.exit(1)
 
 
-def _timed(soak: Soak, seconds: float) -> Rounds:
-    """Yield rounds until the time is over, on all ranks the same number; two at least."""
+def _timed(soak: Soak, seconds: float, repeat: int) -> Rounds:
+    """Yield rounds until the time is over, on all ranks the same number; two at least, and three times ``repeat``."""
     start = time.monotonic()
-    number, share = 0, 0.0
-    while share < 1 or number < 2:
+    number, share, least = 0, 0.0, max(2, 3 * repeat)
+    while share < 1 or number < least:
+        which = number % repeat if repeat else number
+        settled = number >= 2 * repeat
+        yield share if settled else min(share, 0.09), lambda which=which: soak.round(which)  # type: ignore[misc]
         number += 1
-        yield share, lambda number=number: soak.round(number)  # type: ignore[misc]
         share = WORLD.bcast((time.monotonic() - start) / seconds)
 
 
