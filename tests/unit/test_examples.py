@@ -28,6 +28,14 @@ def test_stock_program_gives_what_mpi4py_gives(nprocs: int, tmp_path: Path) -> N
         assert result.stdout.startswith(f"{nprocs} ranks: eigenvalue 1.000000000 after ")
 
 
+@pytest.mark.parametrize("nprocs", [1, 3])
+def test_halo_exchange_loses_nothing(nprocs: int) -> None:
+    result = run_job(nprocs, str(ROOT / "examples/halo_exchange.py"), MPICOMM_DEVICE="cpu")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{nprocs} ranks: 42 steps of ")
+    assert result.stdout.endswith(" the heat is still 1.000000\n")
+
+
 @pytest.mark.parametrize(("name", "other"), [("gpu_allreduce", "stock_mpi4py"), ("ring_sum", "peer_memory")])
 def test_gpu_program_says_what_is_missing(name: str, other: str) -> None:
     result = run_job(1, str(ROOT / "examples" / f"{name}.py"), CUDA_VISIBLE_DEVICES="", MPICOMM_DEVICE="cpu")
