@@ -5,12 +5,14 @@ are matched by the streams of the two ranks, and the host has nothing to do betw
 """
 
 import time
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 import mpicomm
 
+xp: Any
 comm = mpicomm.Communicator(MPI.COMM_WORLD)
 left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
 if comm.device == "cpu":
@@ -25,7 +27,7 @@ if comm.rank == 0:
     heat[cells // 2] = 1
 
 
-def step(old, new):
+def step(old: Any, new: Any) -> None:
     comm.Sendrecv(old[1:2], left, 0, old[-1:], right, 0)
     comm.Sendrecv(old[-2:-1], right, 1, old[:1], left, 1)
     inner = new[1:-1]  # a quarter of both neighbours and a half of itself, without memory in between
@@ -35,7 +37,7 @@ def step(old, new):
     inner *= 0.5
 
 
-def two_steps():
+def two_steps() -> None:
     step(heat, then)
     step(then, heat)
 
@@ -64,7 +66,5 @@ microseconds = (time.perf_counter() - start) / (runs * steps) * 1e6
 total = comm.allreduce(float(heat[1:-1].sum()))
 assert abs(total - 1) < 1e-12, total
 if comm.rank == 0:
-    print(
-        f"{comm.size} ranks: {2 + runs * steps_of_run} steps, {microseconds:.1f} us each, the heat is still {total:.6f}"
-    )
+    print(f"{comm.size} ranks: {2 + runs * steps} steps of {microseconds:.1f} us, the heat is still {total:.6f}")
 comm.Free()
