@@ -28,6 +28,7 @@ if comm.rank == 0:
 
 
 def step(old: Any, new: Any) -> None:
+    """Let the heat of a moment flow for another."""
     comm.Sendrecv(old[1:2], left, 0, old[-1:], right, 0)
     comm.Sendrecv(old[-2:-1], right, 1, old[:1], left, 1)
     inner = new[1:-1]  # a quarter of both neighbours and a half of itself, without memory in between
@@ -38,6 +39,7 @@ def step(old: Any, new: Any) -> None:
 
 
 def two_steps() -> None:
+    """Go on, with the result in `heat` again."""
     step(heat, then)
     step(then, heat)
 
