@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import cupy
@@ -106,6 +107,7 @@ class DeviceEngine:
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
+            self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
         backend.calls = self._calls.different
 
@@ -186,13 +188,8 @@ class DeviceEngine:
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Enqueue a plan as a graph, which is made first."""
-        streams = self._backend.side_streams
         with self._backend.loading():
-            side = streams.take()
-            try:
-                plan.make_graph(cupy.cuda.ExternalStream(side))
-            finally:
-                streams.give_back(side)
+            plan.make_graph(self._capturing)
         assert plan.launch is not None
         plan.launch(stream)
 
@@ -209,6 +206,7 @@ class DeviceEngine:
         with suppress(DriverShutDownError), self._backend.current():
             for plan in self._plans:
                 plan.drop_graph()
+            self._capturing = None
             self._copies.close()
             self._order.close()
         self._arena.close_own()

@@ -32,7 +32,7 @@ class Plan:
         for step in self.steps:
             step(stream)
 
-    def make_graph(self, stream: cupy.cuda.ExternalStream) -> None:
+    def make_graph(self, stream: cupy.cuda.Stream) -> None:
         """Make `launch` by a capture on ``stream``, which is idle: it is enqueued in a third of the time."""
         stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
         try:
