@@ -13,6 +13,8 @@ from pathlib import Path
 PATIENCE_S = 1.0
 # In /dev/shm: what other MPI jobs make at any time, and what the CUDA driver makes once per process for its events.
 OF_OTHERS = ("mpich", "cuda.shm.")
+# Files there that are Python's SharedMemory: tests that run beside this one make them, mpicomm only opens them.
+NOT_MADE_HERE = (*OF_OTHERS, "psm_")
 
 
 @contextlib.contextmanager
@@ -58,6 +60,6 @@ def _shared_files() -> set[str]:
     for path in Path("/dev/shm").iterdir():
         # Other processes, other MPI jobs above all, make and remove files here meanwhile.
         with contextlib.suppress(FileNotFoundError):
-            if path.lstat().st_uid == os.getuid() and not path.name.startswith(OF_OTHERS):
+            if path.lstat().st_uid == os.getuid() and not path.name.startswith(NOT_MADE_HERE):
                 found.add(str(path))
     return found

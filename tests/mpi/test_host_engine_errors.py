@@ -100,12 +100,12 @@ def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None
 def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: str, what: str) -> None:
     rank, size = comm_world.rank, comm_world.size
     absent = 0 if missing == "first" else size - 1
-    with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
+    with engine_of(comm_world, timeout_s=0.5) as (engine, _, _):
         engine.barrier(CALL)
         comm_world.Barrier()
         start = time.monotonic()
         if rank == absent:
-            time.sleep(2.5)
+            time.sleep(1.25)
         a, b = np.ones(3000, np.float32), np.zeros(3000, np.float32)
         with raises_everywhere(
             comm_world, CollectiveTimeoutError, match=rf"^Test\(any\): rank {absent} did not"
@@ -125,7 +125,7 @@ def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: 
 @pytest.mark.mpi(min_size=3)
 def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intracomm) -> None:
     rank, size = comm_world.rank, comm_world.size
-    with engine_of(comm_world, timeout_s=1.0) as (engine, _, _):
+    with engine_of(comm_world, timeout_s=0.5) as (engine, _, _):
         buffer = np.zeros(10, np.float32)
         chain = []
         for source in reversed(range(1, size)):  # the last rank to the one before, that to the one before it, ...
@@ -134,9 +134,9 @@ def test_the_missing_rank_is_named_and_not_who_waits_for_it(comm_world: MPI.Intr
             chain.append(Exchange(FLOAT32, sends, receives))
         comm_world.Barrier()
         # Rank 0 begins to wait first, and so it gives up first.
-        time.sleep(2.5 if rank == size - 1 else 0.2 * rank)
+        time.sleep(1.25 if rank == size - 1 else 0.1 * rank)
         with raises_everywhere(
-            comm_world, CollectiveTimeoutError, match=f": rank {size - 1} did not arrive within 1 s"
+            comm_world, CollectiveTimeoutError, match=f": rank {size - 1} did not arrive within 0.5 s"
         ):
             engine.run(chain, CALL)
 

@@ -1,4 +1,4 @@
-"""What is given back for good: 1,000 times later there is no more of anything than at first."""
+"""What is given back for good: hundreds of times later there is no more of anything than at first."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def garbage_kept() -> Iterator[None]:
 
 
 def cycles_on(device: str) -> int:
-    return 1000 if device == "cpu" else 50
+    return 1000 // MPI.COMM_WORLD.size if device == "cpu" else 50
 
 
 def require_no_growth(cycle: Callable[[], object], cycles: int) -> None:
@@ -93,13 +93,6 @@ def test_communicators_leave_nothing(device: str) -> None:
 def test_events_leave_nothing(device: str) -> None:
     with communicator(device) as comm:
         require_no_growth(lambda: comm.shared_event().close(), cycles_on(device))
-
-
-def test_communicators_of_mpi_are_given_back() -> None:
-    # Alone, because it is faster: an MPI has room for some thousands.
-    for _ in range(3000):
-        with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm, comm.Split() as child:  # type: ignore[attr-defined]
-            child.zeros(1)
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])

@@ -31,7 +31,7 @@ def test_ring_hands_over_200_times(comm: mpicomm.Communicator, xp: Any) -> None:
 
 
 def test_signals_are_counted(device: str) -> None:
-    with communicator(device, timeout_s=2) as comm:
+    with communicator(device, timeout_s=1) as comm:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         array, other = comm.zeros(1), comm.zeros(1)
         for _ in range(5):
@@ -51,7 +51,7 @@ def test_signals_are_counted(device: str) -> None:
 
 
 def test_signal_reaches_the_array_and_the_rank_it_is_for_alone(device: str) -> None:
-    with communicator(device, timeout_s=2) as comm:
+    with communicator(device, timeout_s=1) as comm:
         array, other = comm.zeros(1), comm.zeros(1)
         for peer in range(comm.size):
             if peer != 0:
@@ -63,14 +63,14 @@ def test_signal_reaches_the_array_and_the_rank_it_is_for_alone(device: str) -> N
             if comm.rank != 0:
                 array.wait_signal(peer)
         comm.check()
-        with pytest.raises(CollectiveTimeoutError, match=f"from rank {comm.size - 1} did not come within 2 s"):
+        with pytest.raises(CollectiveTimeoutError, match=f"from rank {comm.size - 1} did not come within 1 s"):
             array.wait_signal(comm.size - 1)
             comm.check()
         comm.Barrier()
 
 
 def test_signals_of_a_closed_array_never_reach_the_next(device: str) -> None:
-    with communicator(device, timeout_s=2) as comm:
+    with communicator(device, timeout_s=1) as comm:
         right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         array = comm.zeros(1)
         for _ in range(3):

@@ -231,7 +231,7 @@ def test_received_data_lands_where_mpi4py_puts_it(data: st.DataObject, n: int, d
         [bytes(8), 2, MPI.INT],
         MPI.IN_PLACE,
     ],
-    ids=str,
+    ids=["column", "bytes", "memoryview", "scalar", "broadcast", "bytes in a list", "IN_PLACE"],
 )
 def test_receive_buffers_that_cannot_be_written_are_refused(spec: Any) -> None:
     with pytest.raises((BufferError, MPI.Exception)):

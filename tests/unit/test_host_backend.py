@@ -44,7 +44,7 @@ def test_host_arrays_are_taken_without_a_copy(no_leaks: None) -> None:
     assert numbers[1] == 3.0
 
 
-@pytest.mark.parametrize("value", [None, 5, [1, 2], "text", object(), {1}], ids=repr)
+@pytest.mark.parametrize("value", [None, 5, [1, 2], "text", object(), {1}], ids=lambda value: type(value).__name__)
 def test_what_is_no_array_is_refused_with_the_way_out(backend: HostBackend, value: Any) -> None:
     expected = f"^array is a {type(value).__name__}, .*: pass a NumPy array"
     with pytest.raises(InvalidUsageError, match=expected) as refusal:

@@ -1,0 +1,29 @@
+"""What is made of MPI is given back: an MPI has room for some thousands of communicators."""
+
+from __future__ import annotations
+
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import HandleError, placement
+from tests.helpers.communicators import require_memory_works
+from tests.helpers.setup_failures import raising
+
+MORE_THAN_THERE_IS_ROOM_FOR = 3000
+
+
+def test_communicators_of_mpi_are_given_back() -> None:
+    for _ in range(MORE_THAN_THERE_IS_ROOM_FOR):
+        with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm, comm.Split() as child:  # type: ignore[attr-defined]
+            child.zeros(1)
+
+
+def test_children_that_fail_leave_no_communicator_behind() -> None:
+    with mpicomm.Communicator(MPI.COMM_SELF, device="cpu") as comm, comm.Dup() as child:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(placement.Placement, "create_backend", raising(OSError))
+            for _ in range(MORE_THAN_THERE_IS_ROOM_FOR):
+                with pytest.raises(HandleError, match="injected"):
+                    child.zeros(3)
+        require_memory_works(child)
