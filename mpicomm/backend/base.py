@@ -27,7 +27,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Scratch:
-    """Private memory of a device; ``owner`` keeps it allocated."""
+    """Private memory of a device; ``owner`` keeps it allocated, where its backend does not until it is closed."""
 
     pointer: int
     nbytes: int

@@ -72,6 +72,7 @@ class CudaBackend:
         self._kernels: _SignalKernels | None = None
         self._stream: Any = None
         self._idle_events: list[cupy.cuda.Event] = []  # of `completion`: to create one takes longer than to record it
+        self._scratch: list[int] = []
         self._faults: FaultPage | None = None
         self._closed = False
         self._context = PrimaryContext(self.info)
@@ -272,10 +273,14 @@ class CudaBackend:
         return np.frombuffer(memory, np.uint8, nbytes)
 
     def scratch(self, nbytes: int) -> Scratch:
-        """Return device memory of the driver's own: a pool would hand it out again while a graph still uses it."""
+        """Return device memory of the driver's own, freed by `close`.
+
+        A pool would give it to others while a captured graph still uses it.
+        """
         with self.loading():
-            memory = cupy.cuda.Memory(max(nbytes, 1))
-        return Scratch(memory.ptr, nbytes, memory)
+            pointer = int(call(driver.cuMemAlloc, max(nbytes, 1)))
+        self._scratch.append(pointer)
+        return Scratch(pointer, nbytes, None)
 
     def completion(self, stream: int) -> Callable[[], bool]:
         """Return a function that says whether the work enqueued on ``stream`` so far is done; callable in any thread.
@@ -344,7 +349,7 @@ class CudaBackend:
         return Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
 
     def close(self) -> None:
-        """Release the fault page, the streams and the context. A second call does nothing.
+        """Release the fault page, scratch memory, streams and the context. A second call does nothing.
 
         No kernel of this backend may be running, and its segments and events must be closed.
         """
@@ -353,8 +358,12 @@ class CudaBackend:
         self._closed = True
         self._kernels = None
         faults, self._faults = self._faults, None
-        self._idle_events.clear()
+        # All that CUDA has to destroy goes here, and not when the garbage collector comes: in a thread without a device
+        # it would make a context on the first GPU for that.
         with suppress(DriverShutDownError), self._context.current():
+            self._idle_events.clear()
+            while self._scratch:
+                call(driver.cuMemFree, self._scratch.pop())
             if faults is not None:
                 self.side_streams.close()
             if self._stream is not None:

@@ -201,8 +201,7 @@ class DeviceEngine:
 
     def close_own(self) -> None:
         """Free this rank's arena and events; local, after every peer's `close_peers`."""
-        # Here, and not when the garbage collector comes: in a thread without a device, one that begins say, it would
-        # make a context on the first GPU to destroy them in.
+        # As in CudaBackend.close, not when the garbage collector comes.
         with suppress(DriverShutDownError), self._backend.current():
             for plan in self._plans:
                 plan.drop_graph()
