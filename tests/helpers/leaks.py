@@ -12,7 +12,7 @@ from pathlib import Path
 # Threads end, and other ranks free their part, a little after the call that asked for it has returned.
 PATIENCE_S = 1.0
 # In /dev/shm: what other MPI jobs make at any time, and what the CUDA driver makes once per process for its events.
-OF_OTHERS = ("mpich", "cuda.shm.")
+OF_OTHERS = ("mpich", "ucx_", "ompi", "vader", "sem.", "cuda.shm.")
 # Files there that are Python's SharedMemory: tests that run beside this one make them, mpicomm only opens them.
 NOT_MADE_HERE = (*OF_OTHERS, "psm_")
 

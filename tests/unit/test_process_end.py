@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from tests.helpers.leaks import NOT_MADE_HERE
 from tests.helpers.mpiexec import run_job
 
 PRELUDE = """
@@ -27,8 +28,8 @@ comm.Barrier()
 
 
 def files() -> set[str]:
-    """What there is in /dev/shm but for what the MPI of this or of another job has there."""
-    return {name for name in os.listdir("/dev/shm") if not name.startswith(("mpich", "ompi", "vader", "sem."))}
+    """What there is in /dev/shm but for what the MPI of this or of another job has there, or another test."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith(NOT_MADE_HERE)}
 
 
 def require_end(code: str, status: int = 0, *options: str, said: str = "") -> None:
