@@ -12,7 +12,7 @@ from mpicomm.collectives.requests import DeferredRequest, PersistentRequest, Wor
 from mpicomm.errors import InvalidUsageError
 from mpicomm.guard import require_host
 from mpicomm.messages.calls import Messages
-from mpicomm.messages.in_stream_order import End, InStreamOrder
+from mpicomm.messages.in_stream_order import InStreamOrder
 
 _MATCHED_BY = ("auto", "one_shot")
 
@@ -56,7 +56,7 @@ class PointToPoint(MPI.Intracomm):
     def Send(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Send ``buf``; see mpi4py."""
         if self._is_in_stream_order("Send", algorithm, stream, buf):
-            self._in_stream_order.exchange("Send", stream, send=End(buf, dest, tag, ("buf", "dest", "tag")))
+            self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         else:
             self._send("Send", super().Send, buf, dest, tag, stream)
 
@@ -85,8 +85,7 @@ class PointToPoint(MPI.Intracomm):
         """Receive into ``buf``; see mpi4py."""
         messages = self._messages
         if self._is_in_stream_order("Recv", algorithm, stream, buf):
-            receive = End(buf, source, tag, ("buf", "source", "tag"))
-            self._in_stream_order.exchange("Recv", stream, receive=receive, status=status)
+            self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         elif messages.described or is_on_device(buf):
             messages.receive("Recv", messages.taking(source, tag), buf, status, stream)
         else:
@@ -109,9 +108,9 @@ class PointToPoint(MPI.Intracomm):
         """Send one buffer and receive into another; see mpi4py."""
         messages = self._messages
         if self._is_in_stream_order("Sendrecv", algorithm, stream, sendbuf, recvbuf):
-            send = End(sendbuf, dest, sendtag, ("sendbuf", "dest", "sendtag"))
-            incoming = End(recvbuf, source, recvtag, ("recvbuf", "source", "recvtag"))
-            self._in_stream_order.exchange("Sendrecv", stream, send, incoming, status)
+            self._in_stream_order.exchange(
+                "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
+            )
         elif messages.described or is_on_device(sendbuf) or is_on_device(recvbuf):
             receive = messages.taking(source, recvtag)
             messages.exchange("Sendrecv", (sendbuf, dest, sendtag), receive, recvbuf, status, stream)
