@@ -249,14 +249,14 @@ def test_the_memory_of_messages_is_used_again(comm: mpicomm.Communicator, xp: An
         assert int(received.min()) == int(received.max()) == number * 100 + ring.left
 
 
-def test_captured_messages_are_refused(comm: mpicomm.Communicator, xp: Any) -> None:
+def test_captured_messages_that_mpi_would_match_are_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     if comm.device == "cpu":
         pytest.skip("there are no graphs")
     array, stream = xp.ones(THRESHOLD_NBYTES), xp.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
         try:
-            for call in (comm.Send, comm.Isend, comm.Recv, comm.Irecv):
+            for call in (comm.Ssend, comm.Isend, comm.Irecv, comm.Sendrecv_replace):
                 with pytest.raises(InvalidUsageError, match="cannot be part of a CUDA graph"):
                     call(array, MPI.PROC_NULL)
         finally:
