@@ -14,7 +14,7 @@ from mpicomm.guard import require_host
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.in_stream_order import InStreamOrder
 
-_MATCHED_BY = ("auto", "one_shot")
+_ALGORITHMS = ("auto", "one_shot", "copy_engine")
 
 
 class PointToPoint(MPI.Intracomm):
@@ -39,7 +39,8 @@ class PointToPoint(MPI.Intracomm):
     ranks must know the length, the source, and the tag unless it is `MPI.ANY_TAG`; where they differ, `PeerError` is
     raised by the next call, or ``check()``. `Send` holds up its stream until its message, but for the last 8 MiB of
     those to that rank, is received. So, as with NCCL, the ranks must come to these calls, and to collectives, in orders
-    that go together: two ranks that both send first and then receive should use `Sendrecv`.
+    that go together: two ranks that both send first and then receive should use `Sendrecv`. With "copy_engine" MPI
+    matches in any case, and a capture is refused.
 
     Raises `InvalidUsageError` and TypeError for bad arguments, `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a message
     that is longer than the buffer. Where a sender dies after its message was matched, `CollectiveTimeoutError` names
@@ -270,11 +271,13 @@ class PointToPoint(MPI.Intracomm):
 
     def _is_in_stream_order(self, operation: str, algorithm: str, stream: Any, *buffers: Any) -> bool:
         """Whether kernels match the message of a call, and not MPI; local."""
-        if algorithm not in _MATCHED_BY:
-            raise InvalidUsageError(f"{operation}: algorithm={algorithm!r}: use one of {', '.join(_MATCHED_BY)}")
-        if algorithm == "one_shot" and not self._messages.on_gpu:
-            raise InvalidUsageError(f'{operation}: algorithm="one_shot" is for device arrays: use "auto"')
-        return algorithm == "one_shot" or self._messages.in_capture(operation, stream, *buffers)
+        if algorithm == "auto":
+            return self._messages.in_capture(operation, stream, *buffers)
+        if algorithm not in _ALGORITHMS:
+            raise InvalidUsageError(f"{operation}: algorithm={algorithm!r}: use one of {', '.join(_ALGORITHMS)}")
+        if not self._messages.on_gpu or not any(is_on_device(buf) or buf is None for buf in buffers):
+            raise InvalidUsageError(f'{operation}: algorithm="{algorithm}" is for device arrays: use "auto"')
+        return algorithm == "one_shot"
 
     def _send(self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any) -> None:
         if is_on_device(buf):

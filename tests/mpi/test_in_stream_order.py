@@ -75,10 +75,15 @@ def test_what_is_enqueued(rig: Rig, recorder: Recorder) -> None:
 
 
 def test_outside_of_captures_mpi_matches(rig: Rig, recorder: Recorder) -> None:
-    received = rig.empty(3)
-    rig.comm.Sendrecv(rig.of(rig.rank, 3), rig.right, 0, received, rig.left, 0)
+    for algorithm in ("auto", "copy_engine"):
+        received = rig.empty(3)
+        rig.comm.Sendrecv(rig.of(rig.rank, 3), rig.right, 0, received, rig.left, 0, algorithm=algorithm)
+        assert received.get().any()
+    rig.device.capturing = True
+    with pytest.raises(InvalidUsageError, match="cannot be part of a CUDA graph"):
+        rig.comm.Send(rig.empty(3), rig.right, algorithm="copy_engine")
+    rig.device.capturing = False
     assert not recorder.messages
-    assert received.get().any()
 
 
 def test_what_kernels_cannot_match(rig: Rig, recorder: Recorder) -> None:
@@ -87,13 +92,17 @@ def test_what_kernels_cannot_match(rig: Rig, recorder: Recorder) -> None:
     for call, match in [
         (lambda: comm.Recv(array, **ONE_SHOT), r"Recv: source=MPI.ANY_SOURCE .* name the rank"),
         (lambda: comm.Sendrecv(array, right, 0, host, left, **ONE_SHOT), "Sendrecv: recvbuf is a host array"),
-        (lambda: comm.Send(host, right, **ONE_SHOT), "Send: buf is a host array"),
+        (lambda: comm.Send(host, right, **ONE_SHOT), 'Send: algorithm="one_shot" is for device arrays'),
+        (lambda: comm.Recv(host, left, algorithm="copy_engine"), 'Recv: algorithm="copy_engine" is for device arrays'),
         (lambda: comm.Sendrecv(array, right, 0, array, left, **ONE_SHOT), "sendbuf and recvbuf overlap"),
         (lambda: comm.Send(array, right, -3, **ONE_SHOT), "Send: tag=-3 is negative"),
         (lambda: comm.Sendrecv(array, right, -1, rig.empty(1), left, **ONE_SHOT), "Sendrecv: sendtag=-1 is negative"),
         (lambda: comm.Send(array, 99, **ONE_SHOT), f"Send: dest=99 is no rank .* 0 to {rig.size - 1}"),
         (lambda: comm.Recv(array, 99, **ONE_SHOT), "Recv: source=99 is no rank"),
-        (lambda: comm.Send(array, right, algorithm="ring"), "Send: algorithm='ring': use one of auto, one_shot"),
+        (
+            lambda: comm.Send(array, right, algorithm="ring"),
+            "Send: algorithm='ring': use one of auto, one_shot, copy_engine",
+        ),
     ]:
         with pytest.raises(InvalidUsageError, match=match):
             call()  # type: ignore[no-untyped-call]
