@@ -279,7 +279,7 @@ def _timed(soak: Soak, seconds: float, repeat: int) -> Rounds:
     number, share, least = 0, 0.0, max(2, 3 * repeat)
     while share < 1 or number < least:
         which = number % repeat if repeat else number
-        settled = number >= 2 * repeat
+        settled = number >= 2 * repeat  # before that `run` is told that it is early, and does not compare with it
         yield share if settled else min(share, 0.09), lambda which=which: soak.round(which)  # type: ignore[misc]
         number += 1
         share = WORLD.bcast((time.monotonic() - start) / seconds)

@@ -356,7 +356,6 @@ class CudaBackend:
         if self._closed:
             return
         self._closed = True
-        self._kernels = None
         faults, self._faults = self._faults, None
         # All that CUDA has to destroy goes here, and not when the garbage collector comes: in a thread without a device
         # it would make a context on the first GPU for that.
@@ -380,5 +379,5 @@ class CudaBackend:
     def _load_kernels(self) -> _SignalKernels:
         if self._kernels is None:
             with self.loading():
-                self._kernels = self._kernels or _SignalKernels(kernels_of(self._ordinal, self.info.compute_capability))
+                self._kernels = self._kernels or _SignalKernels(kernels_of(self.info))
         return self._kernels

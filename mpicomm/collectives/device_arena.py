@@ -27,13 +27,39 @@ _MESSAGES = "messages in the order of streams"
 
 
 @dataclass(frozen=True)
+class ChannelWords:
+    """Where the words of channels are, from their start: a pure function of ranks and channels.
+
+    First this rank's counts of chunks received from and sent to each rank, then the credit of each rank and the flags
+    of each rank, all of it per channel.
+    """
+
+    size: int
+    channels: int
+
+    @property
+    def credits(self) -> int:
+        """The offset of the credits."""
+        return -(-2 * self.size * self.channels * 4 // LINE_NBYTES) * LINE_NBYTES
+
+    @property
+    def flags(self) -> int:
+        """The offset of the flags."""
+        return self.credits + self.size * self.channels * LINE_NBYTES
+
+    @property
+    def words_nbytes(self) -> int:
+        """All of them."""
+        return self.flags + self.size * self.channels * LINE_NBYTES
+
+
+@dataclass(frozen=True)
 class ArenaLayout:
     """A pure function of ranks and channels, so that all ranks have the same.
 
     First the head and what blocks of direct.cu say of their arrival. Then what packets.cu needs: the inboxes of its LL
-    wire, those of its sentinel wire, each for both parities, all stages and every rank. Then what exchange.cu needs,
-    each per channel: this rank's counts of chunks received from and sent to each rank, the credit of each rank and the
-    flags of each rank. Its slots are memory of their own.
+    wire, those of its sentinel wire, each for both parities, all stages and every rank. Then what exchange.cu needs:
+    `ChannelWords`. Its slots are memory of their own.
     """
 
     size: int
@@ -80,18 +106,21 @@ class ArenaLayout:
     @cached_property
     def credits(self) -> int:
         """The offset of the credits."""
-        counts = 2 * self.size * self.channels * 4
-        return self.counts + -(-counts // LINE_NBYTES) * LINE_NBYTES
+        return self.counts + self._words.credits
 
     @cached_property
     def flags(self) -> int:
         """The offset of the flags."""
-        return self.credits + self.size * self.channels * LINE_NBYTES
+        return self.counts + self._words.flags
 
     @cached_property
     def nbytes(self) -> int:
         """The size of an arena."""
-        return self.flags + self.size * self.channels * LINE_NBYTES
+        return self.counts + self._words.words_nbytes
+
+    @cached_property
+    def _words(self) -> ChannelWords:
+        return ChannelWords(self.size, self.channels)
 
     @property
     def slots_nbytes(self) -> int:

@@ -102,7 +102,7 @@ class DeviceEngine:
         )
         channels = max(1, min(_MESSAGE_CHANNELS, smallest * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, SendrecvLayout(node.size, channels))
-        self._kernels = kernels_of(backend.info.ordinal, backend.info.compute_capability)
+        self._kernels = kernels_of(backend.info)
         self._plans: WeakSet[Plan] = WeakSet()  # whoever enqueues them keeps them
         self._open = True
         self._ordinal = backend.info.ordinal

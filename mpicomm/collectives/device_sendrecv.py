@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from mpicomm.collectives.device_arena import ChannelWords
 from mpicomm.collectives.device_channels import CHANNEL_NBYTES, stride_of, threads_for
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Message
@@ -18,34 +18,16 @@ from mpicomm.kernels.sendrecv import (
     Side,
     sendrecv_kernel,
 )
-from mpicomm.kernels.team import LINE_NBYTES, Team
+from mpicomm.kernels.team import Team
 
 
-@dataclass(frozen=True)
-class SendrecvLayout:
-    """Each rank's memory for messages, a pure function of ranks and channels, so that all ranks have the same.
-
-    First its counts of chunks received from and sent to each rank, then the credit of each rank, the flags of each
-    rank, and their slots; all of it per channel, and zero at first.
-    """
-
-    size: int
-    channels: int
-
-    @property
-    def credits(self) -> int:
-        """The offset of the credits."""
-        return -(-2 * self.size * self.channels * 4 // LINE_NBYTES) * LINE_NBYTES
-
-    @property
-    def flags(self) -> int:
-        """The offset of the flags."""
-        return self.credits + self.size * self.channels * LINE_NBYTES
+class SendrecvLayout(ChannelWords):
+    """Each rank's memory for messages: the words of its channels, then its slots of each rank; zero at first."""
 
     @property
     def slots(self) -> int:
         """The offset of the slots."""
-        return self.flags + self.size * self.channels * LINE_NBYTES
+        return self.words_nbytes
 
     @property
     def nbytes(self) -> int:

@@ -43,6 +43,9 @@ if TYPE_CHECKING:
 ALGORITHMS = ("auto", "mpi", "one_shot", "two_shot", "ring", "copy_engine")
 _TWO_SHOT = ("Allreduce", "Bcast")  # on the host
 
+End = tuple[Any, int, int]
+"""A buffer, the rank that it goes to or that fills it, and the tag; plain, as it is on the way of every message."""
+
 
 class Collectives:
     """The collectives of the communicator ``comm``.
@@ -163,27 +166,26 @@ class Collectives:
         self,
         operation: str,
         stream: Any,
-        buffers: tuple[Any, Any],
-        route: tuple[int, int, int, int],
-        read: Callable[[Domain], tuple[Message | None, Message | None]],
+        send: End,
+        receive: End,
+        read: Callable[[str, End, End, Domain], tuple[Message | None, Message | None]],
     ) -> None:
         """Enqueue what goes out of one device array and what comes into another, in the order of the stream.
 
-        ``route`` is the destination and its tag, the source and its tag; ``read`` understands and checks the arguments.
+        ``read`` understands and checks the arguments. The communicator is one of GPUs.
         """
-        known = self._known
-        if known and known.enqueue(operation, stream, "one_shot", *buffers, None, route, None) is not None:
+        (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
+        route, known = (dest, sendtag, source, recvtag), self._known
+        if known and known.enqueue(operation, stream, "one_shot", sendbuf, recvbuf, None, route, None) is not None:
             return
-        self._require_device(operation)
         domain = self._set_up(operation)
-        sent, received = read(domain)
+        sent, received = read(operation, send, receive, domain)
         domain.require_usable(operation)
         engine = self._on_device(operation)
         plan = engine.prepare_messages(operation, sent, received)
         assert self._known is not None
-        self._known.add(plan, operation, "one_shot", *buffers, None, route, None)
-        send, receive = buffers
-        engine.enqueue(plan, domain.backend.stream(stream, array_of(receive if send is None else send)))
+        self._known.add(plan, (operation, "one_shot", sendbuf, recvbuf, None, route, None))
+        engine.enqueue(plan, domain.backend.stream(stream, array_of(recvbuf if sendbuf is None else sendbuf)))
 
     def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
         if algorithm not in ALGORITHMS:
@@ -231,8 +233,8 @@ class Collectives:
             engine = self._on_device(operation)
             plan = self._prepare_on_device(engine, domain.mappings, call, algorithm)
             assert self._known is not None
-            given = arguments
-            self._known.add(plan, operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
+            send, receive, op = arguments.send, arguments.receive, arguments.op
+            self._known.add(plan, (operation, algorithm, send, receive, op, arguments.root, arguments.counts))
             resolved = domain.backend.stream(stream, array)
             engine.enqueue(plan, resolved)
             return resolved

@@ -67,23 +67,13 @@ class KnownCalls:
         self._engine.enqueue(plan, resolved, again=True)
         return resolved
 
-    def add(
-        self,
-        plan: Plan,
-        operation: str,
-        algorithm: str,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None,
-        root: Hashable,
-        counts: Sequence[int] | None,
-    ) -> None:
-        """Keep the plan of a call, if that can be recognised; local."""
-        key = self._key(operation, algorithm, send, receive, op, root, counts)
+    def add(self, plan: Plan, call: tuple[str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None]) -> None:
+        """Keep the plan of a call, that of `enqueue` without its stream, if it can be recognised; local."""
+        key = self._key(*call)
         if key is not None:
             if len(self._plans) >= _MOST:
                 self._plans.clear()
-            self._plans[key] = plan, op
+            self._plans[key] = plan, call[4]
 
     def _key(
         self,

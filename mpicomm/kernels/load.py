@@ -10,7 +10,7 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from mpicomm.backend.cuda_driver import call
+from mpicomm.backend.cuda_driver import DeviceInfo, call
 from mpicomm.errors import HandleError
 from mpicomm.kernels.compile import KERNELS, compile_kernel
 
@@ -99,9 +99,9 @@ class KernelCache:
     for code in pieces, and a graph of somebody's may still refer to them. Its methods are local, from any thread.
     """
 
-    def __init__(self, ordinal: int, compute_capability: tuple[int, int]) -> None:
-        self._context = call(driver.cuDevicePrimaryCtxRetain, ordinal)  # for good, as the modules are
-        self._compute_capability = compute_capability
+    def __init__(self, device: DeviceInfo) -> None:
+        call(driver.cuDevicePrimaryCtxRetain, device.ordinal)  # for good, as the modules are
+        self._compute_capability = device.compute_capability
         self._lock = threading.RLock()
         self._modules: dict[tuple[str, tuple[str, ...]], Module] = {}
         self._kernels: dict[Variant, Kernel] = {}
@@ -132,6 +132,6 @@ class KernelCache:
 
 
 @lru_cache
-def kernels_of(ordinal: int, compute_capability: tuple[int, int]) -> KernelCache:
+def kernels_of(device: DeviceInfo) -> KernelCache:
     """Return the kernels on a device."""
-    return KernelCache(ordinal, compute_capability)
+    return KernelCache(device)

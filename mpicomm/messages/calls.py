@@ -256,8 +256,8 @@ class Messages:
         return device
 
     def in_capture(self, operation: str, stream: Any, *buffers: Any) -> bool:
-        """Return whether a call on these buffers is to become part of a CUDA graph; local."""
-        array = next((buf for buf in buffers if is_on_device(buf)), None) if self.on_gpu else None
+        """Return whether a call on these buffers is to become part of a CUDA graph; local, of communicators of GPUs."""
+        array = next((buf for buf in buffers if is_on_device(buf)), None)
         if array is None:
             return False
         device = cast(MessageDevice, self._backend(operation))

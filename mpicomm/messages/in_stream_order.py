@@ -7,13 +7,11 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.collectives.arguments import Operand, parse, require_separate
-from mpicomm.collectives.dispatcher import Collectives, require_here
+from mpicomm.collectives.dispatcher import Collectives, End, require_here
 from mpicomm.collectives.exchange import Message, Span
 from mpicomm.domain import Domain
 from mpicomm.errors import InvalidUsageError
 
-End = tuple[Any, int, int]
-"""A buffer, the rank that it goes to or that fills it, and the tag; plain, as it is on the way of every call."""
 _NO_SEND: End = (None, MPI.PROC_NULL, 0)
 _NO_RECEIVE: End = (None, MPI.PROC_NULL, MPI.ANY_TAG)
 # What the arguments of each call are called, of what is sent and of what is received.
@@ -34,28 +32,28 @@ class InStreamOrder:
         self, operation: str, stream: Any, send: End = _NO_SEND, receive: End = _NO_RECEIVE, status: Any = None
     ) -> None:
         """Enqueue a message to one rank and one from another; collective the first time, else local; does not block."""
-
-        def read(domain: Domain) -> tuple[Message | None, Message | None]:
-            outward, inward = _NAMES[operation]
-            sent = _operand(operation, send, outward, domain)
-            received = _operand(operation, receive, inward, domain, receives=True)
-            if sent is not None and received is not None:
-                require_separate(sent, received)
-            return (
-                _message(operation, send, sent, outward, domain),
-                _message(operation, receive, received, inward, domain),
-            )
-
-        sendbuf, dest, sendtag = send
-        recvbuf, source, recvtag = receive
-        self._collectives.message(operation, stream, (sendbuf, recvbuf), (dest, sendtag, source, recvtag), read)
+        self._collectives.message(operation, stream, send, receive, _read)
         if status is not None:
+            recvbuf, source, recvtag = receive
             status.Set_source(source)
             status.Set_tag(recvtag)  # MPI.ANY_TAG stays: what the sender's was, the host does not learn
             nothing = source == MPI.PROC_NULL
             nbytes = 0 if nothing else _span(parse(recvbuf, writable=True, name="recvbuf")).count
             status.Set_elements(MPI.BYTE, nbytes)
             status.Set_cancelled(False)
+
+
+def _read(operation: str, send: End, receive: End, domain: Domain) -> tuple[Message | None, Message | None]:
+    """Understand and check both ends."""
+    outward, inward = _NAMES[operation]
+    sent = _operand(operation, send, outward, domain)
+    received = _operand(operation, receive, inward, domain, receives=True)
+    if sent is not None and received is not None:
+        require_separate(sent, received)
+    return (
+        _message(operation, send, sent, outward, domain),
+        _message(operation, receive, received, inward, domain),
+    )
 
 
 def _operand(

@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import pytest
-from mpi4py import MPI
 
 import mpicomm
 from mpicomm.messages.description import NBYTES, THRESHOLD_NBYTES
-from tests.helpers.communicators import communicator
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.message_devices import DeviceArray, ThreadDevice, on_threads, small_messages
 
@@ -40,14 +37,6 @@ class Rig:
 
 def content(rank: int, count: int, key: int = 0) -> Array:
     return np.random.default_rng([rank, key]).integers(-(2**31), 2**31, count).astype(np.int32)
-
-
-@contextlib.contextmanager
-def parent_of_rigs() -> Iterator[mpicomm.Communicator]:
-    if MPI.COMM_WORLD.size == 1:
-        pytest.skip("a rank that sends to itself before it receives waits for ever in some MPIs")
-    with communicator("cpu") as comm:
-        yield comm
 
 
 @contextlib.contextmanager

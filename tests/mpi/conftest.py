@@ -11,7 +11,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.backend.cuda_driver import visible_devices
 from tests.helpers.agreement import RankAgreement
-from tests.helpers.communicators import array_module
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.message_rigs import Rig, rig_on
 
 AGREEMENT = pytest.StashKey[RankAgreement]()
 DEVICES = pytest.StashKey[list[str]]()
@@ -64,16 +65,32 @@ def comm_world() -> MPI.Intracomm:
 def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cuda":
         # A CUDA context lasts as long as its process: made here, it is no leak of the first test that needs it.
-        with mpicomm.Communicator(MPI.COMM_WORLD) as communicator:
-            communicator.zeros(1, "u1")
+        with communicator(request.param) as comm:
+            comm.zeros(1, "u1")
     return str(request.param)
 
 
 @pytest.fixture
 def comm(device: str) -> Iterator[mpicomm.Communicator]:
-    communicator = mpicomm.Communicator(MPI.COMM_WORLD, device="cpu" if device == "cpu" else "auto", timeout_s=20)
-    yield communicator
-    communicator.Free()
+    comm = communicator(device)
+    yield comm
+    comm.Free()
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[mpicomm.Communicator]:
+    """A communicator on the host, whose duplicates `rig` takes for some on GPUs."""
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("a rank that sends to itself before it receives waits for ever in some MPIs")
+    with communicator("cpu") as comm:
+        yield comm
+
+
+@pytest.fixture
+def rig(parent: mpicomm.Communicator) -> Iterator[Rig]:
+    """A communicator whose device is made of threads, for messages."""
+    with rig_on(parent) as rig:
+        yield rig
 
 
 @pytest.fixture

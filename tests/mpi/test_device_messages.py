@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
@@ -18,21 +17,9 @@ from mpicomm.log import logger
 from mpicomm.messages import outgoing
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.message_devices import on_threads, small_messages, take_for_gpu
-from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, parent_of_rigs, rig_on, same
+from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, same
 
 Array = npt.NDArray[Any]
-
-
-@pytest.fixture(scope="module")
-def parent() -> Iterator[mpicomm.Communicator]:
-    with parent_of_rigs() as comm:
-        yield comm
-
-
-@pytest.fixture
-def rig(parent: mpicomm.Communicator) -> Iterator[Rig]:
-    with rig_on(parent) as rig:
-        yield rig
 
 
 @pytest.mark.parametrize("method", ["Send", "Isend", "Ssend", "Issend"])

@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-import mpicomm
 from mpicomm.messages.description import NBYTES
 from tests.helpers.message_devices import DeviceArray
-from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, parent_of_rigs, rig_on, same
-
-
-@pytest.fixture(scope="module")
-def parent() -> Iterator[mpicomm.Communicator]:
-    with parent_of_rigs() as comm:
-        yield comm
-
-
-@pytest.fixture
-def rig(parent: mpicomm.Communicator) -> Iterator[Rig]:
-    with rig_on(parent) as rig:
-        yield rig
-
+from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, same
 
 RECEIVES = ["Recv", "Irecv", "Waitall", "Sendrecv", "Sendrecv_replace", "Isendrecv", "Isendrecv_replace", "Recv_init"]
 MATCHED = ["Mprobe", "Improbe", "Mprobe Irecv"]

@@ -84,7 +84,7 @@ class Known:
 
     def add(self, operation: str, given: Arguments, algorithm: str = "auto") -> Any:
         plan: Any = SimpleNamespace(text=operation)
-        self._calls.add(plan, operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
+        self._calls.add(plan, (operation, algorithm, given.send, given.receive, given.op, given.root, given.counts))
         return plan
 
     def find(self, operation: str, given: Arguments, algorithm: str = "auto", stream: Any = 7) -> Any:
