@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from typing import Any
 
 from cuda.bindings import driver
 
+from mpicomm.backend.cuda_collections import CollectionContext
 from mpicomm.backend.cuda_driver import DeviceInfo, DriverShutDownError, call
 from mpicomm.errors import HandleError
 
@@ -21,6 +23,10 @@ class PrimaryContext:
         self._driver = cupy_driver
         self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
         self._released = False
+        # A context of another GPU would do as well: one callback suffices.
+        if not any(isinstance(callback, CollectionContext) for callback in gc.callbacks):
+            for_good = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
+            gc.callbacks.append(CollectionContext(cupy_driver, for_good))
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """Return a ``with`` block in which this context is current on the calling thread; the old one comes back."""

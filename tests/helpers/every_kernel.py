@@ -7,7 +7,9 @@ long: thousands of calls and replays.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import sys
+import threading
 import time
 from typing import Any
 
@@ -154,6 +156,21 @@ def require_one_context(device: int) -> None:
         assert bool(active) == (other == device), f"GPU {other} is {'' if active else 'not '}in use, {device} is mine"
 
 
+def collect_on_a_bare_thread() -> None:
+    """Leave to the garbage collector what CUDA has to destroy, on a thread that has never touched CUDA."""
+    stream, array = cupy.cuda.Stream(non_blocking=True), cupy.zeros(10)
+    with stream:
+        stream.begin_capture()
+        array.fill(1)
+        graph = stream.end_capture()
+    garbage = [stream, graph, cupy.cuda.Event()]
+    garbage.append(garbage)
+    del stream, graph, garbage
+    collector = threading.Thread(target=gc.collect)
+    collector.start()
+    collector.join()
+
+
 def stress(comm: mpicomm.Communicator) -> None:
     """Run thousands of calls in which ranks come late, on the host and on the device, and replays of graphs."""
     rng = np.random.default_rng(7)  # the same on all ranks
@@ -211,6 +228,7 @@ def main() -> None:
         signals(comm)
         messages(comm)
         in_stream_order(comm)
+        collect_on_a_bare_thread()
         comm.check()
         if isinstance(comm.device, int):
             require_one_context(comm.device)
