@@ -12,7 +12,8 @@ from mpicomm.bootstrap import Group
 from mpicomm.handle import Kind
 from mpicomm.kernels.direct import ARRIVALS_NBYTES
 from mpicomm.kernels.exchange import SLOT_NBYTES, SLOTS
-from mpicomm.kernels.packets import STAGES
+from mpicomm.kernels.packets import SLOT_NBYTES as PACKET_SLOT_NBYTES
+from mpicomm.kernels.packets import STAGES, carried_nbytes, packets_of
 from mpicomm.kernels.team import ABORT_OPERATION, HEAD_NBYTES, LINE_NBYTES, MISMATCH
 from mpicomm.shared_segments import SharedSegments, share
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _PARITIES = 2
 _FLAGGED_NBYTES = 2 << 20  # inboxes of one stage and parity
 _SENTINEL_NBYTES = 8 << 20
+_FEWEST_LINES_NBYTES = 4 << 20
 _MOST_LARGE_NBYTES = 32 << 20
 _MESSAGES = "messages in the order of streams"
 
@@ -83,6 +85,16 @@ class ArenaLayout:
         """Return the size of one inbox of those for ``nbytes`` from each rank: as much as that, or a part of it."""
         return self.inbox_nbytes(min(_MOST_LARGE_NBYTES, 1 << (self.size * nbytes - 1).bit_length()))
 
+    def lines_inbox_nbytes(self, nbytes: int) -> int:
+        """Return the size of one inbox of the LL128 wire for ``nbytes`` from each rank: as much, or a part of it."""
+        slots_nbytes = packets_of(nbytes, "lines") * PACKET_SLOT_NBYTES
+        return self.large_inbox_nbytes(max(_FEWEST_LINES_NBYTES // self.size, slots_nbytes))
+
+    @cached_property
+    def most_lines_nbytes(self) -> int:
+        """How many bytes from each rank inboxes of the LL128 wire hold at most."""
+        return carried_nbytes(self.inbox_nbytes(_MOST_LARGE_NBYTES), "lines")
+
     @property
     def arrivals(self) -> int:
         """The offset of what blocks of the other ranks say of their arrival."""
@@ -139,9 +151,9 @@ class Inboxes:
 class DeviceArena:
     """Every rank's arena, and more memory once a message asks for it. Construction raises as ``share`` does.
 
-    Collective, as are `slots`, `messages`, `large_inboxes` and `staging` where they were not asked for that many bytes
-    before. What they have given is kept until the end, as a captured graph goes on using it. ``before_more`` is called
-    before ranks set up more memory, and raises where they should not.
+    Collective, as are `slots`, `messages`, `lines`, `large_inboxes` and `staging` where they were not asked for that
+    many bytes before. What they have given is kept until the end, as a captured graph goes on using it. ``before_more``
+    is called before ranks set up more memory, and raises where they should not.
     """
 
     def __init__(
@@ -168,11 +180,22 @@ class DeviceArena:
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
         """The inboxes of the sentinel wire."""
 
+    @property
+    def most_lines_nbytes(self) -> int:
+        """As of the layout."""
+        return self.layout.most_lines_nbytes
+
     def large_inboxes(self, nbytes: int) -> Inboxes:
         """Return inboxes of the sentinel wire for ``nbytes`` from each rank, or for a part of that, many times."""
         inbox_nbytes = self.layout.large_inbox_nbytes(nbytes)
         whole = _PARITIES * STAGES * self._node.size * inbox_nbytes
         return Inboxes(self._on_demand("collectives: large messages", whole, content=0xFF), inbox_nbytes)
+
+    def lines(self, nbytes: int) -> Inboxes:
+        """Return inboxes of the LL128 wire for ``nbytes`` from each rank, or for a part of that, many times."""
+        inbox_nbytes = self.layout.lines_inbox_nbytes(nbytes)
+        whole = _PARITIES * STAGES * self._node.size * inbox_nbytes
+        return Inboxes(self._on_demand("collectives: lines", whole, content=0), inbox_nbytes)
 
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from mpicomm.collectives.device_arena import DeviceArena, Inboxes
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.packets import FEWEST_LAPS, OVERSEERS, SLOT_NBYTES, PacketArguments, most_workers, packet_kernel
-from mpicomm.kernels.packets import unit_nbytes as unit_nbytes_of
+from mpicomm.kernels.packets import (
+    FEWEST_LAPS,
+    OVERSEERS,
+    SLOT_NBYTES,
+    PacketArguments,
+    Wire,
+    most_workers,
+    packet_kernel,
+    packets_of,
+)
 from mpicomm.kernels.team import Team
 
 MAX_BLOCKS = 128
 """All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
 _WARP = 32
-
-Wire = Literal["flagged", "sentinel"]
 
 
 @dataclass(frozen=True)
@@ -66,20 +72,21 @@ class PacketPlanner:
         fan_out: Exchange | None = None,
         geometry: Geometry | None = None,
     ) -> Launch:
-        """Return the launch for an exchange and, with ``fan_out``, the next one, in which ranks send on their results.
+        """Return the launch for an exchange and, with ``fan_out``, the next one, in which ranks send on their results,
+        or what they have received.
 
         ``reduction`` is (dtype, op) if any rank reduces; ``nbytes`` is the most that one rank sends to another. All but
         the exchanges themselves is the same on all ranks.
         """
-        size, rank, sentinel = self._team.size, self._team.rank, wire == "sentinel"
-        units = -(-nbytes // unit_nbytes_of(sentinel=sentinel))
+        size, rank = self._team.size, self._team.rank
+        units = packets_of(nbytes, wire)
         shape = geometry or geometry_of(units, self._most_blocks, most_workers(size))
         arguments = PacketArguments(team=self._team, steps=-(-units // shape.threads))
         arguments.team.tag = tag
         self._fill_inboxes(arguments, self._inboxes(wire, nbytes))
         slots = arguments.inbox_nbytes // SLOT_NBYTES
         arguments.laps = arguments.steps if units <= slots else slots // shape.threads
-        if arguments.steps > arguments.laps and (arguments.laps < FEWEST_LAPS or not sentinel):
+        if arguments.steps > arguments.laps and (arguments.laps < FEWEST_LAPS or wire == "flagged"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {arguments.inbox_nbytes} bytes")
         itemsize = exchange.dtype.itemsize
         sends = list(exchange.sends)
@@ -97,18 +104,32 @@ class PacketPlanner:
             arguments.own = mine.own.pointer if mine.own else 0
             arguments.output, arguments.output_nbytes = _extent(mine.output, itemsize)
             if fan_out is not None:
-                arguments.targets = sum(1 << peer for peer, send in enumerate(fan_out.sends) if send is not None)
+                arguments.targets = _ranks_of(fan_out.sends)
+        if reduction is None and fan_out is not None:
+            self._fill_relay(arguments, exchange, fan_out)
         return Launch(
-            packet_kernel(reduction, size, sentinel=sentinel, fan_out=fan_out is not None),
+            packet_kernel(reduction, size, wire, fan_out=fan_out is not None),
             arguments,
             blocks=shape.blocks,
             threads=shape.workers + OVERSEERS,
             early=self._early,
         )
 
+    def _fill_relay(self, arguments: PacketArguments, exchange: Exchange, fan_out: Exchange) -> None:
+        for source, span in enumerate(exchange.receives):
+            if span is not None:
+                arguments.sources = 1 << source
+                arguments.output, arguments.output_nbytes = _extent(span, exchange.dtype.itemsize)
+                # To where it came from too, which learns from it that it may go on: see packets.cu.
+                arguments.targets = _ranks_of(fan_out.sends) | arguments.sources
+                return
+        arguments.receive_nbytes = arguments.send_nbytes  # at address 0: nowhere
+
     def _inboxes(self, wire: Wire, nbytes: int) -> Inboxes:
         if wire == "flagged":
             return self._arena.flagged
+        if wire == "lines":
+            return self._arena.lines(nbytes)
         if nbytes <= self._arena.sentinels.nbytes:
             return self._arena.sentinels
         return self._arena.large_inboxes(nbytes)
@@ -129,6 +150,10 @@ def fans_out(rank: int, exchange: Exchange, following: Exchange) -> bool:
         and all(send in (None, result) for send in following.sends)
         and following.sends[rank] in (None, following.receives[rank])
     )
+
+
+def _ranks_of(spans: Sequence[Span | None]) -> int:
+    return sum(1 << rank for rank, span in enumerate(spans) if span is not None)
 
 
 def _extent(span: Span | None, itemsize: int) -> tuple[int, int]:

@@ -24,9 +24,10 @@ from mpicomm.collectives.device_copies import (
 from mpicomm.collectives.device_direct import DirectPlanner
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import PacketPlanner
-from mpicomm.collectives.device_selection import choose_ways, longest_nbytes
+from mpicomm.collectives.device_selection import Room, choose_ways, longest_nbytes
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.packets import carried_nbytes
 from mpicomm.kernels.team import LINE_NBYTES
 from mpicomm.mappings import Mapped
 
@@ -38,6 +39,10 @@ class Arena(Protocol):
 
     flagged: Inboxes
     sentinels: Inboxes
+
+    @property
+    def most_lines_nbytes(self) -> int:
+        """How many bytes from each rank inboxes of the LL128 wire hold at most."""
 
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""
@@ -84,7 +89,11 @@ class Program:
             signature,
             planners.rank,
             self._nbytes,
-            (arena.flagged.nbytes // 2, arena.sentinels.nbytes),  # half of an inbox of the LL wire is flags
+            Room(
+                carried_nbytes(arena.flagged.nbytes, "flagged"),
+                carried_nbytes(arena.sentinels.nbytes, "sentinel"),
+                arena.most_lines_nbytes,
+            ),
             symmetric=memory is not None,
             algorithm=algorithm,
         )

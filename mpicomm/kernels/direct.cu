@@ -72,8 +72,8 @@ MPICOMM_DEVICE void run(const Direct& x) {
   wait_for_predecessor();
   let_successor_start();
 
-  u32* const launches = launches_of(team);
-  const u32 launch = launches[blockIdx.x] + 1;
+  const u64 count = launches_of(team)[blockIdx.x] + 1;
+  const u32 launch = static_cast<u32>(count);
   const bool has_peer = thread < team.size && thread != rank;
   Announcements ours{};
   if (has_peer) ours = load_announcements(team, rank);
@@ -97,7 +97,7 @@ MPICOMM_DEVICE void run(const Direct& x) {
   if (thread == kMaxRanks) ok = is_healthy(team, blockIdx.x, health);
   // All leave or none: and all have read their number before it is advanced.
   if (!__syncthreads_and(ok)) return;
-  count_launch(team, launch, thread, blockDim.x);
+  count_launch(team, count, thread, blockDim.x);
 
   for (u32 number = 0; number < x.chunks; ++number) {
     // Each rank begins with the one after it, so that at any time each is written to by one.

@@ -112,6 +112,21 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(value.first), "l"(value.second) : "memory");
 }
 
+// 512 bytes by a whole warp, 16 by each thread, in lines of 128 by eight of them. Where a warp accesses whole lines in one
+// instruction, as it does right after a barrier, each line is one access of the memory and of NVLink: a reader sees all
+// of it or nothing. That is what GPUs do, not what PTX promises; NCCL's LL128 relies on it as well. With barriers of the
+// eight threads alone lines were torn, about one in a million: threads of a warp that is not whole may go apart.
+constexpr u32 kWarp = ~0u;
+constexpr u32 kLineThreads = 8;
+MPICOMM_DEVICE Pair load_lines(const Pair* p, bool) {
+  __syncwarp(kWarp);
+  return load_volatile(p);
+}
+MPICOMM_DEVICE void store_lines(Pair* p, const Pair& value, bool) {
+  __syncwarp(kWarp);
+  store_volatile(p, value);
+}
+
 // Orders this thread's accesses before it against those after it, for every observer.
 MPICOMM_DEVICE void fence_system() { __threadfence_system(); }
 // The same for observers on this device, and for what they are told in turn.
@@ -183,6 +198,24 @@ MPICOMM_DEVICE Pair load_volatile(const Pair* p) { return {load_relaxed(&p->firs
 MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   store_relaxed(&p->first, value.first);
   store_relaxed(&p->second, value.second);
+}
+// No processor accesses 128 bytes at once. The thread that `ends` a line, whose second word says whether all is there,
+// is the last to store and the first to load.
+constexpr u32 kWarp = ~0u;
+constexpr u32 kLineThreads = 8;
+MPICOMM_DEVICE Pair load_lines(const Pair* p, bool ends) {
+  Pair value{};
+  if (ends) value.second = load_acquire(&p->second);
+  __syncwarp(kWarp);
+  if (!ends) value.second = load_relaxed(&p->second);
+  value.first = load_relaxed(&p->first);
+  return value;
+}
+MPICOMM_DEVICE void store_lines(Pair* p, const Pair& value, bool ends) {
+  store_relaxed(&p->first, value.first);
+  if (!ends) store_relaxed(&p->second, value.second);
+  __syncwarp(kWarp);
+  if (ends) store_release(&p->second, value.second);
 }
 MPICOMM_DEVICE void fence_device() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 MPICOMM_DEVICE void wait_for_predecessor() {}

@@ -2,13 +2,14 @@
 // straight into the inboxes of the others, who look at each packet until it is there. No flag, no fence and no barrier
 // lies between a store and its use, which is what makes this fast, from 8 bytes up.
 //
-// Two wires: see packet_wires.cuh.
+// Three wires: see packet_wires.cuh.
 //
 // Stages. A: unit u of what goes to rank p is stored in p's first inbox. B: a rank takes unit u from all of its
 // sources and reduces or places it. With fan-out, it also stores the result in the second inboxes of others, and C:
-// they take the results from there (all of them in a two-shot all-reduce, the root alone in a two-shot reduce). Unit u
-// of everything is the work of one thread of each rank: what is read of the user's memory is read before the same
-// thread writes there, so input and output may be the same memory.
+// they take the results from there (all of them in a two-shot all-reduce, the root alone in a two-shot reduce). Where
+// nothing is reduced, what fans out is what a single source has sent: relays. Unit u of everything is the work of one
+// thread of each rank: what is read of the user's memory is read before the same thread writes there, so input and
+// output may be the same memory.
 //
 // Steps. With T threads, step k is units k * T to (k + 1) * T. In turn k a thread does A of step k, B of step k - 1 and
 // C of step k - 2, with the loads of all three under way at once.
@@ -16,14 +17,16 @@
 // Why a slot is free when it is written. There are two sets of inboxes, used in turns by the parity of the launch. A
 // rank begins launch n only when all others have begun launch n - 1 (`announce`), hence have finished n - 2, whose
 // packets lay where those of n go. Were there one set, a fast rank would write over packets that are still to be read.
-// With more steps than an inbox holds ("laps"), packets of step k go where those of k - L were. One turn in every L - 3
-// ends with a fence: what was put back in a turn is performed L - 4 turns later at the latest, before anything more is
-// stored. Without it ones could arrive after the next packet and wipe it out.
+// With more steps than an inbox holds ("laps"), packets of step k go where those of k - L were. On the sentinel wire one
+// turn in every L - 3 ends with a fence: what was put back in a turn is performed L - 4 turns later at the latest, before
+// anything more is stored. Without it ones could arrive after the next packet and wipe it out. On the LL128 wire nothing
+// is put back, and flags know the step; the LL wire has no laps.
 //   first inbox: A of step k is in turn k. Turn k - 1 ended with C of step k - 3, which the peer stored in its turn
 //   k - 2, after the fence that followed its B of step k - L, in turn k - L + 1.
 //   Without fan-out, B of step k - 2 ended turn k - 1, which the peer had stored in its turn k - 2, likewise.
 //   second inbox: B of step k, in turn k + 1, takes what the peer stored in its turn k, after the fence that followed
 //   its C of step k - L, in turn k - L + 2.
+//   In relays the source takes part in stage C, though it needs nothing: it learns how far the others are.
 // The scope of the device is enough: the slots lie in its own memory, and stores of the peers come to be ordered with
 // its own in the same place. Waiting for the whole system took 3 us a turn, as it waits for the stores to peers too.
 //
@@ -62,17 +65,33 @@ struct Packets {
   u32 targets;  // of the fan-out
 };
 
-#if defined(MPICOMM_DTYPE)
-constexpr bool kReduces = true;
-#else
-constexpr bool kReduces = false;
-#endif
-
 #if defined(MPICOMM_FAN_OUT)
 constexpr bool kFanOut = true;
 #else
 constexpr bool kFanOut = false;
 #endif
+
+#if defined(MPICOMM_DTYPE)
+constexpr bool kRelays = false;
+#else
+constexpr bool kRelays = kFanOut;
+#endif
+
+// Whether what a rank takes becomes one result.
+#if defined(MPICOMM_DTYPE)
+constexpr bool kReduces = true;
+#else
+constexpr bool kReduces = kRelays;
+#endif
+
+// What a single source sends, as it is.
+MPICOMM_DEVICE Packet single(const Packet (&units)[kRanks], u32 sources) {
+#pragma unroll
+  for (u32 rank = 0; rank < kRanks; ++rank) {
+    if (sources >> rank & 1) return units[rank];
+  }
+  return {};
+}
 
 #if defined(MPICOMM_DTYPE)
 constexpr u32 kElements = kUnitNbytes / sizeof(Element);
@@ -81,14 +100,9 @@ struct Elements {
   Element of[kPacketNbytes / sizeof(Element)];
 };
 
-// The reduction of one unit of each source, in rank order; what a single source sends is left as it is.
+// The reduction of one unit of each source, in rank order.
 MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
-  if ((sources & (sources - 1)) == 0) {
-#pragma unroll
-    for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (sources >> rank & 1) return units[rank];
-    }
-  }
+  if ((sources & (sources - 1)) == 0) return single(units, sources);
   typename Op::State states[kElements];
   u32 count = 0;
 #pragma unroll
@@ -106,6 +120,8 @@ MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
   for (u32 e = 0; e < kElements; ++e) result.of[e] = Op::last(states[e], count);
   return __builtin_bit_cast(Packet, result);
 }
+#else
+MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) { return single(units, sources); }
 #endif
 
 // What a thread sends in a turn, on its way through registers: by distance from this rank, as each begins with the
@@ -127,8 +143,8 @@ struct Outgoing {
 // What one thread does in one turn; the counts of a launch.
 struct Worker {
   const Packets& x;
+  u64 count;
   u32 launch;
-  u32 flag;
 
   MPICOMM_DEVICE Pair* slot(u32 owner, u32 stage, u32 source, u64 place) const {
     const u32 inbox = ((launch % 2) * kStages + stage) * kRanks + source;
@@ -139,11 +155,11 @@ struct Worker {
   MPICOMM_DEVICE void look(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) packets[rank] = load_volatile(slot(x.team.rank, stage, rank, place));
+      if (ranks >> rank & 1) packets[rank] = Wire::load(slot(x.team.rank, stage, rank, place));
     }
   }
 
-  MPICOMM_DEVICE u32 absent(const Pair (&packets)[kRanks], u32 ranks) const {
+  MPICOMM_DEVICE static u32 absent(const Pair (&packets)[kRanks], u32 ranks, Wire::Flag flag) {
     u32 missing = 0;
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
@@ -152,12 +168,13 @@ struct Worker {
     return missing;
   }
 
-  // Takes one packet of each rank of the set; they have been looked at once.
-  MPICOMM_DEVICE bool take(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
-    if (absent(packets, ranks) != 0) {
+  // Takes one packet of a step from each rank of the set; they have been looked at once.
+  MPICOMM_DEVICE bool take(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place, u32 step) const {
+    const Wire::Flag flag = Wire::flag(count, step);
+    if (absent(packets, ranks, flag) != 0) {
       const auto missing = [&] {
         look(packets, stage, ranks, place);
-        return absent(packets, ranks);
+        return absent(packets, ranks, flag);
       };
       if (!await_ranks(x.team, launch, missing)) return false;
     }
@@ -169,13 +186,14 @@ struct Worker {
   }
 
   // Sends what was loaded at `at`; what goes to this rank itself is stored where it belongs.
-  MPICOMM_DEVICE void push(const Outgoing& out, u64 at, u64 place) const {
+  MPICOMM_DEVICE void push(const Outgoing& out, u64 at, u64 place, u32 step) const {
     const u32 rank = x.team.rank;
+    const Wire::Flag flag = Wire::flag(count, step);
 #pragma unroll
     for (u32 distance = 1; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
       if (at < x.send_nbytes[to]) {
-        store_volatile(slot(to, 0, rank, place), Wire::packet(out.units[distance], flag));
+        Wire::store(slot(to, 0, rank, place), Wire::packet(out.units[distance], flag));
       }
     }
     if (!kReduces && at < x.send_nbytes[rank]) {
@@ -186,7 +204,7 @@ struct Worker {
   MPICOMM_DEVICE void place(const Pair (&packets)[kRanks], u32 ranks, u64 at) const {
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (!(ranks >> rank & 1)) continue;
+      if (!(ranks >> rank & 1) || (kRelays && x.receives[rank] == nullptr)) continue;
       store_unit(x.receives[rank], width_of(x.receives[rank]), at, x.receive_nbytes[rank], Wire::unit(packets[rank]));
     }
   }
@@ -240,22 +258,22 @@ MPICOMM_DEVICE void run(const Packets& x) {
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
   const u64 number = static_cast<u64>(blockIdx.x) * workers + thread;
-  const u64 step_nbytes = threads * kUnitNbytes;
+  const u64 step_nbytes = threads / Wire::kGroup * Wire::kGroupNbytes;
   // Everything before may lie in memory that the kernel ahead still writes.
   wait_for_predecessor();
   let_successor_start();
 
   // What this launch needs from memory first, none of which waits for another: its number, how far the others are, the
   // first data, and below whether somebody has given up.
-  u32* const launches = launches_of(team);
-  const u32 launch = launches[blockIdx.x] + 1;
+  const u64 count = launches_of(team)[blockIdx.x] + 1;
+  const u32 launch = static_cast<u32>(count);
   const bool has_peer = thread < kRanks && thread != rank;
   Announcements theirs{};
   if (has_peer) theirs = load_announcements(team, thread);
   // Before anything depends on one of the loads above, which a warp waits for as a whole.
   Health health;
   if (thread == kRanks) health = load_health(team);
-  u64 a_at = number * kUnitNbytes;
+  u64 a_at = number / Wire::kGroup * Wire::kGroupNbytes;
   Outgoing out;
   if (thread < workers) out.load(x, a_at);
 
@@ -278,9 +296,9 @@ MPICOMM_DEVICE void run(const Packets& x) {
   // All leave or none: and all have read their number before it is advanced.
   if (!__syncthreads_and(ok)) return;
   if (thread >= workers) return oversee(x, launch);
-  count_launch(team, launch, thread, workers);
+  count_launch(team, count, thread, workers);
 
-  const Worker worker{x, launch, flag_of(launch)};
+  const Worker worker{x, count, launch};
   u64 b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
   const u32 others = x.sources & ~(1u << rank);
@@ -300,36 +318,33 @@ MPICOMM_DEVICE void run(const Packets& x) {
     if (reduces && x.own != nullptr) in = load_unit(x.own, width_of(x.own), b_at, x.output_nbytes);
     if constexpr (kFanOut) worker.look(c, 1, c_ranks, c_place);
 
-    worker.push(out, a_at, a_place);
+    worker.push(out, a_at, a_place, turn);
     out.load(x, a_at + step_nbytes);
 
-    if (b_ranks != 0 && !worker.take(b, 0, b_ranks, b_place)) return;
-#if defined(MPICOMM_DTYPE)
+    if (b_ranks != 0 && !worker.take(b, 0, b_ranks, b_place, turn - 1)) return;
     if (reduces) {
       Packet units[kRanks];
 #pragma unroll
       for (u32 source = 0; source < kRanks; ++source) units[source] = source == rank ? in : Wire::unit(b[source]);
       const Packet result = reduce(units, x.sources);
       if constexpr (kFanOut) {
-        const Pair packet = Wire::packet(result, worker.flag);
+        const Pair packet = Wire::packet(result, Wire::flag(count, turn - 1));
 #pragma unroll
         for (u32 distance = 1; distance < kRanks; ++distance) {
           const u32 to = (rank + distance) % kRanks;
-          if (x.targets >> to & 1) store_volatile(worker.slot(to, 1, rank, b_place), packet);
+          if (x.targets >> to & 1) Wire::store(worker.slot(to, 1, rank, b_place), packet);
         }
       }
       if (x.output != nullptr) store_unit(x.output, width_of(x.output), b_at, x.output_nbytes, result);
     }
-#else
-    worker.place(b, b_ranks, b_at);
-#endif
+    if constexpr (!kReduces) worker.place(b, b_ranks, b_at);
     if constexpr (kFanOut) {
-      if (c_ranks != 0 && !worker.take(c, 1, c_ranks, c_place)) return;
+      if (c_ranks != 0 && !worker.take(c, 1, c_ranks, c_place, turn - 2)) return;
       worker.place(c, c_ranks, c_at);
     }
 
     // See "laps" at the top.
-    if (x.steps > x.laps && turn % (x.laps - 3) == 0) fence_device();
+    if (Wire::kGivesBack && x.steps > x.laps && turn % (x.laps - 3) == 0) fence_device();
     c_at = b_at, b_at = a_at, a_at += step_nbytes;
     c_lap = b_lap, b_lap = a_lap, a_lap = a_lap + 1 == x.laps ? 0 : a_lap + 1;
   }

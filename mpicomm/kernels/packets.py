@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Literal
 
 from mpicomm.kernels.load import Variant
 from mpicomm.kernels.reductions import options_for
@@ -12,10 +13,14 @@ from mpicomm.kernels.team import MAX_RANKS, Team
 OVERSEERS = 32
 STAGES = 2
 SLOT_NBYTES = 16
-_SENTINEL_UNIT_NBYTES = 16
-_FLAG_UNIT_NBYTES = 8
+# The group of packets that have one flag, of each wire in packet_wires.cuh: how many, and the bytes they carry.
+_GROUPS = {"flagged": (1, 8), "sentinel": (1, 16), "lines": (32, 480)}
+_MACROS = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",), "lines": ("-DMPICOMM_LINES",)}
 FEWEST_LAPS = 4
 """Steps that an inbox must hold where there are more of them: see packets.cu."""
+
+Wire = Literal["flagged", "sentinel", "lines"]
+"""LL, what needs no flag, and LL128: see packet_wires.cuh."""
 
 
 class PacketArguments(ctypes.Structure):
@@ -46,11 +51,10 @@ def most_workers(size: int) -> int:
     return (256 if size > 4 else 512) - OVERSEERS
 
 
-def packet_kernel(reduction: tuple[str, str] | None, size: int, *, sentinel: bool, fan_out: bool) -> Variant:
+def packet_kernel(reduction: tuple[str, str] | None, size: int, wire: Wire, *, fan_out: bool) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the one that does not reduce; as `options_for`."""
-    wire = ("-DMPICOMM_SENTINEL",) if sentinel else ()
     stages = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
-    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *wire, *stages)
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_MACROS[wire], *stages)
     return Variant("packets.cu", "mpicomm_packets", options)
 
 
@@ -59,6 +63,13 @@ def flags_can_carry(dtype: str) -> bool:
     return dtype != "complex128"
 
 
-def unit_nbytes(*, sentinel: bool) -> int:
-    """Return how many bytes of the message a packet carries."""
-    return _SENTINEL_UNIT_NBYTES if sentinel else _FLAG_UNIT_NBYTES
+def packets_of(nbytes: int, wire: Wire) -> int:
+    """Return how many packets a message takes, in whole groups."""
+    packets, carried = _GROUPS[wire]
+    return -(-nbytes // carried) * packets
+
+
+def carried_nbytes(inbox_nbytes: int, wire: Wire) -> int:
+    """Return how many bytes of one message an inbox holds."""
+    packets, carried = _GROUPS[wire]
+    return inbox_nbytes // (packets * SLOT_NBYTES) * carried

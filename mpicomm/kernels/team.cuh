@@ -13,7 +13,7 @@ constexpr u32 kMaxBlocks = 256;
 constexpr u64 kLineNbytes = 128;   // what different ranks or channels write never shares a line
 constexpr u64 kAnnouncements = kLineNbytes;  // where they begin in an arena; the abort word lies before them
 constexpr u64 kNumbers = kAnnouncements + kMaxRanks * 2 * sizeof(u64);
-constexpr u64 kHeadNbytes = kNumbers + kMaxBlocks * sizeof(u32);
+constexpr u64 kHeadNbytes = kNumbers + kMaxBlocks * sizeof(u64);
 
 struct Team {
   u8* arenas[kMaxRanks];  // every rank's, as mapped here
@@ -65,16 +65,17 @@ MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health
 
 // Launches are counted, alike on all ranks, in the arena: a captured graph can be replayed for ever. Every block reads
 // a count of its own and the blocks of a launch advance those of all possible blocks, as grids differ: the number
-// belongs to the communicator, and no block needs to know whether the others have read it.
-MPICOMM_DEVICE u32* launches_of(const Team& team) {
-  return reinterpret_cast<u32*>(team.arenas[team.rank] + kNumbers);
+// belongs to the communicator, and no block needs to know whether the others have read it. Words of 32 bits take the
+// lower half of a number, which comes again.
+MPICOMM_DEVICE u64* launches_of(const Team& team) {
+  return reinterpret_cast<u64*>(team.arenas[team.rank] + kNumbers);
 }
 
 // Advances them, with `threads` threads of each block, once all of the block have read its number.
-MPICOMM_DEVICE void count_launch(const Team& team, u32 launch, u32 thread, u32 threads) {
-  u32* const launches = launches_of(team);
+MPICOMM_DEVICE void count_launch(const Team& team, u64 count, u32 thread, u32 threads) {
+  u64* const launches = launches_of(team);
   for (u32 block = blockIdx.x + thread * gridDim.x; block < kMaxBlocks; block += gridDim.x * threads) {
-    launches[block] = launch;
+    launches[block] = count;
   }
 }
 

@@ -8,7 +8,7 @@ import ctypes
 MAX_RANKS = 8
 MAX_BLOCKS = 256
 LINE_NBYTES = 128
-HEAD_NBYTES = 1280
+HEAD_NBYTES = 2304
 """What lies at the start of an arena: the abort word, announcements, and numbers of launches. All zero at first."""
 EXCHANGE, MISMATCH, MESSAGE = 2, 3, 4
 """``enum Operation`` of faults.cuh, but for signals."""

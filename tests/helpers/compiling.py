@@ -13,13 +13,14 @@ def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]
     """Let each rank compile some of the kernels for these ``(dtype, op)``, for all. Collective."""
     from mpicomm.kernels.compile import KERNELS, compile_kernel
     from mpicomm.kernels.exchange import exchange_kernel
-    from mpicomm.kernels.packets import flags_can_carry, packet_kernel
+    from mpicomm.kernels.packets import Wire, flags_can_carry, packet_kernel
     from mpicomm.kernels.reductions import sentinels_can_carry
 
     variants = [exchange_kernel(pair) for pair in pairs]
-    for pair, sentinel, fan_out in itertools.product(pairs, (False, True), (False, True)):
-        if sentinels_can_carry(pair[0]) if sentinel else flags_can_carry(pair[0]):
-            variants.append(packet_kernel(pair, comm.size, sentinel=sentinel, fan_out=fan_out))
+    for pair, fan_out in itertools.product(pairs, (False, True)):
+        large: Wire = "sentinel" if sentinels_can_carry(pair[0]) else "lines"
+        wires: tuple[Wire, ...] = ("flagged", large) if flags_can_carry(pair[0]) else (large,)
+        variants += [packet_kernel(pair, comm.size, wire, fan_out=fan_out) for wire in wires]
     with ThreadPoolExecutor() as pool:
         compiled = [
             pool.submit(compile_kernel, KERNELS / variant.source, capability, variant.options)

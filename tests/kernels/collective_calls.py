@@ -86,6 +86,23 @@ class Calls:
 
         return check
 
+    def allgather(self, nbytes: int) -> Check:
+        """All ranks get what each has, some of them in place."""
+        dtype, size = np.dtype(np.uint8), self._rig.size
+        parts = [self._bytes(nbytes) for _ in range(size)]
+        targets = []
+        for rank, part in enumerate(parts):
+            target = self._place(rank, np.zeros(nbytes * size, np.uint8))
+            starts = [index * nbytes for index in range(size)]
+            blocks = patterns.blocks(target.address, [nbytes] * size, starts, 1)
+            send = self._span(self._place(rank, part))
+            if self._rng.integers(2):
+                target.bytes[starts[rank] : starts[rank] + nbytes] = part
+                send = blocks[rank]
+            self._run(rank, patterns.allgather(rank, size, dtype, send, blocks), Signature("Allgather", "uint8"))
+            targets.append(target)
+        return lambda: _require(targets, [np.concatenate(parts)] * size)
+
     def bcast(self, nbytes: int) -> Check:
         """One rank's buffer goes to all, in two steps if that is drawn."""
         dtype, root = np.dtype(np.uint8), int(self._rng.integers(self._rig.size))

@@ -48,7 +48,7 @@ class DirectRig:
     def start_at(self, launch: int) -> None:
         """Let all ranks have begun and ended this launch."""
         for arena in self.arenas:
-            arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 4 : HEAD_NBYTES].view(np.uint32)[:] = launch
+            arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 8 : HEAD_NBYTES].view(np.uint64)[:] = launch
             arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = launch << 32 | 9
             announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _PARITIES * 8]
             announcements.view(np.uint64).reshape(self.size, _PARITIES)[:, launch % _PARITIES] = launch << 32

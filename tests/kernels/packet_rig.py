@@ -10,10 +10,11 @@ from typing import Any, cast
 import numpy as np
 
 from mpicomm.collectives.device_arena import ArenaLayout, Inboxes
-from mpicomm.collectives.device_channels import reduction_of
-from mpicomm.collectives.device_packets import Geometry, PacketPlanner, Wire, fans_out
+from mpicomm.collectives.device_channels import reduction_of, relays
+from mpicomm.collectives.device_packets import Geometry, PacketPlanner, fans_out
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.packets import STAGES, Wire
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, Team
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
@@ -50,6 +51,9 @@ class PacketRig:
         self._changes = changes
         self._layout = layout = SmallLayout(self.size, 1, inbox_nbytes, inbox_nbytes)
         self.arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
+        self.lines = [
+            machine.allocate(rank, _PARITIES * STAGES * self.size * inbox_nbytes) for rank in range(self.size)
+        ]
         machine.keep()
         for arena in self.arenas:
             arena.bytes[layout.sentinels : layout.counts] = 0xFF
@@ -58,8 +62,8 @@ class PacketRig:
     def start_at(self, launch: int) -> None:
         """Let all ranks have begun and ended this launch."""
         for arena in self.arenas:
-            numbers = arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 4 : HEAD_NBYTES]
-            numbers.view(np.uint32)[:] = launch
+            numbers = arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 8 : HEAD_NBYTES]
+            numbers.view(np.uint64)[:] = launch
             announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _PARITIES * 8]
             announcements.view(np.uint64).reshape(self.size, _PARITIES)[:, launch % _PARITIES] = launch << 32
 
@@ -88,7 +92,8 @@ class PacketRig:
         while steps:
             exchange = steps.pop(0)
             reduction = reduction_of(exchange.dtype, signature.op) if signature.op else None
-            fan_out = steps.pop(0) if reduction and steps and fans_out(rank, exchange, steps[0]) else None
+            merges = fans_out if reduction else relays
+            fan_out = steps.pop(0) if steps and merges(rank, exchange, steps[0]) else None
             launch = self._planners[rank].launch(
                 exchange,
                 reduction,
@@ -108,6 +113,7 @@ class PacketRig:
         for owner, pointer in enumerate(pointers):
             team.arenas[owner] = pointer
             team.names[owner] = 10 + owner
+        lines = tuple(self.machine.addresses(self.lines, rank))
 
         def inboxes(offset: int, nbytes: int) -> Inboxes:
             return Inboxes(tuple(pointer + offset for pointer in pointers), nbytes)
@@ -118,5 +124,6 @@ class PacketRig:
             flagged=inboxes(layout.flagged, layout.flagged_inbox_nbytes),
             sentinels=sentinels,
             large_inboxes=lambda nbytes: sentinels,
+            lines=lambda nbytes: Inboxes(lines, layout.flagged_inbox_nbytes),
         )
         return PacketPlanner(team, cast(Any, arena), most_blocks=self._geometry.blocks)

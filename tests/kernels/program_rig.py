@@ -13,7 +13,7 @@ from mpicomm.collectives.device_packets import PacketPlanner
 from mpicomm.collectives.device_program import Planners, Program
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.packets import STAGES
+from mpicomm.kernels.packets import STAGES, carried_nbytes
 from mpicomm.kernels.team import Team
 from mpicomm.mappings import Mapped
 from tests.kernels.exchange_rig import kernel_of
@@ -30,16 +30,25 @@ class SimulatedArena:
     """The arena of one rank's planners: that of the rig as this rank sees it, and no more memory than that."""
 
     def __init__(
-        self, layout: SmallLayout, arenas: Sequence[int], slots: Sequence[int], staging: Sequence[int]
+        self,
+        layout: SmallLayout,
+        arenas: Sequence[int],
+        slots: Sequence[int],
+        staging: Sequence[int],
+        lines: Sequence[int],
     ) -> None:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
-        self._slots, self._staging = tuple(slots), tuple(staging)
+        self._slots, self._staging, self._lines = tuple(slots), tuple(staging), tuple(lines)
+        self.most_lines_nbytes = carried_nbytes(INBOX_NBYTES, "lines")
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
         """Return the ordinary ones, which are used again the more often."""
         return self.sentinels
+
+    def lines(self, nbytes: int) -> Inboxes:
+        return Inboxes(self._lines, INBOX_NBYTES)
 
     def slots(self) -> tuple[int, ...]:
         return self._slots
@@ -56,10 +65,11 @@ class ProgramRig:
         self.machine = machine
         self.size = machine.size
         layout = SmallLayout(self.size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
-        assert layout.counts - layout.sentinels == _PARITIES * STAGES * self.size * INBOX_NBYTES
         arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
         slots = [machine.allocate(rank, layout.slots_nbytes) for rank in range(self.size)]
         staging = [machine.allocate(rank, STAGING_NBYTES) for rank in range(self.size)]
+        whole = _PARITIES * STAGES * self.size * INBOX_NBYTES
+        lines = [machine.allocate(rank, whole) for rank in range(self.size)]
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         for arena in arenas:
@@ -70,7 +80,8 @@ class ProgramRig:
             team = Team(faults=machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
             for owner, base in enumerate(bases):
                 team.arenas[owner], team.names[owner] = base, 10 + owner
-            arena_here = SimulatedArena(layout, bases, *(machine.addresses(each, rank) for each in (slots, staging)))
+            more = (machine.addresses(each, rank) for each in (slots, staging, lines))
+            arena_here = SimulatedArena(layout, bases, *more)
             self._planners.append(
                 Planners(
                     rank,

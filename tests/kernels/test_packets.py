@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.device_packets import Geometry, Wire
+from mpicomm.collectives.device_packets import Geometry
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.packets import Wire, carried_nbytes
 from tests.kernels.build import Builds, Change
 from tests.kernels.collective_calls import Calls, sizes_around
 from tests.kernels.machine import CAUGHT, Machine, RunFailedError
@@ -24,20 +25,26 @@ STEP_NBYTES = SMALL.threads * 16
 INBOX_NBYTES = 5 * STEP_NBYTES  # so that a message of more than five steps uses inboxes again
 
 
+WIRES: list[Wire] = ["flagged", "sentinel", "lines"]
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("wire", ["flagged", "sentinel"])
+@pytest.mark.parametrize("wire", WIRES)
 def test_every_size_at_which_something_changes(builds: Builds, wire: Wire, size: int) -> None:
     rig = PacketRig(Machine(builds, size), wire, SMALL, inbox_nbytes=INBOX_NBYTES)
     calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
-    most = INBOX_NBYTES * 4 if wire == "sentinel" else INBOX_NBYTES // 2 - 4
+    room = carried_nbytes(INBOX_NBYTES, wire)
+    most = room - 4 if wire == "flagged" else INBOX_NBYTES * 4
     limits = [nbytes for nbytes in (8, 16, STEP_NBYTES // 2, STEP_NBYTES, INBOX_NBYTES, most) if nbytes <= most]
     checks = []
     for count in sizes_around(*limits, itemsize=4):
         if 0 < count * 4 <= most:
             checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
             checks.append(calls.relayed_reduce("float32", "sum", count))
-        if 0 < count * 4 <= min(most, INBOX_NBYTES):  # beyond that all have to send and take in step
+        if 0 < count * 4 <= min(most, room):  # beyond that all have to send and take in step
             checks.append(calls.scan("float32", "sum", count))
+        if 0 < count * 4 <= most and wire != "sentinel":
+            checks += [calls.allgather(4 * count), calls.relayed_bcast(4 * count - 1)]
     rig.machine.run(seed=size, jitter_us=300)
     for check in checks:
         check()
@@ -61,8 +68,10 @@ def run_long(
         machine.clear()
         checks = [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 600, 150)]
         checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
-        if wire == "sentinel":  # several times what the inboxes hold
+        if wire != "flagged":  # several times what the inboxes hold
             checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
+        if wire == "lines":
+            checks += [calls.allgather(20000), calls.relayed_bcast(40000), calls.allgather(20000)]
         machine.run(seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
         for check in checks:
             check()
@@ -72,7 +81,7 @@ STARTS = {"2^30": 2**30 - 1, "2^32": 2**32 - 100}
 
 
 @pytest.mark.parametrize("start", STARTS)
-@pytest.mark.parametrize("wire", ["flagged", "sentinel"])
+@pytest.mark.parametrize("wire", WIRES)
 def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, wire: Wire, start: str) -> None:
     run_long(builds, wire, start=STARTS[start], batches=6)
 
@@ -90,12 +99,15 @@ def test_types_with_numbers_that_packets_cannot_hold(builds: Builds, reduction: 
         check()
 
 
+@pytest.mark.parametrize("wire", ["flagged", "lines"])
 @pytest.mark.parametrize("nbytes", [1, 8, 100, 2000])
-def test_bytes_are_moved(builds: Builds, nbytes: int) -> None:
-    rig = PacketRig(Machine(builds, 4), "flagged", SMALL, inbox_nbytes=INBOX_NBYTES)
-    check = Calls(rig, np.random.default_rng(nbytes)).bcast(nbytes)
+def test_bytes_are_moved(builds: Builds, nbytes: int, wire: Wire) -> None:
+    rig = PacketRig(Machine(builds, 4), wire, SMALL, inbox_nbytes=INBOX_NBYTES)
+    calls = Calls(rig, np.random.default_rng(nbytes))
+    checks = [call(nbytes) for call in (calls.bcast, calls.relayed_bcast, calls.allgather)]
     rig.machine.run(jitter_us=100)
-    check()
+    for check in checks:
+        check()
 
 
 def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_in_another_call(builds: Builds) -> None:
@@ -113,7 +125,7 @@ def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_
         machine.run()
 
 
-@pytest.mark.parametrize("wire", ["flagged", "sentinel"])
+@pytest.mark.parametrize("wire", WIRES)
 def test_no_race(watched_builds: Builds, wire: Wire) -> None:
     run_long(watched_builds, wire, start=0, batches=1)
 
@@ -128,6 +140,24 @@ MISTAKES: dict[str, tuple[Wire, Change]] = {
     "sentinels not put back": (
         "sentinel",
         Change("packet_wires.cuh", "store_volatile(slot, {kOnes, kOnes});", "(void)slot;"),
+    ),
+    "one set of inboxes of lines": ("lines", Change(SOURCE, "((launch % 2) * kStages + stage)", "(stage)")),
+    "the end of a line before the rest": (
+        "lines",
+        Change(
+            "memory_order.cuh",
+            "  store_relaxed(&p->first, value.first);\n  if (!ends) store_relaxed(&p->second, value.second);",
+            "  if (ends) store_release(&p->second, value.second);\n  __syncwarp(kWarp);\n"
+            "  store_relaxed(&p->first, value.first);\n  if (!ends) store_relaxed(&p->second, value.second);",
+        ),
+    ),
+    "flags of lines that do not know the step": (
+        "lines",
+        Change("packet_wires.cuh", "count << 20 | step", "count << 20"),
+    ),
+    "a source that goes on before the relays": (
+        "lines",
+        Change(SOURCE, "has_c ? worker", "has_c && (!kRelays || x.sources != 0) ? worker"),
     ),
 }
 

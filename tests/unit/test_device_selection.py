@@ -11,6 +11,7 @@ from mpicomm.collectives import patterns
 from mpicomm.collectives.device_arena import ArenaLayout
 from mpicomm.collectives.device_packets import MAX_BLOCKS, geometry_of
 from mpicomm.collectives.device_selection import (
+    Room,
     choose_ways,
     copied_piece_nbytes,
     keeps_step,
@@ -21,6 +22,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import (
     FEWEST_LAPS,
     SLOT_NBYTES,
+    carried_nbytes,
     flags_can_carry,
     most_workers,
 )
@@ -35,14 +37,17 @@ def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
     size: int, nbytes: int, in_step: bool, dtype: str | None
 ) -> None:
     layout = ArenaLayout(size, 64)
-    flagged, sentinel = layout.flagged_inbox_nbytes // 2, layout.sentinel_inbox_nbytes
-    wire = packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, flagged, sentinel)
+    room = Room(layout.flagged_inbox_nbytes // 2, layout.sentinel_inbox_nbytes, layout.most_lines_nbytes)
+    wire = packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, room)
     if wire == "flagged":
-        assert 0 < nbytes <= flagged
+        assert 0 < nbytes <= room.flagged
         assert dtype is None or flags_can_carry(dtype)
     if wire == "sentinel":
         assert dtype is not None and sentinels_can_carry(dtype)
-        assert in_step or nbytes <= sentinel
+        assert in_step or nbytes <= room.sentinel
+    if wire == "lines":
+        assert dtype is None or flags_can_carry(dtype)
+        assert in_step or nbytes <= room.lines
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -56,6 +61,10 @@ def test_inboxes_that_are_used_again_hold_enough_steps(size: int, multiprocessor
             if nbytes > inbox:
                 inbox = layout.large_inbox_nbytes(nbytes)
             assert nbytes <= inbox or inbox // SLOT_NBYTES // geometry.threads >= FEWEST_LAPS
+            inbox = layout.lines_inbox_nbytes(nbytes)
+            fits = nbytes <= carried_nbytes(inbox, "lines")
+            assert fits or inbox // SLOT_NBYTES // geometry.threads >= FEWEST_LAPS
+            assert fits == (nbytes <= layout.most_lines_nbytes)
 
 
 @given(units=st.integers(1, 1 << 32), blocks=st.integers(1, MAX_BLOCKS), size=SIZES)
@@ -112,7 +121,7 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
     chosen = []
     for rank in range(4):
         exchanges = exchanges_of(operation, rank, count, two_shot=two_shot)
-        ways = choose_ways(exchanges, signature, rank, 4 * count, (MIB // 4, 2 * MIB), symmetric=symmetric)
+        ways = choose_ways(exchanges, signature, rank, 4 * count, Room(MIB // 4, 2 * MIB, 7 * MIB), symmetric=symmetric)
         chosen.append([(way.step, way.merged is not None, way.reduction, way.wire, way.direct) for way in ways])
         assert not any(way.direct for way in ways) or symmetric
     assert chosen == [chosen[0]] * 4

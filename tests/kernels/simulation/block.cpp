@@ -250,15 +250,16 @@ void Block::meet_warp(unsigned mask) {
 
 void Block::release_warp(unsigned warp) {
   const unsigned first = warp * kWarp;
+  const unsigned live = live_lanes(warp);  // who returns while others wait counts as one that has come
   for (unsigned lane = 0; lane < kWarp && first + lane < launch_->threads; ++lane) {
     const Fiber& fiber = *fibers_[first + lane];
     if (fiber.state != State::kAtWarpBarrier) continue;
-    const unsigned mask = fiber.mask & live_lanes(warp);
+    const unsigned mask = fiber.mask & live;
     bool complete = true;
     for (unsigned other = 0; other < kWarp; ++other) {
       if ((mask >> other & 1) == 0) continue;
       const Fiber& waited = *fibers_[first + other];
-      complete = complete && waited.state == State::kAtWarpBarrier && waited.mask == fiber.mask;
+      complete = complete && waited.state == State::kAtWarpBarrier && (waited.mask & live) == mask;
     }
     if (!complete) continue;
     for (unsigned other = 0; other < kWarp; ++other) {
