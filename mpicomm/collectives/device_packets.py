@@ -24,6 +24,7 @@ from mpicomm.kernels.team import Team
 MAX_BLOCKS = 128
 """All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
 _WARP = 32
+_WORKERS = (128, 256, 512)
 
 
 @dataclass(frozen=True)
@@ -39,14 +40,17 @@ class Geometry:
         return self.blocks * self.workers
 
 
-def geometry_of(units: int, most_blocks: int, most_workers: int) -> Geometry:
-    """Return the geometry for messages of ``units`` packets from one rank to another; the same on all ranks.
+def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
+    """Return the geometry for messages of ``units`` packets between ``size`` ranks; the same on all of them.
 
-    As measured on H200s: as many blocks as there are, each as small as that allows.
+    As measured on H200s: one step if there can be, with as many blocks as there are, each as small as that allows.
     """
-    workers = 128 if units <= 128 * MAX_BLOCKS else 256 if units <= 512 * MAX_BLOCKS else most_workers
-    workers = min(workers, most_workers, -(-units // _WARP) * _WARP)
-    return Geometry(min(most_blocks, -(-units // workers)), workers)
+    most = most_workers(size, fan_out=fan_out, one_step=True)
+    for workers in (*(each for each in _WORKERS if each < most), most):
+        if units <= workers * most_blocks:
+            workers = min(workers, -(-units // _WARP) * _WARP)
+            return Geometry(-(-units // workers), workers)
+    return Geometry(most_blocks, most_workers(size, fan_out=fan_out, one_step=False))
 
 
 class PacketPlanner:
@@ -80,7 +84,7 @@ class PacketPlanner:
         """
         size, rank = self._team.size, self._team.rank
         units = packets_of(nbytes, wire)
-        shape = geometry or geometry_of(units, self._most_blocks, most_workers(size))
+        shape = geometry or geometry_of(units, self._most_blocks, size, fan_out=fan_out is not None)
         arguments = PacketArguments(team=self._team, steps=-(-units // shape.threads))
         arguments.team.tag = tag
         self._fill_inboxes(arguments, self._inboxes(wire, nbytes))
@@ -108,7 +112,7 @@ class PacketPlanner:
         if reduction is None and fan_out is not None:
             self._fill_relay(arguments, exchange, fan_out)
         return Launch(
-            packet_kernel(reduction, size, wire, fan_out=fan_out is not None),
+            packet_kernel(reduction, size, wire, fan_out=fan_out is not None, one_step=arguments.steps == 1),
             arguments,
             blocks=shape.blocks,
             threads=shape.workers + OVERSEERS,

@@ -49,7 +49,8 @@ struct Watch {
   u32 peer;
 };
 
-MPICOMM_DEVICE void report_fault(const Watch& watch, u64 elapsed_ns) {
+// Out of line, as is all that comes after it: a kernel waits for code that it jumps over.
+MPICOMM_DEVICE_CALL void report_fault(const Watch& watch, u64 elapsed_ns) {
   FaultRecord* fault = watch.faults.record;
   // The first writer wins: the rank that is missing first is the one to name; later timeouts follow from it. Without
   // the swap two threads of different streams could mix their fields.

@@ -151,11 +151,18 @@ using Wire = FlagWire;
 #endif
 constexpr u32 kUnitNbytes = Wire::kUnitNbytes;
 
+// What is not as wide as it could be: at the end of an array, and in arrays that lie anywhere. Out of line, as a kernel
+// waits for code that it jumps over.
+MPICOMM_DEVICE_CALL Packet load_narrow(const u8* from, u32 width, u32 nbytes) { return load_any(from, width, nbytes); }
+MPICOMM_DEVICE_CALL void store_narrow(u8* to, Packet packet, u32 width, u32 nbytes) {
+  store_any(to, packet, width, nbytes);
+}
+
 // Eight bytes of an array, or those of them that lie before `end`; the rest is zero.
 MPICOMM_DEVICE u64 load_half(const u8* array, u32 width, u64 at, u64 end) {
   if (at >= end) return 0;
   if (width >= 8 && end - at >= 8) return *reinterpret_cast<const u64*>(array + at);
-  const Packet packet = load_any(array + at, width, end - at < 8 ? end - at : 8);
+  const Packet packet = load_narrow(array + at, width, end - at < 8 ? end - at : 8);
   return static_cast<u64>(packet.words[1]) << 32 | packet.words[0];
 }
 MPICOMM_DEVICE void store_half(u8* array, u32 width, u64 at, u64 end, u32 low, u32 high) {
@@ -163,7 +170,7 @@ MPICOMM_DEVICE void store_half(u8* array, u32 width, u64 at, u64 end, u32 low, u
   if (width >= 8 && end - at >= 8) {
     *reinterpret_cast<u64*>(array + at) = static_cast<u64>(high) << 32 | low;
   } else {
-    store_any(array + at, {{low, high, 0, 0}}, width, end - at < 8 ? end - at : 8);
+    store_narrow(array + at, {{low, high, 0, 0}}, width, end - at < 8 ? end - at : 8);
   }
 }
 
@@ -181,7 +188,7 @@ MPICOMM_DEVICE Packet load_unit(const u8* array, u32 width, u64 at, u64 nbytes) 
   const Within unit(at, nbytes);
   if constexpr (kUnitNbytes == kPacketNbytes && Wire::kGroup == 1) {
     if (width >= kUnitNbytes && nbytes - at >= kUnitNbytes) return load_aligned(array + at);
-    return load_any(array + at, width, unit.end - at);
+    return load_narrow(array + at, width, unit.end - at);
   }
   const u64 low = load_half(array, width, unit.begin, unit.end);
   const u64 high = kUnitNbytes == 8 ? 0 : load_half(array, width, unit.begin + 8, unit.end);
@@ -192,7 +199,7 @@ MPICOMM_DEVICE void store_unit(u8* array, u32 width, u64 at, u64 nbytes, const P
   const Within unit(at, nbytes);
   if constexpr (kUnitNbytes == kPacketNbytes && Wire::kGroup == 1) {
     if (width >= kUnitNbytes && nbytes - at >= kUnitNbytes) return store_aligned(array + at, packet);
-    return store_any(array + at, packet, width, unit.end - at);
+    return store_narrow(array + at, packet, width, unit.end - at);
   }
   store_half(array, width, unit.begin, unit.end, packet.words[0], packet.words[1]);
   if constexpr (kUnitNbytes > 8) {

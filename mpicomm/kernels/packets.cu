@@ -42,7 +42,6 @@ namespace mpicomm {
 // The host's copies of these constants and of Packets are in packets.py; a test compares them.
 constexpr u32 kRanks = MPICOMM_RANKS;
 constexpr u32 kOverseers = 32;  // threads of a block that look after the others
-constexpr u32 kWorkers = (kRanks > 4 ? 256 : 512) - kOverseers;  // and those that move data, at most: see the registers
 constexpr u32 kStages = 2;       // inboxes of a parity
 constexpr u32 kSlotNbytes = 16;  // a packet
 
@@ -70,6 +69,18 @@ constexpr bool kFanOut = true;
 #else
 constexpr bool kFanOut = false;
 #endif
+
+// Whether there is one step. A kernel for that alone has no loop, and the time of a short launch is that of fetching its
+// code: 0.4 us of 3.2 went with the rest of it.
+#if defined(MPICOMM_ONE_STEP)
+constexpr bool kOneStep = true;
+#else
+constexpr bool kOneStep = false;
+#endif
+
+// Threads of a block, at most, as there are registers; those that move data.
+constexpr u32 kThreads = kOneStep ? (kRanks > 4 ? 512 : 768) : kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
+constexpr u32 kWorkers = kThreads - kOverseers;
 
 #if defined(MPICOMM_DTYPE)
 constexpr bool kRelays = false;
@@ -220,13 +231,12 @@ struct Worker {
   }
 };
 
-// What the threads that move no data do, beside those that do: they cost nothing.
-MPICOMM_DEVICE void oversee(const Packets& x, u32 launch) {
+// What the threads that move no data do, beside those that do: they cost nothing, if they are not the last to end.
+// `ours` and `theirs` know the last launch.
+MPICOMM_DEVICE void oversee(
+    const Packets& x, u32 launch, u32 peer, const Announcements& ours, const Announcements& theirs) {
   const Team& team = x.team;
-  const u32 peer = threadIdx.x % kOverseers;
-  if (blockIdx.x != 0 || peer >= kRanks || peer == team.rank) return;
   // A rank that had nothing to take in the last launch was not told then that others were in something else.
-  const Announcements ours = load_announcements(team, team.rank), theirs = load_announcements(team, peer);
   if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
   if ((x.sources >> peer & 1) != 0 || x.receive_nbytes[peer] > 0) {
     // Data does not say what call it belongs to; its sender does, in an announcement that was made before.
@@ -242,8 +252,7 @@ MPICOMM_DEVICE void oversee(const Packets& x, u32 launch) {
 // Numbers of launches come again after 2^30; a flag that has lain in a slot since then would be taken for new. Launches
 // 0 and 1 of each such round therefore wipe the set of inboxes that the next one uses: nobody writes there before this
 // launch is announced, and all that was written there has been taken.
-MPICOMM_DEVICE void wipe_if_due(const Packets& x, u32 launch) {
-  if ((launch & ((1u << kFlagBits) - 1)) >= 2 || blockIdx.x != 0) return;
+MPICOMM_DEVICE_CALL void wipe(const Packets& x, u32 launch) {
   const u64 nbytes = kStages * kRanks * x.flagged_nbytes;
   u8* const set = x.team.arenas[x.team.rank] + x.flagged + (launch + 1) % 2 * nbytes;
   for (u64 at = static_cast<u64>(threadIdx.x) * kSlotNbytes; at < nbytes; at += blockDim.x * kSlotNbytes) {
@@ -261,50 +270,57 @@ MPICOMM_DEVICE void run(const Packets& x) {
   const u64 step_nbytes = threads / Wire::kGroup * Wire::kGroupNbytes;
   // Everything before may lie in memory that the kernel ahead still writes.
   wait_for_predecessor();
-  let_successor_start();
 
-  // What this launch needs from memory first, none of which waits for another: its number, how far the others are, the
-  // first data, and below whether somebody has given up.
+  // What this launch needs from memory first, none of which waits for another: its number, the first data and, in a warp
+  // that moves none, how far the others are and whether somebody has given up.
   const u64 count = launches_of(team)[blockIdx.x] + 1;
   const u32 launch = static_cast<u32>(count);
-  const bool has_peer = thread < kRanks && thread != rank;
-  Announcements theirs{};
-  if (has_peer) theirs = load_announcements(team, thread);
+  const u32 overseer = thread - workers;  // huge for threads that move data
+  const bool has_peer = overseer < kRanks && overseer != rank;
+  Announcements ours{}, theirs{};
+  if (has_peer) {
+    ours = load_announcements(team, rank);
+    theirs = load_announcements(team, overseer);
+  }
   // Before anything depends on one of the loads above, which a warp waits for as a whole.
   Health health;
-  if (thread == kRanks) health = load_health(team);
+  if (overseer == kRanks) health = load_health(team);
   u64 a_at = number / Wire::kGroup * Wire::kGroupNbytes;
   Outgoing out;
   if (thread < workers) out.load(x, a_at);
 
-  wipe_if_due(x, launch);
+  if (blockIdx.x == 0 && (launch & ((1u << kFlagBits) - 1)) < 2) wipe(x, launch);
   // To itself too: the next launch compares what it said of this one with what the others did.
-  if (blockIdx.x == 0 && thread >= workers && thread < workers + kRanks) announce(team, thread - workers, launch);
+  if (blockIdx.x == 0 && overseer < kRanks) announce(team, overseer, launch);
   bool ok = true;
   const auto is_behind = [&] { return static_cast<i32>(theirs.last_launch() - (launch - 1)) < 0; };
   if (has_peer && is_behind()) {
     // Pairs with the peer's announcement of its last launch. This thread's load has returned before any thread of the
     // block stores to the peer: a barrier and a condition lie between.
     const auto absent = [&] {
-      theirs = load_announcements(team, thread);
-      return is_behind() ? 1u << thread : 0u;
+      theirs = load_announcements(team, overseer);
+      return is_behind() ? 1u << overseer : 0u;
     };
     ok = await_ranks(team, launch, absent);
   }
   // Before anything is stored to a peer, which could not tell it from what it waits for.
-  if (thread == kRanks) ok = is_healthy(team, blockIdx.x, health);
+  if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
   // All leave or none: and all have read their number before it is advanced.
   if (!__syncthreads_and(ok)) return;
-  if (thread >= workers) return oversee(x, launch);
-  count_launch(team, count, thread, workers);
+  if (thread >= workers) {
+    if (blockIdx.x == 0 && has_peer) oversee(x, launch, overseer, ours, theirs);
+    return;
+  }
 
   const Worker worker{x, count, launch};
   u64 b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
   const u32 others = x.sources & ~(1u << rank);
 
-  for (u32 turn = 0; turn < x.steps + 1 + kFanOut; ++turn) {
-    const bool has_b = turn >= 1 && turn < x.steps + 1, has_c = kFanOut && turn >= 2;
+  const u32 steps = kOneStep ? 1 : x.steps;
+#pragma unroll(kOneStep ? 3 : 1)
+  for (u32 turn = 0; turn < steps + 1 + kFanOut; ++turn) {
+    const bool has_b = turn >= 1 && turn < steps + 1, has_c = kFanOut && turn >= 2;
     const u64 a_place = a_lap * threads + number;
     const u64 b_place = b_lap * threads + number;
     const u64 c_place = c_lap * threads + number;
@@ -318,8 +334,13 @@ MPICOMM_DEVICE void run(const Packets& x) {
     if (reduces && x.own != nullptr) in = load_unit(x.own, width_of(x.own), b_at, x.output_nbytes);
     if constexpr (kFanOut) worker.look(c, 1, c_ranks, c_place);
 
-    worker.push(out, a_at, a_place, turn);
-    out.load(x, a_at + step_nbytes);
+    if (!kOneStep || turn == 0) worker.push(out, a_at, a_place, turn);
+    if (!kOneStep) out.load(x, a_at + step_nbytes);
+    if (turn == 0) {
+      // What would otherwise hold the first packets up, while nothing can have come yet.
+      let_successor_start();
+      count_launch(team, count, thread, workers);
+    }
 
     if (b_ranks != 0 && !worker.take(b, 0, b_ranks, b_place, turn - 1)) return;
     if (reduces) {
@@ -353,7 +374,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
 }  // namespace mpicomm
 
 // Bounds the registers, so that a block always fits: a launch that fails here would leave the peers waiting.
-extern "C" __global__ void __launch_bounds__(mpicomm::kWorkers + mpicomm::kOverseers, 1)
+extern "C" __global__ void __launch_bounds__(mpicomm::kThreads, 1)
     mpicomm_packets(const __grid_constant__ mpicomm::Packets);
 
 MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets packets) { mpicomm::run(packets); }

@@ -46,15 +46,22 @@ class PacketArguments(ctypes.Structure):
     ]
 
 
-def most_workers(size: int) -> int:
+def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
     """Return how many threads of a block can move data between ``size`` ranks: ``kWorkers`` in packets.cu."""
-    return (256 if size > 4 else 512) - OVERSEERS
+    if one_step:
+        threads = 512 if size > 4 else 768
+    else:
+        threads = 256 if size > 4 else 512 if fan_out else 640 if size > 2 else 768
+    return threads - OVERSEERS
 
 
-def packet_kernel(reduction: tuple[str, str] | None, size: int, wire: Wire, *, fan_out: bool) -> Variant:
+def packet_kernel(
+    reduction: tuple[str, str] | None, size: int, wire: Wire, *, fan_out: bool, one_step: bool
+) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the one that does not reduce; as `options_for`."""
     stages = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
-    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_MACROS[wire], *stages)
+    steps = ("-DMPICOMM_ONE_STEP",) if one_step else ()
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_MACROS[wire], *stages, *steps)
     return Variant("packets.cu", "mpicomm_packets", options)
 
 

@@ -30,7 +30,7 @@ struct Team {
 // Relaxed on both sides: the word is whole and says everything. Of several writers any may win, each has a reason.
 MPICOMM_DEVICE u64* abort_word(const Team& team, u32 owner) { return reinterpret_cast<u64*>(team.arenas[owner]); }
 
-MPICOMM_DEVICE void raise_abort(const Team& team, const Watch& watch) {
+MPICOMM_DEVICE_CALL void raise_abort(const Team& team, const Watch& watch) {
   const u64 operation = watch.operation, peer = watch.peer, epoch = watch.sequence & 0xFFFFFFFFu;
   for (u32 rank = 0; rank < team.size; ++rank) {
     store_relaxed(abort_word(team, rank), operation << 56 | peer << 32 | epoch);
@@ -38,7 +38,7 @@ MPICOMM_DEVICE void raise_abort(const Team& team, const Watch& watch) {
 }
 
 // Records here what another rank has said in this one's abort word, if one has.
-MPICOMM_DEVICE bool heed_abort(const Team& team, u32 block, u64 word) {
+MPICOMM_DEVICE_CALL bool heed_abort(const Team& team, u32 block, u64 word) {
   if (word == 0) return false;
   const u32 operation = static_cast<u32>(word >> 56), peer = static_cast<u32>(word >> 32) & 0xFFFFFFu;
   report_fault({team.faults, 0, operation, word & 0xFFFFFFFFu, block, peer}, 0);
@@ -57,8 +57,8 @@ MPICOMM_DEVICE Health load_health(const Team& team) {
 // Whether nobody has given up, and no wait of another kernel has failed here. What is computed after such a failure is
 // not what it should be; the others learn at once that nothing more comes.
 MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health) {
+  if (health.abort_word == 0 && health.failed == kClear) return true;
   if (heed_abort(team, block, health.abort_word)) return false;
-  if (health.failed == kClear) return true;
   raise_abort(team, {team.faults, 0, kExchange, 0, block, team.names[team.rank]});
   return false;
 }
@@ -137,7 +137,7 @@ MPICOMM_DEVICE Announced look_at(const Team& team, u32 peer, u32 launch) {
 }
 
 // Gives up, as `peer` was in another call than this rank in `launch`.
-MPICOMM_DEVICE bool refuse(const Team& team, u32 peer, u32 launch) {
+MPICOMM_DEVICE_CALL bool refuse(const Team& team, u32 peer, u32 launch) {
   const Watch mismatch{team.faults, 0, kMismatch, launch, blockIdx.x, team.names[peer]};
   report_fault(mismatch, 0);
   raise_abort(team, mismatch);

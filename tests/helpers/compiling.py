@@ -17,10 +17,10 @@ def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]
     from mpicomm.kernels.reductions import sentinels_can_carry
 
     variants = [exchange_kernel(pair) for pair in pairs]
-    for pair, fan_out in itertools.product(pairs, (False, True)):
+    for pair, fan_out, one_step in itertools.product(pairs, (False, True), (False, True)):
         large: Wire = "sentinel" if sentinels_can_carry(pair[0]) else "lines"
         wires: tuple[Wire, ...] = ("flagged", large) if flags_can_carry(pair[0]) else (large,)
-        variants += [packet_kernel(pair, comm.size, wire, fan_out=fan_out) for wire in wires]
+        variants += [packet_kernel(pair, comm.size, wire, fan_out=fan_out, one_step=one_step) for wire in wires]
     with ThreadPoolExecutor() as pool:
         compiled = [
             pool.submit(compile_kernel, KERNELS / variant.source, capability, variant.options)

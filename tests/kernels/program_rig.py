@@ -21,7 +21,7 @@ from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout
 
 BLOCKS, CHANNELS = 2, 2
-INBOX_NBYTES = 64 << 10  # four steps of packets in as many blocks, and a little
+INBOX_NBYTES = 96 << 10  # four steps of packets in as many blocks, and a little
 STAGING_NBYTES = 1 << 20
 _PARITIES = 2
 

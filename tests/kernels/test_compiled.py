@@ -34,13 +34,15 @@ BANDWIDTH = [
     exchange_kernel(reduction)
     for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "sum"), ("complex128", "prod"))
 ] + [
-    packet_kernel(reduction, size, "sentinel", fan_out=fan_out)
+    packet_kernel(reduction, size, "sentinel", fan_out=fan_out, one_step=one_step)
+    for one_step in (False, True)
     for reduction in (("float32", "sum"), ("bfloat16", "avg"), ("complex128", "prod"))
     for size, fan_out in ((2, False), (4, True), (8, True))
 ]
 BANDWIDTH += [
-    packet_kernel(reduction, size, "lines", fan_out=fan_out)
-    for reduction in (None, ("int32", "sum"), ("bool", "land"))
+    packet_kernel(reduction, size, "lines", fan_out=fan_out, one_step=one_step)
+    for one_step in (False, True)
+    for reduction in (None, ("int32", "sum"), ("int64", "max"))
     for size, fan_out in ((2, False), (4, False), (4, True), (8, True))
 ]
 BANDWIDTH += [direct_kernel()] + [

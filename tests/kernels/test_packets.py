@@ -136,7 +136,7 @@ MISTAKES: dict[str, tuple[Wire, Change]] = {
     "one set of inboxes": ("flagged", Change(SOURCE, "((launch % 2) * kStages + stage)", "(stage)")),
     "one set of inboxes of sentinels": ("sentinel", Change(SOURCE, "((launch % 2) * kStages + stage)", "(stage)")),
     "no wait for the last launch": ("flagged", Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
-    "old flags not wiped": ("flagged", Change(SOURCE, "  wipe_if_due(x, launch);\n", "")),
+    "old flags not wiped": ("flagged", Change(SOURCE, "wipe(x, launch);", ";")),
     "sentinels not put back": (
         "sentinel",
         Change("packet_wires.cuh", "store_volatile(slot, {kOnes, kOnes});", "(void)slot;"),

@@ -52,11 +52,12 @@ def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
 
 @pytest.mark.parametrize("size", range(2, 9))
 @pytest.mark.parametrize("multiprocessors", [16, 60, 132])
-def test_inboxes_that_are_used_again_hold_enough_steps(size: int, multiprocessors: int) -> None:
+@pytest.mark.parametrize("fan_out", [False, True])
+def test_inboxes_that_are_used_again_hold_enough_steps(size: int, multiprocessors: int, fan_out: bool) -> None:
     layout = ArenaLayout(size, 64)
     for exponent in range(3, 31):
         for nbytes in (1 << exponent, (1 << exponent) + 16):
-            geometry = geometry_of(-(-nbytes // 16), min(MAX_BLOCKS, multiprocessors), most_workers(size))
+            geometry = geometry_of(-(-nbytes // 16), min(MAX_BLOCKS, multiprocessors), size, fan_out=fan_out)
             inbox = layout.sentinel_inbox_nbytes
             if nbytes > inbox:
                 inbox = layout.large_inbox_nbytes(nbytes)
@@ -67,11 +68,12 @@ def test_inboxes_that_are_used_again_hold_enough_steps(size: int, multiprocessor
             assert fits == (nbytes <= layout.most_lines_nbytes)
 
 
-@given(units=st.integers(1, 1 << 32), blocks=st.integers(1, MAX_BLOCKS), size=SIZES)
-def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int) -> None:
-    geometry = geometry_of(units, blocks, most_workers(size))
+@given(units=st.integers(1, 1 << 32), blocks=st.integers(1, MAX_BLOCKS), size=SIZES, fan_out=st.booleans())
+def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int, fan_out: bool) -> None:
+    geometry = geometry_of(units, blocks, size, fan_out=fan_out)
+    most = most_workers(size, fan_out=fan_out, one_step=units <= geometry.threads)
     assert 1 <= geometry.blocks <= blocks
-    assert 32 <= geometry.workers <= most_workers(size) and geometry.workers % 32 == 0
+    assert 32 <= geometry.workers <= most and geometry.workers % 32 == 0
     assert geometry.threads < units + 2 * geometry.workers  # none is idle but in the last block
 
 

@@ -78,7 +78,7 @@ CONSTANTS = {
         "kOverseers": packets.OVERSEERS,
         "kStages": packets.STAGES,
         "kSlotNbytes": packets.SLOT_NBYTES,
-        "kWorkers": packets.most_workers(4),
+        "kWorkers": packets.most_workers(4, fan_out=False, one_step=False),
     },
     "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
     "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
