@@ -124,10 +124,10 @@ class PacketPlanner:
             if span is not None:
                 arguments.sources = 1 << source
                 arguments.output, arguments.output_nbytes = _extent(span, exchange.dtype.itemsize)
-                # To where it came from too, which learns from it that it may go on: see packets.cu.
-                arguments.targets = _ranks_of(fan_out.sends) | arguments.sources
+                arguments.targets = _ranks_of(fan_out.sends)
                 return
-        arguments.receive_nbytes = arguments.send_nbytes  # at address 0: nowhere
+        # Whose data it is gets flags back, at address 0: nowhere. They say that it may go on.
+        arguments.receive_nbytes = arguments.send_nbytes
 
     def _inboxes(self, wire: Wire, nbytes: int) -> Inboxes:
         if wire == "flagged":

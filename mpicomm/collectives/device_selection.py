@@ -18,8 +18,6 @@ _IN_STEP = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Allgather", 
 _EVEN_NBYTES = 4096  # less than a step of packets.cu in any launch that uses inboxes again
 _MOST_MOVED_FLAGGED_NBYTES = 128 << 10
 """LL packets take twice the bytes on the links: from here on LL128 is faster where nothing is reduced."""
-_MOST_MOVED_INDIRECTLY_NBYTES = 256 << 10
-"""From here on direct.cu is faster, where the output is symmetric."""
 _MOST_REDUCED_FLAGGED_NBYTES = 16 << 10
 """From here on other packets are faster."""
 
@@ -70,22 +68,29 @@ def choose_ways(
         reduction = reduction_of(exchange.dtype, signature.op) if signature.op and reduces else None
         merges = fans_out if reduction else relays
         following = pending[0][1] if pending and merges(rank, exchange, pending[0][1]) else None
+        moves = [each for each in (exchange, following) if each is not None]
+        direct = symmetric and reduction is None and all(each.lands is not None for each in moves)
         wire = None
         # The ring has an order of its own, which packets do not know.
-        moves = [each for each in (exchange, following) if each is not None]
-        direct = (
-            nbytes > _MOST_MOVED_INDIRECTLY_NBYTES
-            and symmetric
-            and reduction is None
-            and all(each.lands is not None for each in moves)
-        )
-        if not direct and len(exchange.sends) > 1 and operation not in _COUNTS_DIFFER and algorithm != "ring":
-            wire = packet_wire(keeps_step(operation, exchange, following), nbytes, reduction, room)
+        if len(exchange.sends) > 1 and operation not in _COUNTS_DIFFER and algorithm != "ring":
+            in_step = keeps_step(operation, exchange, following)
+            most = _most_moved_nbytes(in_step, relayed=following is not None, direct=direct)
+            if reduction is not None or nbytes <= most:
+                wire = packet_wire(in_step, nbytes, reduction, room)
         merged = following if wire is not None or reduction is None else None  # exchange.cu relays what it moves alone
         if merged is not None:
             pending.pop(0)
-        ways.append(Way(step, exchange, merged, reduction, wire, direct))
+        ways.append(Way(step, exchange, merged, reduction, wire, direct and wire is None))
     return ways
+
+
+def _most_moved_nbytes(in_step: bool, *, relayed: bool, direct: bool) -> int:
+    """Return from where on direct.cu, or exchange.cu where that cannot, is faster than packets at what it moves."""
+    if relayed:
+        return 12 << 20 if direct else 32 << 20
+    if in_step:
+        return 1 << 20 if direct else 8 << 20
+    return 256 << 10 if direct else 1 << 20
 
 
 def longest_nbytes(exchange: Exchange) -> int:

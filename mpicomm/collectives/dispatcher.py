@@ -203,8 +203,8 @@ class Collectives:
             )
         if algorithm == "copy_engine" and not call.on_device:
             raise InvalidUsageError('algorithm="copy_engine" is for device arrays: use "one_shot"')
-        if algorithm == "two_shot" and operation == "Reduce" and not (call.on_device and _is_flagless(call)):
-            raise InvalidUsageError('algorithm="two_shot" of Reduce is for floats on devices: use "one_shot"')
+        if algorithm == "two_shot" and operation == "Reduce" and not call.on_device:
+            raise InvalidUsageError('algorithm="two_shot" of Reduce is for device arrays: use "one_shot"')
         return call
 
     def _mapped(self, call: Call, algorithm: str) -> bool:

@@ -31,11 +31,9 @@ _FORMAT = 1
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
-def algorithms_of(operation: str, *, flagless: bool, registered: bool) -> tuple[str, ...]:
-    """Return the algorithms that can carry an operation out; for the arguments see `Tuning.algorithm`."""
+def algorithms_of(operation: str, *, registered: bool) -> tuple[str, ...]:
+    """Return the algorithms that can carry an operation out; ``registered`` is as in `Tuning.algorithm`."""
     found = _ALGORITHMS.get(operation, ("one_shot",))
-    if operation == "Reduce" and not flagless:
-        found = ("one_shot",)
     return found if registered else tuple(name for name in found if name != "copy_engine")
 
 
@@ -179,15 +177,18 @@ def _built_in() -> Tuning:
         row("Allreduce", 2, (96 * _MIB, "copy_engine"), flagless=True, registered=True),
         row("Allreduce", 3, (384 * _KIB + 1, "two_shot"), (160 * _MIB, "copy_engine"), flagless=True, registered=True),
         row("Allreduce", 4, (256 * _KIB + 1, "two_shot"), (160 * _MIB, "copy_engine"), flagless=True, registered=True),
-        row("Allreduce", 2, (384 * _KIB + 1, "two_shot")),
-        row("Allreduce", 3, (192 * _KIB + 1, "two_shot")),
-        row("Allreduce", 4, (128 * _KIB + 1, "two_shot")),
-        row("Allreduce", 2, (384 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
-        row("Allreduce", 3, (192 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
-        row("Allreduce", 4, (128 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
+        row("Allreduce", 2),
+        row("Allreduce", 3, (384 * _KIB + 1, "two_shot")),
+        row("Allreduce", 4, (256 * _KIB + 1, "two_shot")),
+        row("Allreduce", 2, (96 * _MIB, "copy_engine"), registered=True),
+        row("Allreduce", 3, (384 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
+        row("Allreduce", 4, (256 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
         *(row("Bcast", size, (512 * _KIB, "two_shot")) for size in more_than_2),
-        *(row("Bcast", size, (_MIB, "two_shot"), registered=True) for size in more_than_2),
-        *(row("Reduce", size, (_MIB, "two_shot"), flagless=True) for size in more_than_2),
+        *(
+            row("Reduce", size, (_MIB, "two_shot"), flagless=flagless)
+            for size in more_than_2
+            for flagless in (True, False)
+        ),
         *(row("Allgather", size, (40 * size * _MIB, "copy_engine"), registered=True) for size in all_sizes),
         *(row("Alltoall", size, (40 * size * _MIB, "copy_engine"), registered=True) for size in all_sizes),
     )
@@ -263,7 +264,7 @@ def _row_to_json(row: Row) -> dict[str, Any]:
 def _row_from_json(value: _Value) -> Row:
     operation = value["operation"].one_of(OPERATIONS)
     flagless, registered = value["flagless"].boolean(), value["registered"].boolean()
-    legal = algorithms_of(operation, flagless=flagless, registered=registered)
+    legal = algorithms_of(operation, registered=registered)
     choices: list[tuple[int, str]] = []
     for choice in value["choices"].items():
         begin = choice["from_nbytes"].whole(0)

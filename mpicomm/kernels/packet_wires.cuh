@@ -44,6 +44,7 @@ struct FlagWire {
   MPICOMM_DEVICE static Flag flag(u64 count, u32) { return flag_of(static_cast<u32>(count)); }
   MPICOMM_DEVICE static Pair load(const Pair* slot) { return load_volatile(slot); }
   MPICOMM_DEVICE static void store(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
+  MPICOMM_DEVICE static void store_flag(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
   MPICOMM_DEVICE static Pair packet(const Packet& unit, Flag flag) {
     const u64 high = static_cast<u64>(flag) << 32;
     return {high | unit.words[0], high | unit.words[1]};
@@ -74,6 +75,7 @@ struct SentinelWire {
   MPICOMM_DEVICE static Flag flag(u64, u32) { return {}; }
   MPICOMM_DEVICE static Pair load(const Pair* slot) { return load_volatile(slot); }
   MPICOMM_DEVICE static void store(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
+  MPICOMM_DEVICE static void store_flag(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
   MPICOMM_DEVICE static Pair packet(Packet unit, Flag) {
     if constexpr (kNanNbytes<Element> == 8) {
       Pair pair = __builtin_bit_cast(Pair, unit);
@@ -118,6 +120,10 @@ struct LineWire {
   MPICOMM_DEVICE static Flag flag(u64 count, u32 step) { return count << 20 | step; }
   MPICOMM_DEVICE static Pair load(const Pair* slot) { return load_lines(slot, ends_line()); }
   MPICOMM_DEVICE static void store(Pair* slot, const Pair& packet) { store_lines(slot, packet, ends_line()); }
+  // For who needs no data.
+  MPICOMM_DEVICE static void store_flag(Pair* slot, const Pair& packet) {
+    if (ends_line()) store_volatile(slot, packet);
+  }
   MPICOMM_DEVICE static Pair packet(const Packet& unit, Flag flag) {
     const Pair pair = __builtin_bit_cast(Pair, unit);
     return {pair.first, ends_line() ? flag : pair.second};

@@ -26,7 +26,7 @@
 //   Without fan-out, B of step k - 2 ended turn k - 1, which the peer had stored in its turn k - 2, likewise.
 //   second inbox: B of step k, in turn k + 1, takes what the peer stored in its turn k, after the fence that followed
 //   its C of step k - L, in turn k - L + 2.
-//   In relays the source takes part in stage C, though it needs nothing: it learns how far the others are.
+//   In relays the source takes part in stage C, though it needs nothing but the flags: they tell how far the others are.
 // The scope of the device is enough: the slots lie in its own memory, and stores of the peers come to be ordered with
 // its own in the same place. Waiting for the whole system took 3 us a turn, as it waits for the stores to peers too.
 //
@@ -354,6 +354,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
         for (u32 distance = 1; distance < kRanks; ++distance) {
           const u32 to = (rank + distance) % kRanks;
           if (x.targets >> to & 1) Wire::store(worker.slot(to, 1, rank, b_place), packet);
+          if (kRelays && x.sources >> to & 1) Wire::store_flag(worker.slot(to, 1, rank, b_place), packet);
         }
       }
       if (x.output != nullptr) store_unit(x.output, width_of(x.output), b_at, x.output_nbytes, result);

@@ -59,6 +59,7 @@ def test_all_that_has_a_choice_is_a_subject() -> None:
         ("Bcast", False, False, "float32"),
         ("Bcast", False, True, "float32"),
         ("Reduce", True, False, "float32"),
+        ("Reduce", False, False, "int32"),
         ("Allgather", False, True, "float32"),
         ("Alltoall", False, True, "float32"),
     ]

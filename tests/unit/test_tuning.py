@@ -12,21 +12,17 @@ from tests.helpers.tuning import KIB, MIB, NEVER, chosen, row, table
 EVERY_OPERATION = st.sampled_from([*OPERATIONS, "Gather", "Scan", "Alltoallv"])
 
 
-def two_shot_from(operation: str, size: int, *, flagless: bool) -> int:
+def two_shot_from(operation: str, size: int) -> int:
     """As it was measured on H200s: a limit for what one rank sends in one hop."""
-    if operation == "Allreduce":
-        most = 768 * KIB if flagless else 384 * KIB
-        return NEVER if flagless and size == 2 else most // (size - 1) + 1
-    if operation == "Bcast" and size > 2:
-        return 512 * KIB
-    return MIB if operation == "Reduce" and flagless and size > 2 else NEVER
+    found = {"Allreduce": 768 * KIB // (size - 1) + 1, "Bcast": 512 * KIB, "Reduce": MIB}
+    return found.get(operation, NEVER) if size > 2 else NEVER
 
 
 @pytest.mark.parametrize("flagless", [True, False])
 @pytest.mark.parametrize("size", range(2, 9))
 @pytest.mark.parametrize("operation", [*OPERATIONS, "Gather"])
 def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size: int, flagless: bool) -> None:
-    begin = two_shot_from(operation, size, flagless=flagless)
+    begin = two_shot_from(operation, size)
     for nbytes in {0, 1, KIB, begin - 1, begin, begin + 1, *(1 << exponent for exponent in range(34))}:
         algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=False)
         assert algorithm == ("two_shot" if begin <= nbytes and begin != NEVER else "one_shot"), nbytes
@@ -47,7 +43,7 @@ def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size
 @pytest.mark.parametrize("flagless", [True, False])
 @pytest.mark.parametrize("size", range(2, 9))
 def test_below_the_copies_a_symmetric_output_changes_nothing(size: int, flagless: bool) -> None:
-    for operation in set(OPERATIONS) - {"Bcast"}:  # of which one hop stores faster into symmetric memory
+    for operation in OPERATIONS:
         for nbytes in (1 << exponent for exponent in range(26)):
             both = {
                 BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
@@ -59,20 +55,18 @@ def test_below_the_copies_a_symmetric_output_changes_nothing(size: int, flagless
 @given(EVERY_OPERATION, st.integers(0, 1 << 40), st.integers(1, 8), st.booleans(), st.booleans())
 def test_what_is_built_in_is_possible(operation: str, nbytes: int, size: int, flagless: bool, registered: bool) -> None:
     algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
-    assert algorithm in algorithms_of(operation, flagless=flagless, registered=registered)
+    assert algorithm in algorithms_of(operation, registered=registered)
     assert algorithm != "ring"
 
 
 def test_what_each_operation_can_be_carried_out_with() -> None:
-    def possible(operation: str, *, flagless: bool = True, registered: bool = False) -> str:
-        return " ".join(algorithms_of(operation, flagless=flagless, registered=registered))
+    def possible(operation: str, *, registered: bool = False) -> str:
+        return " ".join(algorithms_of(operation, registered=registered))
 
-    for flagless in (True, False):
-        assert possible("Allreduce", flagless=flagless, registered=True) == "one_shot two_shot copy_engine ring"
-        assert possible("Allreduce", flagless=flagless) == "one_shot two_shot ring"
-    assert possible("Bcast", registered=True) == possible("Bcast", flagless=False) == "one_shot two_shot"
-    assert possible("Reduce", registered=True) == "one_shot two_shot"
-    assert possible("Reduce", flagless=False) == "one_shot"
+    assert possible("Allreduce", registered=True) == "one_shot two_shot copy_engine ring"
+    assert possible("Allreduce") == "one_shot two_shot ring"
+    assert possible("Bcast", registered=True) == possible("Bcast") == "one_shot two_shot"
+    assert possible("Reduce", registered=True) == possible("Reduce") == "one_shot two_shot"
     assert possible("Allgather", registered=True) == possible("Alltoall", registered=True) == "one_shot copy_engine"
     assert possible("Alltoall") == possible("Reduce_scatter", registered=True) == "one_shot"
 

@@ -38,7 +38,7 @@ def tables(draw: st.DrawFn) -> Tuning:
     for operation in OPERATIONS:
         for registered in (False, True):
             flagless = draw(st.booleans())
-            legal = algorithms_of(operation, flagless=flagless, registered=registered)
+            legal = algorithms_of(operation, registered=registered)
             names = st.sampled_from(legal)
             for size in draw(st.sets(SIZES, max_size=2)):
                 begins = [0, *sorted(draw(st.sets(st.integers(1, 1 << 40), max_size=3)))]
@@ -123,7 +123,7 @@ FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
         (put(*FIRST, "registered", "yes"), "rows[0].registered='yes'", "it must be true or false"),
         (put(*FIRST, "registered", False), "rows[0].choices[2].algorithm='copy_engine'", "use one of one_shot"),
         (put("rows", 0, "operation", "Bcast"), "rows[0].choices[2].algorithm='copy_engine'", "use one of one_shot, "),
-        (put("rows", 1, "operation", "Reduce"), "rows[1].choices[1].algorithm='two_shot'", "use one of one_shot;"),
+        (put("rows", 1, "operation", "Alltoall"), "rows[1].choices[1].algorithm='two_shot'", "use one of one_shot;"),
         (put(*FIRST, "choices", []), "rows[0].choices", "there must be one at least"),
         (put(*SECOND, "algorithm", "magic"), "rows[0].choices[1].algorithm='magic'", "use one of one_shot, two_shot"),
         (put(*SECOND, "algorithm", None), "rows[0].choices[1].algorithm=None", "use one of one_shot, two_shot"),
@@ -199,7 +199,7 @@ def test_a_damaged_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFact
         return
     for operation in OPERATIONS:
         for registered in (False, True):
-            legal = algorithms_of(operation, flagless=True, registered=registered)
+            legal = algorithms_of(operation, registered=registered)
             assert chosen(read, NEVER, 4, operation, registered=registered) in legal
 
 
