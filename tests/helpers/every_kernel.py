@@ -19,6 +19,7 @@ from cuda.bindings import driver
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm.collectives import device_selection
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples
 
 COUNTS = (1, 5, 1003, 20011)
@@ -49,8 +50,10 @@ def each_way(comm: mpicomm.Communicator) -> None:
     for name, count, algorithm in (
         ("float32", 5003, "two_shot"),
         ("int32", 5003, "two_shot"),
-        ("int32", 200003, "one_shot"),  # more than inboxes hold, and no sentinels: exchange.cu
+        ("int32", 200003, "one_shot"),
         ("float32", 5000011, "one_shot"),  # more than large inboxes hold
+        ("int32", 5000011, "one_shot"),
+        ("int32", 200003, "ring"),  # exchange.cu
     ):
         dtype = np.dtype(name)
         parts = [samples(dtype, count, np.random.default_rng([count, rank])) for rank in range(comm.size)]
@@ -132,6 +135,20 @@ def messages(comm: mpicomm.Communicator) -> None:
         time.sleep(0.001)  # the thread that completes requests looks too
         request.Wait()
         assert (received.get() == 10 + previous).all()
+
+
+def large_messages() -> None:
+    """Let direct.cu and exchange.cu carry out what they do with messages that are larger than any here."""
+
+    def few(in_step: bool, *, relayed: bool, direct: bool) -> int:
+        return 1 << 10
+
+    device_selection._most_moved_nbytes = few
+    with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:  # another one, which knows no calls
+        check(movements(comm, 300007, len(COUNTS)))
+        each_way(comm)
+        symmetric(comm)
+        comm.check()
 
 
 def in_stream_order(comm: mpicomm.Communicator) -> None:
@@ -230,6 +247,7 @@ def main() -> None:
         in_stream_order(comm)
         collect_on_a_bare_thread()
         comm.check()
+        large_messages()
         if isinstance(comm.device, int):
             require_one_context(comm.device)
 

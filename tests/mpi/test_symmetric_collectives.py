@@ -92,9 +92,9 @@ def test_into_symmetric_memory(comm: mpicomm.Communicator, xp: Any, operation: s
                     comm.Barrier()  # what is read here the others may write into from now on
 
 
-def test_calls_follow_each_other_without_a_wait(comm: mpicomm.Communicator, xp: Any) -> None:
+@pytest.mark.parametrize("count", [70_001, 300_001])
+def test_calls_follow_each_other_without_a_wait(comm: mpicomm.Communicator, xp: Any, count: int) -> None:
     """Each overwrites what the last one left, which is copied in between on the same stream."""
-    count = 70_001
     for algorithm in algorithms(comm):
         with comm.empty(count * comm.size, FLOAT32) as array:
             found = []
@@ -106,6 +106,22 @@ def test_calls_follow_each_other_without_a_wait(comm: mpicomm.Communicator, xp: 
             for number, copy in enumerate(found):
                 blocks = to_host(copy).reshape(comm.size, count)
                 assert (blocks == 100 * number + np.arange(comm.size)[:, None]).all()
+            comm.Barrier()
+
+
+@pytest.mark.parametrize("nbytes", [13 << 20, 33 << 20])
+def test_broadcast_that_is_too_large_for_packets(comm: mpicomm.Communicator, xp: Any, nbytes: int) -> None:
+    if xp is np:
+        pytest.skip("packets are of GPUs")
+    count = nbytes * max(1, comm.size - 1) // 4 + 1  # the ranks but the root have a part of it each
+    expected = xp.arange(count, dtype=FLOAT32)
+    with comm.zeros(count, FLOAT32) as array:
+        for target, root in ((array.local, 0), (xp.zeros(count, FLOAT32), comm.size - 1)):
+            if comm.rank == root:
+                target[:] = expected
+            comm.Bcast(target, root=root)
+            comm.check()
+            assert bool((target == expected).all())
             comm.Barrier()
 
 
@@ -139,7 +155,7 @@ def test_memory_that_is_symmetric_no_more(comm: mpicomm.Communicator, xp: Any) -
     """A call that is known must not go on writing to where the array lay at the others."""
     if xp is np:
         pytest.skip("calls on host arrays are not kept")
-    count = 200_000
+    count = 600_000  # large enough to be stored right there
     memory = xp.cuda.MemoryPool().malloc(4 * count * comm.size)
     output = xp.ndarray(count * comm.size, FLOAT32, memptr=memory)
     mine = on_device(xp, np.full(count, comm.rank, FLOAT32))
@@ -163,7 +179,7 @@ def test_different_places_are_an_error_on_all_ranks(device: str) -> None:
     import cupy
 
     with cupy.cuda.Device(comm.device):
-        count = 100_000
+        count = 600_000  # large enough to be stored right there
         array = comm.zeros(count * comm.size + 1, FLOAT32)
         offset = int(comm.rank == 0)
         output = array.local[offset : offset + count * comm.size]
