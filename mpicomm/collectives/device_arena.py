@@ -157,13 +157,22 @@ class DeviceArena:
     """
 
     def __init__(
-        self, node: Group, backend: CudaBackend, kind: Kind, layout: ArenaLayout, before_more: Callable[[], None]
+        self,
+        node: Group,
+        backend: CudaBackend,
+        kind: Kind,
+        layout: ArenaLayout,
+        before_more: Callable[[], None],
+        *,
+        has_lines: bool,
     ) -> None:
         self._node = node
         self._backend = backend
         self._kind = kind
         self.layout = layout
         self._before_more = before_more
+        self.most_lines_nbytes = layout.most_lines_nbytes if has_lines else 0
+        """How many bytes from each rank inboxes of the LL128 wire hold at most; 0 where it cannot be used."""
 
         def allocate() -> Segment:
             segment = backend.allocate(kind, layout.nbytes)
@@ -179,11 +188,6 @@ class DeviceArena:
         """The inboxes of the LL wire."""
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
         """The inboxes of the sentinel wire."""
-
-    @property
-    def most_lines_nbytes(self) -> int:
-        """As of the layout."""
-        return self.layout.most_lines_nbytes
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
         """Return inboxes of the sentinel wire for ``nbytes`` from each rank, or for a part of that, many times."""

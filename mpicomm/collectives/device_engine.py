@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -44,6 +45,16 @@ _MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and thos
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # and no more than this part of a device's memory
 
+_log = logging.getLogger("mpicomm")
+
+
+@lru_cache
+def _warn_of_links() -> None:
+    _log.warning(
+        "not all GPUs are linked by NVLink: all but reductions of floats go without LL128 packets, which is slower "
+        "from 16 KiB on"
+    )
+
 
 class DeviceEngine:
     """Collectives on GPU memory that need not be shared: everything goes through the ranks' arenas.
@@ -74,17 +85,27 @@ class DeviceEngine:
                 backend.multiprocessors,
                 backend.total_nbytes,
                 tuning.find(backend.info.name) if node.rank == 0 else None,
+                backend.info.uuid,
             ),
         )
-        smallest = min(multiprocessors for multiprocessors, _, _ in told)
-        self.most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, _ in told) // _STAGED_PART)
+        smallest = min(multiprocessors for multiprocessors, *_ in told)
+        paths = [backend.link(uuid, kind).path for rank, (*_, uuid) in enumerate(told) if rank != node.rank]
+        linked = node.exchange("collectives: links", lambda: all(path == "NVLink" for path in paths))
+        self.has_lines = all(linked)
+        """Whether there is the LL128 wire of packets: the same on all ranks.
+
+        What NVLink carries as one comes in pieces over PCIe, and from the host's memory.
+        """
+        if not self.has_lines and not {"staged", "same device"}.intersection(paths):  # of which there was a warning
+            _warn_of_links()
+        self.most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, *_ in told) // _STAGED_PART)
         """Of memory on each rank, at most, that copy engines bring the others' contributions to."""
         found = told[0][2]
         assert found is not None
         self.tuning: Tuning = found
         """The table of the first rank, which all go by."""
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, smallest))
-        self._arena = DeviceArena(node, backend, kind, layout, self._require_same_call)
+        self._arena = DeviceArena(node, backend, kind, layout, self._require_same_call, has_lines=self.has_lines)
         self._order = backend.stream_order()
         team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
         for index, rank in enumerate(node.ranks):

@@ -39,10 +39,7 @@ class Arena(Protocol):
 
     flagged: Inboxes
     sentinels: Inboxes
-
-    @property
-    def most_lines_nbytes(self) -> int:
-        """How many bytes from each rank inboxes of the LL128 wire hold at most."""
+    most_lines_nbytes: int
 
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""

@@ -23,7 +23,7 @@ _MOST_REDUCED_FLAGGED_NBYTES = 16 << 10
 
 
 class Room(NamedTuple):
-    """How many bytes from each rank the inboxes of each wire hold."""
+    """How many bytes from each rank the inboxes of each wire hold; no ``lines`` where there is no such wire."""
 
     flagged: int
     sentinel: int
@@ -127,7 +127,7 @@ def packet_wire(in_step: bool, nbytes: int, reduction: tuple[str, str] | None, r
         return "flagged"
     if reduction is not None and sentinels_can_carry(reduction[0]):
         return "sentinel" if nbytes <= room.sentinel or in_step else None
-    return "lines" if flags and (nbytes <= room.lines or in_step) else None
+    return "lines" if flags and room.lines > 0 and (nbytes <= room.lines or in_step) else None
 
 
 def copied_piece_nbytes(nbytes: int, size: int, most_staged_nbytes: int) -> int:

@@ -260,7 +260,7 @@ class Collectives:
     def _prepare_on_device(self, engine: DeviceEngine, mappings: Mappings, call: Call, algorithm: str) -> Plan:
         from mpicomm.collectives.device_selection import copied_piece_nbytes
 
-        output, nbytes = call.common_output, call.nbytes or 0
+        output, nbytes, asked = call.common_output, call.nbytes or 0, algorithm
         memory = None
         if output is not None and output.total:
             assert call.dtype is not None
@@ -277,6 +277,14 @@ class Collectives:
                 call.operation, nbytes, self._size, flagless=_is_flagless(call), registered=registered
             )
         if self._size == 1 or nbytes == 0:  # there is nothing to choose
+            algorithm = "one_shot"
+        if algorithm == "two_shot" and call.operation == "Reduce" and not (engine.has_lines or _is_flagless(call)):
+            # Results would have to be stored before they are sent on, and only the root has a place for them.
+            if asked == "two_shot":
+                raise InvalidUsageError(
+                    'algorithm="two_shot" of Reduce is for floats where not all GPUs are linked by NVLink: use '
+                    '"one_shot"'
+                )
             algorithm = "one_shot"
         piece = None
         if algorithm == "two_shot":

@@ -200,13 +200,16 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   store_relaxed(&p->second, value.second);
 }
 // No processor accesses 128 bytes at once. The thread that `ends` a line, whose second word says whether all is there,
-// is the last to store and the first to load.
+// is the last to store and the first to load: where there are warps, their threads meet in between.
+#if !defined(MPICOMM_SYNC_WARP)
+#define MPICOMM_SYNC_WARP() static_cast<void>(0)
+#endif
 constexpr u32 kWarp = ~0u;
 constexpr u32 kLineThreads = 8;
 MPICOMM_DEVICE Pair load_lines(const Pair* p, bool ends) {
   Pair value{};
   if (ends) value.second = load_acquire(&p->second);
-  __syncwarp(kWarp);
+  MPICOMM_SYNC_WARP();
   if (!ends) value.second = load_relaxed(&p->second);
   value.first = load_relaxed(&p->first);
   return value;
@@ -214,7 +217,7 @@ MPICOMM_DEVICE Pair load_lines(const Pair* p, bool ends) {
 MPICOMM_DEVICE void store_lines(Pair* p, const Pair& value, bool ends) {
   store_relaxed(&p->first, value.first);
   if (!ends) store_relaxed(&p->second, value.second);
-  __syncwarp(kWarp);
+  MPICOMM_SYNC_WARP();
   if (ends) store_release(&p->second, value.second);
 }
 MPICOMM_DEVICE void fence_device() { std::atomic_thread_fence(std::memory_order_seq_cst); }

@@ -61,7 +61,7 @@ class SimulatedArena:
 class ProgramRig:
     """Planners for each rank, and symmetric memory of ``nbytes``."""
 
-    def __init__(self, machine: Machine, nbytes: int, *, timeout_s: float = 20) -> None:
+    def __init__(self, machine: Machine, nbytes: int, *, timeout_s: float = 20, has_lines: bool = True) -> None:
         self.machine = machine
         self.size = machine.size
         layout = SmallLayout(self.size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
@@ -82,6 +82,8 @@ class ProgramRig:
                 team.arenas[owner], team.names[owner] = base, 10 + owner
             more = (machine.addresses(each, rank) for each in (slots, staging, lines))
             arena_here = SimulatedArena(layout, bases, *more)
+            if not has_lines:
+                arena_here.most_lines_nbytes = 0
             self._planners.append(
                 Planners(
                     rank,

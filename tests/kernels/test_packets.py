@@ -147,7 +147,7 @@ MISTAKES: dict[str, tuple[Wire, Change]] = {
         Change(
             "memory_order.cuh",
             "  store_relaxed(&p->first, value.first);\n  if (!ends) store_relaxed(&p->second, value.second);",
-            "  if (ends) store_release(&p->second, value.second);\n  __syncwarp(kWarp);\n"
+            "  if (ends) store_release(&p->second, value.second);\n  MPICOMM_SYNC_WARP();\n"
             "  store_relaxed(&p->first, value.first);\n  if (!ends) store_relaxed(&p->second, value.second);",
         ),
     ),

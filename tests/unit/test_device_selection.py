@@ -46,6 +46,7 @@ def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
         assert dtype is not None and sentinels_can_carry(dtype)
         assert in_step or nbytes <= room.sentinel
     if wire == "lines":
+        assert packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, room._replace(lines=0)) is None
         assert dtype is None or flags_can_carry(dtype)
         assert in_step or nbytes <= room.lines
 

@@ -34,6 +34,7 @@
 constexpr int warpSize = 32;
 
 #define MPICOMM_YIELD() ::cpu::yield()
+#define MPICOMM_SYNC_WARP() ::__syncwarp()
 
 using dim3 = cpu::Index;
 
