@@ -1,7 +1,7 @@
-// Packets of 16 bytes that say themselves whether they have come, on one of two wires, and how units of the message that
-// they carry are read and written.
+// Packets of 16 bytes that say themselves whether they have come, on one of three wires, and how units of the message
+// that they carry are read and written.
 //
-// Three wires. LL ("low latency"): 8 bytes of data, each 4 with a flag that is the number of the launch. It carries
+// LL ("low latency"): 8 bytes of data, each 4 with a flag that is the number of the launch. It carries
 // anything, and is the fastest up to some KiB. Sentinel: 16 bytes of data, no flag; a slot that holds all ones, which is
 // a NaN, has not been written, and whoever has taken a packet puts the ones back. It carries what is going to be reduced
 // as floating-point numbers: a NaN of just those bits becomes another NaN on the way. LL128: the packets of eight

@@ -41,7 +41,7 @@ namespace mpicomm {
 
 // The host's copies of these constants and of Packets are in packets.py; a test compares them.
 constexpr u32 kRanks = MPICOMM_RANKS;
-constexpr u32 kOverseers = 32;  // threads of a block that look after the others
+constexpr u32 kOverseers = 32;   // threads of a block that look after the others
 constexpr u32 kStages = 2;       // inboxes of a parity
 constexpr u32 kSlotNbytes = 16;  // a packet
 
@@ -79,7 +79,9 @@ constexpr bool kOneStep = false;
 #endif
 
 // Threads of a block, at most, as there are registers; those that move data.
-constexpr u32 kThreads = kOneStep ? (kRanks > 4 ? 512 : 768) : kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
+constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
+constexpr u32 kMostOfMore = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
+constexpr u32 kThreads = kOneStep ? kMostOfOneStep : kMostOfMore;
 constexpr u32 kWorkers = kThreads - kOverseers;
 
 #if defined(MPICOMM_DTYPE)

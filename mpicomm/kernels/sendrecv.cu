@@ -20,8 +20,9 @@
 // Why that cannot deadlock. Blocks that send and blocks that receive are not the same: what a rank sends does not wait
 // for what it receives, however the other ranks depend on it. So a kernel ends once the ranks that it talks to have
 // begun theirs, if all of its blocks run at once: the host launches at most as many as the smallest device holds, two
-// for each multiprocessor (one copies while the other's fence waits for its stores to arrive). A message that fits into the slots does not even need its receiver. Ranks whose streams wait for each
-// other in a circle, each sending first more than that, wait until time is up, as they would with MPI_Ssend.
+// for each multiprocessor (one copies while the other's fence waits for its stores to arrive). A message that fits into
+// the slots does not even need its receiver. Ranks whose streams wait for each other in a circle, each sending first more
+// than that, wait until time is up, as they would with MPI_Ssend.
 
 #include "bytes.cuh"
 #include "channel_words.cuh"

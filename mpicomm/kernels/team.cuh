@@ -27,13 +27,16 @@ struct Team {
 };
 
 // A rank that gives up says so in the first word of every arena: {operation:8, rank at fault:24, epoch:32}, never zero.
-// Relaxed on both sides: the word is whole and says everything. Of several writers any may win, each has a reason.
+// Relaxed on both sides: the word is whole and says everything. The first writer's stays, as its reason is nearest to the
+// cause: a rank that was told of a mismatch would otherwise write over it that it has given up. Of two at once any may
+// win, each has a reason.
 MPICOMM_DEVICE u64* abort_word(const Team& team, u32 owner) { return reinterpret_cast<u64*>(team.arenas[owner]); }
 
 MPICOMM_DEVICE_CALL void raise_abort(const Team& team, const Watch& watch) {
   const u64 operation = watch.operation, peer = watch.peer, epoch = watch.sequence & 0xFFFFFFFFu;
   for (u32 rank = 0; rank < team.size; ++rank) {
-    store_relaxed(abort_word(team, rank), operation << 56 | peer << 32 | epoch);
+    u64* const word = abort_word(team, rank);
+    if (load_relaxed(word) == 0) store_relaxed(word, operation << 56 | peer << 32 | epoch);
   }
 }
 

@@ -80,6 +80,7 @@ class Machine:
         self._gaps: list[npt.NDArray[np.uint8]] = []
         self._launches: list[list[_Launch]] = [[] for _ in range(size)]
         self._records = [self.allocate(rank, ctypes.sizeof(FaultRecord)) for rank in range(size)]
+        self.failed = [self.allocate(rank, ctypes.sizeof(ctypes.c_uint32)) for rank in range(size)]
         self.faults = [self._faults_of(rank) for rank in range(size)]
         self._kept = list(self._ends)
 
@@ -154,7 +155,7 @@ class Machine:
             raise RunFailedError("a kernel wrote beside what it was to write")
 
     def _faults_of(self, rank: int) -> Faults:
-        failed = self.allocate(rank, ctypes.sizeof(ctypes.c_uint32))
+        failed = self.failed[rank]
         self._records[rank].bytes[:] = np.frombuffer(bytes(FaultRecord(failed=failed.address)), np.uint8)
         return Faults(self._records[rank].address, failed.address)
 

@@ -125,6 +125,20 @@ def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_
         machine.run()
 
 
+def test_a_rank_that_gives_up_leaves_what_another_was_told_before(builds: Builds) -> None:
+    machine = Machine(builds, 3)
+    rig = PacketRig(machine, "flagged", SMALL)
+    told = [arena.bytes[:8].view(np.uint64) for arena in rig.arenas]
+    told[2][0] = mismatch = 3 << 56 | 11 << 32 | 1
+    machine.failed[0].view(np.uint32)[0] = 1  # a wait of an earlier kernel of rank 0 has failed
+    source, target = machine.allocate(0, 8), machine.allocate(0, 8)
+    exchanges = patterns.allreduce(0, 3, np.dtype(np.float32), Span(source.address, 2), Span(target.address, 2), "sum")
+    rig.run(0, exchanges, Signature("Allreduce", "float32", 2, "sum"))
+    machine.run()
+    assert told[1][0] >> 56 == 2
+    assert told[2][0] == mismatch
+
+
 @pytest.mark.parametrize("wire", WIRES)
 def test_no_race(watched_builds: Builds, wire: Wire) -> None:
     run_long(watched_builds, wire, start=0, batches=1)
