@@ -1,83 +1,30 @@
-"""Exchanges in packets that say themselves whether they have come, between processes and under ThreadSanitizer."""
+"""Packets that say themselves whether they have come, with LL flags and without any: between processes, under TSan."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.device_packets import Geometry
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.packets import Wire, carried_nbytes
+from mpicomm.kernels.packets import Wire
 from tests.kernels.build import Builds, Change
-from tests.kernels.collective_calls import Calls, sizes_around
+from tests.kernels.collective_calls import Calls
 from tests.kernels.machine import CAUGHT, Machine, RunFailedError
 from tests.kernels.packet_rig import PacketRig
+from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-SMALL = Geometry(blocks=2, workers=32)
-STEP_NBYTES = SMALL.threads * 16
-INBOX_NBYTES = 5 * STEP_NBYTES  # so that a message of more than five steps uses inboxes again
-
-
-WIRES: list[Wire] = ["flagged", "sentinel", "lines"]
+WIRES: list[Wire] = ["flagged", "sentinel"]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("wire", WIRES)
 def test_every_size_at_which_something_changes(builds: Builds, wire: Wire, size: int) -> None:
-    rig = PacketRig(Machine(builds, size), wire, SMALL, inbox_nbytes=INBOX_NBYTES)
-    calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
-    room = carried_nbytes(INBOX_NBYTES, wire)
-    most = room - 4 if wire == "flagged" else INBOX_NBYTES * 4
-    limits = [nbytes for nbytes in (8, 16, STEP_NBYTES // 2, STEP_NBYTES, INBOX_NBYTES, most) if nbytes <= most]
-    checks = []
-    for count in sizes_around(*limits, itemsize=4):
-        if 0 < count * 4 <= most:
-            checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
-            checks.append(calls.relayed_reduce("float32", "sum", count))
-        if 0 < count * 4 <= min(most, room):  # beyond that all have to send and take in step
-            checks.append(calls.scan("float32", "sum", count))
-        if 0 < count * 4 <= most and wire != "sentinel":
-            checks += [calls.allgather(4 * count), calls.relayed_bcast(4 * count - 1)]
-    rig.machine.run(seed=size, jitter_us=300)
-    for check in checks:
-        check()
-
-
-def run_long(
-    builds: Builds, wire: Wire, *, start: int, batches: int = 2, changes: Sequence[Change] = (), timeout_s: float = 20
-) -> None:
-    """Hundreds of small reductions between three ranks, from launch ``start`` on.
-
-    Where all send to all, packets alone keep the ranks in step; in scans the first rank takes none.
-    """
-    rng = np.random.default_rng(start)
-    machine = Machine(builds, 3)
-    rig = PacketRig(machine, wire, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s)
-    rig.start_at(start)
-    if wire == "flagged" and start > 0:  # the round of numbers ends soon, and inboxes are wiped
-        rig.fill_with_old_flags(rng)
-    calls = Calls(rig, rng, nap_us=1000)
-    for batch in range(batches):
-        machine.clear()
-        checks = [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 600, 150)]
-        checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
-        if wire != "flagged":  # several times what the inboxes hold
-            checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
-        if wire == "lines":
-            checks += [calls.allgather(20000), calls.relayed_bcast(40000), calls.allgather(20000)]
-        machine.run(seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
-        for check in checks:
-            check()
-
-
-STARTS = {"2^30": 2**30 - 1, "2^32": 2**32 - 100}
+    run_every_size(builds, wire, size)
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -99,10 +46,9 @@ def test_types_with_numbers_that_packets_cannot_hold(builds: Builds, reduction: 
         check()
 
 
-@pytest.mark.parametrize("wire", ["flagged", "lines"])
 @pytest.mark.parametrize("nbytes", [1, 8, 100, 2000])
-def test_bytes_are_moved(builds: Builds, nbytes: int, wire: Wire) -> None:
-    rig = PacketRig(Machine(builds, 4), wire, SMALL, inbox_nbytes=INBOX_NBYTES)
+def test_bytes_are_moved(builds: Builds, nbytes: int) -> None:
+    rig = PacketRig(Machine(builds, 4), "flagged", SMALL, inbox_nbytes=INBOX_NBYTES)
     calls = Calls(rig, np.random.default_rng(nbytes))
     checks = [call(nbytes) for call in (calls.bcast, calls.relayed_bcast, calls.allgather)]
     rig.machine.run(jitter_us=100)
@@ -154,24 +100,6 @@ MISTAKES: dict[str, tuple[Wire, Change]] = {
     "sentinels not put back": (
         "sentinel",
         Change("packet_wires.cuh", "store_volatile(slot, {kOnes, kOnes});", "(void)slot;"),
-    ),
-    "one set of inboxes of lines": ("lines", Change(SOURCE, "((launch % 2) * kStages + stage)", "(stage)")),
-    "the end of a line before the rest": (
-        "lines",
-        Change(
-            "memory_order.cuh",
-            "  store_relaxed(&p->first, value.first);\n  if (!ends) store_relaxed(&p->second, value.second);",
-            "  if (ends) store_release(&p->second, value.second);\n  MPICOMM_SYNC_WARP();\n"
-            "  store_relaxed(&p->first, value.first);\n  if (!ends) store_relaxed(&p->second, value.second);",
-        ),
-    ),
-    "flags of lines that do not know the step": (
-        "lines",
-        Change("packet_wires.cuh", "count << 20 | step", "count << 20"),
-    ),
-    "a source that goes on before the relays": (
-        "lines",
-        Change(SOURCE, "has_c ? worker", "has_c && (!kRelays || x.sources != 0) ? worker"),
     ),
 }
 

@@ -1,0 +1,68 @@
+"""Runs of packets of one wire that its tests share: every size, and hundreds of launches from a given one on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from mpicomm.collectives.device_packets import Geometry
+from mpicomm.kernels.packets import Wire, carried_nbytes
+from tests.kernels.build import Builds, Change
+from tests.kernels.collective_calls import Calls, sizes_around
+from tests.kernels.machine import Machine
+from tests.kernels.packet_rig import PacketRig
+
+SMALL = Geometry(blocks=2, workers=32)
+INBOX_NBYTES = 5 * SMALL.threads * 16  # so that a message of more than five steps uses inboxes again
+_STEP_NBYTES = SMALL.threads * 16
+STARTS = {"2^30": 2**30 - 1, "2^32": 2**32 - 100}
+"""Launches after which numbers begin again."""
+
+
+def run_every_size(builds: Builds, wire: Wire, size: int) -> None:
+    """Collectives at every size at which something changes."""
+    rig = PacketRig(Machine(builds, size), wire, SMALL, inbox_nbytes=INBOX_NBYTES)
+    calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
+    room = carried_nbytes(INBOX_NBYTES, wire)
+    most = room - 4 if wire == "flagged" else INBOX_NBYTES * 4
+    limits = [nbytes for nbytes in (8, 16, _STEP_NBYTES // 2, _STEP_NBYTES, INBOX_NBYTES, most) if nbytes <= most]
+    checks = []
+    for count in sizes_around(*limits, itemsize=4):
+        if 0 < count * 4 <= most:
+            checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
+            checks.append(calls.relayed_reduce("float32", "sum", count))
+        if 0 < count * 4 <= min(most, room):  # beyond that all have to send and take in step
+            checks.append(calls.scan("float32", "sum", count))
+        if 0 < count * 4 <= most and wire != "sentinel":
+            checks += [calls.allgather(4 * count), calls.relayed_bcast(4 * count - 1)]
+    rig.machine.run(seed=size, jitter_us=300)
+    for check in checks:
+        check()
+
+
+def run_long(
+    builds: Builds, wire: Wire, *, start: int, batches: int = 2, changes: Sequence[Change] = (), timeout_s: float = 20
+) -> None:
+    """Hundreds of small reductions between three ranks, from launch ``start`` on.
+
+    Where all send to all, packets alone keep the ranks in step; in scans the first rank takes none.
+    """
+    rng = np.random.default_rng(start)
+    machine = Machine(builds, 3)
+    rig = PacketRig(machine, wire, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s)
+    rig.start_at(start)
+    if wire == "flagged" and start > 0:  # the round of numbers ends soon, and inboxes are wiped
+        rig.fill_with_old_flags(rng)
+    calls = Calls(rig, rng, nap_us=1000)
+    for batch in range(batches):
+        machine.clear()
+        checks = [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 600, 150)]
+        checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
+        if wire != "flagged":  # several times what the inboxes hold
+            checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
+        if wire == "lines":
+            checks += [calls.allgather(20000), calls.relayed_bcast(40000), calls.allgather(20000)]
+        machine.run(seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
+        for check in checks:
+            check()
