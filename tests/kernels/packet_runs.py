@@ -62,7 +62,7 @@ def run_long(
         if wire != "flagged":  # several times what the inboxes hold
             checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
         if wire == "lines":
-            checks += [calls.allgather(20000), calls.relayed_bcast(40000), calls.allgather(20000)]
+            checks += [calls.allgather(12000), calls.relayed_bcast(20000), calls.allgather(12000)]
         machine.run(seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
         for check in checks:
             check()

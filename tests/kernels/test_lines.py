@@ -23,7 +23,7 @@ def test_every_size_at_which_something_changes(builds: Builds, size: int) -> Non
 
 @pytest.mark.parametrize("start", STARTS)
 def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, start: str) -> None:
-    run_long(builds, "lines", start=STARTS[start], batches=4)
+    run_long(builds, "lines", start=STARTS[start])
 
 
 @pytest.mark.parametrize("nbytes", [1, 8, 100, 2000])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -80,7 +82,8 @@ def test_a_rank_that_gives_up_leaves_what_another_was_told_before(builds: Builds
     source, target = machine.allocate(0, 8), machine.allocate(0, 8)
     exchanges = patterns.allreduce(0, 3, np.dtype(np.float32), Span(source.address, 2), Span(target.address, 2), "sum")
     rig.run(0, exchanges, Signature("Allreduce", "float32", 2, "sum"))
-    machine.run()
+    with contextlib.suppress(RunFailedError):  # a block that comes late reads what another has said
+        machine.run()
     assert told[1][0] >> 56 == 2
     assert told[2][0] == mismatch
 
