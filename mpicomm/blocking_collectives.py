@@ -40,7 +40,7 @@ class BlockingCollectives(MPI.Intracomm):
     arrays, which MPI reduces, have MPI's order.
 
     ``algorithm`` is the same on all ranks: "auto"; "one_shot", every rank sends to every rank; "two_shot" (Allreduce,
-    Bcast, and Reduce of floats on GPUs), each rank reduces or sends on a part; "ring" (Allreduce), to the next rank
+    Bcast, and Reduce on GPUs), each rank reduces or sends on a part; "ring" (Allreduce), to the next rank
     alone, in an order of reduction of its own; "copy_engine" (Allgather, Allreduce, Alltoall), into symmetric memory of
     GPUs, which leaves their multiprocessors free; "mpi". Where the output of these three or of a Bcast lies in a
     `SymmetricArray`, it does so on all ranks and at the same place: large messages are stored straight into it.

@@ -17,7 +17,9 @@ class CollectionContext:
     """
 
     def __init__(self, cupy_driver: Any, context: int) -> None:
-        self._driver = cupy_driver
+        # Found now, as modules may be gone at the end of the interpreter, when garbage is still collected.
+        self._get, self._set = cupy_driver.ctxGetCurrent, cupy_driver.ctxSetCurrent
+        self._error = cupy_driver.CUDADriverError
         self._context = context
         self._lent = False  # one suffices: there is one collection at a time
 
@@ -25,11 +27,11 @@ class CollectionContext:
         """Make the context current before a collection if none is, and none again after it."""
         try:
             if phase == "start":
-                if self._driver.ctxGetCurrent() == 0:
-                    self._driver.ctxSetCurrent(self._context)
+                if self._get() == 0:
+                    self._set(self._context)
                     self._lent = True
             elif self._lent:
                 self._lent = False
-                self._driver.ctxSetCurrent(0)
-        except self._driver.CUDADriverError:
+                self._set(0)
+        except self._error:
             pass  # CUDA is over in this process, or it is the child of a fork: nothing can be destroyed, or made

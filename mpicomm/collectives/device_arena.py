@@ -191,15 +191,11 @@ class DeviceArena:
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
         """Return inboxes of the sentinel wire for ``nbytes`` from each rank, or for a part of that, many times."""
-        inbox_nbytes = self.layout.large_inbox_nbytes(nbytes)
-        whole = _PARITIES * STAGES * self._node.size * inbox_nbytes
-        return Inboxes(self._on_demand("collectives: large messages", whole, content=0xFF), inbox_nbytes)
+        return self._inboxes("collectives: large messages", self.layout.large_inbox_nbytes(nbytes), content=0xFF)
 
     def lines(self, nbytes: int) -> Inboxes:
         """Return inboxes of the LL128 wire for ``nbytes`` from each rank, or for a part of that, many times."""
-        inbox_nbytes = self.layout.lines_inbox_nbytes(nbytes)
-        whole = _PARITIES * STAGES * self._node.size * inbox_nbytes
-        return Inboxes(self._on_demand("collectives: lines", whole, content=0), inbox_nbytes)
+        return self._inboxes("collectives: lines", self.layout.lines_inbox_nbytes(nbytes), content=0)
 
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""
@@ -219,6 +215,14 @@ class DeviceArena:
         whole = 1 << max(0, nbytes - 1).bit_length()  # so that few sizes are ever asked for
         return self._on_demand("collectives: copies", whole, content=0)
 
+    def _inboxes(self, what: str, nbytes: int, *, content: int) -> Inboxes:
+        """Return inboxes of ``nbytes`` each, or larger ones if there are some."""
+        inboxes = _PARITIES * STAGES * self._node.size
+        # The same on all ranks: whatever there is was set up by all of them together.
+        whole = min((size for known, size in self._more if known == what and size >= inboxes * nbytes), default=0)
+        pointers = self._on_demand(what, whole or inboxes * nbytes, content=content)
+        return Inboxes(pointers, (whole // inboxes) or nbytes)
+
     def _on_demand(self, what: str, nbytes: int, *, content: int) -> tuple[int, ...]:
         if (what, nbytes) not in self._more:
             self._before_more()
@@ -236,7 +240,7 @@ class DeviceArena:
     def abort(self) -> None:
         """Let kernels of all ranks give up, as one does that finds a rank in another call. Local, blocking."""
         # Pairs with the loads of the abort word in is_healthy and Patience; else they would wait until time is up.
-        # One byte is enough: they look whether the word is zero, and of several writers any may win.
+        # One byte is enough: they look whether the word is zero. What it is written over loses only what it was about.
         for pointer in self.pointers:
             self._backend.fill(pointer + ABORT_OPERATION, 1, MISMATCH)
 

@@ -44,15 +44,18 @@ MAX_CHANNELS = 128
 _MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and those that receive
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # and no more than this part of a device's memory
+_WHOLE_LINES = {(7, 0), (8, 0), (9, 0), (10, 0)}  # compute capabilities where NCCL, too, uses LL128
 
 _log = logging.getLogger("mpicomm")
 
 
 @lru_cache
-def _warn_of_links() -> None:
+def _warn_of_links(paths: str) -> None:
     _log.warning(
-        "not all GPUs are linked by NVLink: all but reductions of floats go without LL128 packets, which is slower "
-        "from 16 KiB on"
+        "the GPUs are linked by %s, or not of one kind that stores 128 bytes as one: all but reductions of floats go "
+        "without LL128 packets, which is slower from 16 KiB on (with the package nvidia-ml-py links of GPUs are known that "
+        "this process does not see)",
+        paths,
     )
 
 
@@ -89,15 +92,22 @@ class DeviceEngine:
             ),
         )
         smallest = min(multiprocessors for multiprocessors, *_ in told)
-        paths = [backend.link(uuid, kind).path for rank, (*_, uuid) in enumerate(told) if rank != node.rank]
-        linked = node.exchange("collectives: links", lambda: all(path == "NVLink" for path in paths))
-        self.has_lines = all(linked)
+        found_paths = node.exchange(
+            "collectives: links",
+            lambda: (
+                backend.info.compute_capability,
+                {backend.link(uuid, kind).path for rank, (*_, uuid) in enumerate(told) if rank != node.rank},
+            ),
+        )
+        paths = set().union(*(each for _, each in found_paths))
+        capabilities = {capability for capability, _ in found_paths}
+        self.has_lines = paths <= {"NVLink"} and len(capabilities) == 1 and capabilities <= _WHOLE_LINES
         """Whether there is the LL128 wire of packets: the same on all ranks.
 
         What NVLink carries as one comes in pieces over PCIe, and from the host's memory.
         """
-        if not self.has_lines and not {"staged", "same device"}.intersection(paths):  # of which there was a warning
-            _warn_of_links()
+        if not self.has_lines and not paths & {"staged", "same device"}:  # of which there was a warning
+            _warn_of_links(", ".join(sorted(paths)))
         self.most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, *_ in told) // _STAGED_PART)
         """Of memory on each rank, at most, that copy engines bring the others' contributions to."""
         found = told[0][2]

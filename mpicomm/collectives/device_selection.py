@@ -75,8 +75,10 @@ def choose_ways(
         if len(exchange.sends) > 1 and operation not in _COUNTS_DIFFER and algorithm != "ring":
             in_step = keeps_step(operation, exchange, following)
             most = _most_moved_nbytes(in_step, relayed=following is not None, direct=direct)
+            # What a Reduce_scatter moves, it moves on the rank itself: no inboxes need to be set up for that.
+            alone = reduction is None and operation.startswith("Reduce_scatter")
             if reduction is not None or nbytes <= most:
-                wire = packet_wire(in_step, nbytes, reduction, room)
+                wire = packet_wire(in_step, nbytes, reduction, room._replace(lines=0) if alone else room)
         merged = following if wire is not None or reduction is None else None  # exchange.cu relays what it moves alone
         if merged is not None:
             pending.pop(0)
@@ -123,9 +125,13 @@ def packet_wire(in_step: bool, nbytes: int, reduction: tuple[str, str] | None, r
     if nbytes == 0:
         return None
     flags = reduction is None or flags_can_carry(reduction[0])
-    if flags and nbytes <= min(room.flagged, _MOST_REDUCED_FLAGGED_NBYTES if reduction else _MOST_MOVED_FLAGGED_NBYTES):
+    sentinels = reduction is not None and sentinels_can_carry(reduction[0])
+    most = _MOST_MOVED_FLAGGED_NBYTES
+    if reduction is not None:
+        most = _MOST_REDUCED_FLAGGED_NBYTES if sentinels or room.lines else room.flagged
+    if flags and nbytes <= min(room.flagged, most):
         return "flagged"
-    if reduction is not None and sentinels_can_carry(reduction[0]):
+    if sentinels:
         return "sentinel" if nbytes <= room.sentinel or in_step else None
     return "lines" if flags and room.lines > 0 and (nbytes <= room.lines or in_step) else None
 

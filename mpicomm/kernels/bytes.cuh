@@ -25,7 +25,7 @@ MPICOMM_DEVICE void store_aligned(u8* to, const Packet& packet) { *reinterpret_c
 // unrolled because a packet that is indexed by a variable would have to live in memory.
 MPICOMM_DEVICE Packet load_any(const u8* from, u32 width, u64 nbytes) {
   Packet packet{};
-  if (width >= 4 && nbytes % 4 == 0) {
+  if (width >= 4 && (nbytes >= kPacketNbytes || nbytes % 4 == 0)) {
 #pragma unroll
     for (u32 word = 0; word < 4; ++word) {
       if (word * 4 < nbytes) packet.words[word] = reinterpret_cast<const u32*>(from)[word];
@@ -45,7 +45,7 @@ MPICOMM_DEVICE Packet load_any(const u8* from, u32 width, u64 nbytes) {
 }
 
 MPICOMM_DEVICE void store_any(u8* to, const Packet& packet, u32 width, u64 nbytes) {
-  if (width >= 4 && nbytes % 4 == 0) {
+  if (width >= 4 && (nbytes >= kPacketNbytes || nbytes % 4 == 0)) {
 #pragma unroll
     for (u32 word = 0; word < 4; ++word) {
       if (word * 4 < nbytes) reinterpret_cast<u32*>(to)[word] = packet.words[word];

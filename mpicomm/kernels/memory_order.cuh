@@ -113,9 +113,10 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
 }
 
 // 512 bytes by a whole warp, 16 by each thread, in lines of 128 by eight of them. Where a warp accesses whole lines in one
-// instruction, as it does right after a barrier, each line is one access of the memory and of NVLink: a reader sees all
-// of it or nothing. That is what GPUs do, not what PTX promises; NCCL's LL128 relies on it as well. With barriers of the
-// eight threads alone lines were torn, about one in a million: threads of a warp that is not whole may go apart.
+// instruction, each line is one access of the memory and of NVLink: a reader sees all of it or nothing. That is what GPUs
+// do, not what PTX promises; NCCL's LL128 relies on it as well. It takes that all branches of the warp before have come
+// together again: they must be alike for all of its threads, or end before. The barrier alone does not see to that. Where
+// eight threads waited for themselves lines were torn, about one in a million.
 constexpr u32 kWarp = ~0u;
 constexpr u32 kLineThreads = 8;
 MPICOMM_DEVICE Pair load_lines(const Pair* p, bool) {

@@ -57,6 +57,7 @@ struct FlagWire {
     return {{static_cast<u32>(packet.first), static_cast<u32>(packet.second), 0, 0}};
   }
   MPICOMM_DEVICE static void give_back(Pair*) {}
+  MPICOMM_DEVICE static bool agree(bool lasts) { return lasts; }
   MPICOMM_DEVICE static u32 begin() { return 0; }
   MPICOMM_DEVICE static u32 end() { return kUnitNbytes; }
 };
@@ -102,6 +103,7 @@ struct SentinelWire {
   }
   MPICOMM_DEVICE static Packet unit(const Pair& packet) { return __builtin_bit_cast(Packet, packet); }
   MPICOMM_DEVICE static void give_back(Pair* slot) { store_volatile(slot, {kOnes, kOnes}); }
+  MPICOMM_DEVICE static bool agree(bool lasts) { return lasts; }
   MPICOMM_DEVICE static u32 begin() { return 0; }
   MPICOMM_DEVICE static u32 end() { return kUnitNbytes; }
 };
@@ -135,6 +137,7 @@ struct LineWire {
     return __builtin_bit_cast(Packet, Pair{packet.first, ends_line() ? 0 : packet.second});
   }
   MPICOMM_DEVICE static void give_back(Pair*) {}
+  MPICOMM_DEVICE static bool agree(bool lasts) { return __all_sync(kWarp, lasts) != 0; }
 
   MPICOMM_DEVICE static bool ends_line() { return threadIdx.x % kLineThreads == kLineThreads - 1; }
   // What this thread carries of its group's bytes.

@@ -27,6 +27,10 @@
 //   second inbox: B of step k, in turn k + 1, takes what the peer stored in its turn k, after the fence that followed
 //   its C of step k - L, in turn k - L + 2.
 //   In relays the source takes part in stage C, though it needs nothing but the flags: they tell how far the others are.
+//   A relay stores B of step k for another in turn k + 1; its turn k ended with C of step k - 2 from that one, which it
+//   stored in its turn k - 1, after its C of step k - 4.
+// Where there are no fences, "after" is that whoever has stored a packet has taken what it waited for before: it looked
+// at each packet until that had come, and only then went on.
 // The scope of the device is enough: the slots lie in its own memory, and stores of the peers come to be ordered with
 // its own in the same place. Waiting for the whole system took 3 us a turn, as it waits for the stores to peers too.
 //
@@ -189,7 +193,8 @@ struct Worker {
         look(packets, stage, ranks, place);
         return absent(packets, ranks, flag);
       };
-      if (!await_ranks(x.team, launch, missing)) return false;
+      // A thread that left alone would leave its part of a line to the others, who could not tell.
+      if (!await_ranks(x.team, launch, missing, Wire::agree)) return false;
     }
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {

@@ -46,7 +46,8 @@ def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
         assert dtype is not None and sentinels_can_carry(dtype)
         assert in_step or nbytes <= room.sentinel
     if wire == "lines":
-        assert packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, room._replace(lines=0)) is None
+        without = packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, room._replace(lines=0))
+        assert without == ("flagged" if dtype and nbytes <= room.flagged else None)
         assert dtype is None or flags_can_carry(dtype)
         assert in_step or nbytes <= room.lines
 
@@ -108,6 +109,13 @@ def exchanges_of(operation: str, rank: int, count: int, *, two_shot: bool) -> li
         return patterns.bcast(rank, 4, dtype, span, 1)
     if operation == "Allreduce":
         return patterns.allreduce(rank, 4, dtype, span, span, "sum", piece_nbytes=4 * count if two_shot else None)
+    if operation == "Reduce":
+        pattern = patterns.relayed_reduce if two_shot else patterns.reduce
+        return pattern(rank, 4, dtype, span, span if rank == 1 else None, "sum", 1)
+    if operation == "Allgatherv":
+        counts = [count, 0, 5, count]
+        uneven = patterns.blocks(span.pointer, counts, [0, count, count, count + 5], dtype.itemsize)
+        return patterns.allgather(rank, 4, dtype, uneven[rank], uneven)
     blocks = patterns.blocks(span.pointer, [count] * 4, [index * count for index in range(4)], dtype.itemsize)
     if operation == "Allgather":
         return patterns.allgather(rank, 4, dtype, blocks[rank], blocks)
@@ -117,10 +125,10 @@ def exchanges_of(operation: str, rank: int, count: int, *, two_shot: bool) -> li
 
 @pytest.mark.parametrize("symmetric", [False, True])
 @pytest.mark.parametrize("two_shot", [False, True])
-@pytest.mark.parametrize("operation", ["Allgather", "Allreduce", "Alltoall", "Bcast"])
+@pytest.mark.parametrize("operation", ["Allgather", "Allgatherv", "Allreduce", "Alltoall", "Bcast", "Reduce"])
 @pytest.mark.parametrize("count", [1, 1000, 100_000, 10_000_000])
 def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool, count: int) -> None:
-    signature = Signature(operation, "int32", count, "sum" if operation == "Allreduce" else None)
+    signature = Signature(operation, "int32", count, "sum" if operation in ("Allreduce", "Reduce") else None)
     chosen = []
     for rank in range(4):
         exchanges = exchanges_of(operation, rank, count, two_shot=two_shot)

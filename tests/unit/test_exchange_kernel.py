@@ -78,7 +78,6 @@ CONSTANTS = {
         "kOverseers": packets.OVERSEERS,
         "kStages": packets.STAGES,
         "kSlotNbytes": packets.SLOT_NBYTES,
-        "kWorkers": packets.most_workers(4, fan_out=False, one_step=False),
     },
     "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
     "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
@@ -104,6 +103,19 @@ def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: 
     source = tmp_path / "check.cu"
     source.write_text("\n".join(lines))
     compile_kernel(source, (9, 0), (*options_for(("float32", "sum")), "-DMPICOMM_RANKS=4"))
+
+
+@pytest.mark.parametrize("one_step", [False, True])
+@pytest.mark.parametrize("fan_out", [False, True])
+@pytest.mark.parametrize("size", range(2, team.MAX_RANKS + 1))
+def test_host_and_kernel_agree_on_the_threads_of_a_block(
+    tmp_path: Path, size: int, fan_out: bool, one_step: bool
+) -> None:
+    workers = packets.most_workers(size, fan_out=fan_out, one_step=one_step)
+    variant = packets.packet_kernel(("int32", "sum"), size, "lines", fan_out=fan_out, one_step=one_step)
+    source = tmp_path / "check.cu"
+    source.write_text(f'#include "packets.cu"\nstatic_assert(mpicomm::kWorkers == {workers});')
+    compile_kernel(source, (9, 0), variant.options)
 
 
 def test_the_kernel_alone_bounds_its_registers() -> None:
