@@ -53,8 +53,8 @@ _log = logging.getLogger("mpicomm")
 def _warn_of_links(paths: str) -> None:
     _log.warning(
         "the GPUs are linked by %s, or not of one kind that stores 128 bytes as one: all but reductions of floats go "
-        "without LL128 packets, which is slower from 16 KiB on (with the package nvidia-ml-py links of GPUs are known that "
-        "this process does not see)",
+        "without LL128 packets, which is slower from 16 KiB on (nvidia-ml-py tells of the links of GPUs that a process "
+        "does not see)",
         paths,
     )
 
