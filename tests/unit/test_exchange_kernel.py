@@ -107,7 +107,7 @@ def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: 
 
 @pytest.mark.parametrize("one_step", [False, True])
 @pytest.mark.parametrize("fan_out", [False, True])
-@pytest.mark.parametrize("size", range(2, team.MAX_RANKS + 1))
+@pytest.mark.parametrize("size", [2, 3, 4, 5])  # more are as many as 5
 def test_host_and_kernel_agree_on_the_threads_of_a_block(
     tmp_path: Path, size: int, fan_out: bool, one_step: bool
 ) -> None:
