@@ -219,9 +219,9 @@ class DeviceArena:
         """Return inboxes of ``nbytes`` each, or larger ones if there are some."""
         inboxes = _PARITIES * STAGES * self._node.size
         # The same on all ranks: whatever there is was set up by all of them together.
-        whole = min((size for known, size in self._more if known == what and size >= inboxes * nbytes), default=0)
-        pointers = self._on_demand(what, whole or inboxes * nbytes, content=content)
-        return Inboxes(pointers, (whole // inboxes) or nbytes)
+        wanted = inboxes * nbytes
+        whole = min((size for known, size in self._more if known == what and size >= wanted), default=wanted)
+        return Inboxes(self._on_demand(what, whole, content=content), whole // inboxes)
 
     def _on_demand(self, what: str, nbytes: int, *, content: int) -> tuple[int, ...]:
         if (what, nbytes) not in self._more:

@@ -10,6 +10,8 @@ from mpicomm.collectives.device_channels import reduction_of, relays
 from mpicomm.collectives.device_packets import fans_out
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
+from mpicomm.collectives.tuning import Tuning
+from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packets import Wire, flags_can_carry
 from mpicomm.kernels.reductions import sentinels_can_carry
 
@@ -43,6 +45,42 @@ class Way:
     reduction: tuple[str, str] | None
     wire: Wire | None
     direct: bool
+
+
+def choose_algorithm(
+    tuning: Tuning,
+    asked: str,
+    operation: str,
+    nbytes: int,
+    size: int,
+    *,
+    flagless: bool,
+    registered: bool,
+    has_lines: bool,
+) -> str:
+    """Return the algorithm of a call of ``nbytes`` in all for which ``asked`` was given; see `Tuning.algorithm`.
+
+    ``has_lines`` is whether there is the LL128 wire. Raises `InvalidUsageError` where ``asked`` is not possible.
+    """
+    if asked == "copy_engine" and not registered and nbytes > 0:
+        raise InvalidUsageError(
+            f'{operation}: algorithm="copy_engine" writes into the memory of the others: the output must be part of an '
+            "array of comm.empty(), comm.zeros() or comm.register(), the same on all ranks, and not the input of an "
+            'Alltoall; else use algorithm="auto"'
+        )
+    algorithm = asked
+    if asked == "auto":
+        algorithm = tuning.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
+    if size == 1 or nbytes == 0:  # there is nothing to choose
+        return "one_shot"
+    if algorithm == "two_shot" and operation == "Reduce" and not (has_lines or flagless):
+        # Results would have to be stored before they are sent on, and only the root has a place for them.
+        if asked == "two_shot":
+            raise InvalidUsageError(
+                'algorithm="two_shot" of Reduce is for floats where not all GPUs are linked by NVLink: use "one_shot"'
+            )
+        return "one_shot"
+    return algorithm
 
 
 def choose_ways(

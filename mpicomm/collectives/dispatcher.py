@@ -258,34 +258,23 @@ class Collectives:
             )
 
     def _prepare_on_device(self, engine: DeviceEngine, mappings: Mappings, call: Call, algorithm: str) -> Plan:
-        from mpicomm.collectives.device_selection import copied_piece_nbytes
+        from mpicomm.collectives.device_selection import choose_algorithm, copied_piece_nbytes
 
-        output, nbytes, asked = call.common_output, call.nbytes or 0, algorithm
+        output, nbytes = call.common_output, call.nbytes or 0
         memory = None
         if output is not None and output.total:
             assert call.dtype is not None
             memory = mappings.find(output.pointer, output.total * call.dtype.itemsize)
-        if algorithm == "copy_engine" and memory is None and nbytes > 0:
-            raise InvalidUsageError(
-                f'{call.operation}: algorithm="copy_engine" writes into the memory of the others: the output must be '
-                "part of an array of comm.empty(), comm.zeros() or comm.register(), the same on all ranks, and not the "
-                'input of an Alltoall; else use algorithm="auto"'
-            )
-        if algorithm == "auto":
-            registered = memory is not None
-            algorithm = engine.tuning.algorithm(
-                call.operation, nbytes, self._size, flagless=_is_flagless(call), registered=registered
-            )
-        if self._size == 1 or nbytes == 0:  # there is nothing to choose
-            algorithm = "one_shot"
-        if algorithm == "two_shot" and call.operation == "Reduce" and not (engine.has_lines or _is_flagless(call)):
-            # Results would have to be stored before they are sent on, and only the root has a place for them.
-            if asked == "two_shot":
-                raise InvalidUsageError(
-                    'algorithm="two_shot" of Reduce is for floats where not all GPUs are linked by NVLink: use '
-                    '"one_shot"'
-                )
-            algorithm = "one_shot"
+        algorithm = choose_algorithm(
+            engine.tuning,
+            algorithm,
+            call.operation,
+            nbytes,
+            self._size,
+            flagless=call.reduces and call.dtype is not None and sentinels_can_carry(call.dtype.name),
+            registered=memory is not None,
+            has_lines=engine.has_lines,
+        )
         piece = None
         if algorithm == "two_shot":
             piece = nbytes
@@ -372,11 +361,6 @@ def _mpi_knows(call: Call) -> bool:
     if call.operation == "Reduce_scatter" and call.in_place:  # MPICH 5 ends the program if a block overlaps its result
         return False
     return types.mpi_datatype(call.dtype) is not None
-
-
-def _is_flagless(call: Call) -> bool:
-    """Whether packets of what is reduced can do without flags."""
-    return call.reduces and call.dtype is not None and sentinels_can_carry(call.dtype.name)
 
 
 def require_here(operation: str, operand: Operand, domain: Domain) -> None:

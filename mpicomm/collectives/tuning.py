@@ -169,26 +169,20 @@ def _built_in() -> Tuning:
         kind = kind_of(operation, flagless=flagless, registered=registered)
         return Row(kind, size, ((0, "one_shot"), *changes))
 
-    more_than_2, all_sizes = range(3, MAX_RANKS + 1), range(2, MAX_RANKS + 1)
+    more_than_2, all_sizes, both = range(3, MAX_RANKS + 1), range(2, MAX_RANKS + 1), (True, False)
+    # Between two ranks one hop has no more traffic than two.
+    two_hops = {2: (), 3: ((384 * _KIB + 1, "two_shot"),), 4: ((256 * _KIB + 1, "two_shot"),)}
     rows = (
-        row("Allreduce", 2, flagless=True),  # one hop has no more traffic than two
-        row("Allreduce", 3, (384 * _KIB + 1, "two_shot"), flagless=True),
-        row("Allreduce", 4, (256 * _KIB + 1, "two_shot"), flagless=True),
+        *(row("Allreduce", size, *hops, flagless=flagless) for size, hops in two_hops.items() for flagless in both),
         row("Allreduce", 2, (96 * _MIB, "copy_engine"), flagless=True, registered=True),
-        row("Allreduce", 3, (384 * _KIB + 1, "two_shot"), (160 * _MIB, "copy_engine"), flagless=True, registered=True),
-        row("Allreduce", 4, (256 * _KIB + 1, "two_shot"), (160 * _MIB, "copy_engine"), flagless=True, registered=True),
-        row("Allreduce", 2),
-        row("Allreduce", 3, (384 * _KIB + 1, "two_shot")),
-        row("Allreduce", 4, (256 * _KIB + 1, "two_shot")),
-        row("Allreduce", 2, (96 * _MIB, "copy_engine"), registered=True),
-        row("Allreduce", 3, (384 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
-        row("Allreduce", 4, (256 * _KIB + 1, "two_shot"), (96 * _MIB, "copy_engine"), registered=True),
-        *(row("Bcast", size, (512 * _KIB, "two_shot")) for size in more_than_2),
+        row("Allreduce", 3, *two_hops[3], (160 * _MIB, "copy_engine"), flagless=True, registered=True),
+        row("Allreduce", 4, *two_hops[4], (160 * _MIB, "copy_engine"), flagless=True, registered=True),
         *(
-            row("Reduce", size, (_MIB, "two_shot"), flagless=flagless)
-            for size in more_than_2
-            for flagless in (True, False)
+            row("Allreduce", size, *hops, (96 * _MIB, "copy_engine"), registered=True)
+            for size, hops in two_hops.items()
         ),
+        *(row("Bcast", size, (512 * _KIB, "two_shot")) for size in more_than_2),
+        *(row("Reduce", size, (_MIB, "two_shot"), flagless=flagless) for size in more_than_2 for flagless in both),
         *(row("Allgather", size, (40 * size * _MIB, "copy_engine"), registered=True) for size in all_sizes),
         *(row("Alltoall", size, (40 * size * _MIB, "copy_engine"), registered=True) for size in all_sizes),
     )

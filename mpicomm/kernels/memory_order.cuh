@@ -41,6 +41,9 @@ struct alignas(16) Pair {
   u64 first, second;
 };
 
+constexpr u32 kWarp = ~0u;       // all threads of one
+constexpr u32 kLineThreads = 8;  // that access a line of 128 bytes together, 16 each
+
 #if defined(__CUDACC__)
 
 // A "memory" clobber on each keeps the compiler from moving other accesses across; `volatile` keeps it from dropping
@@ -117,8 +120,6 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
 // do, not what PTX promises; NCCL's LL128 relies on it as well. It takes that all branches of the warp before have come
 // together again: they must be alike for all of its threads, or end before. The barrier alone does not see to that. Where
 // eight threads waited for themselves lines were torn, about one in a million.
-constexpr u32 kWarp = ~0u;
-constexpr u32 kLineThreads = 8;
 MPICOMM_DEVICE Pair load_lines(const Pair* p, bool) {
   __syncwarp(kWarp);
   return load_volatile(p);
@@ -205,8 +206,6 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
 #if !defined(MPICOMM_SYNC_WARP)
 #define MPICOMM_SYNC_WARP() static_cast<void>(0)
 #endif
-constexpr u32 kWarp = ~0u;
-constexpr u32 kLineThreads = 8;
 MPICOMM_DEVICE Pair load_lines(const Pair* p, bool ends) {
   Pair value{};
   if (ends) value.second = load_acquire(&p->second);

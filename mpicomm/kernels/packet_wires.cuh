@@ -33,18 +33,27 @@ constexpr u32 kNanNbytes<Small<Bits, format...>> = sizeof(Bits);
 // The number of a launch as the LL wire's flag: never 0, which is what inboxes hold at first.
 MPICOMM_DEVICE u32 flag_of(u32 launch) { return (launch & ((1u << kFlagBits) - 1)) + 1; }
 
-// 8 bytes in words[0] and words[1] of a unit.
-struct FlagWire {
-  static constexpr u32 kUnitNbytes = 8;
+// What the wires have in common on which each thread looks for its packets alone, of `unit_nbytes` each.
+template <u32 unit_nbytes>
+struct SinglePackets {
+  static constexpr u32 kUnitNbytes = unit_nbytes;
   static constexpr u32 kGroup = 1;
   static constexpr u32 kGroupNbytes = kUnitNbytes;
+
+  MPICOMM_DEVICE static Pair load(const Pair* slot) { return load_volatile(slot); }
+  MPICOMM_DEVICE static void store(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
+  MPICOMM_DEVICE static void store_flag(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
+  MPICOMM_DEVICE static bool agree(bool lasts) { return lasts; }
+  MPICOMM_DEVICE static u32 begin() { return 0; }
+  MPICOMM_DEVICE static u32 end() { return kUnitNbytes; }
+};
+
+// 8 bytes in words[0] and words[1] of a unit.
+struct FlagWire : SinglePackets<8> {
   static constexpr bool kGivesBack = false;
   using Flag = u32;
 
   MPICOMM_DEVICE static Flag flag(u64 count, u32) { return flag_of(static_cast<u32>(count)); }
-  MPICOMM_DEVICE static Pair load(const Pair* slot) { return load_volatile(slot); }
-  MPICOMM_DEVICE static void store(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
-  MPICOMM_DEVICE static void store_flag(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
   MPICOMM_DEVICE static Pair packet(const Packet& unit, Flag flag) {
     const u64 high = static_cast<u64>(flag) << 32;
     return {high | unit.words[0], high | unit.words[1]};
@@ -57,15 +66,9 @@ struct FlagWire {
     return {{static_cast<u32>(packet.first), static_cast<u32>(packet.second), 0, 0}};
   }
   MPICOMM_DEVICE static void give_back(Pair*) {}
-  MPICOMM_DEVICE static bool agree(bool lasts) { return lasts; }
-  MPICOMM_DEVICE static u32 begin() { return 0; }
-  MPICOMM_DEVICE static u32 end() { return kUnitNbytes; }
 };
 
-struct SentinelWire {
-  static constexpr u32 kUnitNbytes = kPacketNbytes;
-  static constexpr u32 kGroup = 1;
-  static constexpr u32 kGroupNbytes = kUnitNbytes;
+struct SentinelWire : SinglePackets<kPacketNbytes> {
   static constexpr bool kGivesBack = true;
   struct Flag {};
   static constexpr u64 kOnes = ~0ull;
@@ -74,9 +77,6 @@ struct SentinelWire {
                                                               : 0x7FFFFFFFu;
 
   MPICOMM_DEVICE static Flag flag(u64, u32) { return {}; }
-  MPICOMM_DEVICE static Pair load(const Pair* slot) { return load_volatile(slot); }
-  MPICOMM_DEVICE static void store(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
-  MPICOMM_DEVICE static void store_flag(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
   MPICOMM_DEVICE static Pair packet(Packet unit, Flag) {
     if constexpr (kNanNbytes<Element> == 8) {
       Pair pair = __builtin_bit_cast(Pair, unit);
@@ -103,9 +103,6 @@ struct SentinelWire {
   }
   MPICOMM_DEVICE static Packet unit(const Pair& packet) { return __builtin_bit_cast(Packet, packet); }
   MPICOMM_DEVICE static void give_back(Pair* slot) { store_volatile(slot, {kOnes, kOnes}); }
-  MPICOMM_DEVICE static bool agree(bool lasts) { return lasts; }
-  MPICOMM_DEVICE static u32 begin() { return 0; }
-  MPICOMM_DEVICE static u32 end() { return kUnitNbytes; }
 };
 
 // 16 bytes in a unit, 8 in that of the last thread of each eight, whose other 8 are the line's flag. Lines of all

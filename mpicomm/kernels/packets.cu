@@ -90,14 +90,9 @@ constexpr u32 kWorkers = kThreads - kOverseers;
 
 #if defined(MPICOMM_DTYPE)
 constexpr bool kRelays = false;
+constexpr bool kReduces = true;  // whether what a rank takes becomes one result
 #else
 constexpr bool kRelays = kFanOut;
-#endif
-
-// Whether what a rank takes becomes one result.
-#if defined(MPICOMM_DTYPE)
-constexpr bool kReduces = true;
-#else
 constexpr bool kReduces = kRelays;
 #endif
 

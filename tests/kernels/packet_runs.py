@@ -14,8 +14,8 @@ from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import PacketRig
 
 SMALL = Geometry(blocks=2, workers=32)
-INBOX_NBYTES = 5 * SMALL.threads * 16  # so that a message of more than five steps uses inboxes again
 _STEP_NBYTES = SMALL.threads * 16
+INBOX_NBYTES = 5 * _STEP_NBYTES  # so that a message of more than five steps uses inboxes again
 STARTS = {"2^30": 2**30 - 1, "2^32": 2**32 - 100}
 """Launches after which numbers begin again."""
 
@@ -37,6 +37,16 @@ def run_every_size(builds: Builds, wire: Wire, size: int) -> None:
         if 0 < count * 4 <= most and wire != "sentinel":
             checks += [calls.allgather(4 * count), calls.relayed_bcast(4 * count - 1)]
     rig.machine.run(seed=size, jitter_us=300)
+    for check in checks:
+        check()
+
+
+def run_movements(builds: Builds, wire: Wire, nbytes: int) -> None:
+    """What reduces nothing."""
+    rig = PacketRig(Machine(builds, 4), wire, SMALL, inbox_nbytes=INBOX_NBYTES)
+    calls = Calls(rig, np.random.default_rng(nbytes))
+    checks = [call(nbytes) for call in (calls.bcast, calls.relayed_bcast, calls.allgather)]
+    rig.machine.run(jitter_us=100)
     for check in checks:
         check()
 

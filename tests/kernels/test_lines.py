@@ -16,7 +16,7 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long
+from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long, run_movements
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -31,12 +31,7 @@ def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, start: s
 
 @pytest.mark.parametrize("nbytes", [1, 8, 100, 2000])
 def test_bytes_are_moved(builds: Builds, nbytes: int) -> None:
-    rig = PacketRig(Machine(builds, 4), "lines", SMALL, inbox_nbytes=INBOX_NBYTES)
-    calls = Calls(rig, np.random.default_rng(nbytes))
-    checks = [call(nbytes) for call in (calls.bcast, calls.relayed_bcast, calls.allgather)]
-    rig.machine.run(jitter_us=100)
-    for check in checks:
-        check()
+    run_movements(builds, "lines", nbytes)
 
 
 def test_five_ranks_with_no_more_than_four_steps_of_room(builds: Builds) -> None:
@@ -65,7 +60,7 @@ def test_no_race(watched_builds: Builds) -> None:
     run_long(watched_builds, "lines", start=0, batches=1)
 
 
-# Of what stands for accesses of whole lines the first but one; what a GPU does with these can be seen there alone.
+# The second changes what stands for accesses of whole lines on a processor: what GPUs do can be seen there alone.
 MISTAKES = {
     "one set of inboxes of lines": Change("packets.cu", "((launch % 2) * kStages + stage)", "(stage)"),
     "the end of a line before the rest": Change(

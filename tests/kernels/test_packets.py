@@ -15,7 +15,7 @@ from tests.kernels.build import Builds, Change
 from tests.kernels.collective_calls import Calls
 from tests.kernels.machine import CAUGHT, Machine, RunFailedError
 from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long
+from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long, run_movements
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -50,12 +50,7 @@ def test_types_with_numbers_that_packets_cannot_hold(builds: Builds, reduction: 
 
 @pytest.mark.parametrize("nbytes", [1, 8, 100, 2000])
 def test_bytes_are_moved(builds: Builds, nbytes: int) -> None:
-    rig = PacketRig(Machine(builds, 4), "flagged", SMALL, inbox_nbytes=INBOX_NBYTES)
-    calls = Calls(rig, np.random.default_rng(nbytes))
-    checks = [call(nbytes) for call in (calls.bcast, calls.relayed_bcast, calls.allgather)]
-    rig.machine.run(jitter_us=100)
-    for check in checks:
-        check()
+    run_movements(builds, "flagged", nbytes)
 
 
 def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_in_another_call(builds: Builds) -> None:

@@ -12,6 +12,7 @@ from mpicomm.collectives.device_arena import ArenaLayout
 from mpicomm.collectives.device_packets import MAX_BLOCKS, geometry_of
 from mpicomm.collectives.device_selection import (
     Room,
+    choose_algorithm,
     choose_ways,
     copied_piece_nbytes,
     keeps_step,
@@ -19,6 +20,8 @@ from mpicomm.collectives.device_selection import (
 )
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.collectives.signature import Signature
+from mpicomm.collectives.tuning import BUILT_IN
+from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packets import (
     FEWEST_LAPS,
     SLOT_NBYTES,
@@ -138,6 +141,20 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
     assert chosen == [chosen[0]] * 4
     if operation == "Allgather":
         assert chosen[0][0][-1] == (symmetric and 4 * count > MIB)
+
+
+def test_a_reduce_of_integers_in_two_hops_needs_lines() -> None:
+    def chosen(asked: str, *, flagless: bool, has_lines: bool, nbytes: int = MIB) -> str:
+        which = {"flagless": flagless, "registered": False, "has_lines": has_lines}
+        return choose_algorithm(BUILT_IN, asked, "Reduce", nbytes, 4, **which)
+
+    for asked in ("auto", "two_shot"):
+        assert chosen(asked, flagless=True, has_lines=False) == "two_shot"
+        assert chosen(asked, flagless=False, has_lines=True) == "two_shot"
+        assert chosen(asked, flagless=False, has_lines=False, nbytes=0) == "one_shot"
+    assert chosen("auto", flagless=False, has_lines=False) == "one_shot"
+    with pytest.raises(InvalidUsageError, match=r"Reduce is for floats where not all GPUs .* use \"one_shot\""):
+        chosen("two_shot", flagless=False, has_lines=False)
 
 
 @given(nbytes=st.integers(1, 1 << 36), size=SIZES)
