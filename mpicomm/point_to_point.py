@@ -35,9 +35,9 @@ class PointToPoint(MPI.Intracomm):
     With ``algorithm="one_shot"``, and by themselves while their stream captures a CUDA graph, `Send`, `Recv` and
     `Sendrecv` of device arrays do not meet MPI: kernels match the messages from one rank to another by their order,
     that of the two ranks' streams, and both ranks have to say so. They return once enqueued. The first such call of a
-    communicator sets up memory, 8 MiB for each rank of a node, and is collective over the node. Of a message the two
+    communicator sets up memory, 16 MiB for each rank of a node, and is collective over the node. Of a message the two
     ranks must know the length, the source, and the tag unless it is `MPI.ANY_TAG`; where they differ, `PeerError` is
-    raised by the next call, or ``check()``. `Send` holds up its stream until its message, but for the last 8 MiB of
+    raised by the next call, or ``check()``. `Send` holds up its stream until its message, but for the last 16 MiB of
     those to that rank, is received. So, as with NCCL, the ranks must come to these calls, and to collectives, in orders
     that go together: two ranks that both send first and then receive should use `Sendrecv`. With "copy_engine" MPI
     matches in any case, and a capture is refused.

@@ -14,6 +14,7 @@ from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange, Reduction, Span
 from mpicomm.kernels.exchange import (
     PACKET_NBYTES,
+    RELAY_CHUNK_NBYTES,
     RELAY_LAG,
     SLOT_NBYTES,
     THREADS,
@@ -77,6 +78,7 @@ class ChannelPlanner:
         if relay is not None:
             self._add(arguments.sends, relay.sends, itemsize, call)
             self._add(arguments.receives, relay.receives, itemsize, call)
+        arguments.chunk_nbytes = chunk_nbytes = RELAY_CHUNK_NBYTES if relay is not None else SLOT_NBYTES
         links = [*arguments.sends, *arguments.receives]
         longest = max(link.stride for link in links)
         if longest == 0:
@@ -86,7 +88,7 @@ class ChannelPlanner:
             exchange_kernel(reduction_of(exchange.dtype, reduction.op) if reduction else None),
             arguments,
             blocks=max(-(-link.nbytes // link.stride) for link in links if link.nbytes),
-            threads=threads_for(min(longest, SLOT_NBYTES), THREADS),
+            threads=threads_for(min(longest, chunk_nbytes), THREADS),
         )
 
     def _fill(

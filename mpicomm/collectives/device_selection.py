@@ -112,7 +112,7 @@ def choose_ways(
         # The ring has an order of its own, which packets do not know.
         if len(exchange.sends) > 1 and operation not in _COUNTS_DIFFER and algorithm != "ring":
             in_step = keeps_step(operation, exchange, following)
-            most = _most_moved_nbytes(in_step, relayed=following is not None, direct=direct)
+            most = _most_moved_nbytes(len(exchange.sends), in_step, relayed=following is not None, direct=direct)
             # What a Reduce_scatter moves, it moves on the rank itself: no inboxes need to be set up for that.
             alone = reduction is None and operation.startswith("Reduce_scatter")
             if reduction is not None or nbytes <= most:
@@ -124,13 +124,14 @@ def choose_ways(
     return ways
 
 
-def _most_moved_nbytes(in_step: bool, *, relayed: bool, direct: bool) -> int:
-    """Return from where on direct.cu, or exchange.cu where that cannot, is faster than packets at what it moves."""
+def _most_moved_nbytes(size: int, in_step: bool, *, relayed: bool, direct: bool) -> int:
+    """Return from where on direct.cu, or exchange.cu where that cannot, is faster than packets at what it moves.
+
+    Packets save some microseconds, and take longer on the links, in proportion to all that a rank sends or receives.
+    """
     if relayed:
         return 12 << 20 if direct else 32 << 20
-    if in_step:
-        return 1 << 20 if direct else 8 << 20
-    return 256 << 10 if direct else 1 << 20
+    return (32 << 20 if in_step and not direct else 4 << 20) // (size - 1)
 
 
 def longest_nbytes(exchange: Exchange) -> int:

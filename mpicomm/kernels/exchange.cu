@@ -17,6 +17,9 @@
 // Steps. In step k a block waits, sends chunk k to each rank that gets one, takes chunk k - 1 from each rank that sends
 // one, and then raises its flags and gives its credit.
 //
+// Chunks. A release waits until all that was stored has arrived. That takes more than a microsecond, in which the links
+// are idle, as all blocks are about as far: chunks are large, so that it comes seldom.
+//
 // Relays. A rank may send on what it receives, in the same launch: with a lag of two steps, since it places chunk k in
 // step k + 1, and a barrier later any thread of the block may read it. The same bytes are cut into the same channels
 // and chunks, so it is the same block. Who receives what was sent on has the same lag; all that is said of steps below
@@ -45,7 +48,7 @@ namespace mpicomm {
 // The host's copies of these constants and structures are in exchange.py; a test compares them.
 constexpr u32 kThreads = 512;
 constexpr u32 kSlots = 2;
-constexpr u64 kSlotNbytes = 32 * 1024;
+constexpr u64 kSlotNbytes = 64 * 1024;
 
 // What goes to, or comes from, one rank; all of a channel's part lies at [channel * stride, (channel + 1) * stride).
 struct Link {
@@ -62,13 +65,20 @@ struct Exchange {
   Link receives[kMaxRanks];
   const u8* own;
   u8* output;
-  u64 counts;  // where they begin in every arena
+  u64 chunk_nbytes;  // no more than a slot has
+  u64 counts;        // where they begin in every arena
   u64 credits;
   u64 flags;
   u8* slots[kMaxRanks];  // every rank's, as mapped here
   u32 channels;  // that an arena has
   u32 num_sources;
   u32 sources[kMaxRanks];  // in the order of the reduction, own among them
+};
+
+// Bytes of a message.
+struct Range {
+  u64 begin;
+  u64 nbytes;
 };
 
 // The part of a link that one channel carries.
@@ -78,13 +88,18 @@ struct Part {
   u32 chunks;
   u32 lag;
   u32 epoch;  // of the last chunk before this kernel
+
+  MPICOMM_DEVICE Range chunk(u32 number, u64 chunk_nbytes) const {
+    const u64 at = number * chunk_nbytes;
+    return {begin + at, nbytes - at < chunk_nbytes ? nbytes - at : chunk_nbytes};
+  }
 };
 
-MPICOMM_DEVICE Part part_of(const Link& link, u32 channel) {
+MPICOMM_DEVICE Part part_of(const Link& link, u32 channel, u64 chunk_nbytes) {
   const u64 begin = channel * link.stride;
   if (begin >= link.nbytes) return {0, 0, 0, 0, 0};
   const u64 nbytes = link.nbytes - begin < link.stride ? link.nbytes - begin : link.stride;
-  return {begin, nbytes, static_cast<u32>((nbytes + kSlotNbytes - 1) / kSlotNbytes), link.lag, 0};
+  return {begin, nbytes, static_cast<u32>((nbytes + chunk_nbytes - 1) / chunk_nbytes), link.lag, 0};
 }
 
 // Strides depend on the arena alone: were they those of the message, chunks of two messages could overlap.
@@ -107,11 +122,10 @@ struct Chunk {
   const Exchange& exchange;
   const Part* parts;
   u32 number;
-  u64 at;  // in the message
-  u64 nbytes;
+  Range range;
 
   MPICOMM_DEVICE const u8* of(u32 source) const {
-    if (source == exchange.team.rank) return exchange.own + at;
+    if (source == exchange.team.rank) return exchange.own + range.begin;
     return slot_of(exchange, exchange.team.rank, source, blockIdx.x, parts[source].epoch + number + 1);
   }
 };
@@ -121,8 +135,8 @@ MPICOMM_DEVICE void reduce_chunk(const Chunk& chunk) {
   // Slots are always aligned; own is a null pointer, hence aligned, where this rank contributes nothing.
   const bool aligned = width_of(exchange.output) == 16 && width_of(exchange.own) == 16;
   const auto source = [&](u32 place) { return chunk.of(exchange.sources[place]); };
-  reduce_bytes(
-      exchange.output + chunk.at, source, exchange.num_sources, chunk.nbytes, aligned, threadIdx.x, blockDim.x);
+  u8* const output = exchange.output + chunk.range.begin;
+  reduce_bytes(output, source, exchange.num_sources, chunk.range.nbytes, aligned, threadIdx.x, blockDim.x);
 }
 #endif
 
@@ -130,10 +144,10 @@ MPICOMM_DEVICE void reduce_chunk(const Chunk& chunk) {
 
 using mpicomm::Exchange;
 using mpicomm::kMaxRanks;
-using mpicomm::kSlotNbytes;
 using mpicomm::kSlots;
 using mpicomm::Link;
 using mpicomm::Part;
+using mpicomm::Range;
 using mpicomm::u32;
 using mpicomm::u64;
 using mpicomm::u8;
@@ -143,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kThreads) mpicomm_exchange
 
 MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) {
   const u32 thread = threadIdx.x, channel = blockIdx.x, rank = exchange.team.rank, size = exchange.team.size;
+  const u64 chunk_nbytes = exchange.chunk_nbytes;
   __shared__ Part parts[2 * kMaxRanks];  // what this channel receives from each rank, then what it sends
 
   // Thread r keeps the channel from rank r, thread kMaxRanks + r the one to it: it alone waits for its words, writes
@@ -154,7 +169,7 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
   u32* count = nullptr;
   Part mine{0, 0, 0, 0, 0};
   if (keeper && peer < size) {
-    mine = mpicomm::part_of(sender ? exchange.sends[peer] : exchange.receives[peer], channel);
+    mine = mpicomm::part_of(sender ? exchange.sends[peer] : exchange.receives[peer], channel, chunk_nbytes);
     const u64 number = (static_cast<u64>(sender ? size + peer : peer)) * exchange.channels + channel;
     count = reinterpret_cast<u32*>(exchange.team.arenas[rank] + exchange.counts) + number;
     mine.epoch = *count;
@@ -196,30 +211,26 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
       const Part part = parts[kMaxRanks + to];
       const u32 number = step - part.lag;
       if (number >= part.chunks) continue;
-      const u64 at = number * kSlotNbytes;
-      const u64 nbytes = part.nbytes - at < kSlotNbytes ? part.nbytes - at : kSlotNbytes;
+      const Range chunk = part.chunk(number, chunk_nbytes);
       u8* const slot = mpicomm::slot_of(exchange, to, rank, channel, part.epoch + number + 1);
-      mpicomm::copy_bytes(slot, exchange.sends[to].pointer + part.begin + at, nbytes, thread, blockDim.x);
+      mpicomm::copy_bytes(slot, exchange.sends[to].pointer + chunk.begin, chunk.nbytes, thread, blockDim.x);
     }
     for (u32 from = 0; from < size; ++from) {
       const Part part = parts[from];
       u8* const target = exchange.receives[from].pointer;
       const u32 number = step - 1 - part.lag;
       if (target == nullptr || number >= part.chunks) continue;
-      const u64 at = number * kSlotNbytes;
-      const u64 nbytes = part.nbytes - at < kSlotNbytes ? part.nbytes - at : kSlotNbytes;
+      const Range chunk = part.chunk(number, chunk_nbytes);
       const u8* const source = from == rank
-                                   ? exchange.sends[rank].pointer + part.begin + at
+                                   ? exchange.sends[rank].pointer + chunk.begin
                                    : mpicomm::slot_of(exchange, rank, from, channel, part.epoch + number + 1);
-      mpicomm::copy_bytes(target + part.begin + at, source, nbytes, thread, blockDim.x);
+      mpicomm::copy_bytes(target + chunk.begin, source, chunk.nbytes, thread, blockDim.x);
     }
 #if defined(MPICOMM_DTYPE)
     const u32 taken = step - 1;
     if (exchange.num_sources > 0 && taken < parts[exchange.sources[0]].chunks) {
-      const Part part = parts[exchange.sources[0]];
-      const u64 at = taken * kSlotNbytes;
-      const u64 nbytes = part.nbytes - at < kSlotNbytes ? part.nbytes - at : kSlotNbytes;
-      mpicomm::reduce_chunk({exchange, parts, taken, part.begin + at, nbytes});
+      const Range range = parts[exchange.sources[0]].chunk(taken, chunk_nbytes);
+      mpicomm::reduce_chunk({exchange, parts, taken, range});
     }
 #endif
 

@@ -33,7 +33,7 @@ namespace mpicomm {
 constexpr u32 kSendrecvThreads = 256;
 constexpr u32 kSendrecvBlocks = 2;  // of a multiprocessor
 constexpr u32 kSendrecvSlots = 2;
-constexpr u64 kSendrecvSlotNbytes = 32 * 1024;
+constexpr u64 kSendrecvSlotNbytes = 64 * 1024;
 
 // A message; all of a channel's part lies at [channel * stride, (channel + 1) * stride).
 struct Side {

@@ -13,7 +13,7 @@ SENDRECV_THREADS = 256
 SENDRECV_BLOCKS = 2
 """Of a multiprocessor, at least."""
 SENDRECV_SLOTS = 2
-SENDRECV_SLOT_NBYTES = 32 * 1024
+SENDRECV_SLOT_NBYTES = 64 * 1024
 
 
 class Side(ctypes.Structure):

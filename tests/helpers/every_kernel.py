@@ -140,7 +140,7 @@ def messages(comm: mpicomm.Communicator) -> None:
 def large_messages() -> None:
     """Let direct.cu and exchange.cu carry out what they do with messages that are larger than any here."""
 
-    def few(in_step: bool, *, relayed: bool, direct: bool) -> int:
+    def few(size: int, in_step: bool, *, relayed: bool, direct: bool) -> int:
         return 1 << 10
 
     device_selection._most_moved_nbytes = few
