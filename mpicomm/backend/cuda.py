@@ -17,8 +17,9 @@ from cupy.cuda import get_current_stream, runtime
 
 from mpicomm.backend.base import Link, Scratch
 from mpicomm.backend.cuda_arrays import allocation_of, as_cupy
+from mpicomm.backend.cuda_completion import Completions
 from mpicomm.backend.cuda_context import PrimaryContext
-from mpicomm.backend.cuda_driver import DriverShutDownError, call, is_over, visible_devices
+from mpicomm.backend.cuda_driver import DriverShutDownError, call, visible_devices
 from mpicomm.backend.cuda_event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.backend.cuda_faults import Calls, FaultPage
 from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
@@ -71,7 +72,7 @@ class CudaBackend:
         self._lock = threading.Lock()
         self._kernels: _SignalKernels | None = None
         self._stream: Any = None
-        self._idle_events: list[cupy.cuda.Event] = []  # of `completion`: to create one takes longer than to record it
+        self._completions = Completions()
         self._scratch: list[int] = []
         self._faults: FaultPage | None = None
         self._closed = False
@@ -296,21 +297,9 @@ class CudaBackend:
     def _completion(self, stream: int) -> Callable[[], bool]:
         if runtime.streamIsCapturing(stream):
             return lambda: True
-        try:
-            event = self._idle_events.pop()
-        except IndexError:  # not by a look before: threads that complete requests come here too, and take one meanwhile
-            event = cupy.cuda.Event(disable_timing=True)
-        pointer = event.ptr
-        runtime.eventRecord(pointer, stream)
-
-        def done() -> bool:
-            # Raises where the device has failed: what is enqueued there is never done.
-            if not is_over(driver.cuEventQuery, pointer):
-                return False
-            self._idle_events.append(event)
-            return True
-
-        return done
+        event = self._completions.take()
+        runtime.eventRecord(event.ptr, stream)
+        return self._completions.of(event)
 
     def create_event(self) -> CudaEvent:
         """Return an event other processes can open."""
@@ -360,7 +349,7 @@ class CudaBackend:
         # All that CUDA has to destroy goes here, and not when the garbage collector comes: in a thread without a device
         # it would make a context on the first GPU for that.
         with suppress(DriverShutDownError), self._context.current():
-            self._idle_events.clear()
+            self._completions.close()
             while self._scratch:
                 call(driver.cuMemFree, self._scratch.pop())
             if faults is not None:

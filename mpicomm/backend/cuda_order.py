@@ -9,6 +9,7 @@ from typing import Any
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
+from mpicomm.backend.cuda_completion import Completions
 from mpicomm.backend.cuda_driver import DriverShutDownError, call
 
 Enqueue = Callable[[int], object]
@@ -26,39 +27,54 @@ class StreamOrder:
 
     def __init__(self) -> None:
         # Two, since an event that was last recorded in a capture can no longer be waited for outside it.
-        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING
-        self._eager: Any = call(driver.cuEventCreate, int(flags))
-        self._captured: Any = call(driver.cuEventCreate, int(flags))
-        self._eager_pointer = int(self._eager)
-        self._stream = 0  # the one that `_eager` was recorded on
+        self._completions = Completions()
+        self._eager = self._completions.take()
+        self._recorded: int = self._eager.ptr  # after the next piece, outside of captures
+        self._awaited = self._recorded  # before it
+        self._stream = 0  # the one that `_awaited` was recorded on
+        self._captured: Any = call(driver.cuEventCreate, int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._capture: int | None = None  # the one that `_captured` was recorded in
 
-    def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue) -> None:
+    def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue) -> bool:
         """Call ``eager`` with ``stream``, or ``captured`` if that takes part in a capture: they enqueue the next piece.
 
-        Local, does not block. The device must be current.
+        Return whether it was the first of these, so that `completion` can say when the piece is done. Local, does not
+        block. The device must be current.
         """
         # CuPy's functions where a call is to take few microseconds in all: each takes a third of the driver's binding.
         if not runtime.streamIsCapturing(stream):
             # The default stream, 0, is in order with itself. Of others the address says nothing: a new one may have
             # that of one that was destroyed with work pending. To wait for what was never recorded costs nothing.
             if stream != 0 or self._stream != 0:
-                runtime.streamWaitEvent(stream, self._eager_pointer)
+                runtime.streamWaitEvent(stream, self._awaited)
             eager(stream)
-            runtime.eventRecord(self._eager_pointer, stream)
+            runtime.eventRecord(self._recorded, stream)
+            self._awaited = self._recorded
             self._stream = stream
-            return
+            return True
         capture = int(call(driver.cuStreamGetCaptureInfo, stream)[1])
         if capture == self._capture:
             call(driver.cuStreamWaitEvent, stream, self._captured, 0)
         captured(stream)
         call(driver.cuEventRecord, self._captured, stream)
         self._capture = capture
+        return False
+
+    def completion(self) -> Callable[[], bool]:
+        """Return a function that says whether what was enqueued so far, outside of captures, is done. Local.
+
+        It takes no event more than the order does. The device must be current; the function is callable in any thread.
+        """
+        handed = self._eager
+        self._eager = self._completions.take()
+        self._recorded = self._eager.ptr
+        return self._completions.of(handed)
 
     def close(self) -> None:
         """Destroy the events. A second call does nothing."""
-        for event in (self._eager, self._captured):
-            if event is not None:
-                with contextlib.suppress(DriverShutDownError):
-                    call(driver.cuEventDestroy, event)
-        self._eager = self._captured = None
+        self._eager = None
+        self._completions.close()
+        if self._captured is not None:
+            with contextlib.suppress(DriverShutDownError):
+                call(driver.cuEventDestroy, self._captured)
+        self._captured = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -194,10 +194,12 @@ class DeviceEngine:
         self._plans.add(plan)
         return plan
 
-    def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> None:
+    def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
 
-        With ``again``, for a plan that was enqueued before, it is made a graph, which is cheaper from the next time on.
+        Return whether anything is to be done that `completion` tells of: nothing is in a capture, nor where this rank
+        has no part. With ``again``, for a plan that was enqueued before, it is made a graph, which is cheaper from the
+        next time on.
 
         All ranks enqueue the same collectives in the same order. What is enqueued on different streams, or on different
         streams of one capture, follows each other; when a captured graph runs, beside other work of the communicator,
@@ -208,14 +210,20 @@ class DeviceEngine:
         if again and plan.collective:
             self._board.post(plan.text)
         if not plan.steps:
-            return
+            return False
         eager = plan.launch or (partial(self._launch, plan) if again else plan.enqueue)
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
         if runtime.getDevice() == self._ordinal:
-            self._order.enqueue(stream, eager, plan.enqueue)
-        else:
-            with self._backend.current():
-                self._order.enqueue(stream, eager, plan.enqueue)
+            return self._order.enqueue(stream, eager, plan.enqueue)
+        with self._backend.current():
+            return self._order.enqueue(stream, eager, plan.enqueue)
+
+    def completion(self) -> Callable[[], bool]:
+        """Return a function that says whether what was enqueued so far is done; callable in any thread. Local."""
+        if runtime.getDevice() == self._ordinal:
+            return self._order.completion()
+        with self._backend.current():
+            return self._order.completion()
 
     def _launch(self, plan: Plan, stream: int) -> None:
         """Enqueue a plan as a graph, which is made first."""

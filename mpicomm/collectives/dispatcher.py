@@ -8,7 +8,7 @@ the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,8 +82,11 @@ class Collectives:
         It takes `Arguments` one by one: to make one would be a tenth of the time of a known call.
         """
         known = self._known
-        if known and known.enqueue(operation, stream, algorithm, send, receive, op, root, counts) is not None:
-            return
+        if known:
+            plan = known.find(known.key(operation, algorithm, send, receive, op, root, counts))
+            if plan:
+                known.enqueue(plan, stream, send, receive)
+                return
         arguments = Arguments(send, receive, op, root, counts)
         if algorithm == "auto" and stream is None and is_plainly_mpis(operation, arguments, self._size):
             self._mpi(operation, arguments)
@@ -100,7 +103,7 @@ class Collectives:
 
     def start(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
-        work = self._begin_known(operation, arguments, stream, algorithm)
+        work = self._begin_known(self._key(operation, arguments, algorithm), arguments, stream)
         if work is None:
             call = self._read(operation, arguments, algorithm)
             if not call.on_device and _mpi_knows(call) and algorithm in ("auto", "mpi"):
@@ -110,14 +113,21 @@ class Collectives:
             work = self._begin(call, arguments, stream, algorithm)
         return DeferredRequest(work)
 
-    def _begin_known(self, operation: str, given: Arguments, stream: Any, algorithm: str) -> Work | None:
-        """Begin a call on device arrays that was made before; None if it was not."""
+    def _key(self, operation: str, given: Arguments, algorithm: str) -> Hashable:
+        """Return what a call is known by; None as long as none is known."""
         if self._known is None:
             return None
-        resolved = self._known.enqueue(
-            operation, stream, algorithm, given.send, given.receive, given.op, given.root, given.counts
-        )
-        return None if resolved is None else self._until_done(operation, resolved)
+        return self._known.key(operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
+
+    def _begin_known(self, key: Hashable, given: Arguments, stream: Any) -> Work | None:
+        """Begin a call on device arrays that was made before; None if it was not."""
+        known = self._known
+        plan = known.find(key) if known and key else None
+        if known is None or plan is None:
+            return None
+        backend = self._set_up(plan.text).backend
+        done = known.begin(plan, stream, given.send, given.receive)
+        return self._completer.add(Work(done, backend.check), backend.make_current)
 
     def _begin(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> Work:
         """Begin a call that is not MPI's, which was made with ``arguments``."""
@@ -146,8 +156,12 @@ class Collectives:
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
                 return prepared
 
+        key: Hashable = None
+
         def begin() -> Work:
-            known = self._begin_known(operation, arguments, stream, algorithm)
+            nonlocal key
+            key = key or self._key(operation, arguments, algorithm)
+            known = self._begin_known(key, arguments, stream)
             # The arguments are read again: memory that was symmetric when they were prepared may have been closed.
             return known or self._begin(self._read(operation, arguments, algorithm), arguments, stream, algorithm)
 
@@ -176,8 +190,11 @@ class Collectives:
         """
         (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
         route, known = (dest, sendtag, source, recvtag), self._known
-        if known and known.enqueue(operation, stream, "one_shot", sendbuf, recvbuf, None, route, None) is not None:
-            return
+        if known:
+            plan = known.find(known.key(operation, "one_shot", sendbuf, recvbuf, None, route, None))
+            if plan:
+                known.enqueue(plan, stream, sendbuf, recvbuf)
+                return
         domain = self._set_up(operation)
         sent, received = read(operation, send, receive, domain)
         domain.require_usable(operation)

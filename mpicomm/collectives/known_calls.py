@@ -27,8 +27,9 @@ class KnownCalls:
     def __init__(self, domain: Domain, engine: DeviceEngine) -> None:
         self._domain = domain
         self._engine = engine
-        # With the operation itself: while it lives, nothing else has its id.
-        self._plans: dict[Hashable, tuple[Plan, MPI.Op | None]] = {}
+        self._plans: dict[Hashable, Plan] = {}
+        self._ops: list[MPI.Op | None] = []  # of the plans: while they live, nothing else has their ids
+        self._mappings = domain.mappings
         self._version = domain.mappings.version
         self._cupy = _of_library("cupy", "ndarray")
         self._identify: dict[type, Callable[[Any], Hashable]] = {
@@ -37,45 +38,41 @@ class KnownCalls:
             self._cupy: _identify_cupy,
         }
 
-    def enqueue(
-        self,
-        operation: str,
-        stream: Any,
-        algorithm: str,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None,
-        root: Hashable,
-        counts: Sequence[int] | None,
-    ) -> int | None:
-        """Enqueue a call that was made before; return the stream it is on, None if it was not. Local.
+    def find(self, key: Hashable) -> Plan | None:
+        """Return the plan of a call that was made before, by its `key`; None if it was not."""
+        if self._mappings.version != self._version:  # symmetric memory may be ordinary now, or the other way round
+            self._version = self._mappings.version
+            self._forget()
+        return self._plans.get(key)
 
-        Of messages ``root`` says whom they go to and come from.
+    def enqueue(self, plan: Plan, stream: Any, send: Any, receive: Any) -> bool:
+        """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
 
         Raises as any call does: what went wrong with earlier ones, and where the communicator was freed.
         """
         domain = self._domain
-        if domain.mappings.version != self._version:  # symmetric memory may be ordinary now, or the other way round
-            self._version = domain.mappings.version
-            self._plans.clear()
-        found = self._plans.get(self._key(operation, algorithm, send, receive, op, root, counts))
-        if found is None:
-            return None
-        plan, _ = found
         domain.require_usable(plan.text)
         resolved = domain.backend.stream(stream, receive if send is None or send is MPI.IN_PLACE else send)
-        self._engine.enqueue(plan, resolved, again=True)
-        return resolved
+        return self._engine.enqueue(plan, resolved, again=True)
+
+    def begin(self, plan: Plan, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
+        """As `enqueue`; return a function that says whether it is done, callable in any thread."""
+        return self._engine.completion() if self.enqueue(plan, stream, send, receive) else lambda: True
 
     def add(self, plan: Plan, call: tuple[str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None]) -> None:
-        """Keep the plan of a call, that of `enqueue` without its stream, if it can be recognised; local."""
-        key = self._key(*call)
+        """Keep the plan of a call, what `key` takes, if it can be recognised; local."""
+        key = self.key(*call)
         if key is not None:
             if len(self._plans) >= _MOST:
-                self._plans.clear()
-            self._plans[key] = plan, call[4]
+                self._forget()
+            self._plans[key] = plan
+            self._ops.append(call[4])
 
-    def _key(
+    def _forget(self) -> None:
+        self._plans.clear()
+        self._ops.clear()
+
+    def key(
         self,
         operation: str,
         algorithm: str,
@@ -85,7 +82,7 @@ class KnownCalls:
         root: Hashable,
         counts: Sequence[int] | None,
     ) -> Hashable:
-        """Return what a call is known by, None if it cannot be."""
+        """Return what a call is known by, None if it cannot be; of a message ``root`` is its ends and tags."""
         if counts is not None:
             return None
         if type(send) is type(receive) is self._cupy:

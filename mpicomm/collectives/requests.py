@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpi4py import MPI
 
@@ -21,7 +21,8 @@ _PAUSE_S = 50e-6
 _LINGER_S = 0.05
 _QUIET_PART = 32  # a completer that nobody has needed for a while looks again after this part of that time
 _SPIN_S = 200e-6  # so long a wait looks without a pause: most device collectives take less
-_HANDLE_NBYTES = MPI._sizeof(MPI.Request)
+_Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
+_NULL = _Handle(MPI.REQUEST_NULL.handle).value
 
 
 class Work:
@@ -157,6 +158,7 @@ class Completer:
     """
 
     def __init__(self) -> None:
+        self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         self._pending: deque[Work] = deque()
         self._running = False
         self._beginning_or_ending = threading.Lock()
@@ -167,7 +169,7 @@ class Completer:
         On a thread that has no device yet, whatever CUDA is asked, and be it to destroy an event with the last work
         that knows it, makes a context on the first GPU: half a GiB for each of the ranks whose GPU is another.
         """
-        if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        if not self._threaded:
             work.complete()
             return work
         self._pending.append(work)
@@ -219,7 +221,7 @@ class PersistentRequest(MPI.Prequest):
 
     _begin: Callable[[], Work] | None
     _started: Work | None
-    _handle: int
+    _handle: Any
 
     @classmethod
     def of(cls, begin: Callable[[], Work]) -> Self:
@@ -227,18 +229,18 @@ class PersistentRequest(MPI.Prequest):
         self = cls()
         self._begin = begin
         self._started = None
-        self._handle = MPI._addressof(self)
+        self._handle = _Handle.from_address(MPI._addressof(self))
         return self
 
     def Start(self) -> None:
         """Start the call once more: as the one without ``_init``."""
         if self._begin is None:
             raise InvalidUsageError("Start: this persistent request was freed; create another")
-        if self != MPI.REQUEST_NULL:
+        if self._handle.value != _NULL:
             raise InvalidUsageError("Start: this persistent request is active; call Wait first")
         self._started = started = self._begin()
         # MPI's calls on lists of requests look at nothing but the handle, and leave MPI.REQUEST_NULL there.
-        ctypes.memmove(self._handle, MPI._addressof(started.request), _HANDLE_NBYTES)
+        self._handle.value = started.request.handle
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the started collective is done; at once if none is. Raises what went wrong."""

@@ -75,12 +75,17 @@ class Known:
         self.streams: list[Any] = []
         backend = SimpleNamespace(stream=lambda stream, array: stream or array)
         domain: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
-        engine: Any = SimpleNamespace(enqueue=lambda plan, stream, again: self.enqueued.append((plan, stream, again)))
+        self.runs = True  # and is not in a capture
+        engine: Any = SimpleNamespace(enqueue=self._enqueue, completion=lambda: self.enqueued.copy)
         self._calls = KnownCalls(domain, engine)
 
     def _require_usable(self, what: str) -> None:
         if self.usable is not None:
             raise self.usable
+
+    def _enqueue(self, plan: Any, stream: Any, again: bool) -> bool:
+        self.enqueued.append((plan, stream, again))
+        return self.runs
 
     def add(self, operation: str, given: Arguments, algorithm: str = "auto") -> Any:
         plan: Any = SimpleNamespace(text=operation)
@@ -89,16 +94,19 @@ class Known:
 
     def find(self, operation: str, given: Arguments, algorithm: str = "auto", stream: Any = 7) -> Any:
         """Return the plan that is enqueued, if any."""
-        found = self._calls.enqueue(
-            operation, stream, algorithm, given.send, given.receive, given.op, given.root, given.counts
-        )
+        call = (operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
+        found = self._calls.find(self._calls.key(*call))
         if found is None:
             return None
+        assert self._calls.enqueue(found, stream, given.send, given.receive) == self.runs
         plan, where, again = self.enqueued.pop()
-        assert where is found
         self.streams.append(where)
         assert again
         return plan
+
+    def begin(self, plan: Any, given: Arguments) -> Any:
+        """Begin a call that is known; return what says whether it is done."""
+        return self._calls.begin(plan, 7, given.send, given.receive)
 
 
 @pytest.mark.parametrize("kind", [Array, Tensor])
@@ -191,6 +199,14 @@ def test_a_known_call_is_on_the_current_stream_of_its_input() -> None:
         for stream, where in ((None, expected), (5, 5)):
             known.find("Reduce", given, stream=stream)
             assert known.streams.pop() is where
+
+
+def test_a_known_call_that_is_begun_says_when_it_is_done() -> None:
+    known, given = Known(), arguments(Array(16), Array(64))
+    plan = known.add("Allreduce", given)
+    assert known.begin(plan, given)() == [(plan, 7, True)]  # what the engine says of it
+    known.runs = False
+    assert known.begin(plan, given)() is True
 
 
 def test_a_known_call_is_refused_where_the_communicator_is_unusable() -> None:
