@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isqrt
 
 from mpicomm.collectives.device_direct import landing_place
 from mpicomm.collectives.device_launch import Launch
@@ -19,6 +20,8 @@ from mpicomm.mappings import Mapped
 
 _PARTS = 2
 """Of a piece of an all-reduce: while one is copied, the other is reduced."""
+_RELAYED_NBYTES = 4 << 20
+_MOST_RELAYED_PARTS = 16
 _ALIGNED_NBYTES = 256
 _REDUCING_BLOCKS = 48
 """Enough to reduce a part in the time that the next one is copied; the other multiprocessors are free."""
@@ -61,17 +64,30 @@ class Reduce:
 Action = Barrier | Fork | Join | Copy | Reduce
 
 
-def movement(rank: int, exchange: Exchange, memory: Mapped) -> list[Action]:
-    """Return what a rank does in an exchange that moves into symmetric memory."""
-    itemsize, base = exchange.dtype.itemsize, memory.pointers[rank]
-    actions: list[Action] = [Barrier(), Fork()]
-    for peer in _in_turn(rank, len(exchange.sends)):
-        send = exchange.sends[peer]
-        if send is not None and send.count:
-            actions.append(Copy(landing_place(exchange, peer, memory, base), send.pointer, send.count * itemsize))
+def movement(rank: int, exchange: Exchange, memory: Mapped, relay: Exchange | None = None) -> list[Action]:
+    """Return what a rank does in an exchange that moves into symmetric memory.
+
+    With ``relay`` also in that, in which ranks send on what they have received: a part of it, while they receive the
+    next one.
+    """
+    base = memory.pointers[rank]
+    parts = 1 if relay is None else _relayed_parts(exchange)
+
+    def copies(moved: Exchange, part: int) -> Iterator[Action]:
+        for peer in _in_turn(rank, len(moved.sends)):
+            send = moved.sends[peer]
+            if send is not None and 0 <= part < parts:
+                begin, nbytes = _part(send, part, parts, moved.dtype.itemsize)
+                if nbytes:
+                    yield Copy(landing_place(moved, peer, memory, base) + begin, send.pointer + begin, nbytes)
+
+    actions: list[Action] = [Barrier(), Fork(), *copies(exchange, 0)]
     send, receive = exchange.sends[rank], exchange.receives[rank]
     if send is not None and receive is not None and send.count and send.pointer != receive.pointer:
-        actions.append(Copy(receive.pointer, send.pointer, send.count * itemsize, local=True))
+        actions.append(Copy(receive.pointer, send.pointer, send.count * exchange.dtype.itemsize, local=True))
+    if relay is not None:
+        for part in range(parts):
+            actions += [Join(), Barrier(), Fork(), *copies(relay, part), *copies(exchange, part + 1)]
     return [*actions, Join(), Barrier()]
 
 
@@ -90,7 +106,7 @@ def allreduce(
     def reduce(part: int) -> Iterator[Action]:
         assert reduction is not None and reduction.own is not None
         sources = [staging[rank] + _place(source, rank, size) * stride for source in range(size)]
-        begin, nbytes = _part(reduction.output, part, itemsize)
+        begin, nbytes = _part(reduction.output, part, _PARTS, itemsize)
         if nbytes:
             addresses = tuple(
                 (reduction.own.pointer if source == rank else address) + begin for source, address in enumerate(sources)
@@ -101,13 +117,13 @@ def allreduce(
         for peer in _in_turn(rank, size):
             shard = scattered.sends[peer]
             assert shard is not None
-            begin, nbytes = _part(shard, part, itemsize)
+            begin, nbytes = _part(shard, part, _PARTS, itemsize)
             if nbytes:
                 target = staging[peer] + _place(rank, peer, size) * stride + begin
                 yield Copy(target, shard.pointer + begin, nbytes)
 
     def gather(part: int) -> Iterator[Action]:
-        begin, nbytes = _part(reduction.output, part, itemsize)
+        begin, nbytes = _part(reduction.output, part, _PARTS, itemsize)
         for peer in _in_turn(rank, size):
             if nbytes:
                 yield Copy(
@@ -142,9 +158,19 @@ def _place(source: int, owner: int, size: int) -> int:
     return (source - owner - 1) % size
 
 
-def _part(shard: Span, part: int, itemsize: int) -> tuple[int, int]:
-    """Return where a part of a shard begins, and its bytes."""
+def _relayed_parts(exchange: Exchange) -> int:
+    """Return in how many parts the others send on what they receive in an exchange; the same on all ranks.
+
+    Each part makes what is under way at the end smaller, and costs a barrier: the square root is the least of both.
+    """
+    assert exchange.lands is not None
+    nbytes = sum(span.count for span in exchange.lands if span is not None) * exchange.dtype.itemsize
+    return max(1, min(_MOST_RELAYED_PARTS, isqrt(nbytes // _RELAYED_NBYTES)))
+
+
+def _part(shard: Span, part: int, parts: int, itemsize: int) -> tuple[int, int]:
+    """Return where one of the parts of a shard begins, and its bytes."""
     whole = shard.count * itemsize
-    step = -(-whole // (_PARTS * _ALIGNED_NBYTES)) * _ALIGNED_NBYTES
+    step = -(-whole // (parts * _ALIGNED_NBYTES)) * _ALIGNED_NBYTES
     begin = min(part * step, whole)
     return begin, min(step, whole - begin)

@@ -141,7 +141,8 @@ class Program:
         assert memory is not None
         for exchange in exchanges:
             if exchange.reduction is None:
-                yield from movement(planners.rank, exchange, memory)
+                relay = next(exchanges, None)  # of a broadcast; between two ranks nobody is left to send on to
+                yield from movement(planners.rank, exchange, memory, relay if planners.size > 2 else None)
             else:
                 stride = -(-longest_nbytes(exchange) // LINE_NBYTES) * LINE_NBYTES
                 staging = planners.arena.staging(max(1, planners.size - 1) * stride)

@@ -81,10 +81,12 @@ def symmetric(comm: mpicomm.Communicator) -> None:
             comm.Allreduce(mine, output, algorithm="copy_engine")
             check([(output, reduced("sum", parts))])
             comm.Barrier(stream=cupy.cuda.get_current_stream())
-            output[:] = mine
-            comm.Bcast(output, root=0, algorithm="two_shot")
-            check([(output, parts[0])])
-            comm.Barrier(stream=cupy.cuda.get_current_stream())
+            for algorithm in ("two_shot", "copy_engine"):
+                output[:] = mine
+                comm.Barrier(stream=cupy.cuda.get_current_stream())
+                comm.Bcast(output, root=0, algorithm=algorithm)
+                check([(output, parts[0])])
+                comm.Barrier(stream=cupy.cuda.get_current_stream())
 
 
 def movements(comm: mpicomm.Communicator, count: int, seed: int) -> list[tuple[Any, Any]]:

@@ -90,7 +90,7 @@ def test_into_symmetric_memory(builds: Builds, size: int, algorithm: str) -> Non
             require_same(place.bytes[: 4 * count].copy().view(dtype), reduced("sum", parts))
         if algorithm in ("one_shot", "copy_engine"):
             gather(rig, parts, algorithm)
-        if algorithm in ("one_shot", "two_shot"):
+        if algorithm != "ring":
             tell(rig, parts[0], algorithm)
         rig.machine.clear()
 
@@ -115,7 +115,8 @@ def tell(rig: ProgramRig, content: np.ndarray, algorithm: str) -> None:
         buffer = Span(rig.outputs[rank].address, content.size)
         pattern = patterns.bcast if algorithm == "one_shot" else patterns.relayed_bcast
         exchanges = pattern(rank, rig.size, content.dtype, buffer, root)
-        rig.run(rank, exchanges, Signature("Bcast", "int32", content.size, root=root), symmetric=True)
+        signature = Signature("Bcast", "int32", content.size, root=root)
+        rig.run(rank, exchanges, signature, symmetric=True, algorithm=algorithm)
     rig.machine.run(seed=content.size, jitter_us=200)
     for place in rig.outputs:
         require_same(place.bytes[: content.nbytes].copy().view(content.dtype), content)

@@ -83,8 +83,6 @@ def test_into_symmetric_memory(comm: mpicomm.Communicator, xp: Any, operation: s
     with comm.empty(max(COUNTS) * comm.size + 4, FLOAT32) as array:
         for count in COUNTS:
             for seed, algorithm in enumerate(algorithms(comm, *more.get(operation, ()))):
-                if operation == "Bcast" and algorithm == "copy_engine":
-                    continue
                 for offset in (0, 1, 4):  # elements: the second is not at a multiple of 16 bytes
                     check = call(comm, xp, operation, count, algorithm, array.local[offset:], seed)
                     comm.check()
@@ -116,10 +114,11 @@ def test_broadcast_that_is_too_large_for_packets(comm: mpicomm.Communicator, xp:
     count = nbytes * max(1, comm.size - 1) // 4 + 1  # the ranks but the root have a part of it each
     expected = xp.arange(count, dtype=FLOAT32)
     with comm.zeros(count, FLOAT32) as array:
-        for target, root in ((array.local, 0), (xp.zeros(count, FLOAT32), comm.size - 1)):
-            if comm.rank == root:
-                target[:] = expected
-            comm.Bcast(target, root=root)
+        ordinary = xp.zeros(count, FLOAT32)
+        cases = (array.local, 0, "auto"), (array.local, 1 % comm.size, "copy_engine"), (ordinary, comm.size - 1, "auto")
+        for target, root, algorithm in cases:
+            target[:] = expected if comm.rank == root else 0
+            comm.Bcast(target, root=root, algorithm=algorithm)
             comm.check()
             assert bool((target == expected).all())
             comm.Barrier()
@@ -191,13 +190,14 @@ def test_different_places_are_an_error_on_all_ranks(device: str) -> None:
     comm.Free()
 
 
-@pytest.mark.parametrize("operation", ["Allreduce", "Allgather", "Alltoall"])
+@pytest.mark.parametrize("operation", ["Allreduce", "Allgather", "Alltoall", "Bcast"])
 def test_copy_engines_write_into_symmetric_memory_alone(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
     send = xp.zeros(6 * comm.size, FLOAT32)
     receive = xp.zeros((6 if operation != "Allgather" else 6 * comm.size) * comm.size, FLOAT32)
     expected = "is for device arrays" if xp is np else r"comm\.empty\(\)"
     with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=expected):
-        getattr(comm, operation)(send, receive, algorithm="copy_engine")
+        buffers = (send,) if operation == "Bcast" else (send, receive)
+        getattr(comm, operation)(*buffers, algorithm="copy_engine")
     comm.Allreduce(MPI.IN_PLACE, send)  # nothing is lost
     comm.check()
 

@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives import patterns
+from mpicomm.collectives import device_copies, patterns
 from mpicomm.collectives.device_copies import Action, Barrier, Copy, Fork, Join, Reduce, allreduce, movement
 from mpicomm.collectives.exchange import Span
 from mpicomm.mappings import Mapped
@@ -161,6 +161,28 @@ def test_movements(operation: str, size: int) -> None:
                 block = rank if operation == "Alltoall" else 0
                 sent = before[base(source, INPUT) + block * nbytes :][:nbytes]
                 assert (memory[base(rank, OUTPUT) + source * nbytes :][:nbytes] == sent).all()
+
+
+@pytest.mark.parametrize("relayed_nbytes", [1 << 20, 256, 1])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_broadcast(monkeypatch: pytest.MonkeyPatch, size: int, relayed_nbytes: int) -> None:
+    """In one part, in some, and in more than a shard has pieces."""
+    monkeypatch.setattr(device_copies, "_RELAYED_NBYTES", relayed_nbytes)
+    count = 2003
+    for seed in range(20):
+        rng = np.random.default_rng([size, seed])
+        memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
+        root = int(rng.integers(size))
+        content = memory[base(root, OUTPUT) :][: 4 * count].copy()
+        programs: list[list[Action]] = []
+        for rank in range(size):
+            first, second = patterns.relayed_bcast(rank, size, FLOAT32, Span(base(rank, OUTPUT), count), root)
+            programs.append(movement(rank, first, symmetric(size), second if size > 2 else None))
+        barriers = [sum(isinstance(action, Barrier) for action in program) for program in programs]
+        assert barriers == barriers[:1] * size
+        run(programs, memory, seed)
+        for rank in range(size):
+            assert (memory[base(rank, OUTPUT) :][: 4 * count] == content).all()
 
 
 def test_each_rank_writes_to_one_at_a_time_and_each_to_another() -> None:

@@ -30,7 +30,7 @@ def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size
 
 @pytest.mark.parametrize(
     ("operation", "size", "begin"),
-    [("Allreduce", 2, 96), ("Allreduce", 3, 160), ("Allreduce", 4, 160), ("Allreduce", 8, 320)]
+    [("Allreduce", 2, 96), ("Allreduce", 3, 160), ("Allreduce", 4, 160), ("Allreduce", 8, 320), ("Bcast", 2, 160)]
     + [(operation, size, 40 * size) for operation in ("Allgather", "Alltoall") for size in range(2, 9)],
 )
 def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size: int, begin: int) -> None:
@@ -65,7 +65,8 @@ def test_what_each_operation_can_be_carried_out_with() -> None:
 
     assert possible("Allreduce", registered=True) == "one_shot two_shot copy_engine ring"
     assert possible("Allreduce") == "one_shot two_shot ring"
-    assert possible("Bcast", registered=True) == possible("Bcast") == "one_shot two_shot"
+    assert possible("Bcast", registered=True) == "one_shot two_shot copy_engine"
+    assert possible("Bcast") == "one_shot two_shot"
     assert possible("Reduce", registered=True) == possible("Reduce") == "one_shot two_shot"
     assert possible("Allgather", registered=True) == possible("Alltoall", registered=True) == "one_shot copy_engine"
     assert possible("Alltoall") == possible("Reduce_scatter", registered=True) == "one_shot"

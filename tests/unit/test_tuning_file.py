@@ -122,7 +122,7 @@ FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
         (put(*FIRST, "flagless", 1), "rows[0].flagless=1", "it must be true or false"),
         (put(*FIRST, "registered", "yes"), "rows[0].registered='yes'", "it must be true or false"),
         (put(*FIRST, "registered", False), "rows[0].choices[2].algorithm='copy_engine'", "use one of one_shot"),
-        (put("rows", 0, "operation", "Bcast"), "rows[0].choices[2].algorithm='copy_engine'", "use one of one_shot, "),
+        (put("rows", 0, "operation", "Reduce"), "rows[0].choices[2].algorithm='copy_engine'", "use one of one_shot, "),
         (put("rows", 1, "operation", "Alltoall"), "rows[1].choices[1].algorithm='two_shot'", "use one of one_shot;"),
         (put(*FIRST, "choices", []), "rows[0].choices", "there must be one at least"),
         (put(*SECOND, "algorithm", "magic"), "rows[0].choices[1].algorithm='magic'", "use one of one_shot, two_shot"),
