@@ -182,7 +182,7 @@ def _built_in() -> Tuning:
             for size, hops in two_hops.items()
         ),
         *(row("Bcast", size, (512 * _KIB, "two_shot")) for size in more_than_2),
-        row("Bcast", 2, (160 * _MIB, "copy_engine"), registered=True),
+        row("Bcast", 2, (80 * _MIB, "copy_engine"), registered=True),
         *(row("Reduce", size, (_MIB, "two_shot"), flagless=flagless) for size in more_than_2 for flagless in both),
         *(row("Allgather", size, (40 * size * _MIB, "copy_engine"), registered=True) for size in all_sizes),
         *(row("Alltoall", size, (40 * size * _MIB, "copy_engine"), registered=True) for size in all_sizes),

@@ -17,7 +17,7 @@ from mpicomm.messages.in_stream_order import InStreamOrder
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_rigs import Rig
 
-COUNTS = (1, 1000, 8192, 100_003, 3_000_001)  # int32; the last one is more than the slots hold
+COUNTS = (1, 1000, 8192, 100_003, 5_000_001)  # int32; the last one is more than the slots hold
 ONE_SHOT: dict[str, Any] = {"algorithm": "one_shot"}
 
 

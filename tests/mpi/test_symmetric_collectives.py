@@ -17,7 +17,7 @@ from tests.helpers.raising import raises_everywhere
 from tests.helpers.reductions import reduced, require_same
 
 FLOAT32 = np.dtype(np.float32)
-COUNTS = (1, 5, 4097, 70_001, 1 << 20)
+COUNTS = (1, 5, 4097, 70_001, 1_050_000)
 Check = Callable[[], None]
 
 
@@ -154,7 +154,7 @@ def test_memory_that_is_symmetric_no_more(comm: mpicomm.Communicator, xp: Any) -
     """A call that is known must not go on writing to where the array lay at the others."""
     if xp is np:
         pytest.skip("calls on host arrays are not kept")
-    count = 600_000  # large enough to be stored right there
+    count = 1_200_000  # large enough to be stored right there
     memory = xp.cuda.MemoryPool().malloc(4 * count * comm.size)
     output = xp.ndarray(count * comm.size, FLOAT32, memptr=memory)
     mine = on_device(xp, np.full(count, comm.rank, FLOAT32))
@@ -178,7 +178,7 @@ def test_different_places_are_an_error_on_all_ranks(device: str) -> None:
     import cupy
 
     with cupy.cuda.Device(comm.device):
-        count = 600_000  # large enough to be stored right there
+        count = 1_200_000  # large enough to be stored right there
         array = comm.zeros(count * comm.size + 1, FLOAT32)
         offset = int(comm.rank == 0)
         output = array.local[offset : offset + count * comm.size]
