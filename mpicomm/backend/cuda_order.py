@@ -31,6 +31,7 @@ class StreamOrder:
         self._eager = self._completions.take()
         self._recorded: int = self._eager.ptr  # after the next piece, outside of captures
         self._awaited = self._recorded  # before it
+        self._handed: Any = None  # the event that says whether a piece is done, and is awaited too if that was the last
         self._stream = 0  # the one that `_awaited` was recorded on
         self._captured: Any = call(driver.cuEventCreate, int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._capture: int | None = None  # the one that `_captured` was recorded in
@@ -61,18 +62,18 @@ class StreamOrder:
         return False
 
     def completion(self) -> Callable[[], bool]:
-        """Return a function that says whether what was enqueued so far, outside of captures, is done. Local.
+        """Return a function that says whether the piece that was enqueued last is done, by the event of the order.
 
-        It takes no event more than the order does. The device must be current; the function is callable in any thread.
+        Once for each piece, not of captures. Local. The device must be current; the function is callable in any thread.
         """
-        handed = self._eager
-        self._eager = self._completions.take()
+        # Kept here too, whatever becomes of the function: the next piece waits for it.
+        self._handed, self._eager = self._eager, self._completions.take()
         self._recorded = self._eager.ptr
-        return self._completions.of(handed)
+        return self._completions.of(self._handed)
 
     def close(self) -> None:
         """Destroy the events. A second call does nothing."""
-        self._eager = None
+        self._eager = self._handed = None
         self._completions.close()
         if self._captured is not None:
             with contextlib.suppress(DriverShutDownError):

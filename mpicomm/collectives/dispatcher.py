@@ -8,7 +8,7 @@ the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -83,7 +83,7 @@ class Collectives:
         """
         known = self._known
         if known:
-            plan = known.find(known.key(operation, algorithm, send, receive, op, root, counts))
+            plan = known.find(operation, algorithm, send, receive, op, root, counts)
             if plan:
                 known.enqueue(plan, stream, send, receive)
                 return
@@ -103,7 +103,7 @@ class Collectives:
 
     def start(self, operation: str, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
-        work = self._begin_known(self._key(operation, arguments, algorithm), arguments, stream)
+        work = self._begin_known(operation, arguments, stream, algorithm)
         if work is None:
             call = self._read(operation, arguments, algorithm)
             if not call.on_device and _mpi_knows(call) and algorithm in ("auto", "mpi"):
@@ -113,17 +113,13 @@ class Collectives:
             work = self._begin(call, arguments, stream, algorithm)
         return DeferredRequest(work)
 
-    def _key(self, operation: str, given: Arguments, algorithm: str) -> Hashable:
-        """Return what a call is known by; None as long as none is known."""
-        if self._known is None:
-            return None
-        return self._known.key(operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
-
-    def _begin_known(self, key: Hashable, given: Arguments, stream: Any) -> Work | None:
+    def _begin_known(self, operation: str, given: Arguments, stream: Any, algorithm: str) -> Work | None:
         """Begin a call on device arrays that was made before; None if it was not."""
         known = self._known
-        plan = known.find(key) if known and key else None
-        if known is None or plan is None:
+        if known is None:
+            return None
+        plan = known.find(operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
+        if plan is None:
             return None
         backend = self._set_up(plan.text).backend
         done = known.begin(plan, stream, given.send, given.receive)
@@ -156,12 +152,8 @@ class Collectives:
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
                 return prepared
 
-        key: Hashable = None
-
         def begin() -> Work:
-            nonlocal key
-            key = key or self._key(operation, arguments, algorithm)
-            known = self._begin_known(key, arguments, stream)
+            known = self._begin_known(operation, arguments, stream, algorithm)
             # The arguments are read again: memory that was symmetric when they were prepared may have been closed.
             return known or self._begin(self._read(operation, arguments, algorithm), arguments, stream, algorithm)
 
@@ -191,7 +183,7 @@ class Collectives:
         (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
         route, known = (dest, sendtag, source, recvtag), self._known
         if known:
-            plan = known.find(known.key(operation, "one_shot", sendbuf, recvbuf, None, route, None))
+            plan = known.find(operation, "one_shot", sendbuf, recvbuf, None, route, None)
             if plan:
                 known.enqueue(plan, stream, sendbuf, recvbuf)
                 return

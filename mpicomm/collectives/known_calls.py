@@ -38,12 +38,24 @@ class KnownCalls:
             self._cupy: _identify_cupy,
         }
 
-    def find(self, key: Hashable) -> Plan | None:
-        """Return the plan of a call that was made before, by its `key`; None if it was not."""
+    def find(
+        self,
+        operation: str,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None,
+        root: Hashable,
+        counts: Sequence[int] | None,
+    ) -> Plan | None:
+        """Return the plan of a call that was made before; None if it was not.
+
+        Of a message ``root`` is its ends and tags.
+        """
         if self._mappings.version != self._version:  # symmetric memory may be ordinary now, or the other way round
             self._version = self._mappings.version
             self._forget()
-        return self._plans.get(key)
+        return self._plans.get(self._key(operation, algorithm, send, receive, op, root, counts))
 
     def enqueue(self, plan: Plan, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
@@ -60,8 +72,8 @@ class KnownCalls:
         return self._engine.completion() if self.enqueue(plan, stream, send, receive) else lambda: True
 
     def add(self, plan: Plan, call: tuple[str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None]) -> None:
-        """Keep the plan of a call, what `key` takes, if it can be recognised; local."""
-        key = self.key(*call)
+        """Keep the plan of a call, that of `find`, if it can be recognised; local."""
+        key = self._key(*call)
         if key is not None:
             if len(self._plans) >= _MOST:
                 self._forget()
@@ -72,7 +84,7 @@ class KnownCalls:
         self._plans.clear()
         self._ops.clear()
 
-    def key(
+    def _key(
         self,
         operation: str,
         algorithm: str,
@@ -82,7 +94,7 @@ class KnownCalls:
         root: Hashable,
         counts: Sequence[int] | None,
     ) -> Hashable:
-        """Return what a call is known by, None if it cannot be; of a message ``root`` is its ends and tags."""
+        """Return what a call is known by, None if it cannot be."""
         if counts is not None:
             return None
         if type(send) is type(receive) is self._cupy:

@@ -95,7 +95,7 @@ class Known:
     def find(self, operation: str, given: Arguments, algorithm: str = "auto", stream: Any = 7) -> Any:
         """Return the plan that is enqueued, if any."""
         call = (operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
-        found = self._calls.find(self._calls.key(*call))
+        found = self._calls.find(*call)
         if found is None:
             return None
         assert self._calls.enqueue(found, stream, given.send, given.receive) == self.runs
