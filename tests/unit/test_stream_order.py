@@ -43,7 +43,12 @@ class Device:
 
     def enqueue(self, stream: int, piece: int) -> tuple[int, int]:
         """Enqueue a piece; return what is over when it is done."""
-        self._queues[stream].append(lambda: self.carried_out.append(piece) is None)
+
+        def carry_out() -> bool:
+            self.carried_out.append(piece)
+            return True
+
+        self._queues[stream].append(carry_out)
         return stream, len(self._queues[stream])
 
     def is_over(self, place: tuple[int, int] | None) -> bool:
