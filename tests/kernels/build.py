@@ -16,7 +16,7 @@ import mpicomm
 KERNELS = Path(mpicomm.__file__).parent / "kernels"
 SIMULATION = Path(__file__).parent / "simulation"
 
-_COMMON = ("-std=c++20", "-g", f"-I{SIMULATION}")
+_COMMON = ("-std=c++20", "-g1", f"-I{SIMULATION}")
 # A sum and a product may not become one rounding (as in the package's options for NVRTC), and packets are read through
 # pointers to other types, which g++ has to be told of.
 _KERNEL = ("-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing")

@@ -23,8 +23,13 @@ FITS_NBYTES = CHANNELS * SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES // 2  # into the 
 LIMITS = (16, CHANNEL_NBYTES, CHANNELS * CHANNEL_NBYTES, CHANNELS * SENDRECV_SLOT_NBYTES, 2 * FITS_NBYTES)
 
 
-def random_round(rig: SendrecvRig, rng: np.random.Generator, sizes: list[int]) -> Callable[[], None]:
-    """Enqueue messages from some ranks to some, itself too, each sending and receiving one at most; return a check."""
+def random_round(
+    rig: SendrecvRig, rng: np.random.Generator, sizes: list[int], blocks: Sequence[int]
+) -> Callable[[], None]:
+    """Enqueue messages from some ranks to some, itself too, each sending and receiving one at most; return a check.
+
+    ``blocks`` are the sizes of blocks to choose from, 0 being the package's.
+    """
     sent: dict[int, Message] = {}
     received: dict[int, Message] = {}
     arrived: list[tuple[Place, Array]] = []
@@ -39,7 +44,7 @@ def random_round(rig: SendrecvRig, rng: np.random.Generator, sizes: list[int]) -
     # One that fits into the slots may be sent before its receiver comes: then nobody has to do both at once.
     apart = all(message.span.count <= FITS_NBYTES for message in sent.values()) and bool(rng.integers(2))
     for rank in range(rig.size):
-        threads, nap_us = int(rng.choice((0, 64, 512))) or None, int(rng.choice((0, 0, 800)))
+        threads, nap_us = int(rng.choice(blocks)) or None, int(rng.choice((0, 0, 800)))
         mine, theirs = sent.get(rank), received.get(rank)
         rig.enqueue(rank, mine, None if apart else theirs, threads=threads, nap_us=nap_us)
         if apart:
@@ -58,7 +63,8 @@ def play(builds: Builds, size: int, rounds: int, *, seed: int = 0, changes: Sequ
     # ThreadSanitizer makes everything slow; without it what waits for two seconds waits for ever.
     rig = SendrecvRig(builds, size, CHANNELS, changes=changes, timeout_s=20 if builds.sanitize else 2)
     rig.start_at(2**32 - 3)
-    checks = [random_round(rig, rng, sizes_around(*LIMITS)) for _ in range(rounds)]
+    blocks = (64, 96) if builds.sanitize else (0, 64, 512)  # each thread more takes ThreadSanitizer a while
+    checks = [random_round(rig, rng, sizes_around(*LIMITS), blocks) for _ in range(rounds)]
     rig.machine.run(seed=seed, jitter_us=200, limit_s=60)
     for check in checks:
         check()
