@@ -26,13 +26,14 @@ class StreamOrder:
     """
 
     def __init__(self) -> None:
-        # Two, since an event that was last recorded in a capture can no longer be waited for outside it.
         self._completions = Completions()
         self._eager = self._completions.take()
+        # Events by their addresses, as they are on the way of every call.
         self._recorded: int = self._eager.ptr  # after the next piece, outside of captures
         self._awaited = self._recorded  # before it
-        self._handed: Any = None  # the event that says whether a piece is done, and is awaited too if that was the last
+        self._handed: Any = None  # what `completion` gave away last, which may be the one that is awaited
         self._stream = 0  # the one that `_awaited` was recorded on
+        # Another one, since an event that was last recorded in a capture can no longer be waited for outside it.
         self._captured: Any = call(driver.cuEventCreate, int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
         self._capture: int | None = None  # the one that `_captured` was recorded in
 
@@ -66,7 +67,8 @@ class StreamOrder:
 
         Once for each piece, not of captures. Local. The device must be current; the function is callable in any thread.
         """
-        # Kept here too, whatever becomes of the function: the next piece waits for it.
+        # Kept here too, whatever becomes of the function: the next streamWaitEvent is for this event, and would be for
+        # one that is destroyed.
         self._handed, self._eager = self._eager, self._completions.take()
         self._recorded = self._eager.ptr
         return self._completions.of(self._handed)

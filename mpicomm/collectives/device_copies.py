@@ -21,6 +21,7 @@ from mpicomm.mappings import Mapped
 _PARTS = 2
 """Of a piece of an all-reduce: while one is copied, the other is reduced."""
 _RELAYED_NBYTES = 4 << 20
+"""What a link carries in the time of a barrier with the copies around it, which a part costs more."""
 _MOST_RELAYED_PARTS = 16
 _ALIGNED_NBYTES = 256
 _REDUCING_BLOCKS = 48

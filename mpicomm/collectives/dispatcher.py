@@ -121,23 +121,22 @@ class Collectives:
         plan = known.find(operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
         if plan is None:
             return None
-        backend = self._set_up(plan.text).backend
-        done = known.begin(plan, stream, given.send, given.receive)
-        return self._completer.add(Work(done, backend.check), backend.make_current)
+        return self._until(operation, known.begin(plan, stream, given.send, given.receive))
 
     def _begin(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> Work:
         """Begin a call that is not MPI's, which was made with ``arguments``."""
         if call.on_device:
-            return self._until_done(call.operation, self._enqueue(call, arguments, stream, algorithm))
+            resolved = self._enqueue(call, arguments, stream, algorithm)
+            return self._until(call.operation, self._set_up(call.operation).backend.completion(resolved))
         refuse_stream(call.operation, stream)
         # MPI has no such type, and the host engine has no thread of its own: done when this returns.
         self._on_host(call.operation).run(self._exchanges(call, algorithm), call.signature)
         return self._completer.add(Work(lambda: True, lambda: None), self._set_up(call.operation).backend.make_current)
 
-    def _until_done(self, operation: str, stream: int) -> Work:
-        """Return what is enqueued on a stream so far as work."""
+    def _until(self, operation: str, done: Callable[[], bool]) -> Work:
+        """Return as work what was enqueued, which is over when ``done`` says so."""
         backend = self._set_up(operation).backend
-        return self._completer.add(Work(backend.completion(stream), backend.check), backend.make_current)
+        return self._completer.add(Work(done, backend.check), backend.make_current)
 
     def prepare(
         self, operation: str, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str

@@ -27,9 +27,8 @@ class KnownCalls:
     def __init__(self, domain: Domain, engine: DeviceEngine) -> None:
         self._domain = domain
         self._engine = engine
-        self._plans: dict[Hashable, Plan] = {}
-        self._ops: list[MPI.Op | None] = []  # of the plans: while they live, nothing else has their ids
-        self._mappings = domain.mappings
+        # With the operation itself: while it lives, nothing else has its id.
+        self._plans: dict[Hashable, tuple[Plan, MPI.Op | None]] = {}
         self._version = domain.mappings.version
         self._cupy = _of_library("cupy", "ndarray")
         self._identify: dict[type, Callable[[Any], Hashable]] = {
@@ -52,10 +51,12 @@ class KnownCalls:
 
         Of a message ``root`` is its ends and tags.
         """
-        if self._mappings.version != self._version:  # symmetric memory may be ordinary now, or the other way round
-            self._version = self._mappings.version
-            self._forget()
-        return self._plans.get(self._key(operation, algorithm, send, receive, op, root, counts))
+        version = self._domain.mappings.version
+        if version != self._version:  # symmetric memory may be ordinary now, or the other way round
+            self._version = version
+            self._plans.clear()
+        found = self._plans.get(self._key(operation, algorithm, send, receive, op, root, counts))
+        return None if found is None else found[0]
 
     def enqueue(self, plan: Plan, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
@@ -76,13 +77,8 @@ class KnownCalls:
         key = self._key(*call)
         if key is not None:
             if len(self._plans) >= _MOST:
-                self._forget()
-            self._plans[key] = plan
-            self._ops.append(call[4])
-
-    def _forget(self) -> None:
-        self._plans.clear()
-        self._ops.clear()
+                self._plans.clear()
+            self._plans[key] = plan, call[4]
 
     def _key(
         self,

@@ -84,9 +84,9 @@ class RankAgreement:
             rest = np.frombuffer(mine[_BEGINNING:], np.uint8)
             _wait(self._comm.Iallgatherv(rest, [everyone, rests, MPI.BYTE]))
         parts = np.split(everyone, np.cumsum(rests)[:-1])
-        # With what has been cut off as zeros: unpickling ends where the value does.
-        begin = [bytes(each["begin"]) for each in letters]
-        return [pickle.loads(first + part.tobytes()) for first, part in zip(begin, parts, strict=True)]
+        # Short ones have zeros behind them, which unpickling does not come to.
+        begins = [bytes(each["begin"]) for each in letters]
+        return [pickle.loads(begin + part.tobytes()) for begin, part in zip(begins, parts, strict=True)]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

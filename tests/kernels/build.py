@@ -44,7 +44,7 @@ class Change:
 class Kernel:
     """A compiled kernel: what the launcher has to be told of it."""
 
-    library: Path
+    binary: Path
     entry: str
 
 

@@ -169,7 +169,7 @@ class Machine:
             f"rank {rank}",
         ]
         for each in self._launches[rank]:
-            words = (each.nap_us, each.kernel.library, each.kernel.entry, each.blocks, each.threads, *each.parameters)
+            words = (each.nap_us, each.kernel.binary, each.kernel.entry, each.blocks, each.threads, *each.parameters)
             lines.append(f"launch {' '.join(map(str, words))}")
         return "\n".join(lines)
 

@@ -72,7 +72,7 @@ def test_thousands_of_chunks_across_the_end_of_32_bits(builds: Builds, size: int
     calls = Calls(rig, rng, threads=(64,), nap_us=3000)
     for batch in range(6):
         rig.machine.clear()
-        checks = [calls.bcast(SLOT_NBYTES * 75)]  # 75 chunks at once, or a part of them each
+        checks = [calls.bcast(2 * SLOT_NBYTES * 75)]  # 75 chunks at once, or a part of them each
         for _ in range(250):
             checks.append(calls.allreduce("float32", "sum", int(rng.integers(1, 300))))
             checks.append(calls.alltoallv(random_counts(rng, size, (0, 0, 1, 200, 20000))))

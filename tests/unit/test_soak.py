@@ -10,7 +10,7 @@ import pytest
 from tests.helpers.mpiexec import ROOT, environment, run_job
 
 
-@pytest.mark.parametrize("options", [["--seconds=3"], ["--communicators=150"], ["--registrations=300"]])
+@pytest.mark.parametrize("options", [["--seconds=3"], ["--communicators=300"], ["--registrations=300"]])
 def test_nothing_is_wrong_and_nothing_grows(options: list[str]) -> None:
     result = run_job(2, "-m", "mpi4py", str(ROOT / "scripts/soak.py"), "--device=cpu", *options)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -20,8 +20,8 @@ _NOT_READY = 600
 class Device:
     """Streams, and events that say how far one of them is to be. Each takes its own time."""
 
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
         self._queues: dict[int, list[Callable[[], bool]]] = {stream: [] for stream in STREAMS}
         self._over = dict.fromkeys(STREAMS, 0)
         self._events: dict[int, tuple[int, int] | None] = {}  # those that there are
@@ -41,14 +41,17 @@ class Device:
 
         self.Event = Event
 
-    def enqueue(self, stream: int, piece: int) -> tuple[int, int]:
-        """Enqueue a piece; return what is over when it is done."""
+    def enqueue(self, stream: int, piece: int) -> None:
+        """Enqueue a piece."""
 
         def carry_out() -> bool:
             self.carried_out.append(piece)
             return True
 
         self._queues[stream].append(carry_out)
+
+    def end_of(self, stream: int) -> tuple[int, int]:
+        """Return what is over when all that was enqueued there so far is done."""
         return stream, len(self._queues[stream])
 
     def is_over(self, place: tuple[int, int] | None) -> bool:
@@ -56,8 +59,8 @@ class Device:
 
     def go_on(self, most: int) -> None:
         """Carry some of what is enqueued out, on any streams."""
-        for _ in range(self._rng.randrange(most)):
-            stream = self._rng.choice(STREAMS)
+        for _ in range(self.rng.randrange(most)):
+            stream = self.rng.choice(STREAMS)
             queue, over = self._queues[stream], self._over[stream]
             if over < len(queue) and queue[over]():
                 self._over[stream] += 1
@@ -73,7 +76,7 @@ class Device:
 
     def eventRecord(self, event: int, stream: int) -> None:
         assert event in self._events
-        self._events[event] = stream, len(self._queues[stream])
+        self._events[event] = self.end_of(stream)
 
     def cuEventQuery(self, event: int) -> tuple[int]:
         return (0 if self.is_over(self._events[event]) else _NOT_READY,)
@@ -81,7 +84,7 @@ class Device:
 
 @pytest.fixture
 def device(request: pytest.FixtureRequest) -> Device:
-    return Device(random.Random(request.param))
+    return Device(request.param)
 
 
 @pytest.fixture
@@ -119,18 +122,17 @@ def _event_destroy(event: int) -> tuple[int]:
 
 @pytest.mark.parametrize("device", range(50), indirect=True)
 def test_pieces_follow_each_other_and_say_when_they_are_done(device: Device, order: Any) -> None:
-    rng = random.Random(0)
+    rng = device.rng
     pending: list[tuple[tuple[int, int], Callable[[], bool]]] = []
     for piece in range(60):
         stream = rng.choice(STREAMS)
         assert order.enqueue(stream, lambda stream, piece=piece: device.enqueue(stream, piece), None)
-        place = (stream, len(device._queues[stream]))
+        place = device.end_of(stream)
         if rng.random() < 0.5:
             pending.append((place, order.completion()))
         if pending and rng.random() < 0.1:
-            pending.pop(
-                rng.randrange(len(pending))
-            )  # nobody wants to know, and the next piece waits for it all the same
+            # Nobody wants to know, and the next piece waits for it all the same.
+            pending.pop(rng.randrange(len(pending)))
         device.go_on(6)
         for each in list(pending):
             place, done = each
