@@ -25,6 +25,7 @@ _FLAGGED_NBYTES = 2 << 20  # inboxes of one stage and parity
 _SENTINEL_NBYTES = 8 << 20
 _FEWEST_LINES_NBYTES = 4 << 20
 _MOST_LARGE_NBYTES = 32 << 20
+_COPIES = "collectives: copies"
 _MESSAGES = "messages in the order of streams"
 
 
@@ -213,15 +214,18 @@ class DeviceArena:
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""
         whole = 1 << max(0, nbytes - 1).bit_length()  # so that few sizes are ever asked for
-        return self._on_demand("collectives: copies", whole, content=0)
+        return self._on_demand(_COPIES, self._at_least(_COPIES, whole), content=0)
 
     def _inboxes(self, what: str, nbytes: int, *, content: int) -> Inboxes:
         """Return inboxes of ``nbytes`` each, or larger ones if there are some."""
         inboxes = _PARITIES * STAGES * self._node.size
-        # The same on all ranks: whatever there is was set up by all of them together.
-        wanted = inboxes * nbytes
-        whole = min((size for known, size in self._more if known == what and size >= wanted), default=wanted)
+        whole = self._at_least(what, inboxes * nbytes)
         return Inboxes(self._on_demand(what, whole, content=content), whole // inboxes)
+
+    def _at_least(self, what: str, nbytes: int) -> int:
+        """Return the size of the smallest memory of ``nbytes`` or more that there is; without any, ``nbytes``."""
+        # The same on all ranks: whatever there is was set up by all of them together.
+        return min((size for known, size in self._more if known == what and size >= nbytes), default=nbytes)
 
     def _on_demand(self, what: str, nbytes: int, *, content: int) -> tuple[int, ...]:
         if (what, nbytes) not in self._more:

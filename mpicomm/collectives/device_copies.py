@@ -3,27 +3,29 @@
 The ranks meet in barriers (direct.cu), which know a rank that does not come or calls something else. Between them each
 rank copies straight into the memory of the others, to one at a time and each to another: that keeps every link full.
 Few large copies are best: between two of them an engine rests for some microseconds.
+
+What lands in staging memory is moved, or reduced, from there while the next part is on its way. Its regions are used
+again, so that it need not be as large as the message: a part goes where the one three before was, which a rank has left
+before it comes to the barrier that says that the last but one has arrived.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isqrt
 
-from mpicomm.collectives.device_direct import landing_place
+from mpicomm.collectives.device_landing import ALIGNED_NBYTES, REGIONS, InStaging, Landing, Parts, aligned
 from mpicomm.collectives.device_launch import Launch
-from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.exchange import Exchange
 from mpicomm.kernels.exchange import PACKET_NBYTES
 from mpicomm.kernels.local_reduction import REDUCTION_THREADS, LocalReductionArguments, local_reduction_kernel
-from mpicomm.mappings import Mapped
 
-_PARTS = 2
-"""Of a piece of an all-reduce: while one is copied, the other is reduced."""
 _RELAYED_NBYTES = 4 << 20
 """What a link carries in the time of a barrier with the copies around it, which a part costs more."""
 _MOST_RELAYED_PARTS = 16
-_ALIGNED_NBYTES = 256
+_SMALLEST_NBYTES = 24 << 20
+"""To copy a smaller part to each of the others and to move it alone, at the end, is more work than it saves."""
 _REDUCING_BLOCKS = 48
 """Enough to reduce a part in the time that the next one is copied; the other multiprocessors are free."""
 
@@ -65,80 +67,78 @@ class Reduce:
 Action = Barrier | Fork | Join | Copy | Reduce
 
 
-def movement(rank: int, exchange: Exchange, memory: Mapped, relay: Exchange | None = None) -> list[Action]:
-    """Return what a rank does in an exchange that moves into symmetric memory.
+def parts_of(
+    longest_nbytes: int, size: int, most_staged_nbytes: int, *, reduces: bool, relays: bool, staged: bool
+) -> Parts:
+    """Return in which parts ranks send each other up to ``longest_nbytes``; the same on all ranks.
+
+    ``staged`` is whether the output is no symmetric memory. A rank has up to ``most_staged_nbytes`` for what comes. Of
+    an all-reduce one part is reduced while another is copied.
+    """
+    rooms = (reduces + staged) * (size - 1)
+    # There is room for all of it, or for regions that are used again and again.
+    largest = longest_nbytes
+    if rooms * aligned(longest_nbytes) > most_staged_nbytes:
+        largest = most_staged_nbytes // (REGIONS * rooms * ALIGNED_NBYTES) * ALIGNED_NBYTES
+    if relays:
+        # Each part makes what is left to do at the end smaller, and costs time: the square root is the least of both.
+        number = min(_MOST_RELAYED_PARTS, isqrt(longest_nbytes * (size - 1) // _RELAYED_NBYTES))
+    elif staged:
+        # What is left to do at the end is to move the last part; to move any other takes as long as to copy a third.
+        half = -(-longest_nbytes // 2)
+        return Parts.tapered(longest_nbytes, min(largest, half) if reduces else largest, _SMALLEST_NBYTES)
+    else:
+        number = 1 + reduces
+    return Parts.equal(longest_nbytes, max(number, -(-longest_nbytes // largest)))
+
+
+def movement(
+    rank: int, exchange: Exchange, parts: Parts, landing: Landing, relay: Exchange | None = None
+) -> list[Action]:
+    """Return what a rank does in an exchange that moves.
 
     With ``relay`` also in that, in which ranks send on what they have received: a part of it, while they receive the
     next one.
     """
-    base = memory.pointers[rank]
-    parts = 1 if relay is None else _relayed_parts(exchange)
-
-    def copies(moved: Exchange, part: int) -> Iterator[Action]:
-        for peer in _in_turn(rank, len(moved.sends)):
-            send = moved.sends[peer]
-            if send is not None and 0 <= part < parts:
-                begin, nbytes = _part(send, part, parts, moved.dtype.itemsize)
-                if nbytes:
-                    yield Copy(landing_place(moved, peer, memory, base) + begin, send.pointer + begin, nbytes)
-
-    actions: list[Action] = [Barrier(), Fork(), *copies(exchange, 0)]
     send, receive = exchange.sends[rank], exchange.receives[rank]
+    turns = parts.number + (relay is not None)
+    actions: list[Action] = [Barrier(), Fork(), *_copies(rank, exchange, 0, parts, landing)]
     if send is not None and receive is not None and send.count and send.pointer != receive.pointer:
         actions.append(Copy(receive.pointer, send.pointer, send.count * exchange.dtype.itemsize, local=True))
-    if relay is not None:
-        for part in range(parts):
-            actions += [Join(), Barrier(), Fork(), *copies(relay, part), *copies(exchange, part + 1)]
-    return [*actions, Join(), Barrier()]
+    for turn in range(turns):
+        # After this barrier a part has come, and what was sent on of the part before.
+        actions += [Join(), *_copies(rank, exchange, turn + 1, parts, landing), Barrier()]
+        if turn + 1 < turns:
+            # What is copied into a region again, in the next turn, waits for this barrier: all have left it by then.
+            actions.append(Fork())
+            if relay is not None:
+                actions += _copies(rank, relay, turn, parts, landing, received=exchange)
+        actions += _unloading(rank, exchange, turn, parts, landing)
+        if relay is not None:
+            actions += _unloading(rank, relay, turn - 1, parts, landing)
+    return actions
 
 
 def allreduce(
-    rank: int, scattered: Exchange, gathered: Exchange, memory: Mapped, staging: Sequence[int], stride: int
+    rank: int, scattered: Exchange, gathered: Exchange, parts: Parts, contributions: InStaging, results: Landing
 ) -> list[Action]:
-    """Return what a rank does in the two exchanges of a two-shot all-reduce whose output is symmetric memory.
+    """Return what a rank does in the two exchanges of a two-shot all-reduce.
 
-    ``staging`` is where each rank's memory for what the others send begins, ``stride`` what one may send. Each rank's
-    shard is reduced by that rank and copied to all others, part by part.
+    Each rank's shard of the ``contributions`` is reduced by that rank, and the results copied to all others.
     """
-    size, itemsize, base = len(scattered.sends), scattered.dtype.itemsize, memory.pointers[rank]
-    reduction = scattered.reduction
-    assert reduction is not None and reduction.own is not None
-
-    def reduce(part: int) -> Iterator[Action]:
-        assert reduction is not None and reduction.own is not None
-        sources = [staging[rank] + _place(source, rank, size) * stride for source in range(size)]
-        begin, nbytes = _part(reduction.output, part, _PARTS, itemsize)
-        if nbytes:
-            addresses = tuple(
-                (reduction.own.pointer if source == rank else address) + begin for source, address in enumerate(sources)
-            )
-            yield Reduce(addresses, reduction.output.pointer + begin, nbytes)
-
-    def scatter(part: int) -> Iterator[Action]:
-        for peer in _in_turn(rank, size):
-            shard = scattered.sends[peer]
-            assert shard is not None
-            begin, nbytes = _part(shard, part, _PARTS, itemsize)
-            if nbytes:
-                target = staging[peer] + _place(rank, peer, size) * stride + begin
-                yield Copy(target, shard.pointer + begin, nbytes)
-
-    def gather(part: int) -> Iterator[Action]:
-        begin, nbytes = _part(reduction.output, part, _PARTS, itemsize)
-        for peer in _in_turn(rank, size):
-            if nbytes:
-                yield Copy(
-                    landing_place(gathered, peer, memory, base) + begin, reduction.output.pointer + begin, nbytes
-                )
-
-    # A rank's input is overwritten, in place, only after the barrier that says that it has been copied away.
-    actions: list[Action] = [Barrier(), Fork(), *scatter(0), Join()]
-    for part in range(_PARTS):
-        actions += [Barrier(), *reduce(part)]
-        if part + 1 < _PARTS:
-            actions += [*scatter(part + 1), Join()]
-        actions += [Fork(), *gather(part)]
-    return [*actions, Join(), Barrier()]
+    actions: list[Action] = [Barrier(), Fork(), *_copies(rank, scattered, 0, parts, contributions), Join()]
+    for turn in range(parts.number + 2):
+        # After this barrier the contributions to a part have come, and the results of the last part but one. In place,
+        # a rank's input is overwritten only now, when it says that it has been copied away.
+        actions += [Barrier(), *_reducing(rank, scattered, turn, parts, contributions)]
+        actions += _unloading(rank, gathered, turn - 2, parts, results)
+        actions += _copies(rank, scattered, turn + 1, parts, contributions)
+        if turn <= parts.number:
+            actions.append(Join())
+        if turn < parts.number:
+            # The fork also holds what is copied into a region again, in the next turn: all have left it by now.
+            actions += [Fork(), *_copies(rank, gathered, turn, parts, results)]
+    return actions
 
 
 def local_reduction(action: Reduce, reduction: tuple[str, str]) -> Launch:
@@ -150,28 +150,40 @@ def local_reduction(action: Reduce, reduction: tuple[str, str]) -> Launch:
     return Launch(local_reduction_kernel(reduction), arguments, blocks=blocks, threads=REDUCTION_THREADS)
 
 
-def _in_turn(rank: int, size: int) -> list[int]:
-    return [(rank + distance) % size for distance in range(1, size)]
+def _copies(
+    rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing, *, received: Exchange | None = None
+) -> Iterator[Copy]:
+    """Yield the copies of a part to all others; of what this rank has ``received``, from where that has landed."""
+    size, itemsize = len(exchange.sends), exchange.dtype.itemsize
+    for distance in range(1, size):
+        peer = (rank + distance) % size
+        send = exchange.sends[peer]
+        begin, nbytes = parts.cut(send, part, itemsize) if send is not None else (0, 0)
+        if send is not None and nbytes:
+            source = send.pointer + begin
+            if received is not None:
+                source = landing.landed(received, received.receives.index(send), part, begin)
+            yield Copy(landing.target(exchange, peer, part, begin), source, nbytes)
 
 
-def _place(source: int, owner: int, size: int) -> int:
-    """Return the place of what ``source`` sends in the staging memory of ``owner``."""
-    return (source - owner - 1) % size
+def _unloading(rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing) -> Iterator[Copy]:
+    """Yield the copies of a part from where it has landed to where it belongs, if that is elsewhere."""
+    for peer, receive in enumerate(exchange.receives):
+        if receive is not None and peer != rank:
+            begin, nbytes = parts.cut(receive, part, exchange.dtype.itemsize)
+            landed = landing.landed(exchange, peer, part, begin)
+            if nbytes and landed != receive.pointer + begin:
+                yield Copy(receive.pointer + begin, landed, nbytes, local=True)
 
 
-def _relayed_parts(exchange: Exchange) -> int:
-    """Return in how many parts the others send on what they receive in an exchange; the same on all ranks.
-
-    Each part makes what is under way at the end smaller, and costs a barrier: the square root is the least of both.
-    """
-    assert exchange.lands is not None
-    nbytes = sum(span.count for span in exchange.lands if span is not None) * exchange.dtype.itemsize
-    return max(1, min(_MOST_RELAYED_PARTS, isqrt(nbytes // _RELAYED_NBYTES)))
-
-
-def _part(shard: Span, part: int, parts: int, itemsize: int) -> tuple[int, int]:
-    """Return where one of the parts of a shard begins, and its bytes."""
-    whole = shard.count * itemsize
-    step = -(-whole // (parts * _ALIGNED_NBYTES)) * _ALIGNED_NBYTES
-    begin = min(part * step, whole)
-    return begin, min(step, whole - begin)
+def _reducing(rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing) -> Iterator[Reduce]:
+    """Yield the reduction of a part of this rank's shard."""
+    reduction = exchange.reduction
+    assert reduction is not None and reduction.own is not None
+    begin, nbytes = parts.cut(reduction.output, part, exchange.dtype.itemsize)
+    if nbytes:
+        sources = tuple(
+            reduction.own.pointer + begin if source == rank else landing.landed(exchange, source, part, begin)
+            for source in reduction.sources
+        )
+        yield Reduce(sources, reduction.output.pointer + begin, nbytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mpicomm.collectives.device_arena import ArenaLayout
+from mpicomm.collectives.device_landing import landing_place
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.kernels.direct import DIRECT_THREADS, Cut, DirectArguments, direct_kernel
@@ -15,14 +16,6 @@ CHUNK_NBYTES = 11 << 17
 _FEWEST_THREADS = 64  # one for each rank, and one that looks at the state of the team
 _MOST_THREADS_FOR_ALL_BLOCKS = 256
 _MOST_SMALL_CHUNKS = 16
-
-
-def landing_place(exchange: Exchange, peer: int, memory: Mapped, base: int) -> int:
-    """Return where what goes to ``peer`` belongs, as mapped here; ``base`` is where ``memory`` begins on this rank."""
-    assert exchange.lands is not None
-    span = exchange.lands[peer]
-    assert span is not None
-    return memory.pointers[peer] + span.pointer - base
 
 
 class DirectPlanner:

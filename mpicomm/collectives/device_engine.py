@@ -108,8 +108,7 @@ class DeviceEngine:
         """
         if not self.has_lines and not paths & {"staged", "same device"}:  # of which there was a warning
             _warn_of_links(", ".join(sorted(paths)))
-        self.most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, *_ in told) // _STAGED_PART)
-        """Of memory on each rank, at most, that copy engines bring the others' contributions to."""
+        most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, *_ in told) // _STAGED_PART)
         found = told[0][2]
         assert found is not None
         self.tuning: Tuning = found
@@ -127,6 +126,7 @@ class DeviceEngine:
             node.rank,
             node.size,
             self._arena,
+            most_staged_nbytes,
             ChannelPlanner(team, layout),
             PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early),
             DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),
@@ -152,7 +152,7 @@ class DeviceEngine:
     ) -> Plan:
         """Return this rank's part of ``exchanges``, those of ``algorithm``, to be enqueued as often as wanted.
 
-        ``memory`` is where all ranks' output lies, if it is symmetric; "copy_engine" needs it.
+        ``memory`` is where all ranks' output lies, if it is symmetric.
 
         Collective where a message is larger than all before and needs more memory, else local; all ranks prepare with
         as many exchanges each. The board is told of it: it counts as the first time that the plan is enqueued. Raises

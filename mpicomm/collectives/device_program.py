@@ -20,15 +20,16 @@ from mpicomm.collectives.device_copies import (
     allreduce,
     local_reduction,
     movement,
+    parts_of,
 )
 from mpicomm.collectives.device_direct import DirectPlanner
+from mpicomm.collectives.device_landing import InOutput, InStaging, Landing, room_nbytes_of
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import PacketPlanner
 from mpicomm.collectives.device_selection import Room, choose_ways, longest_nbytes
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import carried_nbytes
-from mpicomm.kernels.team import LINE_NBYTES
 from mpicomm.mappings import Mapped
 
 Step = Launch | Fork | Join | Copy
@@ -55,6 +56,8 @@ class Planners:
     rank: int
     size: int
     arena: Arena
+    most_staged_nbytes: int
+    """Of memory on each rank, at most, that copy engines bring what comes from the others to."""
     channels: ChannelPlanner
     packets: PacketPlanner
     direct: DirectPlanner
@@ -136,17 +139,28 @@ class Program:
             else:
                 yield action
 
-    def _actions(self) -> Iterator[Action]:
-        planners, memory, exchanges = self._planners, self._memory, iter(self._exchanges)
-        assert memory is not None
-        for exchange in exchanges:
-            if exchange.reduction is None:
-                relay = next(exchanges, None)  # of a broadcast; between two ranks nobody is left to send on to
-                yield from movement(planners.rank, exchange, memory, relay if planners.size > 2 else None)
-            else:
-                stride = -(-longest_nbytes(exchange) // LINE_NBYTES) * LINE_NBYTES
-                staging = planners.arena.staging(max(1, planners.size - 1) * stride)
-                yield from allreduce(planners.rank, exchange, next(exchanges), memory, staging, stride)
+    def _actions(self) -> list[Action]:
+        planners, memory, (exchange, *rest) = self._planners, self._memory, self._exchanges
+        rank, size, reduces, staged = planners.rank, planners.size, exchange.reduction is not None, memory is None
+        # Between two ranks nobody is left to send a broadcast on to.
+        following = rest[0] if rest and (reduces or size > 2) else None
+        relays = following is not None and not reduces
+        most = planners.most_staged_nbytes
+        parts = parts_of(self._nbytes, size, most, reduces=reduces, relays=relays, staged=staged)
+        room = room_nbytes_of(parts)
+        contributions_nbytes, results_nbytes = (each * (size - 1) * room for each in (reduces, staged))
+        pointers: Sequence[int] = ()
+        if reduces or staged:
+            pointers = planners.arena.staging(contributions_nbytes + results_nbytes)
+        landing: Landing
+        if memory is not None:
+            landing = InOutput(rank, memory)
+        else:
+            landing = InStaging(rank, [pointer + contributions_nbytes for pointer in pointers], parts, room)
+        if not reduces:
+            return movement(rank, exchange, parts, landing, following)
+        assert following is not None
+        return allreduce(rank, exchange, following, parts, InStaging(rank, pointers, parts, room), landing)
 
 
 def tag_of(signature: Signature, step: int, memory: Mapped | None = None) -> int:

@@ -62,12 +62,6 @@ def choose_algorithm(
 
     ``has_lines`` is whether there is the LL128 wire. Raises `InvalidUsageError` where ``asked`` is not possible.
     """
-    if asked == "copy_engine" and not registered and nbytes > 0:
-        raise InvalidUsageError(
-            f'{operation}: algorithm="copy_engine" writes into the memory of the others: the output must be part of an '
-            "array of comm.empty(), comm.zeros() or comm.register(), the same on all ranks, and not the input of an "
-            'Alltoall; else use algorithm="auto"'
-        )
     algorithm = asked
     if asked == "auto":
         algorithm = tuning.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
@@ -173,10 +167,3 @@ def packet_wire(in_step: bool, nbytes: int, reduction: tuple[str, str] | None, r
     if sentinels:
         return "sentinel" if nbytes <= room.sentinel or in_step else None
     return "lines" if flags and room.lines > 0 and (nbytes <= room.lines or in_step) else None
-
-
-def copied_piece_nbytes(nbytes: int, size: int, most_staged_nbytes: int) -> int:
-    """Return in pieces of how many bytes copy engines carry an all-reduce out: as few as the staging memory allows."""
-    pieces = -(-nbytes * (size - 1) // (size * most_staged_nbytes))
-    step = -(-nbytes // max(1, pieces))
-    return -(-step // _EVEN_NBYTES) * _EVEN_NBYTES

@@ -266,7 +266,7 @@ class Collectives:
             )
 
     def _prepare_on_device(self, engine: DeviceEngine, mappings: Mappings, call: Call, algorithm: str) -> Plan:
-        from mpicomm.collectives.device_selection import choose_algorithm, copied_piece_nbytes
+        from mpicomm.collectives.device_selection import choose_algorithm
 
         output, nbytes = call.common_output, call.nbytes or 0
         memory = None
@@ -283,11 +283,7 @@ class Collectives:
             registered=memory is not None,
             has_lines=engine.has_lines,
         )
-        piece = None
-        if algorithm == "two_shot":
-            piece = nbytes
-        elif algorithm == "copy_engine":
-            piece = copied_piece_nbytes(nbytes, self._size, engine.most_staged_nbytes)
+        piece = nbytes if algorithm in ("two_shot", "copy_engine") else None
         exchanges = call.exchanges(piece, self._scratch_for(call), ring=algorithm == "ring")
         return engine.prepare(exchanges, call.signature, memory, algorithm=algorithm)
 

@@ -30,7 +30,7 @@ class Subject:
     @property
     def algorithms(self) -> tuple[str, ...]:
         """What there is to choose from."""
-        return algorithms_of(self.kind.operation, registered=self.kind.registered)
+        return algorithms_of(self.kind.operation)
 
     def __str__(self) -> str:
         arrays = "symmetric" if self.kind.registered else "ordinary"

@@ -23,6 +23,7 @@ from tests.kernels.packet_rig import SmallLayout
 BLOCKS, CHANNELS = 2, 2
 INBOX_NBYTES = 96 << 10  # four steps of packets in as many blocks, and a little
 STAGING_NBYTES = 1 << 20
+MOST_STAGED_NBYTES = 96 << 10  # less than a message: regions are used again
 _PARITIES = 2
 
 
@@ -89,6 +90,7 @@ class ProgramRig:
                     rank,
                     self.size,
                     arena_here,
+                    MOST_STAGED_NBYTES,
                     ChannelPlanner(team, layout),
                     PacketPlanner(team, arena_here, BLOCKS),  # type: ignore[arg-type]
                     DirectPlanner(team, layout, BLOCKS, chunk_nbytes=4096),

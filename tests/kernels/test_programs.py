@@ -9,7 +9,6 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives import device_selection, patterns
-from mpicomm.collectives.device_selection import copied_piece_nbytes
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
 from tests.helpers.reductions import reduced, require_same, samples
@@ -66,9 +65,12 @@ def test_inboxes_used_again_where_ranks_take_unevenly_are_seen(builds: Builds, m
             run_uneven(builds, timeout_s=2)
 
 
-@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot", "copy_engine", "ring"])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_into_symmetric_memory(builds: Builds, size: int, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "symmetric"),
+    [("one_shot", True), ("two_shot", True), ("copy_engine", True), ("copy_engine", False), ("ring", True)],
+)
+def test_straight_into_memory(builds: Builds, size: int, algorithm: str, symmetric: bool) -> None:
     rng = np.random.default_rng(size)
     dtype = np.dtype(np.int32)
     rig = ProgramRig(Machine(builds, size), 4 * max(COUNTS) * size)
@@ -77,38 +79,37 @@ def test_into_symmetric_memory(builds: Builds, size: int, algorithm: str) -> Non
         for rank, part in enumerate(parts):
             send = Span(rig.machine.place(rank, part).address, count)
             output = Span(rig.outputs[rank].address, count)
-            piece = copied_piece_nbytes(4 * count, size, 1 << 20) if algorithm == "copy_engine" else 4 * count
             if algorithm == "ring":
                 exchanges = patterns.ring_allreduce(rank, size, dtype, send, output, "sum")
             else:
-                shot = None if algorithm == "one_shot" else piece
+                shot = None if algorithm == "one_shot" else 4 * count
                 exchanges = patterns.allreduce(rank, size, dtype, send, output, "sum", piece_nbytes=shot)
             signature = Signature("Allreduce", "int32", count, "sum")
-            rig.run(rank, exchanges, signature, symmetric=True, algorithm=algorithm)
+            rig.run(rank, exchanges, signature, symmetric=symmetric, algorithm=algorithm)
         rig.machine.run(seed=count, jitter_us=200)
         for place in rig.outputs:
             require_same(place.bytes[: 4 * count].copy().view(dtype), reduced("sum", parts))
         if algorithm in ("one_shot", "copy_engine"):
-            gather(rig, parts, algorithm)
+            gather(rig, parts, algorithm, symmetric=symmetric)
         if algorithm != "ring":
-            tell(rig, parts[0], algorithm)
+            tell(rig, parts[0], algorithm, symmetric=symmetric)
         rig.machine.clear()
 
 
-def gather(rig: ProgramRig, parts: list[np.ndarray], algorithm: str) -> None:
+def gather(rig: ProgramRig, parts: list[np.ndarray], algorithm: str, *, symmetric: bool) -> None:
     count, dtype = parts[0].size, parts[0].dtype
     for rank, part in enumerate(parts):
         send, base = Span(rig.machine.place(rank, part).address, count), rig.outputs[rank].address
         starts = [index * count for index in range(rig.size)]
         blocks = patterns.blocks(base, [count] * rig.size, starts, dtype.itemsize)
         exchanges = patterns.allgather(rank, rig.size, dtype, send, blocks)
-        rig.run(rank, exchanges, Signature("Allgather", "int32", count), symmetric=True, algorithm=algorithm)
+        rig.run(rank, exchanges, Signature("Allgather", "int32", count), symmetric=symmetric, algorithm=algorithm)
     rig.machine.run(seed=count, jitter_us=200)
     for place in rig.outputs:
         require_same(place.bytes[: 4 * count * rig.size].copy().view(dtype), np.concatenate(parts))
 
 
-def tell(rig: ProgramRig, content: np.ndarray, algorithm: str) -> None:
+def tell(rig: ProgramRig, content: np.ndarray, algorithm: str, *, symmetric: bool) -> None:
     root = rig.size - 1
     rig.outputs[root].bytes[: content.nbytes] = content.view(np.uint8)
     for rank in range(rig.size):
@@ -116,7 +117,7 @@ def tell(rig: ProgramRig, content: np.ndarray, algorithm: str) -> None:
         pattern = patterns.bcast if algorithm == "one_shot" else patterns.relayed_bcast
         exchanges = pattern(rank, rig.size, content.dtype, buffer, root)
         signature = Signature("Bcast", "int32", content.size, root=root)
-        rig.run(rank, exchanges, signature, symmetric=True, algorithm=algorithm)
+        rig.run(rank, exchanges, signature, symmetric=symmetric, algorithm=algorithm)
     rig.machine.run(seed=content.size, jitter_us=200)
     for place in rig.outputs:
         require_same(place.bytes[: content.nbytes].copy().view(content.dtype), content)

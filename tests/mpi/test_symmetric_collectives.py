@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,21 @@ def call(
         target[rank * count : (rank + 1) * count] = on_device(xp, parts[rank][:count])
         comm.Allgather(MPI.IN_PLACE, target, algorithm=algorithm)
         expected = np.concatenate([part[:count] for part in parts])
+    elif operation == "Gather":
+        target, root = output[: count * size if rank == seed % size else 0], seed % size
+        comm.Gather(
+            on_device(xp, parts[rank][:count]), target if rank == root else None, root=root, algorithm=algorithm
+        )
+        expected = np.concatenate([part[:count] for part in parts])[: len(target)]
+    elif operation == "Scatter":
+        target, root = output[:count], seed % size
+        comm.Scatter(on_device(xp, parts[root]) if rank == root else None, target, root=root, algorithm=algorithm)
+        expected = parts[root][rank * count : (rank + 1) * count]
+    elif operation == "Alltoall in place":
+        target = output[: count * size]
+        target[:] = on_device(xp, parts[rank])
+        comm.Alltoall(MPI.IN_PLACE, target, algorithm=algorithm)
+        expected = np.concatenate([part[rank * count : (rank + 1) * count] for part in parts])
     elif operation == "Alltoall":
         target = output[: count * size]
         comm.Alltoall(on_device(xp, parts[rank]), target, algorithm=algorithm)
@@ -129,10 +145,11 @@ def test_in_a_graph(comm: mpicomm.Communicator, xp: Any, operation: str) -> None
     if xp is np:
         pytest.skip("graphs are of GPUs")
     count = 300_001
-    for algorithm in algorithms(comm):
+    ordinary = xp.empty(count * comm.size, FLOAT32)
+    for algorithm, symmetric in itertools.product(algorithms(comm), (True, False)):
         with comm.empty(count * comm.size, FLOAT32) as array:
             mine = on_device(xp, np.full(count, comm.rank + 1, FLOAT32))
-            output = array.local[: count * (comm.size if operation == "Allgather" else 1)]
+            output = (array.local if symmetric else ordinary)[: count * (comm.size if operation == "Allgather" else 1)]
             stream = xp.cuda.Stream(non_blocking=True)
             with stream:
                 stream.begin_capture()
@@ -190,16 +207,25 @@ def test_different_places_are_an_error_on_all_ranks(device: str) -> None:
     comm.Free()
 
 
-@pytest.mark.parametrize("operation", ["Allreduce", "Allgather", "Alltoall", "Bcast"])
-def test_copy_engines_write_into_symmetric_memory_alone(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
-    send = xp.zeros(6 * comm.size, FLOAT32)
-    receive = xp.zeros((6 if operation != "Allgather" else 6 * comm.size) * comm.size, FLOAT32)
-    expected = "is for device arrays" if xp is np else r"comm\.empty\(\)"
-    with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=expected):
-        buffers = (send,) if operation == "Bcast" else (send, receive)
-        getattr(comm, operation)(*buffers, algorithm="copy_engine")
-    comm.Allreduce(MPI.IN_PLACE, send)  # nothing is lost
-    comm.check()
+@pytest.mark.parametrize("operation", [*OPERATIONS, "Alltoall in place", "Gather", "Scatter"])
+def test_copy_engines_into_ordinary_memory(
+    comm: mpicomm.Communicator, xp: Any, operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By way of staging memory, in one part and in many."""
+    if xp is np:
+        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match="is for device arrays"):
+            call(comm, xp, operation, 5, "copy_engine", xp.zeros(5 * comm.size, FLOAT32), 0)
+        return
+    from mpicomm.collectives import device_copies
+
+    output = xp.empty(max(COUNTS) * comm.size + 4, FLOAT32)
+    for smallest in (24 << 20, 64 << 10):
+        monkeypatch.setattr(device_copies, "_SMALLEST_NBYTES", smallest)
+        for count in COUNTS:
+            for seed, offset in enumerate((0, 1)):  # elements: the second is not at a multiple of 16 bytes
+                check = call(comm, xp, operation, count, "copy_engine", output[offset:], seed)
+                comm.check()
+                check()
 
 
 @pytest.mark.parametrize("name", ["int64", "float16", "complex64"])

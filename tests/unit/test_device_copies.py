@@ -10,17 +10,30 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives import device_copies, patterns
-from mpicomm.collectives.device_copies import Action, Barrier, Copy, Fork, Join, Reduce, allreduce, movement
+from mpicomm.collectives import device_landing, patterns
+from mpicomm.collectives.device_copies import (
+    Action,
+    Barrier,
+    Copy,
+    Fork,
+    Join,
+    Reduce,
+    allreduce,
+    movement,
+    parts_of,
+)
+from mpicomm.collectives.device_landing import InOutput, InStaging, Landing, Parts, room_nbytes_of
 from mpicomm.collectives.exchange import Span
 from mpicomm.mappings import Mapped
 
 Array = npt.NDArray[Any]
 RANK_NBYTES = 1 << 20
-OUTPUT, STAGING, INPUT = 0, RANK_NBYTES // 2, RANK_NBYTES // 4
+OUTPUT, INPUT, CONTRIBUTIONS, STAGING = (RANK_NBYTES * quarter // 4 for quarter in range(4))
 FLOAT32 = np.dtype(np.float32)
 SUM = "sum"
 
@@ -95,94 +108,151 @@ def base(rank: int, place: int) -> int:
     return rank * RANK_NBYTES + place
 
 
-def symmetric(size: int) -> Mapped:
-    return Mapped(1, 0, tuple(base(rank, OUTPUT) for rank in range(size)))
+def staging(rank: int, size: int, place: int, parts: Parts) -> InStaging:
+    room = min(room_nbytes_of(parts), device_landing.REGIONS * parts.largest_nbytes)
+    assert (size - 1) * room <= RANK_NBYTES // 4
+    return InStaging(rank, [base(peer, place) for peer in range(size)], parts, room)
 
 
+def landing_of(rank: int, size: int, parts: Parts, *, staged: bool) -> Landing:
+    if staged:
+        return staging(rank, size, STAGING, parts)
+    return InOutput(rank, Mapped(1, 0, tuple(base(peer, OUTPUT) for peer in range(size))))
+
+
+def require_balanced(programs: Sequence[Sequence[Action]]) -> None:
+    """All ranks meet as often, and what a capture of a stream has forked is joined."""
+    assert len({sum(isinstance(action, Barrier) for action in program) for program in programs}) == 1
+    for program in programs:
+        order = [action for action in program if isinstance(action, Fork | Join)]
+        assert isinstance(order[-1], Join)
+        last = max(place for place, action in enumerate(program) if isinstance(action, Join))
+        assert all(action.local for action in program[last:] if isinstance(action, Copy))
+
+
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("count", [1, 3, 1000, 4099])
-def test_allreduce(size: int, count: int, in_place: bool) -> None:
-    for seed in range(30):
+@pytest.mark.parametrize(("count", "number"), [(1, 2), (3, 1), (1000, 2), (4099, 3), (4099, 8)])
+def test_allreduce(size: int, count: int, number: int, in_place: bool, staged: bool) -> None:
+    for seed in range(6):
         rng = np.random.default_rng([size, count, seed])
         parts = [rng.standard_normal(count, np.float32) for _ in range(size)]
         memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
         programs: list[list[Action]] = []
-        staging = [base(rank, STAGING) for rank in range(size)]
         for rank, part in enumerate(parts):
             source = base(rank, OUTPUT if in_place else INPUT)
             memory[source : source + part.nbytes] = part.view(np.uint8)
             send, output = Span(source, count), Span(base(rank, OUTPUT), count)
-            program: list[Action] = []
-            for _ in range(2):  # two calls, of which the second must not disturb the first
-                exchanges = patterns.allreduce(
-                    rank, size, FLOAT32, send, output, SUM, piece_nbytes=max(4, (2 * count + 3) // 4 * 4)
-                )
-                for scattered, gathered in zip(exchanges[::2], exchanges[1::2], strict=True):
-                    program += allreduce(rank, scattered, gathered, symmetric(size), staging, 1 << 16)
-            programs.append(program)
+            scattered, gathered = patterns.allreduce(
+                rank, size, FLOAT32, send, output, SUM, piece_nbytes=max(4, part.nbytes)
+            )
+            assert scattered.sends[rank - 1] is not None
+            cut = Parts.equal(4 * patterns.split(send, size, 4)[0].count, number)
+            contributions = staging(rank, size, CONTRIBUTIONS, cut)
+            results = landing_of(rank, size, cut, staged=staged)
+            # Two calls, of which the second must not disturb the first.
+            programs.append([*allreduce(rank, scattered, gathered, cut, contributions, results)] * 2)
+        require_balanced(programs)
         run(programs, memory, seed)
-        expected = parts[0].copy()
-        for part in parts[1:]:
-            expected += part
+        expected = reduced(parts)
         if in_place:
-            again = expected.copy()
-            for _ in parts[1:]:
-                again += expected
-            expected = again
+            expected = reduced([expected] * size)
         for rank in range(size):
             got = memory[base(rank, OUTPUT) :][: expected.nbytes].view(np.float32)
             assert got.tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("operation", ["Allgather", "Alltoall"])
+def reduced(parts: Sequence[Array]) -> Array:
+    total: Array = parts[0].copy()
+    for part in parts[1:]:
+        total += part
+    return total
+
+
+IN_OUTPUT = ("Allgather", "Alltoall")
+
+
+@pytest.mark.parametrize("number", [1, 2, 7])
+@pytest.mark.parametrize(
+    ("operation", "staged"),
+    [*((name, False) for name in IN_OUTPUT), *((name, True) for name in (*IN_OUTPUT, "In place", "Gather", "Scatter"))],
+)
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_movements(operation: str, size: int) -> None:
-    count = 1001
-    for seed in range(20):
+def test_movements(operation: str, size: int, staged: bool, number: int) -> None:
+    """What only one rank receives, or an all-to-all in place whose input others may still read, is never symmetric."""
+    count, root = 2001, size - 1
+    cut = Parts.equal(count * FLOAT32.itemsize, number)
+    for seed in range(6):
         rng = np.random.default_rng([size, seed])
         memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
         before = memory.copy()
         programs: list[list[Action]] = []
+        place = OUTPUT if operation == "In place" else INPUT
         for rank in range(size):
             starts = [index * count for index in range(size)]
             blocks = patterns.blocks(base(rank, OUTPUT), [count] * size, starts, FLOAT32.itemsize)
+            sends = patterns.blocks(base(rank, place), [count] * size, starts, FLOAT32.itemsize)
             if operation == "Allgather":
-                send = Span(base(rank, INPUT), count)
-                (exchange,) = patterns.allgather(rank, size, FLOAT32, send, blocks)
+                (exchange,) = patterns.allgather(rank, size, FLOAT32, sends[0], blocks)
+            elif operation == "Gather":
+                (exchange,) = patterns.gather(rank, size, FLOAT32, sends[0], blocks, root)
+            elif operation == "Scatter":
+                (exchange,) = patterns.scatter(rank, size, FLOAT32, sends, blocks[root], root)
             else:
-                sends = patterns.blocks(base(rank, INPUT), [count] * size, starts, FLOAT32.itemsize)
                 (exchange,) = patterns.alltoall(rank, size, FLOAT32, sends, blocks)
-            programs.append(movement(rank, exchange, symmetric(size)))
+            programs.append(movement(rank, exchange, cut, landing_of(rank, size, cut, staged=staged)))
+        require_balanced(programs)
         run(programs, memory, seed)
-        nbytes = count * FLOAT32.itemsize
+
+        def block(content: Array, rank: int, place: int, index: int) -> bytes:
+            nbytes = count * FLOAT32.itemsize
+            return bytes(content[base(rank, place) + index * nbytes :][:nbytes])
+
         for rank in range(size):
             for source in range(size):
-                block = rank if operation == "Alltoall" else 0
-                sent = before[base(source, INPUT) + block * nbytes :][:nbytes]
-                assert (memory[base(rank, OUTPUT) + source * nbytes :][:nbytes] == sent).all()
+                got = block(memory, rank, OUTPUT, source)
+                if operation == "Scatter":
+                    sent = block(before, root, INPUT, rank) if source == root else block(before, rank, OUTPUT, source)
+                elif operation == "Gather" and rank != root:
+                    sent = block(before, rank, OUTPUT, source)
+                else:
+                    sent = block(before, source, place, 0 if operation.endswith("ather") else rank)
+                assert got == sent
 
 
-@pytest.mark.parametrize("relayed_nbytes", [1 << 20, 256, 1])
+@pytest.mark.parametrize("number", [1, 2, 3, 9])
+@pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_broadcast(monkeypatch: pytest.MonkeyPatch, size: int, relayed_nbytes: int) -> None:
-    """In one part, in some, and in more than a shard has pieces."""
-    monkeypatch.setattr(device_copies, "_RELAYED_NBYTES", relayed_nbytes)
+def test_broadcast(size: int, staged: bool, number: int) -> None:
     count = 2003
-    for seed in range(20):
+    for seed in range(6):
         rng = np.random.default_rng([size, seed])
         memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
         root = int(rng.integers(size))
         content = memory[base(root, OUTPUT) :][: 4 * count].copy()
         programs: list[list[Action]] = []
+        cut = Parts.equal(4 * patterns.split(Span(0, count), size - 1, 4)[0].count, number)
         for rank in range(size):
             first, second = patterns.relayed_bcast(rank, size, FLOAT32, Span(base(rank, OUTPUT), count), root)
-            programs.append(movement(rank, first, symmetric(size), second if size > 2 else None))
-        barriers = [sum(isinstance(action, Barrier) for action in program) for program in programs]
-        assert barriers == barriers[:1] * size
+            landing = landing_of(rank, size, cut, staged=staged)
+            programs.append(movement(rank, first, cut, landing, second if size > 2 else None))
+        require_balanced(programs)
         run(programs, memory, seed)
         for rank in range(size):
             assert (memory[base(rank, OUTPUT) :][: 4 * count] == content).all()
+
+
+@pytest.mark.parametrize("test", [test_broadcast, test_movements, test_allreduce])
+def test_two_regions_would_be_too_few(monkeypatch: pytest.MonkeyPatch, test: Any) -> None:
+    monkeypatch.setattr(device_landing, "REGIONS", 2)
+    with pytest.raises(AssertionError):
+        if test is test_movements:
+            test_movements("Allgather", 3, True, 7)
+        elif test is test_broadcast:
+            test_broadcast(3, True, 9)
+        else:
+            test_allreduce(3, 4099, 8, False, True)
 
 
 def test_each_rank_writes_to_one_at_a_time_and_each_to_another() -> None:
@@ -191,7 +261,26 @@ def test_each_rank_writes_to_one_at_a_time_and_each_to_another() -> None:
     for rank in range(size):
         blocks = patterns.blocks(base(rank, OUTPUT), [count] * size, [index * count for index in range(size)], 4)
         (exchange,) = patterns.allgather(rank, size, FLOAT32, Span(base(rank, INPUT), count), blocks)
-        copies = [action for action in movement(rank, exchange, symmetric(size)) if isinstance(action, Copy)]
+        parts = Parts.equal(4 * count, 1)
+        actions = movement(rank, exchange, parts, landing_of(rank, size, parts, staged=False))
+        copies = [action for action in actions if isinstance(action, Copy)]
         targets.append([copy.target // RANK_NBYTES for copy in copies])
     for turn in zip(*targets, strict=True):
         assert len(set(turn)) == size
+
+
+@given(
+    longest_nbytes=st.integers(1, 1 << 36),
+    size=st.integers(2, 8),
+    reduces=st.booleans(),
+    relays=st.booleans(),
+    staged=st.booleans(),
+)
+def test_staging_memory_is_bounded(longest_nbytes: int, size: int, reduces: bool, relays: bool, staged: bool) -> None:
+    most = 512 << 20
+    parts = parts_of(longest_nbytes, size, most, reduces=reduces, relays=relays and not reduces, staged=staged)
+    assert list(parts.bounds) == sorted(set(parts.bounds))
+    assert (parts.bounds[0], parts.bounds[-1]) == (0, longest_nbytes)
+    assert (reduces + staged) * (size - 1) * room_nbytes_of(parts) <= most
+    if not (reduces or relays or staged):
+        assert parts.number == 1  # which the copies are fastest in

@@ -14,7 +14,6 @@ from mpicomm.collectives.device_selection import (
     Room,
     choose_algorithm,
     choose_ways,
-    copied_piece_nbytes,
     keeps_step,
     packet_wire,
 )
@@ -155,13 +154,3 @@ def test_a_reduce_of_integers_in_two_hops_needs_lines() -> None:
     assert chosen("auto", flagless=False, has_lines=False) == "one_shot"
     with pytest.raises(InvalidUsageError, match=r"Reduce is for floats where not all GPUs .* use \"one_shot\""):
         chosen("two_shot", flagless=False, has_lines=False)
-
-
-@given(nbytes=st.integers(1, 1 << 36), size=SIZES)
-def test_staging_memory_is_bounded(nbytes: int, size: int) -> None:
-    piece = copied_piece_nbytes(nbytes, size, 512 * MIB)
-    dtype = np.dtype(np.uint8)
-    scattered = patterns.allreduce(0, size, dtype, Span(0, nbytes), Span(0, nbytes), "sum", piece_nbytes=piece)[0]
-    shard = max(send.count for send in scattered.sends if send)
-    assert shard * (size - 1) <= (512 + 1) * MIB
-    assert nbytes > 512 * MIB or piece >= nbytes

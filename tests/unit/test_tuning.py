@@ -23,7 +23,8 @@ def two_shot_from(operation: str, size: int) -> int:
 @pytest.mark.parametrize("operation", [*OPERATIONS, "Gather"])
 def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size: int, flagless: bool) -> None:
     begin = two_shot_from(operation, size)
-    for nbytes in {0, 1, KIB, begin - 1, begin, begin + 1, *(1 << exponent for exponent in range(34))}:
+    near = set() if begin == NEVER else {begin - 1, begin, begin + 1}
+    for nbytes in {0, 1, *near, *(1 << exponent for exponent in range(28))}:
         algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=False)
         assert algorithm == ("two_shot" if begin <= nbytes and begin != NEVER else "one_shot"), nbytes
 
@@ -37,7 +38,26 @@ def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size
     for nbytes in (begin * MIB - KIB, begin * MIB, 1 << 40):
         copies = nbytes >= begin * MIB
         assert (chosen(BUILT_IN, nbytes, size, operation, registered=True) == "copy_engine") == copies
-        assert chosen(BUILT_IN, nbytes, size, operation, registered=False) != "copy_engine"
+
+
+@pytest.mark.parametrize(
+    ("operation", "size", "begin"),
+    [("Allreduce", 2, 160), ("Allreduce", 4, 512), ("Allreduce", 8, 1024), ("Bcast", 2, 144), ("Bcast", 3, None)]
+    + [(operation, size, 160 * size) for operation in ("Allgather", "Alltoall") for size in range(3, 9)]
+    + [
+        ("Allgather", 2, 192),
+        ("Alltoall", 2, 192),
+        ("Gather", 2, 224),
+        ("Scatter", 2, 224),
+        ("Gather", 4, None),
+        ("Scatter", 4, None),
+    ],
+)
+def test_copies_into_ordinary_memory_begin_later(operation: str, size: int, begin: int | None) -> None:
+    bound = NEVER if begin is None else begin * MIB
+    for nbytes in (min(bound, 1 << 39) - KIB, min(bound, 1 << 39), 1 << 40):
+        copies = nbytes >= bound
+        assert (chosen(BUILT_IN, nbytes, size, operation, registered=False) == "copy_engine") == copies
 
 
 @pytest.mark.parametrize("flagless", [True, False])
@@ -55,21 +75,19 @@ def test_below_the_copies_a_symmetric_output_changes_nothing(size: int, flagless
 @given(EVERY_OPERATION, st.integers(0, 1 << 40), st.integers(1, 8), st.booleans(), st.booleans())
 def test_what_is_built_in_is_possible(operation: str, nbytes: int, size: int, flagless: bool, registered: bool) -> None:
     algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
-    assert algorithm in algorithms_of(operation, registered=registered)
+    assert algorithm in algorithms_of(operation)
     assert algorithm != "ring"
 
 
 def test_what_each_operation_can_be_carried_out_with() -> None:
-    def possible(operation: str, *, registered: bool = False) -> str:
-        return " ".join(algorithms_of(operation, registered=registered))
+    def possible(*operations: str) -> set[str]:
+        return {" ".join(algorithms_of(operation)) for operation in operations}
 
-    assert possible("Allreduce", registered=True) == "one_shot two_shot copy_engine ring"
-    assert possible("Allreduce") == "one_shot two_shot ring"
-    assert possible("Bcast", registered=True) == "one_shot two_shot copy_engine"
-    assert possible("Bcast") == "one_shot two_shot"
-    assert possible("Reduce", registered=True) == possible("Reduce") == "one_shot two_shot"
-    assert possible("Allgather", registered=True) == possible("Alltoall", registered=True) == "one_shot copy_engine"
-    assert possible("Alltoall") == possible("Reduce_scatter", registered=True) == "one_shot"
+    assert possible("Allreduce") == {"one_shot two_shot copy_engine ring"}
+    assert possible("Bcast") == {"one_shot two_shot copy_engine"}
+    assert possible("Reduce") == {"one_shot two_shot"}
+    assert possible("Allgather", "Alltoall", "Gather", "Scatter") == {"one_shot copy_engine"}
+    assert possible("Alltoallv", "Gatherv", "Reduce_scatter", "Scan") == {"one_shot"}
 
 
 def test_more_ranks_than_measured_take_scaled_bounds() -> None:
@@ -118,7 +136,7 @@ def test_another_table_stands_in_where_there_is_no_row() -> None:
     own = table(row("Allreduce", 3, (100, "ring"), flagless=True))
     both = own.completed(BUILT_IN)
     assert both.source == "here; for the rest built in, measured on H200s"
-    assert [chosen(both, NEVER, size) for size in (2, 3, 4, 8)] == ["one_shot", "ring", "ring", "ring"]
+    assert [chosen(both, NEVER, size) for size in (2, 3, 4, 8)] == ["copy_engine", "ring", "ring", "ring"]
     assert chosen(both, NEVER, 4, registered=True) == "ring"
     assert chosen(both, 512 * KIB, 4, "Bcast") == "two_shot"
     assert BUILT_IN.completed(own) == BUILT_IN
