@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isqrt
+from typing import Literal
 
 from mpicomm.collectives.device_landing import ALIGNED_NBYTES, REGIONS, InStaging, Landing, Parts, aligned
 from mpicomm.collectives.device_launch import Launch
@@ -67,35 +68,38 @@ class Reduce:
 Action = Barrier | Fork | Join | Copy | Reduce
 
 
+Then = Literal["nothing", "relay", "gather"]
+"""What follows an exchange: ranks send on what they have received, or what they have reduced."""
+
+
 def parts_of(
-    longest_nbytes: int, size: int, most_staged_nbytes: int, *, reduces: bool, relays: bool, staged: bool
+    longest_nbytes: int, size: int, most_staged_nbytes: int, *, reduces: bool, then: Then, staged: bool
 ) -> Parts:
     """Return in which parts ranks send each other up to ``longest_nbytes``; the same on all ranks.
 
-    ``staged`` is whether the output is no symmetric memory. A rank has up to ``most_staged_nbytes`` for what comes. Of
-    an all-reduce one part is reduced while another is copied.
+    ``staged`` is whether what comes, at last, lands in staging memory, of which a rank has ``most_staged_nbytes``.
     """
-    rooms = (reduces + staged) * (size - 1)
+    rooms = ((then == "gather") + staged) * (size - 1)
     # There is room for all of it, or for regions that are used again and again.
     largest = longest_nbytes
     if rooms * aligned(longest_nbytes) > most_staged_nbytes:
         largest = most_staged_nbytes // (REGIONS * rooms * ALIGNED_NBYTES) * ALIGNED_NBYTES
-    if relays:
+    number = 1
+    if then == "relay":
         # Each part makes what is left to do at the end smaller, and costs time: the square root is the least of both.
-        number = min(_MOST_RELAYED_PARTS, isqrt(longest_nbytes * (size - 1) // _RELAYED_NBYTES))
-    elif staged:
+        number = max(1, min(_MOST_RELAYED_PARTS, isqrt(longest_nbytes * (size - 1) // _RELAYED_NBYTES)))
+    elif reduces:
+        number = 2  # one is reduced while the other is copied
+    if staged and then != "relay":
         # What is left to do at the end is to move the last part; to move any other takes as long as to copy a third.
-        half = -(-longest_nbytes // 2)
-        return Parts.tapered(longest_nbytes, min(largest, half) if reduces else largest, _SMALLEST_NBYTES)
-    else:
-        number = 1 + reduces
+        return Parts.tapered(longest_nbytes, min(largest, -(-longest_nbytes // number)), _SMALLEST_NBYTES)
     return Parts.equal(longest_nbytes, max(number, -(-longest_nbytes // largest)))
 
 
 def movement(
     rank: int, exchange: Exchange, parts: Parts, landing: Landing, relay: Exchange | None = None
 ) -> list[Action]:
-    """Return what a rank does in an exchange that moves.
+    """Return what a rank does in an exchange that moves, or reduces what has landed in staging memory.
 
     With ``relay`` also in that, in which ranks send on what they have received: a part of it, while they receive the
     next one.
@@ -114,6 +118,7 @@ def movement(
             if relay is not None:
                 actions += _copies(rank, relay, turn, parts, landing, received=exchange)
         actions += _unloading(rank, exchange, turn, parts, landing)
+        actions += _reducing(rank, exchange, turn, parts, landing)
         if relay is not None:
             actions += _unloading(rank, relay, turn - 1, parts, landing)
     return actions
@@ -177,11 +182,11 @@ def _unloading(rank: int, exchange: Exchange, part: int, parts: Parts, landing: 
 
 
 def _reducing(rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing) -> Iterator[Reduce]:
-    """Yield the reduction of a part of this rank's shard."""
+    """Yield the reduction of a part of what this rank reduces, if it does."""
     reduction = exchange.reduction
-    assert reduction is not None and reduction.own is not None
-    begin, nbytes = parts.cut(reduction.output, part, exchange.dtype.itemsize)
-    if nbytes:
+    begin, nbytes = parts.cut(reduction.output, part, exchange.dtype.itemsize) if reduction is not None else (0, 0)
+    if reduction is not None and nbytes:
+        assert reduction.own is not None
         sources = tuple(
             reduction.own.pointer + begin if source == rank else landing.landed(exchange, source, part, begin)
             for source in reduction.sources

@@ -17,6 +17,7 @@ from mpicomm.collectives.device_copies import (
     Fork,
     Join,
     Reduce,
+    Then,
     allreduce,
     local_reduction,
     movement,
@@ -99,7 +100,7 @@ class Program:
         )
 
     def __str__(self) -> str:
-        into_memory = self._copies or any(way.direct for way in self._ways)
+        into_memory = self._memory is not None and (self._copies or any(way.direct for way in self._ways))
         return f"{self._signature}, into {self._memory}" if into_memory else str(self._signature)
 
     def steps(self) -> Iterator[Step]:
@@ -141,25 +142,24 @@ class Program:
 
     def _actions(self) -> list[Action]:
         planners, memory, (exchange, *rest) = self._planners, self._memory, self._exchanges
-        rank, size, reduces, staged = planners.rank, planners.size, exchange.reduction is not None, memory is None
+        rank, size, reduces, staged = planners.rank, planners.size, self._signature.op is not None, memory is None
         # Between two ranks nobody is left to send a broadcast on to.
         following = rest[0] if rest and (reduces or size > 2) else None
-        relays = following is not None and not reduces
+        then: Then = "nothing" if following is None else "gather" if reduces else "relay"
         most = planners.most_staged_nbytes
-        parts = parts_of(self._nbytes, size, most, reduces=reduces, relays=relays, staged=staged)
+        parts = parts_of(self._nbytes, size, most, reduces=reduces, then=then, staged=staged)
         room = room_nbytes_of(parts)
-        contributions_nbytes, results_nbytes = (each * (size - 1) * room for each in (reduces, staged))
+        contributions_nbytes, landing_nbytes = (each * (size - 1) * room for each in (then == "gather", staged))
         pointers: Sequence[int] = ()
-        if reduces or staged:
-            pointers = planners.arena.staging(contributions_nbytes + results_nbytes)
+        if contributions_nbytes or landing_nbytes:
+            pointers = planners.arena.staging(contributions_nbytes + landing_nbytes)
         landing: Landing
         if memory is not None:
             landing = InOutput(rank, memory)
         else:
             landing = InStaging(rank, [pointer + contributions_nbytes for pointer in pointers], parts, room)
-        if not reduces:
+        if following is None or then == "relay":
             return movement(rank, exchange, parts, landing, following)
-        assert following is not None
         return allreduce(rank, exchange, following, parts, InStaging(rank, pointers, parts, room), landing)
 
 

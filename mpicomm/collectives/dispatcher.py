@@ -283,7 +283,9 @@ class Collectives:
             registered=memory is not None,
             has_lines=engine.has_lines,
         )
-        piece = nbytes if algorithm in ("two_shot", "copy_engine") else None
+        # A rank cannot store what it has reduced of a Reduce, for copy engines to send it on: all goes to the root.
+        two_hops = algorithm == "two_shot" or (algorithm == "copy_engine" and call.operation != "Reduce")
+        piece = nbytes if two_hops else None
         exchanges = call.exchanges(piece, self._scratch_for(call), ring=algorithm == "ring")
         return engine.prepare(exchanges, call.signature, memory, algorithm=algorithm)
 

@@ -22,7 +22,7 @@ _INTO_ALL = ("Allreduce", "Bcast", "Allgather", "Alltoall")
 _ALGORITHMS = {
     "Allreduce": ("one_shot", "two_shot", "copy_engine", "ring"),
     "Bcast": ("one_shot", "two_shot", "copy_engine"),
-    "Reduce": ("one_shot", "two_shot"),
+    "Reduce": ("one_shot", "two_shot", "copy_engine"),
     "Allgather": ("one_shot", "copy_engine"),
     "Alltoall": ("one_shot", "copy_engine"),
     "Gather": ("one_shot", "copy_engine"),
@@ -198,6 +198,7 @@ def _built_in() -> Tuning:
         *(row(name, size, (40 * size * _MIB, "copy_engine"), registered=True) for name in blocks for size in all_sizes),
         *(row(name, 2, (192 * _MIB, "copy_engine")) for name in blocks),
         *(row(name, 2, (224 * _MIB, "copy_engine")) for name in ("Gather", "Scatter")),
+        *(row("Reduce", 2, (224 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
         *(row(name, size, (160 * size * _MIB, "copy_engine")) for name in blocks for size in more_than_2),
     )
     return Tuning("built in, measured on H200s", rows, "NVIDIA H200")

@@ -53,15 +53,16 @@ MPICOMM_DEVICE void reduce_part(u8* output, Source source, u32 sources, u64 begi
   }
 }
 
+// As many packets at once as 64 registers hold with their sums.
+constexpr u32 kAtOnce = sizeof(Element) < 4 ? 2 : 4;
+
 // Reduces `nbytes` with `threads` threads, of which the caller is number `thread`; `aligned` if output and sources are.
 // The output may be one of the sources: a thread reads all of an element's contributions before it writes the element.
-template <class Source>
+template <u32 at_once = kAtOnce, class Source>
 MPICOMM_DEVICE void reduce_bytes(
     u8* output, Source source, u32 sources, u64 nbytes, bool aligned, u32 thread, u32 threads) {
-  // As many packets at once as registers hold the sums of.
-  constexpr u32 kAtOnce = sizeof(Element) < 4 ? 2 : 4;
   const u64 whole = aligned ? nbytes / kPacketNbytes * kPacketNbytes : 0;
-  reduce_part<kAtOnce, true>(output, source, sources, 0, whole, thread, threads);
+  reduce_part<at_once, true>(output, source, sources, 0, whole, thread, threads);
   reduce_part<1, false>(output, source, sources, whole, nbytes, thread, threads);
 }
 

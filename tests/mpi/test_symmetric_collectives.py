@@ -59,6 +59,12 @@ def call(
         target[rank * count : (rank + 1) * count] = on_device(xp, parts[rank][:count])
         comm.Allgather(MPI.IN_PLACE, target, algorithm=algorithm)
         expected = np.concatenate([part[:count] for part in parts])
+    elif operation == "Reduce":
+        target, root = output[: count if rank == seed % size else 0], seed % size
+        comm.Reduce(
+            on_device(xp, parts[rank][:count]), target if rank == root else None, root=root, algorithm=algorithm
+        )
+        expected = reduced("sum", [part[:count] for part in parts])[: len(target)]
     elif operation == "Gather":
         target, root = output[: count * size if rank == seed % size else 0], seed % size
         comm.Gather(
@@ -207,7 +213,7 @@ def test_different_places_are_an_error_on_all_ranks(device: str) -> None:
     comm.Free()
 
 
-@pytest.mark.parametrize("operation", [*OPERATIONS, "Alltoall in place", "Gather", "Scatter"])
+@pytest.mark.parametrize("operation", [*OPERATIONS, "Alltoall in place", "Gather", "Scatter", "Reduce"])
 def test_copy_engines_into_ordinary_memory(
     comm: mpicomm.Communicator, xp: Any, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

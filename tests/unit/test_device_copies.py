@@ -23,6 +23,7 @@ from mpicomm.collectives.device_copies import (
     Fork,
     Join,
     Reduce,
+    Then,
     allreduce,
     movement,
     parts_of,
@@ -221,6 +222,33 @@ def test_movements(operation: str, size: int, staged: bool, number: int) -> None
                 assert got == sent
 
 
+@pytest.mark.parametrize("number", [1, 2, 7])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_reduce(size: int, in_place: bool, number: int) -> None:
+    """All send to the root, twice."""
+    count, root = 2001, size - 1
+    cut = Parts.equal(4 * count, number)
+    for seed in range(6):
+        rng = np.random.default_rng([size, seed])
+        memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
+        values = [rng.standard_normal(count, np.float32) for _ in range(size)]
+        programs: list[list[Action]] = []
+        for rank, value in enumerate(values):
+            source = base(rank, OUTPUT if in_place and rank == root else INPUT)
+            memory[source : source + value.nbytes] = value.view(np.uint8)
+            send, output = Span(source, count), Span(base(rank, OUTPUT), count)
+            (exchange,) = patterns.reduce(rank, size, FLOAT32, send, output if rank == root else None, SUM, root)
+            programs.append([*movement(rank, exchange, cut, landing_of(rank, size, cut, staged=True))] * 2)
+        require_balanced(programs)
+        run(programs, memory, seed)
+        expected = reduced(values)
+        if in_place:
+            expected = reduced([*values[:-1], expected])
+        got = memory[base(root, OUTPUT) :][: expected.nbytes].view(np.float32)
+        assert got.tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("number", [1, 2, 3, 9])
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -272,15 +300,17 @@ def test_each_rank_writes_to_one_at_a_time_and_each_to_another() -> None:
 @given(
     longest_nbytes=st.integers(1, 1 << 36),
     size=st.integers(2, 8),
-    reduces=st.booleans(),
-    relays=st.booleans(),
+    then=st.sampled_from(["nothing", "relay", "gather"]),
     staged=st.booleans(),
 )
-def test_staging_memory_is_bounded(longest_nbytes: int, size: int, reduces: bool, relays: bool, staged: bool) -> None:
+def test_staging_memory_is_bounded(longest_nbytes: int, size: int, then: Then, staged: bool) -> None:
     most = 512 << 20
-    parts = parts_of(longest_nbytes, size, most, reduces=reduces, relays=relays and not reduces, staged=staged)
-    assert list(parts.bounds) == sorted(set(parts.bounds))
-    assert (parts.bounds[0], parts.bounds[-1]) == (0, longest_nbytes)
-    assert (reduces + staged) * (size - 1) * room_nbytes_of(parts) <= most
-    if not (reduces or relays or staged):
-        assert parts.number == 1  # which the copies are fastest in
+    for reduces in {"nothing": (False, staged), "relay": (False,), "gather": (True,)}[then]:
+        parts = parts_of(longest_nbytes, size, most, reduces=reduces, then=then, staged=staged)
+        assert list(parts.bounds) == sorted(set(parts.bounds))
+        assert (parts.bounds[0], parts.bounds[-1]) == (0, longest_nbytes)
+        assert ((then == "gather") + staged) * (size - 1) * room_nbytes_of(parts) <= most
+        if then == "nothing" and not staged:
+            assert parts.number == 1  # which the copies are fastest in
+        if reduces and longest_nbytes > 1024:
+            assert parts.number > 1  # so that there is something to copy while one is reduced

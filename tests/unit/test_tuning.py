@@ -85,7 +85,7 @@ def test_what_each_operation_can_be_carried_out_with() -> None:
 
     assert possible("Allreduce") == {"one_shot two_shot copy_engine ring"}
     assert possible("Bcast") == {"one_shot two_shot copy_engine"}
-    assert possible("Reduce") == {"one_shot two_shot"}
+    assert possible("Reduce") == {"one_shot two_shot copy_engine"}
     assert possible("Allgather", "Alltoall", "Gather", "Scatter") == {"one_shot copy_engine"}
     assert possible("Alltoallv", "Gatherv", "Reduce_scatter", "Scan") == {"one_shot"}
 

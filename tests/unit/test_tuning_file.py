@@ -121,7 +121,7 @@ FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
         (put(*FIRST, "ranks", True), "rows[0].ranks=True", "it must be a whole number from 2 up"),
         (put(*FIRST, "flagless", 1), "rows[0].flagless=1", "it must be true or false"),
         (put(*FIRST, "registered", "yes"), "rows[0].registered='yes'", "it must be true or false"),
-        (put("rows", 0, "operation", "Reduce"), "rows[0].choices[2].algorithm='copy_engine'", "use one of one_shot, "),
+        (put("rows", 0, "operation", "Gather"), "rows[0].choices[1].algorithm='two_shot'", "use one of one_shot, "),
         (put("rows", 1, "operation", "Alltoall"), "rows[1].choices[1].algorithm='two_shot'", "use one of one_shot, "),
         (put(*FIRST, "choices", []), "rows[0].choices", "there must be one at least"),
         (put(*SECOND, "algorithm", "magic"), "rows[0].choices[1].algorithm='magic'", "use one of one_shot, two_shot"),
