@@ -171,7 +171,7 @@ def _built_in() -> Tuning:
         kind = kind_of(operation, flagless=flagless, registered=registered)
         return Row(kind, size, ((0, "one_shot"), *changes))
 
-    more_than_2, all_sizes, both = range(3, MAX_RANKS + 1), range(2, MAX_RANKS + 1), (True, False)
+    more_than_2, both = range(3, MAX_RANKS + 1), (True, False)
     # Between two ranks one hop has no more traffic than two.
     two_hops = {2: (), 3: ((384 * _KIB + 1, "two_shot"),), 4: ((256 * _KIB + 1, "two_shot"),)}
     blocks = ("Allgather", "Alltoall")
@@ -195,11 +195,11 @@ def _built_in() -> Tuning:
         row("Bcast", 2, (144 * _MIB, "copy_engine")),
         row("Bcast", 2, (80 * _MIB, "copy_engine"), registered=True),
         *(row("Reduce", size, (_MIB, "two_shot"), flagless=flagless) for size in more_than_2 for flagless in both),
-        *(row(name, size, (40 * size * _MIB, "copy_engine"), registered=True) for name in blocks for size in all_sizes),
+        *(row(name, size, (40 * size * _MIB, "copy_engine"), registered=True) for name in blocks for size in (2, 3)),
         *(row(name, 2, (192 * _MIB, "copy_engine")) for name in blocks),
+        *(row(name, 3, (480 * _MIB, "copy_engine")) for name in blocks),
         *(row(name, 2, (224 * _MIB, "copy_engine")) for name in ("Gather", "Scatter")),
         *(row("Reduce", 2, (224 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
-        *(row(name, size, (160 * size * _MIB, "copy_engine")) for name in blocks for size in more_than_2),
     )
     return Tuning("built in, measured on H200s", rows, "NVIDIA H200")
 
