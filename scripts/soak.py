@@ -254,23 +254,31 @@ def run(soak: Soak, rounds: Rounds) -> None:
             WORLD.Barrier()
             before = resources(soak.device)
         work()
-        if WORLD.rank == 0 and share >= shown:
+        if share >= shown:
             shown += 0.1
-            elapsed = f"{time.monotonic() - start:8.0f} s"
-            sys.stdout.write(f"{elapsed}  {dict(soak.done)}, rank 0 has {resources(soak.device)}\n")
-            sys.stdout.flush()
+            most = _most(resources(soak.device))
+            if WORLD.rank == 0:
+                elapsed = f"{time.monotonic() - start:8.0f} s"
+                sys.stdout.write(f"{elapsed}  {dict(soak.done)}, at most on any rank: {most}\n")
+                sys.stdout.flush()
     seconds = time.monotonic() - start
     WORLD.Barrier()
     after = resources(soak.device)
-    growth = WORLD.allgather({name: after[name] - before[name] for name in after})
-    most = {name: max(each[name] for each in growth) for name in after}
+    growth = {name: after[name] - before[name] for name in after}
+    most = _most(growth)
     if WORLD.rank == 0:
         rates = {name: f"{count} ({count / seconds:.1f}/s)" for name, count in soak.done.items()}
         sys.stdout.write(f"{seconds:.0f} s on {WORLD.size} ranks, device {soak.device}: {rates}\n")
         sys.stdout.write(f"all results are right; grown by, at most on any rank: {most}\n")
     if any(most[name] > ALLOWED[name] for name in most):
-        sys.stdout.write(f"rank {WORLD.rank} has grown: {growth[WORLD.rank]}\n")
+        sys.stdout.write(f"rank {WORLD.rank} has grown: {growth}\n")
         sys.exit(1)
+
+
+def _most(mine: dict[str, int]) -> dict[str, int]:
+    """Return the most of each on any rank. Collective."""
+    everybody = WORLD.allgather(mine)
+    return {name: max(each[name] for each in everybody) for name in mine}
 
 
 def _timed(soak: Soak, seconds: float, repeat: int) -> Rounds:

@@ -62,8 +62,8 @@ def _warn_of_links(paths: str) -> None:
 class DeviceEngine:
     """Collectives on GPU memory that need not be shared: everything goes through the ranks' arenas.
 
-    Small and middle-sized messages go in packets (kernels/packets.cu), the others chunk by chunk (kernels/exchange.cu),
-    or straight into symmetric memory, by kernels/direct.cu or copy engines.
+    Small and middle-sized messages go in packets (kernels/packets.cu), larger ones chunk by chunk (kernels/exchange.cu)
+    or straight into symmetric memory (kernels/direct.cu), the largest by copy engines.
 
     Construction is collective over ``node`` and raises as ``share`` does. What was enqueued and could not be done is
     raised by the backend's `check`: `CollectiveTimeoutError` naming the rank that did not come, `PeerError` with what

@@ -1,4 +1,4 @@
-"""Where that lands which a rank brings to others: in its place in symmetric output, or in memory to be moved from."""
+"""Where what copy engines bring lands: in its place in symmetric output, or in staging memory, to be moved on."""
 
 from __future__ import annotations
 
