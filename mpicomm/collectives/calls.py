@@ -161,7 +161,8 @@ class Call:
             assert send is not None and output is not None
             blocks = self._reduce_blocks(send)
             result = Span(output.pointer, blocks[rank].count)
-            return patterns.reduce_scatter(rank, size, dtype, blocks, result, op, scratch=scratch)
+            in_parts = piece_nbytes is not None
+            return patterns.reduce_scatter(rank, size, dtype, blocks, result, op, scratch=scratch, in_parts=in_parts)
         assert send is not None
         if self.operation == "Reduce" and piece_nbytes and self.on_device:
             return patterns.relayed_reduce(rank, size, dtype, send.whole(), output, op, root)

@@ -28,7 +28,9 @@ _MOST_RELAYED_PARTS = 16
 _SMALLEST_NBYTES = 24 << 20
 """To copy a smaller part to each of the others and to move it alone, at the end, is more work than it saves."""
 _REDUCING_BLOCKS = 48
-"""Enough to reduce a part in the time that the next one is copied; the other multiprocessors are free."""
+"""Enough to reduce a part in the time that another's contributions, and its results, are copied: others are free."""
+_MOST_REDUCING_BLOCKS = 128
+"""Where nothing but contributions is copied, and the last reduction is what is left to do at the end."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ class Reduce:
     sources: tuple[int, ...]
     output: int
     nbytes: int
+    most_blocks: int = _REDUCING_BLOCKS
 
 
 Action = Barrier | Fork | Join | Copy | Reduce
@@ -118,7 +121,7 @@ def movement(
             if relay is not None:
                 actions += _copies(rank, relay, turn, parts, landing, received=exchange)
         actions += _unloading(rank, exchange, turn, parts, landing)
-        actions += _reducing(rank, exchange, turn, parts, landing)
+        actions += _reducing(rank, exchange, turn, parts, landing, _MOST_REDUCING_BLOCKS)
         if relay is not None:
             actions += _unloading(rank, relay, turn - 1, parts, landing)
     return actions
@@ -135,7 +138,7 @@ def allreduce(
     for turn in range(parts.number + 2):
         # After this barrier the contributions to a part have come, and the results of the last part but one. In place,
         # a rank's input is overwritten only now, when it says that it has been copied away.
-        actions += [Barrier(), *_reducing(rank, scattered, turn, parts, contributions)]
+        actions += [Barrier(), *_reducing(rank, scattered, turn, parts, contributions, _REDUCING_BLOCKS)]
         actions += _unloading(rank, gathered, turn - 2, parts, results)
         actions += _copies(rank, scattered, turn + 1, parts, contributions)
         if turn <= parts.number:
@@ -151,7 +154,7 @@ def local_reduction(action: Reduce, reduction: tuple[str, str]) -> Launch:
     arguments = LocalReductionArguments(
         output=action.output, nbytes=action.nbytes, num_sources=len(action.sources), sources=action.sources
     )
-    blocks = min(_REDUCING_BLOCKS, -(-action.nbytes // (REDUCTION_THREADS * PACKET_NBYTES)))
+    blocks = min(action.most_blocks, -(-action.nbytes // (REDUCTION_THREADS * PACKET_NBYTES)))
     return Launch(local_reduction_kernel(reduction), arguments, blocks=blocks, threads=REDUCTION_THREADS)
 
 
@@ -181,7 +184,9 @@ def _unloading(rank: int, exchange: Exchange, part: int, parts: Parts, landing: 
                 yield Copy(receive.pointer + begin, landed, nbytes, local=True)
 
 
-def _reducing(rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing) -> Iterator[Reduce]:
+def _reducing(
+    rank: int, exchange: Exchange, part: int, parts: Parts, landing: Landing, most_blocks: int
+) -> Iterator[Reduce]:
     """Yield the reduction of a part of what this rank reduces, if it does."""
     reduction = exchange.reduction
     begin, nbytes = parts.cut(reduction.output, part, exchange.dtype.itemsize) if reduction is not None else (0, 0)
@@ -191,4 +196,4 @@ def _reducing(rank: int, exchange: Exchange, part: int, parts: Parts, landing: L
             reduction.own.pointer + begin if source == rank else landing.landed(exchange, source, part, begin)
             for source in reduction.sources
         )
-        yield Reduce(sources, reduction.output.pointer + begin, nbytes)
+        yield Reduce(sources, reduction.output.pointer + begin, nbytes, most_blocks)

@@ -286,7 +286,8 @@ class Collectives:
         # A rank cannot store what it has reduced of a Reduce, for copy engines to send it on: all goes to the root.
         two_hops = algorithm == "two_shot" or (algorithm == "copy_engine" and call.operation != "Reduce")
         piece = nbytes if two_hops else None
-        exchanges = call.exchanges(piece, self._scratch_for(call), ring=algorithm == "ring")
+        scratch = self._scratch_for(call) if piece is None else None
+        exchanges = call.exchanges(piece, scratch, ring=algorithm == "ring")
         return engine.prepare(exchanges, call.signature, memory, algorithm=algorithm)
 
     def _exchanges(self, call: Call, algorithm: str) -> list[Exchange]:

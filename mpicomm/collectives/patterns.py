@@ -140,14 +140,23 @@ def reduce_scratch_count(count: int, size: int, dtype: Dtype, piece_nbytes: int)
 
 
 def reduce_scatter(
-    rank: int, size: int, dtype: Dtype, blocks: Spans, output: Span, op: str, *, scratch: Span | None = None
+    rank: int,
+    size: int,
+    dtype: Dtype,
+    blocks: Spans,
+    output: Span,
+    op: str,
+    *,
+    scratch: Span | None = None,
+    in_parts: bool = False,
 ) -> list[Exchange]:
     """Rank r's ``output`` is the reduction of all ranks' block r; blocks of equal counts make it the block variant.
 
     In place MPI wants the result at the start of block 0, where other ranks' input is, and the rest left alone: it is
-    reduced into ``scratch``, of as many elements as the output has, and moved in a second exchange.
+    reduced into ``scratch``, of as many elements as the output has, and moved in a second exchange. An engine that goes
+    ``in_parts`` sends a part of each of the blocks, which are equal, before it overwrites that part of block 0.
     """
-    if output.pointer != blocks[0].pointer:
+    if in_parts or output.pointer != blocks[0].pointer:
         return [_reduce_blocks(rank, size, dtype, blocks, output, op)]
     result = Span(_needed(scratch).pointer, output.count)
     move = Exchange(dtype, _only(rank, result, size), _only(rank, output, size))

@@ -17,7 +17,7 @@ from mpicomm import environment
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import MAX_RANKS
 
-_REDUCING = ("Allreduce", "Reduce")
+_REDUCING = ("Allreduce", "Reduce", "Reduce_scatter_block")
 _INTO_ALL = ("Allreduce", "Bcast", "Allgather", "Alltoall")
 _ALGORITHMS = {
     "Allreduce": ("one_shot", "two_shot", "copy_engine", "ring"),
@@ -27,6 +27,7 @@ _ALGORITHMS = {
     "Alltoall": ("one_shot", "copy_engine"),
     "Gather": ("one_shot", "copy_engine"),
     "Scatter": ("one_shot", "copy_engine"),
+    "Reduce_scatter_block": ("one_shot", "copy_engine"),
 }
 OPERATIONS = tuple(_ALGORITHMS)
 """The operations that have more than one algorithm."""
@@ -200,6 +201,7 @@ def _built_in() -> Tuning:
         *(row(name, 3, (480 * _MIB, "copy_engine")) for name in blocks),
         *(row(name, 2, (224 * _MIB, "copy_engine")) for name in ("Gather", "Scatter")),
         *(row("Reduce", 2, (224 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
+        *(row("Reduce_scatter_block", 2, (320 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
     )
     return Tuning("built in, measured on H200s", rows, "NVIDIA H200")
 

@@ -15,7 +15,7 @@ from mpicomm.collectives.tuning import Kind, algorithms_of, kind_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import sentinels_can_carry
 
-MPI_NAMES = {operation.lower(): operation for operation in tuning.OPERATIONS}
+MPI_NAMES = {operation.lower().removesuffix("_block"): operation for operation in tuning.OPERATIONS}
 """The operations that have a choice, by the bench's names."""
 
 

@@ -65,6 +65,15 @@ def call(
             on_device(xp, parts[rank][:count]), target if rank == root else None, root=root, algorithm=algorithm
         )
         expected = reduced("sum", [part[:count] for part in parts])[: len(target)]
+    elif operation == "Reduce_scatter_block":
+        target = output[:count]
+        comm.Reduce_scatter_block(on_device(xp, parts[rank]), target, algorithm=algorithm)
+        expected = reduced("sum", [part[rank * count : (rank + 1) * count] for part in parts])
+    elif operation == "Reduce_scatter_block in place":
+        whole, target = output[: count * size], output[:count]
+        whole[:] = on_device(xp, parts[rank])
+        comm.Reduce_scatter_block(MPI.IN_PLACE, whole, algorithm=algorithm)
+        expected = reduced("sum", [part[rank * count : (rank + 1) * count] for part in parts])
     elif operation == "Gather":
         target, root = output[: count * size if rank == seed % size else 0], seed % size
         comm.Gather(
@@ -213,7 +222,10 @@ def test_different_places_are_an_error_on_all_ranks(device: str) -> None:
     comm.Free()
 
 
-@pytest.mark.parametrize("operation", [*OPERATIONS, "Alltoall in place", "Gather", "Scatter", "Reduce"])
+SCATTERED = ("Reduce_scatter_block", "Reduce_scatter_block in place")
+
+
+@pytest.mark.parametrize("operation", [*OPERATIONS, "Alltoall in place", "Gather", "Scatter", "Reduce", *SCATTERED])
 def test_copy_engines_into_ordinary_memory(
     comm: mpicomm.Communicator, xp: Any, operation: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -249,6 +249,34 @@ def test_reduce(size: int, in_place: bool, number: int) -> None:
         assert got.tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("number", [1, 2, 7])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_reduce_scatter(size: int, in_place: bool, number: int) -> None:
+    """In place, the result comes to the front of block 0, and the rest is left alone."""
+    count = 2001
+    cut = Parts.equal(4 * count, number)
+    for seed in range(6):
+        rng = np.random.default_rng([size, seed])
+        memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
+        values = [rng.standard_normal((size, count), np.float32) for _ in range(size)]
+        programs: list[list[Action]] = []
+        for rank, value in enumerate(values):
+            source = base(rank, OUTPUT if in_place else INPUT)
+            memory[source : source + value.nbytes] = value.view(np.uint8).ravel()
+            blocks = patterns.blocks(source, [count] * size, [index * count for index in range(size)], 4)
+            output = Span(base(rank, OUTPUT), count)
+            (exchange,) = patterns.reduce_scatter(rank, size, FLOAT32, blocks, output, SUM, in_parts=True)
+            programs.append(movement(rank, exchange, cut, landing_of(rank, size, cut, staged=True)))
+        require_balanced(programs)
+        before = memory.copy()
+        run(programs, memory, seed)
+        for rank in range(size):
+            expected = before[base(rank, OUTPUT) :][: 4 * count * size]
+            expected[: 4 * count] = reduced([value[rank] for value in values]).view(np.uint8)
+            assert memory[base(rank, OUTPUT) :][: 4 * count * size].tobytes() == expected.tobytes()
+
+
 @pytest.mark.parametrize("number", [1, 2, 3, 9])
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])

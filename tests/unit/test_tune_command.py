@@ -30,7 +30,7 @@ from tests.helpers.mpiexec import run_job
 TUNE = ("-m", "mpicomm.tune")
 KIB, MIB = 1 << 10, 1 << 20
 FLOAT, INTEGER = np.dtype(np.float32), np.dtype(np.int32)
-EVERY_NAME = [operation.lower() for operation in OPERATIONS]
+EVERY_NAME = [operation.lower().removesuffix("_block") for operation in OPERATIONS]
 
 
 @pytest.mark.parametrize(
@@ -66,6 +66,8 @@ def test_all_that_has_a_choice_is_a_subject() -> None:
         ("Alltoall", False, True, "float32"),
         ("Gather", False, False, "float32"),
         ("Scatter", False, False, "float32"),
+        ("Reduce_scatter_block", True, False, "float32"),
+        ("Reduce_scatter_block", False, False, "int32"),
     ]
     assert [subject.kind.operation for subject in subjects_of(["bcast"], [INTEGER])] == ["Bcast", "Bcast"]
     with pytest.raises(InvalidUsageError, match=r"-d float32,int32,float64: some would share a row"):

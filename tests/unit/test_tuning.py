@@ -49,6 +49,7 @@ def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size
         ("Alltoall", 2, 192),
         ("Gather", 2, 224),
         ("Reduce", 2, 224),
+        ("Reduce_scatter_block", 2, 320),
         ("Reduce", 4, None),
         ("Scatter", 2, 224),
         ("Gather", 4, None),
