@@ -32,13 +32,10 @@ from mpicomm.collectives.plain_calls import is_plainly_mpis
 from mpicomm.collectives.requests import Completer, DeferredRequest, PersistentRequest, Work
 from mpicomm.domain import Domain
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.reductions import sentinels_can_carry
-from mpicomm.mappings import Mappings
 from mpicomm.placement import Placement
 
 if TYPE_CHECKING:
     from mpicomm.collectives.device_engine import DeviceEngine
-    from mpicomm.collectives.device_plan import Plan
 
 ALGORITHMS = ("auto", "mpi", "one_shot", "two_shot", "ring", "copy_engine")
 _TWO_SHOT = ("Allreduce", "Bcast")  # on the host
@@ -238,8 +235,10 @@ class Collectives:
         array = array_of(call.operands[0].spec) if call.operands else None
         one_node = len(domain.placement.nodes) == 1
         if call.dtype is not None and algorithm != "mpi" and one_node:
+            from mpicomm.collectives.device_preparation import prepare
+
             engine = self._on_device(operation)
-            plan = self._prepare_on_device(engine, domain.mappings, call, algorithm)
+            plan = prepare(engine, domain.mappings, call, self._size, algorithm, self._scratch_for)
             assert self._known is not None
             send, receive, op = arguments.send, arguments.receive, arguments.op
             self._known.add(plan, (operation, algorithm, send, receive, op, arguments.root, arguments.counts))
@@ -264,31 +263,6 @@ class Collectives:
             raise InvalidUsageError(
                 f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
             )
-
-    def _prepare_on_device(self, engine: DeviceEngine, mappings: Mappings, call: Call, algorithm: str) -> Plan:
-        from mpicomm.collectives.device_selection import choose_algorithm
-
-        output, nbytes = call.common_output, call.nbytes or 0
-        memory = None
-        if output is not None and output.total:
-            assert call.dtype is not None
-            memory = mappings.find(output.pointer, output.total * call.dtype.itemsize)
-        algorithm = choose_algorithm(
-            engine.tuning,
-            algorithm,
-            call.operation,
-            nbytes,
-            self._size,
-            flagless=call.reduces and call.dtype is not None and sentinels_can_carry(call.dtype.name),
-            registered=memory is not None,
-            has_lines=engine.has_lines,
-        )
-        # A rank cannot store what it has reduced of a Reduce, for copy engines to send it on: all goes to the root.
-        two_hops = algorithm == "two_shot" or (algorithm == "copy_engine" and call.operation != "Reduce")
-        piece = nbytes if two_hops else None
-        scratch = self._scratch_for(call) if piece is None else None
-        exchanges = call.exchanges(piece, scratch, ring=algorithm == "ring")
-        return engine.prepare(exchanges, call.signature, memory, algorithm=algorithm)
 
     def _exchanges(self, call: Call, algorithm: str) -> list[Exchange]:
         """Return a call on host arrays as exchanges."""

@@ -137,6 +137,14 @@ class Tuning:
             return self
         return replace(self.updated(missing), source=f"{self.source}; for the rest {other.source}")
 
+    def without(self, algorithm: str) -> Tuning:
+        """Return the table as if there were no such algorithm, which is not "one_shot"."""
+        rows = []
+        for row in self.rows:
+            begins = {0: "one_shot", **{begin: name for begin, name in row.choices if name != algorithm}}
+            rows.append(replace(row, choices=tuple(begins.items())))
+        return replace(self, rows=tuple(rows))
+
     def describe(self) -> list[str]:
         """Return the table for a person to read, ranks with the same choices on one line."""
         sizes: dict[tuple[str, str], list[int]] = {}

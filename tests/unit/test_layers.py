@@ -34,7 +34,7 @@ LAYERS = [
     {"collectives.ops", "collectives.buffers"},
     {"collectives.arguments", "collectives.host_copies"},
     {"collectives.calls"},
-    {"collectives.plain_calls", "collectives.known_calls"},
+    {"collectives.plain_calls", "collectives.known_calls", "collectives.device_preparation"},
     {"collectives.dispatcher"},
     {"guard"},
     {"messages"},

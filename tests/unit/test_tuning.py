@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.collectives.tuning import BUILT_IN, OPERATIONS, algorithms_of
+from mpicomm.collectives.tuning import BUILT_IN, OPERATIONS, Kind, Row, algorithms_of
 from tests.helpers.tuning import KIB, MIB, NEVER, chosen, row, table
 
 EVERY_OPERATION = st.sampled_from([*OPERATIONS, "Gather", "Scan", "Alltoallv"])
@@ -143,6 +143,19 @@ def test_another_table_stands_in_where_there_is_no_row() -> None:
     assert chosen(both, NEVER, 4, registered=True) == "ring"
     assert chosen(both, 512 * KIB, 4, "Bcast") == "two_shot"
     assert BUILT_IN.completed(own) == BUILT_IN
+
+
+def test_a_table_without_an_algorithm() -> None:
+    measured = table(
+        row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine")),
+        Row(Kind("Bcast", False, False), 3, ((0, "copy_engine"),)),
+    )
+    found = measured.without("copy_engine")
+    assert found == table(
+        row("Allreduce", 3, (100, "two_shot")), Row(Kind("Bcast", False, False), 3, ((0, "one_shot"),))
+    )
+    assert found.without("copy_engine") == found
+    assert not any(name == "copy_engine" for each in BUILT_IN.without("copy_engine").rows for _, name in each.choices)
 
 
 def test_a_description_has_a_line_for_what_is_the_same() -> None:

@@ -1,0 +1,76 @@
+"""From a call on device arrays to a plan of the engine: which algorithm, in which exchanges, with which memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from mpicomm.collectives.calls import Call
+from mpicomm.collectives.device_selection import choose_algorithm
+from mpicomm.collectives.exchange import Span
+from mpicomm.collectives.tuning import Tuning
+from mpicomm.errors import HandleError
+from mpicomm.kernels.reductions import sentinels_can_carry
+from mpicomm.mappings import Mappings
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.device_engine import DeviceEngine  # needs CuPy
+    from mpicomm.collectives.device_plan import Plan
+
+_log = logging.getLogger("mpicomm")
+
+
+def prepare(
+    engine: DeviceEngine,
+    mappings: Mappings,
+    call: Call,
+    size: int,
+    asked: str,
+    scratch_for: Callable[[Call], Span | None],
+) -> Plan:
+    """Return this rank's part of a call between ``size`` ranks, for which the algorithm ``asked`` was given.
+
+    Collective where the engine's `prepare` is; raises as that and `choose_algorithm`. Where there is no memory for
+    copy engines to bring data to, and they were not asked for, another algorithm takes less: a warning says so.
+    """
+    output, nbytes = call.common_output, call.nbytes or 0
+    memory = None
+    if output is not None and output.total:
+        assert call.dtype is not None
+        memory = mappings.find(output.pointer, output.total * call.dtype.itemsize)
+
+    def choose(tuning: Tuning) -> str:
+        return choose_algorithm(
+            tuning,
+            asked,
+            call.operation,
+            nbytes,
+            size,
+            flagless=call.reduces and call.dtype is not None and sentinels_can_carry(call.dtype.name),
+            registered=memory is not None,
+            has_lines=engine.has_lines,
+        )
+
+    def prepared(algorithm: str) -> Plan:
+        # A rank cannot store what it has reduced of a Reduce, for copy engines to send it on: all goes to the root.
+        two_hops = algorithm == "two_shot" or (algorithm == "copy_engine" and call.operation != "Reduce")
+        piece = nbytes if two_hops else None
+        scratch = scratch_for(call) if piece is None else None
+        exchanges = call.exchanges(piece, scratch, ring=algorithm == "ring")
+        return engine.prepare(exchanges, call.signature, memory, algorithm=algorithm)
+
+    algorithm = choose(engine.tuning)
+    try:
+        return prepared(algorithm)
+    except HandleError as error:  # the same on all ranks
+        if asked != "auto" or algorithm != "copy_engine":
+            raise
+        _warn_of_memory(call.operation, str(error))
+        return prepared(choose(engine.tuning.without("copy_engine")))
+
+
+@lru_cache
+def _warn_of_memory(operation: str, reason: str) -> None:
+    _log.warning("%s goes without copy engines, which is slower, for want of memory: %s", operation, reason)
