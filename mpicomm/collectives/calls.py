@@ -15,6 +15,7 @@ from mpicomm.collectives.arguments import Operand, parse, parse_vector, require_
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.collectives.ops import check_legal, op_name
 from mpicomm.collectives.signature import Signature
+from mpicomm.collectives.tuning import INTO_ALL
 from mpicomm.errors import InvalidUsageError
 
 Shape = Literal["one", "blocks", "vector"]
@@ -123,7 +124,7 @@ class Call:
 
         In an all-to-all in place it is input too, of which a rank does not know when others have read it.
         """
-        if self.operation not in ("Allgather", "Allreduce", "Alltoall", "Bcast"):
+        if self.operation not in INTO_ALL:
             return None
         return self.receive if self.operation != "Alltoall" or self.send is not None else None
 
@@ -147,6 +148,7 @@ class Call:
     def exchanges(self, piece_nbytes: int | None, scratch: Span | None = None, *, ring: bool = False) -> list[Exchange]:
         """Return the call as exchanges; two-shot where ``piece_nbytes`` is given and the operation has one.
 
+        A Reduce_scatter_block in place then takes no ``scratch`` memory: see `patterns.reduce_scatter`.
         With ``ring``, for an all-reduce, it goes around the ring.
         """
         assert self.dtype is not None

@@ -109,14 +109,20 @@ def movement(
     """
     send, receive = exchange.sends[rank], exchange.receives[rank]
     turns = parts.number + (relay is not None)
+    # The barrier: before it, another rank's earlier work may still read the memory that these copies overwrite: its
+    # output, or staging memory of an earlier call. The fork: a copy does not pass the barrier on the other stream.
     actions: list[Action] = [Barrier(), Fork(), *_copies(rank, exchange, 0, parts, landing)]
     if send is not None and receive is not None and send.count and send.pointer != receive.pointer:
         actions.append(Copy(receive.pointer, send.pointer, send.count * exchange.dtype.itemsize, local=True))
     for turn in range(turns):
-        # After this barrier a part has come, and what was sent on of the part before.
+        # The join pairs with the barrier: a rank that came to it before its copies were over would let the others read
+        # what has not come. After it this part is there, and what was sent on of the one before. The next part is
+        # behind the join, and copied meanwhile.
         actions += [Join(), *_copies(rank, exchange, turn + 1, parts, landing), Barrier()]
         if turn + 1 < turns:
-            # What is copied into a region again, in the next turn, waits for this barrier: all have left it by then.
+            # What is sent on must not be read before this barrier; and the part after the next, which goes where the
+            # one before this was, must not be copied before all have left that, as they have when they come here. The
+            # join of the next turn pairs with it: a capture must not end with a forked stream.
             actions.append(Fork())
             if relay is not None:
                 actions += _copies(rank, relay, turn, parts, landing, received=exchange)
@@ -134,17 +140,21 @@ def allreduce(
 
     Each rank's shard of the ``contributions`` is reduced by that rank, and the results copied to all others.
     """
+    # As in `movement`: the barrier guards memory that an earlier call may still use, the fork keeps copies behind it.
     actions: list[Action] = [Barrier(), Fork(), *_copies(rank, scattered, 0, parts, contributions), Join()]
     for turn in range(parts.number + 2):
-        # After this barrier the contributions to a part have come, and the results of the last part but one. In place,
-        # a rank's input is overwritten only now, when it says that it has been copied away.
+        # Pairs with the last join of every rank: the contributions to this part have come, and the results of the last
+        # but one, neither of which may be read before. In place, a rank's input is overwritten only now, when it says
+        # that it has been copied away.
         actions += [Barrier(), *_reducing(rank, scattered, turn, parts, contributions, _REDUCING_BLOCKS)]
         actions += _unloading(rank, gathered, turn - 2, parts, results)
         actions += _copies(rank, scattered, turn + 1, parts, contributions)
         if turn <= parts.number:
+            # Before the next barrier, which says that these contributions, and the results of the last part, have come.
             actions.append(Join())
         if turn < parts.number:
-            # The fork also holds what is copied into a region again, in the next turn: all have left it by now.
+            # Results are copied when they are reduced. The fork also holds the contributions of the next turn, which go
+            # into a region again: all ranks had left it when they came to this turn's barrier.
             actions += [Fork(), *_copies(rank, gathered, turn, parts, results)]
     return actions
 
@@ -166,7 +176,7 @@ def _copies(
     for distance in range(1, size):
         peer = (rank + distance) % size
         send = exchange.sends[peer]
-        begin, nbytes = parts.cut(send, part, itemsize) if send is not None else (0, 0)
+        begin, nbytes = parts.cut(send, part, itemsize)
         if send is not None and nbytes:
             source = send.pointer + begin
             if received is not None:
@@ -189,7 +199,7 @@ def _reducing(
 ) -> Iterator[Reduce]:
     """Yield the reduction of a part of what this rank reduces, if it does."""
     reduction = exchange.reduction
-    begin, nbytes = parts.cut(reduction.output, part, exchange.dtype.itemsize) if reduction is not None else (0, 0)
+    begin, nbytes = parts.cut(reduction.output if reduction else None, part, exchange.dtype.itemsize)
     if reduction is not None and nbytes:
         assert reduction.own is not None
         sources = tuple(

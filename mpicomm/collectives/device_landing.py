@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from mpicomm.collectives.exchange import Exchange, Span
@@ -49,14 +50,19 @@ class Parts:
         """How many there are."""
         return len(self.bounds) - 1
 
-    @property
+    @cached_property
     def largest_nbytes(self) -> int:
         """The size of the largest, rounded up."""
         return aligned(max(end - begin for begin, end in itertools.pairwise(self.bounds)))
 
-    def cut(self, span: Span, part: int, itemsize: int) -> tuple[int, int]:
+    @cached_property
+    def room_nbytes(self) -> int:
+        """What staging memory has for them from each rank: all, or `REGIONS` for one each, used again and again."""
+        return min(aligned(self.bounds[-1]), REGIONS * self.largest_nbytes)
+
+    def cut(self, span: Span | None, part: int, itemsize: int) -> tuple[int, int]:
         """Return where in ``span`` a part begins, and its bytes; there is nothing of it in a shorter one, or none."""
-        if not 0 <= part < self.number:
+        if span is None or not 0 <= part < self.number:
             return 0, 0
         begin, end = (min(bound, span.count * itemsize) for bound in self.bounds[part : part + 2])
         return begin, end - begin
@@ -97,8 +103,6 @@ class InStaging:
     rank: int
     pointers: Sequence[int]
     parts: Parts
-    room_nbytes: int
-    """See `room_nbytes_of`."""
 
     def target(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
         """See `Landing`."""
@@ -111,14 +115,9 @@ class InStaging:
     def _place(self, source: int, owner: int, part: int) -> int:
         size, parts = len(self.pointers), self.parts
         room = (source - owner - 1) % size
-        whole = parts.bounds[-1] <= self.room_nbytes
+        whole = parts.bounds[-1] <= parts.room_nbytes
         offset = parts.bounds[part] if whole else part % REGIONS * parts.largest_nbytes
-        return self.pointers[owner] + room * self.room_nbytes + offset
-
-
-def room_nbytes_of(parts: Parts) -> int:
-    """Return the size of a room: all parts, or `REGIONS` for one each that are used again and again."""
-    return min(aligned(parts.bounds[-1]), REGIONS * parts.largest_nbytes)
+        return self.pointers[owner] + room * parts.room_nbytes + offset
 
 
 def aligned(nbytes: int) -> int:

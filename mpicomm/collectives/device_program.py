@@ -24,7 +24,7 @@ from mpicomm.collectives.device_copies import (
     parts_of,
 )
 from mpicomm.collectives.device_direct import DirectPlanner
-from mpicomm.collectives.device_landing import InOutput, InStaging, Landing, room_nbytes_of
+from mpicomm.collectives.device_landing import InOutput, InStaging, Landing
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import PacketPlanner
 from mpicomm.collectives.device_selection import Room, choose_ways, longest_nbytes
@@ -148,8 +148,8 @@ class Program:
         then: Then = "nothing" if following is None else "gather" if reduces else "relay"
         most = planners.most_staged_nbytes
         parts = parts_of(self._nbytes, size, most, reduces=reduces, then=then, staged=staged)
-        room = room_nbytes_of(parts)
-        contributions_nbytes, landing_nbytes = (each * (size - 1) * room for each in (then == "gather", staged))
+        all_rooms = (size - 1) * parts.room_nbytes
+        contributions_nbytes, landing_nbytes = (then == "gather") * all_rooms, staged * all_rooms
         pointers: Sequence[int] = ()
         if contributions_nbytes or landing_nbytes:
             pointers = planners.arena.staging(contributions_nbytes + landing_nbytes)
@@ -157,10 +157,10 @@ class Program:
         if memory is not None:
             landing = InOutput(rank, memory)
         else:
-            landing = InStaging(rank, [pointer + contributions_nbytes for pointer in pointers], parts, room)
+            landing = InStaging(rank, [pointer + contributions_nbytes for pointer in pointers], parts)
         if following is None or then == "relay":
             return movement(rank, exchange, parts, landing, following)
-        return allreduce(rank, exchange, following, parts, InStaging(rank, pointers, parts, room), landing)
+        return allreduce(rank, exchange, following, parts, InStaging(rank, pointers, parts), landing)
 
 
 def tag_of(signature: Signature, step: int, memory: Mapped | None = None) -> int:

@@ -18,7 +18,8 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import MAX_RANKS
 
 _REDUCING = ("Allreduce", "Reduce", "Reduce_scatter_block")
-_INTO_ALL = ("Allreduce", "Bcast", "Allgather", "Alltoall")
+INTO_ALL = ("Allreduce", "Bcast", "Allgather", "Alltoall")
+"""The operations whose output all ranks have alike, so that others may store into it."""
 _ALGORITHMS = {
     "Allreduce": ("one_shot", "two_shot", "copy_engine", "ring"),
     "Bcast": ("one_shot", "two_shot", "copy_engine"),
@@ -56,7 +57,7 @@ class Kind(NamedTuple):
 def kind_of(operation: str, *, flagless: bool, registered: bool) -> Kind:
     """Return the kind of a call: only what makes a difference to the operation is told apart."""
     # What is reduced decides on the packets; into the output of one rank alone nobody else can store.
-    return Kind(operation, flagless and operation in _REDUCING, registered and operation in _INTO_ALL)
+    return Kind(operation, flagless and operation in _REDUCING, registered and operation in INTO_ALL)
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ struct LocalReduction {
 
 }  // namespace mpicomm
 
-// Of one block: else the compiler may aim at two in 64 registers, where loads wait for each other (of int32, half as fast).
+// Of one block: else the compiler may aim at two in 64 registers, where loads wait for each other (of int32, half as
+// fast).
 extern "C" __global__ void __launch_bounds__(mpicomm::kReductionThreads, 1)
     mpicomm_local_reduction(const __grid_constant__ mpicomm::LocalReduction);
 

@@ -28,7 +28,7 @@ from mpicomm.collectives.device_copies import (
     movement,
     parts_of,
 )
-from mpicomm.collectives.device_landing import InOutput, InStaging, Landing, Parts, room_nbytes_of
+from mpicomm.collectives.device_landing import InOutput, InStaging, Landing, Parts
 from mpicomm.collectives.exchange import Span
 from mpicomm.mappings import Mapped
 
@@ -110,9 +110,8 @@ def base(rank: int, place: int) -> int:
 
 
 def staging(rank: int, size: int, place: int, parts: Parts) -> InStaging:
-    room = min(room_nbytes_of(parts), device_landing.REGIONS * parts.largest_nbytes)
-    assert (size - 1) * room <= RANK_NBYTES // 4
-    return InStaging(rank, [base(peer, place) for peer in range(size)], parts, room)
+    assert (size - 1) * parts.room_nbytes <= RANK_NBYTES // 4
+    return InStaging(rank, [base(peer, place) for peer in range(size)], parts)
 
 
 def landing_of(rank: int, size: int, parts: Parts, *, staged: bool) -> Landing:
@@ -337,7 +336,7 @@ def test_staging_memory_is_bounded(longest_nbytes: int, size: int, then: Then, s
         parts = parts_of(longest_nbytes, size, most, reduces=reduces, then=then, staged=staged)
         assert list(parts.bounds) == sorted(set(parts.bounds))
         assert (parts.bounds[0], parts.bounds[-1]) == (0, longest_nbytes)
-        assert ((then == "gather") + staged) * (size - 1) * room_nbytes_of(parts) <= most
+        assert ((then == "gather") + staged) * (size - 1) * parts.room_nbytes <= most
         if then == "nothing" and not staged:
             assert parts.number == 1  # which the copies are fastest in
         if reduces and longest_nbytes > 1024:
