@@ -1,10 +1,10 @@
 """Everything at random for a long time: `mpiexec -n N python scripts/soak.py --seconds 3600`, from the project's root.
 
 Random collectives, blocking, nonblocking and persistent, of all types and sizes, on communicators that share ranks,
-each round on communicators and streams of its own; on GPUs also graphs that are replayed; arrays, puts, gets and
-signals; messages; memory that is registered and closed. All results are compared with NumPy's. Prints what was done,
-how fast, and by how much the process has grown since the first tenth; exits with 1 where a result is wrong or something
-grows.
+each round on communicators and streams of its own; arrays, puts, gets and signals; messages; memory that is registered
+and closed; on GPUs also graphs of collectives that are replayed, and arrays large enough for copy engines. All results
+are checked, the last ones by the GPUs. Prints what was done, how fast, and by how much the process has grown since the
+first tenth; exits with 1 where a result is wrong or something grows.
 
 ``--repeat N`` begins again with the first round after N, and compares with the time after two times N: what grows then
 is not the memory that a device needs for the code of further kernels, some 60 MiB in all.
@@ -31,16 +31,20 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers.collective_calls import Case, Prepared, compile_reductions
+from tests.helpers.checked_on_device import checked, draw
+from tests.helpers.collective_calls import compile_reductions
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.random_collectives import REDUCED, Family, Player, known
 
 WORLD = MPI.COMM_WORLD
 CALLS = 200
-REPLAYS = 100
+CAPTURED = 10
+REPLAYS = 1000
 SHARED = 100
 MESSAGES = 40
 MIB = 1 << 20
+CAPTURED_NBYTES = (64, 4 * MIB)
+LARGE_NBYTES = (24 * MIB, 512 * MIB)
 SETTLED_S = 0.3  # after which the threads that complete requests have gone
 Rounds = Iterator[tuple[float, Callable[[], object]]]
 """The work of each round, and how much of all is done before it."""
@@ -92,6 +96,7 @@ class Soak:
             self.done["calls"] += CALLS
             if xp is not np:
                 self._replay(family.world, xp)
+                self._large(family.world, xp)
             self._share(family.world, xp)
             self._messages(family.world, xp)
             if xp is not np:
@@ -113,24 +118,25 @@ class Soak:
         stream.synchronize()
 
     def _replay(self, comm: mpicomm.Communicator, xp: Any) -> None:
-        """Capture all-reduces into a graph, and replay it with other values."""
-        count = int(self._rng.choice([17, 5000, 300_000]))
-        case = Case("Allreduce", np.dtype(np.float32), count, algorithm="one_shot")
-        prepared = Prepared(case, comm.rank, comm.size, xp)
-        prepared.run(comm)  # what is made at a first call cannot be captured
-        comm.check()
-        stream = xp.cuda.Stream(non_blocking=True)
-        with stream:
-            stream.begin_capture()
-            prepared.run(comm)
-            graph = stream.end_capture()
-        for seed in range(REPLAYS):
-            prepared.renew(seed)
-            xp.cuda.Device().synchronize()
-            graph.launch(stream)
-            comm.check(stream)
-            prepared.check()
+        """Capture collectives into a graph, which makes and checks their values by itself, and replay it."""
+        calls = [draw(self._rng, comm.size, CAPTURED_NBYTES, ("auto", "auto", "one_shot")) for _ in range(CAPTURED)]
+        with checked(comm, calls, xp) as sequence:
+            stream = xp.cuda.Stream(non_blocking=True)
+            with stream:
+                stream.begin_capture()
+                sequence.run()
+                graph = stream.end_capture()
+                for _ in range(REPLAYS):
+                    graph.launch()
         self.done["replays"] += REPLAYS
+        self.done["calls replayed"] += REPLAYS * CAPTURED
+
+    def _large(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Call a collective on arrays that are large enough for copy engines."""
+        call = draw(self._rng, comm.size, LARGE_NBYTES, ("auto", "copy_engine"))
+        with checked(comm, [call], xp) as sequence:
+            sequence.run()
+        self.done["large calls"] += 2
 
     def _share(self, comm: mpicomm.Communicator, xp: Any) -> None:
         """Hand values on around the ring, by put and by get."""

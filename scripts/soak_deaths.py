@@ -25,6 +25,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu"))
     parser.add_argument("--timeout", type=float, default=0.3)
+    parser.add_argument("--step", default="", help="where all victims die, copy_engine say")
     options = parser.parse_args()
     kills = options.ranks - 1
     ways: Counter[str] = Counter()
@@ -32,7 +33,7 @@ def main() -> None:
     slowest, wrong, seed = 0.0, 0, 0
     while sum(ways.values()) < options.trials:
         with tempfile.TemporaryDirectory(prefix="mpicomm-deaths-") as directory:
-            how = (f"--device={options.device}", f"--timeout={options.timeout}")
+            how = (f"--device={options.device}", f"--timeout={options.timeout}", f"--step={options.step}")
             left = options.trials - sum(ways.values())
             trials = min(TRIALS_PER_JOB, -(-left // options.at_once))
             count = (options.at_once, options.ranks, max(1, trials - kills), kills)

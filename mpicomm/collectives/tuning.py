@@ -183,24 +183,19 @@ def _built_in() -> Tuning:
 
     more_than_2, both = range(3, MAX_RANKS + 1), (True, False)
     # Between two ranks one hop has no more traffic than two.
-    two_hops = {2: (), 3: ((384 * _KIB + 1, "two_shot"),), 4: ((256 * _KIB + 1, "two_shot"),)}
+    two_hops = {3: ((384 * _KIB + 1, "two_shot"),), 4: ((256 * _KIB + 1, "two_shot"),)}
     blocks = ("Allgather", "Alltoall")
-    # Copy engines into ordinary memory were measured between 2 ranks. Between more of them the bounds are estimates on
-    # the safe side: from where on, with symmetric memory, they save more than moving the last part takes.
-    staged = {2: 160 * _MIB, 3: 384 * _MIB, 4: 512 * _MIB}
     rows = (
-        *(
-            row("Allreduce", size, *hops, (staged[size], "copy_engine"), flagless=flagless)
-            for size, hops in two_hops.items()
-            for flagless in both
-        ),
+        # Copy engines into ordinary memory were measured between 2 ranks. Between more of them the bounds are estimates
+        # on the safe side: from where on, with symmetric memory, they save more than moving the last part takes.
+        row("Allreduce", 2, (160 * _MIB, "copy_engine"), flagless=True),
+        row("Allreduce", 2, (96 * _MIB, "copy_engine")),
+        *(row("Allreduce", 3, *two_hops[3], (384 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
+        *(row("Allreduce", 4, *two_hops[4], (512 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
         row("Allreduce", 2, (96 * _MIB, "copy_engine"), flagless=True, registered=True),
         row("Allreduce", 3, *two_hops[3], (160 * _MIB, "copy_engine"), flagless=True, registered=True),
         row("Allreduce", 4, *two_hops[4], (160 * _MIB, "copy_engine"), flagless=True, registered=True),
-        *(
-            row("Allreduce", size, *hops, (96 * _MIB, "copy_engine"), registered=True)
-            for size, hops in two_hops.items()
-        ),
+        *(row("Allreduce", size, *two_hops[size], (96 * _MIB, "copy_engine"), registered=True) for size in (3, 4)),
         *(row("Bcast", size, (512 * _KIB, "two_shot")) for size in more_than_2),
         row("Bcast", 2, (144 * _MIB, "copy_engine")),
         row("Bcast", 2, (80 * _MIB, "copy_engine"), registered=True),
@@ -209,8 +204,9 @@ def _built_in() -> Tuning:
         *(row(name, 2, (192 * _MIB, "copy_engine")) for name in blocks),
         *(row(name, 3, (480 * _MIB, "copy_engine")) for name in blocks),
         *(row(name, 2, (224 * _MIB, "copy_engine")) for name in ("Gather", "Scatter")),
-        *(row("Reduce", 2, (224 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
-        *(row("Reduce_scatter_block", 2, (320 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
+        *(row("Reduce", 2, (160 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
+        row("Reduce_scatter_block", 2, (240 * _MIB, "copy_engine"), flagless=True),
+        row("Reduce_scatter_block", 2, (144 * _MIB, "copy_engine")),
     )
     return Tuning("built in, measured on H200s", rows, "NVIDIA H200")
 

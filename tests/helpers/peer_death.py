@@ -1,6 +1,7 @@
 """Ranks that die, stop or fail at random lines of mpicomm: what do the others see, and when?
 
-`mpiexec -n N python -m tests.helpers.peer_death RESULTS [--trials K] [--kills M] [--seed S] [--timeout T] [--device D]`
+`mpiexec -n N python -m tests.helpers.peer_death RESULTS [--trials K] [--kills M] [--seed S] [--timeout T] [--device D]
+[--step NAME]`
 
 In each trial all ranks take the same steps, from the making of a communicator to its `Free`, but for one, the victim.
 At a line that is drawn among those mpicomm runs in a drawn step, it stops (SIGSTOP) until the others are done, or it
@@ -101,6 +102,7 @@ class Play:
             "first collective": lambda: self._allreduce(5, "one_shot"),
             "one_shot": lambda: self._allreduce(300_000, "one_shot"),
             "two_shot": lambda: self._allreduce(300_000, "two_shot"),
+            **({} if device == "cpu" else {"copy_engine": self._copies}),
             "Bcast": self._bcast,
             "shared_event": lambda: self._made.shared_event(),
             "signals": self._signals,
@@ -130,6 +132,15 @@ class Play:
 
         self._made.Allreduce(MPI.IN_PLACE, self._buffer(count), algorithm=algorithm)
         self._made.check()  # a GPU says here what went wrong
+
+    def _copies(self) -> None:
+        """Have copies under way for longer than it takes to call for more of them."""
+        from mpi4py import MPI
+
+        buffer = self._buffer(1 << 24)
+        for _ in range(4):
+            self._made.Allreduce(MPI.IN_PLACE, buffer, algorithm="copy_engine")
+        self._made.check()
 
     def _bcast(self) -> None:
         self._made.Bcast(self._buffer(1 << 20), algorithm="one_shot")
@@ -177,7 +188,8 @@ class Trials:
             ways: tuple[str, ...] = RESUMED if trial < self._options.trials else FOR_GOOD
             how = ways[int(self._rng.integers(len(ways)))]
             victim = self._alive[int(self._rng.integers(len(self._alive)))]
-            step = list(self._lines[victim])[int(self._rng.integers(len(self._lines[victim])))]
+            steps = [name for name in self._lines[victim] if self._options.step in (name, "")]
+            step = steps[int(self._rng.integers(len(steps)))]
             at = 1 + int(self._rng.random() * self._lines[victim][step])
             outcome = Outcome(trial, how, victim, step)
             faulthandler.dump_traceback_later(PATIENCE_S / 2, file=self._stacks)
@@ -285,7 +297,7 @@ class Trials:
             outcome.wrong.append("the victim is silent, which is no CollectiveTimeoutError")
         # Who waits for a signal sees no further than its peer, and who waits for that one finds it gone; a duplicate of
         # MPI's does not know who is missing.
-        names = list(Play(None, "cpu", 0.0).steps)
+        names = list(Play(None, self._options.device, 0.0).steps)
         signals = names.index("signals")
         indirect = names.index(outcome.step) <= signals <= names.index(outcome.error_step)
         place = self._alive.index(outcome.victim)
@@ -350,6 +362,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=0.3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--step", default="", help="the step of all victims; any, if none is given")
     options = parser.parse_args()
     begin(options.results)
     try:

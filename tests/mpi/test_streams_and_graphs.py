@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from tests.helpers.checked_on_device import DTYPES, IN_PLACE, OPERATIONS, Call, CheckedSequence, checked
 from tests.helpers.communicators import communicator
 
 COUNTS = (1, 4097, 1 << 20)
@@ -246,3 +248,38 @@ def test_tensors_of_pytorch(comm: mpicomm.Communicator, name: str) -> None:
     comm.Bcast(by_name, root=comm.size - 1, stream=side)
     side.synchronize()
     assert by_name.cpu().tolist() == [comm.size - 1] * 7
+
+
+def every_collective(count: int) -> list[Call]:
+    """All operations, into ordinary and into symmetric memory, out of place and in place."""
+    calls = [Call("Sendrecv", "int32", count, algorithm="one_shot")]
+    for number, operation in enumerate(OPERATIONS[:-1]):
+        places = (False, True) if operation in IN_PLACE else (False,)
+        for in_place, symmetric in itertools.product(places, (False, True)):
+            dtype = DTYPES[(number + symmetric) % len(DTYPES)]
+            calls.append(Call(operation, dtype, count, 0, "auto", in_place, symmetric))
+    return calls
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_graph_of_every_collective_with_new_values_in_each_replay(
+    comm: mpicomm.Communicator, xp: Any, stream: Any, count: int
+) -> None:
+    with checked(comm, every_collective(count), xp) as sequence, stream:
+        stream.begin_capture()
+        sequence.run()
+        graph = stream.end_capture()
+        for _ in range(REPLAYS // 5):
+            graph.launch()
+
+
+def test_what_a_replay_leaves_undone_is_seen(
+    comm: mpicomm.Communicator, xp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sequence = CheckedSequence(comm, [Call("Allreduce", "float32", 1000), Call("Allgather", "int64", 1000)], xp)
+    sequence.run()
+    sequence.check()
+    monkeypatch.setattr(mpicomm.Communicator, "Allgather", lambda *arguments, **keywords: None)
+    sequence.run()
+    with pytest.raises(AssertionError, match=r"wrong were \d+ elements of Call\(operation='Allgather'"):
+        sequence.check()

@@ -24,7 +24,7 @@ def two_shot_from(operation: str, size: int) -> int:
 def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size: int, flagless: bool) -> None:
     begin = two_shot_from(operation, size)
     near = set() if begin == NEVER else {begin - 1, begin, begin + 1}
-    for nbytes in {0, 1, *near, *(1 << exponent for exponent in range(28))}:
+    for nbytes in {0, 1, *near, *(1 << exponent for exponent in range(27))}:
         algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=False)
         assert algorithm == ("two_shot" if begin <= nbytes and begin != NEVER else "one_shot"), nbytes
 
@@ -48,8 +48,8 @@ def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size
         ("Allgather", 2, 192),
         ("Alltoall", 2, 192),
         ("Gather", 2, 224),
-        ("Reduce", 2, 224),
-        ("Reduce_scatter_block", 2, 320),
+        ("Reduce", 2, 160),
+        ("Reduce_scatter_block", 2, 240),
         ("Reduce", 4, None),
         ("Scatter", 2, 224),
         ("Gather", 4, None),
@@ -61,6 +61,13 @@ def test_copies_into_ordinary_memory_begin_later(operation: str, size: int, begi
     for nbytes in (min(bound, 1 << 39) - KIB, min(bound, 1 << 39), 1 << 40):
         copies = nbytes >= bound
         assert (chosen(BUILT_IN, nbytes, size, operation, registered=False) == "copy_engine") == copies
+
+
+@pytest.mark.parametrize(("operation", "begin"), [("Allreduce", 96), ("Reduce", 160), ("Reduce_scatter_block", 144)])
+def test_copies_save_more_where_packets_have_flags(operation: str, begin: int) -> None:
+    for nbytes in (begin * MIB - KIB, begin * MIB):
+        algorithm = BUILT_IN.algorithm(operation, nbytes, 2, flagless=False, registered=False)
+        assert algorithm == ("copy_engine" if nbytes == begin * MIB else "one_shot")
 
 
 @pytest.mark.parametrize("flagless", [True, False])

@@ -1,0 +1,174 @@
+"""Collectives whose input is made and whose result is checked by kernels, so that graphs can replay them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.collectives.tuning import algorithms_of
+
+OPERATIONS = (
+    *("Allreduce", "Reduce", "Reduce_scatter_block", "Allgather", "Alltoall"),
+    *("Bcast", "Gather", "Scatter", "Sendrecv"),
+)
+DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint8")
+IN_PLACE = ("Allreduce", "Allgather", "Reduce_scatter_block", "Alltoall")
+"""The operations that are called in place too; Bcast always is."""
+BLOCKS = ("Reduce_scatter_block", "Allgather", "Alltoall", "Gather", "Scatter")
+"""The operations that have a block for, or from, each rank."""
+
+# The value that a rank has at a place in a step. Small, so that sums over ranks are exact in every type.
+_VALUE = """
+__device__ unsigned value(unsigned long long step, unsigned rank, unsigned long long place) {
+    unsigned long long x = (step * 64 + rank) * 0x9e3779b97f4a7c15ull + place * 0xd1342543de82ef95ull;
+    x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9ull;
+    return (unsigned)(x >> 40) & 15;
+}
+"""
+# Of every ``block`` elements, sources follow those of the block before; ``sources`` are added up.
+_CHECK = """
+    unsigned long long place = offset + i % block;
+    unsigned sum = 0;
+    for (unsigned source = 0; source < sources; ++source)
+        sum += value(step[0], first + source + (unsigned)(i / block), place);
+    if (found != (T)sum) atomicAdd(&wrong[number], 1ull);
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective as all ranks know it; ``count`` is that of a block."""
+
+    operation: str
+    dtype: str
+    count: int
+    root: int = 0
+    algorithm: str = "auto"
+    in_place: bool = False
+    symmetric: bool = False
+    """Whether the output is symmetric memory."""
+
+
+def draw(rng: np.random.Generator, size: int, nbytes: tuple[int, int], algorithms: Sequence[str]) -> Call:
+    """Return a call between ``size`` ranks, of between so many bytes in all."""
+
+    def choose(choices: Sequence[str]) -> str:
+        return choices[int(rng.integers(len(choices)))]
+
+    operation, dtype, algorithm = choose(OPERATIONS), choose(DTYPES), choose(algorithms)
+    blocks = size if operation in BLOCKS else 1
+    count = int(2 ** rng.uniform(*np.log2(nbytes))) // np.dtype(dtype).itemsize // blocks
+    root, in_place, symmetric = int(rng.integers(size)), rng.random() < 0.3, rng.random() < 0.3
+    if algorithm not in algorithms_of(operation):
+        algorithm = "one_shot" if operation == "Sendrecv" else "auto"
+    return Call(operation, dtype, count, root, algorithm, bool(in_place and operation in IN_PLACE), bool(symmetric))
+
+
+class CheckedSequence:
+    """Collectives on the current stream, one after the other, with new values in each run. Making one is collective."""
+
+    def __init__(self, comm: mpicomm.Communicator, calls: Sequence[Call], xp: Any) -> None:
+        self._comm = comm
+        self._step = xp.zeros(1, np.uint64)
+        self._wrong = xp.zeros(len(calls), np.uint64)
+        self._fill = xp.ElementwiseKernel(
+            "raw uint64 step, uint32 rank", "T out", "out = (T)value(step[0], rank, i)", "fill", preamble=_VALUE
+        )
+        self._compare = xp.ElementwiseKernel(
+            "T found, raw uint64 step, uint32 first, uint32 sources, uint64 block, uint64 offset, uint64 number",
+            "raw uint64 wrong",
+            _CHECK,
+            "compare",
+            preamble=_VALUE,
+        )
+        self._arrays = contextlib.ExitStack()
+        self._calls = [(call, *self._buffers(call, xp)) for call in calls]
+
+    def run(self) -> None:
+        """Make input, call and check, on the current stream. Collective; can be captured after a first time."""
+        self._step += 1
+        for number, (call, sent, received) in enumerate(self._calls):
+            self._fill(self._step, self._comm.rank, sent)
+            self._run(call, sent, received)
+            if received is not None:
+                self._compare(received, self._step, *self._sources(call), np.uint64(number), self._wrong)
+
+    def check(self) -> None:
+        """Raise where anything was wrong so far; waits for the GPU. Local."""
+        self._comm.check()
+        wrong = self._wrong.get().tolist()
+        said = [f"{count} elements of {self._calls[number][0]}" for number, count in enumerate(wrong) if count]
+        assert not said, f"rank {self._comm.rank} of {self._comm.size}: wrong were {', '.join(said)}"
+
+    def close(self) -> None:
+        """Give up what is symmetric. Collective."""
+        self._arrays.close()
+
+    def _buffers(self, call: Call, xp: Any) -> tuple[Any, Any]:
+        """Return what is sent, and where on this rank something is received, or None."""
+        size, rank, count = self._comm.size, self._comm.rank, call.count
+        sends = count * size if call.operation in ("Alltoall", "Reduce_scatter_block", "Scatter") else count
+        receives = count * size if call.operation in ("Allgather", "Alltoall", "Gather") else count
+        room = max(sends, receives) if call.in_place else receives
+        dtype = np.dtype(call.dtype)
+        if call.symmetric:
+            whole = self._arrays.enter_context(self._comm.empty(room, dtype)).local
+        else:
+            whole = xp.empty(room, dtype)
+        received = whole[:receives]
+        if call.operation == "Bcast":
+            return received, received
+        if call.in_place:
+            start = rank * count if call.operation == "Allgather" else 0
+            return whole[start : start + sends], received
+        if call.operation in ("Gather", "Reduce") and rank != call.root:
+            received = None
+        return xp.empty(sends, dtype), received
+
+    def _run(self, call: Call, sent: Any, received: Any) -> None:
+        comm, how = self._comm, {"algorithm": call.algorithm}
+        method = getattr(comm, call.operation)
+        if call.operation == "Sendrecv":
+            method(sent, (comm.rank + 1) % comm.size, 0, received, (comm.rank - 1) % comm.size, 0, **how)
+        elif call.operation == "Bcast":
+            method(received, root=call.root, **how)
+        elif call.in_place:
+            method(MPI.IN_PLACE, sent if call.operation == "Reduce_scatter_block" else received, **how)
+        elif call.operation in ("Reduce", "Gather", "Scatter"):
+            method(sent, received, root=call.root, **how)
+        else:
+            method(sent, received, **how)
+
+    def _sources(self, call: Call) -> tuple[np.uint32, np.uint32, np.uint64, np.uint64]:
+        """Return the first rank and the number of ranks whose values are added up, the block, and where it begins."""
+        rank, size = self._comm.rank, self._comm.size
+        first, sources, start = {
+            "Allreduce": (0, size, 0),
+            "Reduce": (0, size, 0),
+            "Reduce_scatter_block": (0, size, rank),
+            "Allgather": (0, 1, 0),
+            "Gather": (0, 1, 0),
+            "Alltoall": (0, 1, rank),
+            "Bcast": (call.root, 1, 0),
+            "Scatter": (call.root, 1, rank),
+            "Sendrecv": ((rank - 1) % size, 1, 0),
+        }[call.operation]
+        return np.uint32(first), np.uint32(sources), np.uint64(call.count), np.uint64(start * call.count)
+
+
+@contextlib.contextmanager
+def checked(comm: mpicomm.Communicator, calls: Sequence[Call], xp: Any) -> Iterator[CheckedSequence]:
+    """Give a sequence that has been run once, and check it at the end. Collective."""
+    sequence = CheckedSequence(comm, calls, xp)
+    sequence.run()
+    xp.cuda.get_current_stream().synchronize()  # for those who go on with it on another stream
+    yield sequence
+    xp.cuda.Device().synchronize()
+    sequence.check()
+    sequence.close()
