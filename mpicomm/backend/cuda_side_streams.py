@@ -30,6 +30,11 @@ class SideStreams:
             runtime.eventRecord(event.ptr, stream)
         return event
 
+    def passed(self, mark: Any) -> bool:
+        """Return whether the work up to a mark is done."""
+        with self._context.current():
+            return is_over(driver.cuEventQuery, mark.ptr)
+
     def follow(self, stream: int, mark: Any) -> None:
         """Let later work on ``stream`` wait for a mark."""
         with self._context.current():

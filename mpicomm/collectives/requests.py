@@ -31,7 +31,7 @@ class Work:
     It is done once ``done`` has returned true and ``finish`` has run after it; no function is called again then.
 
     Of a message, ``status`` is filled by then with what the request's own status is to say, and ``cancel`` is called by
-    the request's ``Cancel`` while it is pending; ``done`` then returns true if that is of any use.
+    `Work.cancel`, never while ``done`` runs; ``done`` then returns true if that is of any use.
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class Work:
         if status is None:  # without callbacks it takes two thirds of the time
             self.request = MPI.Grequest.Start(None, None, None)
         else:
-            self.request = MPI.Grequest.Start(self._say, None, self._stop)
+            # What cannot be cancelled mpi4py never calls cancelled. `cancel` does it, not MPI, which is locked while it
+            # calls back, when who has the turn may be waiting for it.
+            self.request = MPI.Grequest.Start(self._say, None, lambda completed: None)
         self._error: BaseException | None = None
         self._raised_by_caller = False
         self._done = done
@@ -94,6 +96,12 @@ class Work:
         self.drive()
         self._raised_by_caller = False
 
+    def cancel(self) -> None:
+        """Let a message that has not come yet not come at all, if it can be helped."""
+        with self._turn:
+            if self._cancel is not None and not self.over:
+                self._cancel()
+
     def require_success(self) -> None:
         """Raise what the work, which is done, has raised."""
         if self._error is not None:
@@ -108,10 +116,6 @@ class Work:
         status.Set_tag(known.tag)
         if isinstance(self._error, MPI.Exception) and not self._raised_by_caller:
             raise self._error  # mpi4py tells MPI, and MPI whoever waits in it
-
-    def _stop(self, completed: bool) -> None:
-        if self._cancel is not None and not completed:
-            self._cancel()
 
 
 class DeferredRequest(MPI.Grequest):
@@ -144,6 +148,11 @@ class DeferredRequest(MPI.Grequest):
         if done:
             self.work.require_success()
         return done
+
+    def Cancel(self) -> None:
+        """Cancel a receive whose message has not come yet: see mpi4py. Of all else nothing comes of it."""
+        super().Cancel()
+        self.work.cancel()
 
 
 class Completer:
@@ -258,6 +267,12 @@ class PersistentRequest(MPI.Prequest):
         if done:
             self._raise()
         return done
+
+    def Cancel(self) -> None:
+        """Cancel a receive that is started and whose message has not come yet: see mpi4py."""
+        super().Cancel()
+        if self._started is not None:
+            self._started.cancel()
 
     def Free(self) -> None:
         """Give the request up, after a wait for what it has started. A second call does nothing."""

@@ -20,6 +20,7 @@ from mpicomm.collectives.requests import Completer, DeferredRequest, Work
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.description import LEAST_PIECE_NBYTES, NBYTES, THRESHOLD_NBYTES
 from mpicomm.messages.device import MessageDevice
+from mpicomm.messages.incoming import Incoming
 from mpicomm.messages.landing import Landing
 from mpicomm.messages.matched import Matched, Stash
 from mpicomm.messages.memory import Memory
@@ -116,21 +117,8 @@ class Messages:
         request, matched = begin(landing.spec)
         if landing.is_mpis and matched is None and not always:
             return request
-        status = MPI.Status()
-        brought: list[Callable[[], bool]] = []
-
-        def done() -> bool:
-            if not brought:
-                if not (before() and request.Test(status)):
-                    return False
-                if status.Is_cancelled():
-                    return True
-                if matched is not None:
-                    matched.correct(status)
-                brought.append(self._bring_aside(landing, device, status, mark))
-            return brought[0]()
-
-        return self._request(Work(done, device.check, status, request.Cancel), device)
+        incoming = Incoming(landing, device, request, matched, mark, before)
+        return self._request(Work(incoming.done, device.check, incoming.status, incoming.cancel), device)
 
     def exchange(
         self,
@@ -221,7 +209,8 @@ class Messages:
         return packed(device, operand, nbytes, stream)
 
     def _bring(self, landing: Landing, device: MessageDevice, status: MPI.Status, stream: int | None) -> None:
-        if not landing.arrived(status):
+        landing.arrived(status)
+        if not landing.brings:
             return
         if stream is not None:
             landing.bring(status, stream)
@@ -229,20 +218,6 @@ class Messages:
         side = device.side_streams.take()  # for host memory; blocking, so nothing has to be ordered with it
         try:
             landing.bring(status, side)
-        finally:
-            device.side_streams.give_back(side)
-
-    def _bring_aside(
-        self, landing: Landing, device: MessageDevice, status: MPI.Status, mark: Any
-    ) -> Callable[[], bool]:
-        """Bring what has come on a stream of its own; return a function that says whether it is there."""
-        if not landing.arrived(status):
-            return lambda: True
-        # Of its own: it may wait for its sender, and what the user enqueues meanwhile, or receives, does not.
-        side = device.side_streams.take(mark)
-        try:
-            landing.bring(status, side)
-            return device.completion(side)
         finally:
             device.side_streams.give_back(side)
 

@@ -13,6 +13,9 @@ class SideStreams(Protocol):
     def mark(self, stream: int) -> Any:
         """Return the point in ``stream`` that its work so far has come to."""
 
+    def passed(self, mark: Any) -> bool:
+        """Return whether the work up to a mark is done."""
+
     def follow(self, stream: int, mark: Any) -> None:
         """Let later work on ``stream`` wait for a mark."""
 

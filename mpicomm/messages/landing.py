@@ -59,14 +59,23 @@ class Landing:
             self.spec = [self._scratch, self.nbytes, MPI.PACKED]
         self._described: Description | None = None
 
-    def arrived(self, status: MPI.Status) -> bool:
-        """Look at what MPI has received, and correct the status; return whether `bring` has something to do."""
+    def arrived(self, status: MPI.Status) -> None:
+        """Look at what MPI has received, and correct the status."""
         if not self.is_mpis and self._secret is not None and status.Get_count(MPI.BYTE) == NBYTES:
             pointer = self._pointer if self._direct else self._scratch.ctypes.data
             self._described = Description.unpack(ctypes.string_at(pointer, NBYTES), self._secret)
             if self._described is not None:
                 status.Set_elements(MPI.BYTE, self._described.nbytes)
+
+    @property
+    def brings(self) -> bool:
+        """Whether `bring` has something to do for what has `arrived`."""
         return not self._direct or self._described is not None
+
+    @property
+    def waits(self) -> bool:
+        """Whether `bring` of what has `arrived` waits for all that is on its stream."""
+        return self._described is None or not (self._plain and self.on_device)
 
     def bring(self, status: MPI.Status, stream: int) -> None:
         """Enqueue on ``stream`` what brings the message into the buffer; blocking where that is not a device array.
@@ -81,7 +90,7 @@ class Landing:
         else:
             pointer = self._pointer if self._plain else self._scratch.ctypes.data
             self._transfers.receive(self._described, pointer, status.source, stream)
-            if not (self._plain and self.on_device):
+            if self.waits:
                 self._device.synchronize(stream)
                 self._device.check()
             if not self._plain:

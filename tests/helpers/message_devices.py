@@ -93,6 +93,9 @@ class _SideStreams:
         self._device.enqueue(stream, reached.set)
         return reached
 
+    def passed(self, mark: threading.Event) -> bool:
+        return mark.is_set()
+
     def follow(self, stream: int, mark: threading.Event) -> None:
         self._device.enqueue(stream, mark.wait)
 

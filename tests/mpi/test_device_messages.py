@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any, cast
 
@@ -218,14 +219,38 @@ def test_the_place_of_a_truncated_message_is_kept_until_it_has_come(parent: mpic
 
 
 def test_a_receive_is_cancelled(rig: Rig) -> None:
-    for array in (np.zeros(LARGE, np.int32), rig.empty(LARGE)):
-        request, status = rig.comm.Irecv(array, rig.left, 77), MPI.Status()
+    persistent = rig.comm.Recv_init(np.zeros(LARGE, np.int32), rig.left, 77)
+    persistent.Start()
+    requests: list[MPI.Request] = [persistent]
+    requests += [rig.comm.Irecv(array, rig.left, 77) for array in (np.zeros(LARGE, np.int32), rig.empty(LARGE))]
+    for request in requests:
+        status = MPI.Status()
         request.Cancel()
         request.Wait(status)
         assert status.Is_cancelled()
+    persistent.Free()
+    rig.comm.Barrier()  # else the next message may come to one that is not cancelled yet
     received = rig.empty(LARGE)
     rig.comm.Sendrecv(rig.of(rig.rank, LARGE), rig.right, 77, received, rig.left, 77)
     same(received, content(rig.left, LARGE))
+
+
+@pytest.mark.parametrize("count", [17, LARGE])
+def test_what_has_come_is_not_cancelled(rig: Rig, count: int) -> None:
+    received, may_land = rig.empty(count), threading.Event()
+    rig.device.enqueue(7, may_land.wait)
+    request, status = rig.comm.Irecv(received, rig.left, stream=7), MPI.Status()
+    rig.comm.Send(rig.of(rig.rank, count), rig.right)
+    try:
+        for _ in range(20):  # until MPI has completed what it knows of
+            assert not request.Test()
+            time.sleep(0.005)
+        request.Cancel()
+    finally:
+        may_land.set()
+    request.Wait(status)
+    assert not status.Is_cancelled() and status.Get_count(MPI.INT32_T) == count
+    same(received, content(rig.left, count))
 
 
 def test_capture_is_refused(rig: Rig) -> None:
