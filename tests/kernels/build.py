@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import platform
 import shutil
 import subprocess
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -49,52 +50,69 @@ class Kernel:
 
 
 class Builds:
-    """What was built in ``directory``, each thing once; all of it for ThreadSanitizer if ``sanitize``."""
+    """What was built in ``directory``, each thing once by all who share it; all for ThreadSanitizer if ``sanitize``."""
 
     def __init__(self, directory: Path, *, sanitize: bool = False) -> None:
         self.sanitize = sanitize
         self._directory = directory
         self._sanitizer = ("-fsanitize=thread",) if sanitize else ()
-        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        directory.mkdir(exist_ok=True)
 
     @cached_property
     def launcher(self) -> Path:
         """The program that runs kernels."""
-        target = self._directory / "launcher"
-        objects = []
-        for name in ("block", "launcher"):  # not instrumented: see block.cpp
-            objects.append(str(self._directory / f"{name}.o"))
-            source = str(SIMULATION / f"{name}.cpp")
-            _run("g++", *_COMMON, "-O2", "-Wall", "-Wextra", "-c", source, "-o", objects[-1])
-        _run("g++", *self._sanitizer, "-rdynamic", *objects, "-ldl", "-pthread", "-o", str(target))
-        return target
+
+        def build(directory: Path) -> None:
+            objects = []
+            for name in ("block", "launcher"):  # not instrumented: see block.cpp
+                objects.append(str(directory / f"{name}.o"))
+                source = str(SIMULATION / f"{name}.cpp")
+                _run("g++", *_COMMON, "-O2", "-Wall", "-Wextra", "-c", source, "-o", objects[-1])
+            _run("g++", *self._sanitizer, "-rdynamic", *objects, "-ldl", "-pthread", "-o", str(directory / "launcher"))
+
+        return self._once("launcher", build) / "launcher"
 
     def kernel(
         self, source: Path, entry: str, options: Sequence[str] = (), *, changes: Sequence[Change] = ()
     ) -> Kernel:
         """Return the kernel ``entry`` of ``source``, compiled with ``options`` and after ``changes``."""
-        key = (source, entry, *options, *changes)
-        if key not in self._kernels:
-            directory = Path(tempfile.mkdtemp(prefix=f"{source.stem}-", dir=self._directory))
+
+        def build(directory: Path) -> None:
             headers = _changed(directory, source, changes) if changes else KERNELS
             text = f'#include "{headers / source.name if changes else source}"\nCPU_ENTRY({entry})\n'
             (directory / "entry.cpp").write_text(text)
-            library = directory / "kernel.so"
             paths = (f"-I{headers}", f"-I{headers / 'include'}", "-include", str(self._language))
             _run(
                 *("g++", *_COMMON, *_KERNEL, *self._sanitizer, *paths, *options),
-                *("-shared", str(directory / "entry.cpp"), "-o", str(library)),
+                *("-shared", str(directory / "entry.cpp"), "-o", str(directory / "kernel.so")),
             )
-            self._kernels[key] = Kernel(library, f"enter_{entry}")
-        return self._kernels[key]
+
+        key = hashlib.sha256(repr((source, entry, *options, *changes)).encode()).hexdigest()
+        return Kernel(self._once(f"{source.stem}-{key}", build) / "kernel.so", f"enter_{entry}")
 
     @cached_property
     def _language(self) -> Path:
         """What every kernel includes: cuda.hpp, which the compiler finds compiled."""
-        target = self._directory / "cuda.hpp"
-        header = ("-x", "c++-header", str(SIMULATION / target.name), "-o", f"{target}.gch")
-        _run("g++", *_COMMON, *_KERNEL, *self._sanitizer, *header)
-        return target
+
+        def build(directory: Path) -> None:
+            header = ("-x", "c++-header", str(SIMULATION / "cuda.hpp"), "-o", str(directory / "cuda.hpp.gch"))
+            _run("g++", *_COMMON, *_KERNEL, *self._sanitizer, *header)
+
+        return self._once("language", build) / "cuda.hpp"
+
+    def _once(self, name: str, build: Callable[[Path], None]) -> Path:
+        """Return the directory of that name, in which the first who asks for it builds, while others wait."""
+        directory = self._directory / name
+        with (self._directory / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not directory.exists():
+                directory.mkdir()
+                try:
+                    build(directory)
+                except BaseException:
+                    shutil.rmtree(directory)
+                    raise
+        return directory
 
 
 def _changed(directory: Path, source: Path, changes: Sequence[Change]) -> Path:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from tests.kernels.build import Builds, missing
@@ -19,4 +21,7 @@ def watched_builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
 def _builds(tmp_path_factory: pytest.TempPathFactory, *, sanitize: bool) -> Builds:
     if why := missing():
         pytest.skip(f"kernels cannot run on the processor: {why}")
-    return Builds(tmp_path_factory.mktemp("builds"), sanitize=sanitize)
+    directory = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # workers share what they build
+        directory = directory.parent
+    return Builds(directory / ("watched-builds" if sanitize else "builds"), sanitize=sanitize)

@@ -153,7 +153,7 @@ def test_rank_that_is_interrupted_in_an_exchange_takes_part_in_no_other(device: 
 
 @pytest.mark.mpi(min_size=2)
 def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_world: MPI.Intracomm) -> None:
-    timeout_s = 3.0
+    timeout_s = 1.5
     for culprit in FIRST_AND_LAST:
         with impatient_without(culprit, "cpu", timeout_s=timeout_s) as (impatient, others):
             impatient.zeros(3)

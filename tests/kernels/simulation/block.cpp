@@ -60,7 +60,7 @@ namespace {
 
 constexpr unsigned kWarp = 32;
 constexpr size_t kStackNbytes = 128 * 1024;
-constexpr size_t kGuardNbytes = 4096;
+constexpr unsigned long long kUntouched = 0x5afe57ac5afe57ac;  // at the far end of each stack
 constexpr unsigned kSavedRegisters = 6;
 constexpr unsigned kWithoutOrder = 1;  // a flag of __tsan_switch_to_fiber
 constexpr unsigned kPatience = 8;      // rounds of polls before the block lets other processes run
@@ -86,19 +86,18 @@ void sleep_us(unsigned us) {
   nanosleep(&time, nullptr);
 }
 
-enum class State { kReady, kAtBlockBarrier, kAtWarpBarrier, kEnded };
-
 struct Fiber {
   Place place;
-  State state;
+  bool at_block_barrier;
   unsigned mask;  // of the warp barrier it waits at
-  char* memory;
+  char* stack;
   void* stack_pointer;
   void* tsan;
 };
 
 struct Warp {
   unsigned long long words[kWarp];
+  unsigned live, waiting;  // lanes that have not returned, and those at a barrier of the warp
   char sync;
 };
 
@@ -112,7 +111,7 @@ Block::Block(unsigned rank, unsigned index, char* launches, const Jitter& jitter
 Block::~Block() {
   for (Fiber* fiber : fibers_) {
     if (__tsan_destroy_fiber) __tsan_destroy_fiber(fiber->tsan);
-    munmap(fiber->memory, kStackNbytes);
+    munmap(fiber->stack, kStackNbytes);
     delete fiber;
   }
   for (Warp* warp : warps_) delete warp;
@@ -127,6 +126,7 @@ void Block::run(const Launch& launch) {
   launch_ = &launch;
   if (one_in(16)) sleep_us(draw() % (jitter_.us + 1));
   while (fibers_.size() < launch.threads) add_fiber();
+  for (Warp* warp : warps_) warp->live = warp->waiting = 0;
   live_ = launch.threads;
   for (unsigned thread = 0; thread < launch.threads; ++thread) prepare(*fibers_[thread], thread);
   Fiber main{};
@@ -146,9 +146,10 @@ void Block::run(const Launch& launch) {
 
 void Block::add_fiber() {
   Fiber* fiber = new Fiber{};
+  // Without a page that guards it: to protect one takes longer than many a kernel.
   void* memory = mmap(nullptr, kStackNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED || mprotect(memory, kGuardNbytes, PROT_NONE) != 0) die(*this, "no memory for stacks");
-  fiber->memory = static_cast<char*>(memory);
+  if (memory == MAP_FAILED) die(*this, "no memory for stacks");
+  fiber->stack = static_cast<char*>(memory);
   if (__tsan_create_fiber) fiber->tsan = __tsan_create_fiber(0);
   if (fibers_.size() % kWarp == 0) warps_.push_back(new Warp{});
   fibers_.push_back(fiber);
@@ -157,10 +158,11 @@ void Block::add_fiber() {
 void Block::prepare(Fiber& fiber, unsigned thread) {
   const Launch& launch = *launch_;
   fiber.place = {{thread, 0, 0}, {index, 0, 0}, {launch.threads, 1, 1}, {launch.blocks, 1, 1}};
-  fiber.state = State::kReady;
+  warps_[thread / kWarp]->live |= 1u << thread % kWarp;
+  *reinterpret_cast<unsigned long long*>(fiber.stack) = kUntouched;
   // What switch_stacks pops: registers of no meaning, and where to go on. A function begins with its stack 8 bytes off
   // a multiple of 16, as a call leaves it.
-  void** const top = reinterpret_cast<void**>(fiber.memory + kStackNbytes);
+  void** const top = reinterpret_cast<void**>(fiber.stack + kStackNbytes);
   top[-1] = nullptr;
   top[-2] = reinterpret_cast<void*>(&Block::begin);
   fiber.stack_pointer = top - 2 - kSavedRegisters;
@@ -176,12 +178,13 @@ void Block::begin() {
 }
 
 void Block::end() {
-  Fiber& self = *running_;
-  self.state = State::kEnded;
+  if (*reinterpret_cast<unsigned long long*>(running_->stack) != kUntouched) die(*this, "a stack is too small");
+  const unsigned thread = running_->place.thread.x;
+  warps_[thread / kWarp]->live &= ~(1u << thread % kWarp);
   --live_;
   idle_ = 0;
   release_block();
-  release_warp(self.place.thread.x / kWarp);
+  release_warp(*warps_[thread / kWarp], thread / kWarp * kWarp);
   leave();
 }
 
@@ -215,7 +218,7 @@ void Block::yield() {
 Tally Block::meet_block(bool agrees) {
   const unsigned turn = round_ % 2;
   release(syncs_[turn]);
-  running_->state = State::kAtBlockBarrier;
+  running_->at_block_barrier = true;
   ++tallies_[turn].arrived;
   tallies_[turn].agreed += agrees;
   release_block();
@@ -232,53 +235,39 @@ void Block::release_block() {
   idle_ = 0;
   tallies_[round_ % 2] = {0, 0};
   for (unsigned thread = 0; thread < launch_->threads; ++thread) {
-    if (fibers_[thread]->state == State::kAtBlockBarrier) wake(*fibers_[thread]);
+    Fiber* const fiber = fibers_[thread];
+    if (!fiber->at_block_barrier) continue;
+    fiber->at_block_barrier = false;
+    ready_.push_back(fiber);
   }
 }
 
 void Block::meet_warp(unsigned mask) {
-  Fiber& self = *running_;
-  const unsigned warp = self.place.thread.x / kWarp;
-  if ((mask >> self.place.thread.x % kWarp & 1) == 0) die(*this, "a thread is not in its own mask");
-  release(warps_[warp]->sync);
-  self.state = State::kAtWarpBarrier;
-  self.mask = mask;
-  release_warp(warp);
+  const unsigned thread = running_->place.thread.x, lane = thread % kWarp;
+  Warp& warp = *warps_[thread / kWarp];
+  if ((mask >> lane & 1) == 0) die(*this, "a thread is not in its own mask");
+  release(warp.sync);
+  warp.waiting |= 1u << lane;
+  running_->mask = mask;
+  release_warp(warp, thread - lane);
   leave();
-  acquire(warps_[warp]->sync);
+  acquire(warp.sync);
 }
 
-void Block::release_warp(unsigned warp) {
-  const unsigned first = warp * kWarp;
-  const unsigned live = live_lanes(warp);  // who returns while others wait counts as one that has come
-  for (unsigned lane = 0; lane < kWarp && first + lane < launch_->threads; ++lane) {
-    const Fiber& fiber = *fibers_[first + lane];
-    if (fiber.state != State::kAtWarpBarrier) continue;
-    const unsigned mask = fiber.mask & live;
-    bool complete = true;
-    for (unsigned other = 0; other < kWarp; ++other) {
-      if ((mask >> other & 1) == 0) continue;
-      const Fiber& waited = *fibers_[first + other];
-      complete = complete && waited.state == State::kAtWarpBarrier && (waited.mask & live) == mask;
-    }
+// Who returns while others wait counts as one that has come.
+void Block::release_warp(Warp& warp, unsigned first) {
+  const auto lanes = [&](unsigned mask, auto act) {
+    for (; mask != 0; mask &= mask - 1) act(*fibers_[first + __builtin_ctz(mask)]);
+  };
+  for (unsigned rest = warp.waiting; rest != 0; rest &= rest - 1) {
+    const unsigned mask = fibers_[first + __builtin_ctz(rest)]->mask & warp.live;
+    bool complete = (mask & ~warp.waiting) == 0;
+    if (complete) lanes(mask, [&](Fiber& fiber) { complete = complete && (fiber.mask & warp.live) == mask; });
     if (!complete) continue;
-    for (unsigned other = 0; other < kWarp; ++other) {
-      if (mask >> other & 1) wake(*fibers_[first + other]);
-    }
+    warp.waiting &= ~mask;
+    rest &= ~mask | (rest & -rest);  // its lowest bit goes with the next step
+    lanes(mask, [&](Fiber& fiber) { ready_.push_back(&fiber); });
   }
-}
-
-void Block::wake(Fiber& fiber) {
-  fiber.state = State::kReady;
-  ready_.push_back(&fiber);
-}
-
-unsigned Block::live_lanes(unsigned warp) const {
-  unsigned mask = 0;
-  for (unsigned lane = 0; lane < kWarp && warp * kWarp + lane < launch_->threads; ++lane) {
-    if (fibers_[warp * kWarp + lane]->state != State::kEnded) mask |= 1u << lane;
-  }
-  return mask;
 }
 
 unsigned Block::draw() {
@@ -295,6 +284,6 @@ void yield() { current->yield(); }
 Tally meet_block(bool agrees) { return current->meet_block(agrees); }
 void meet_warp(unsigned mask) { current->meet_warp(mask); }
 unsigned long long* warp_words() { return current->warps_[place().thread.x / kWarp]->words; }
-unsigned live_lanes() { return current->live_lanes(place().thread.x / kWarp); }
+unsigned live_lanes() { return current->warps_[place().thread.x / kWarp]->live; }
 
 }  // namespace cpu

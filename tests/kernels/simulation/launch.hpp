@@ -48,9 +48,7 @@ class Block {
   Tally meet_block(bool agrees);
   void meet_warp(unsigned mask);
   void release_block();
-  void release_warp(unsigned warp);
-  void wake(Fiber& fiber);
-  unsigned live_lanes(unsigned warp) const;
+  void release_warp(Warp& warp, unsigned first);
   unsigned draw();
   bool one_in(unsigned chances);
 
