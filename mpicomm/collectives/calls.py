@@ -140,15 +140,19 @@ class Call:
     @property
     def scratch_nbytes(self) -> int:
         """Bytes of scratch memory that `exchanges` needs on this rank."""
-        if not self.in_place or not self.operation.startswith("Reduce_scatter"):
+        if not self.in_place or not self.operation.startswith("Reduce_scatter") or self._reduces_in_parts:
             return 0
         assert self.dtype is not None and self.send is not None
         return max(1, self.send.total * self.dtype.itemsize)
 
+    @property
+    def _reduces_in_parts(self) -> bool:
+        """See `patterns.reduce_scatter`: whether blocks are equal, and the engine is that of GPUs."""
+        return self.operation == "Reduce_scatter_block" and self.on_device
+
     def exchanges(self, piece_nbytes: int | None, scratch: Span | None = None, *, ring: bool = False) -> list[Exchange]:
         """Return the call as exchanges; two-shot where ``piece_nbytes`` is given and the operation has one.
 
-        A Reduce_scatter_block in place then takes no ``scratch`` memory: see `patterns.reduce_scatter`.
         With ``ring``, for an all-reduce, it goes around the ring.
         """
         assert self.dtype is not None
@@ -163,7 +167,7 @@ class Call:
             assert send is not None and output is not None
             blocks = self._reduce_blocks(send)
             result = Span(output.pointer, blocks[rank].count)
-            in_parts = piece_nbytes is not None
+            in_parts = self._reduces_in_parts
             return patterns.reduce_scatter(rank, size, dtype, blocks, result, op, scratch=scratch, in_parts=in_parts)
         assert send is not None
         if self.operation == "Reduce" and piece_nbytes and self.on_device:

@@ -51,8 +51,9 @@ class Exchange:
     ``sends[r]`` is what goes to rank r. Of what comes from rank r, ``receives[r]`` says where it lands; a rank that is
     one of ``reduction.sources`` has no place in ``receives``: its data is reduced. What a rank sends to itself is
     copied to ``receives[self]`` (nothing happens if both are the same memory); in a reduction it is ``own``. Sends may
-    overlap each other and, in a reduction only where they are the same memory as ``own``, the output: an engine reads
-    all of an element's contributions before it writes the element, and sends a piece before it overwrites it.
+    overlap each other and the output, in a reduction only where they are the same memory: an engine reads all of an
+    element's contributions before it writes the element, and sends a piece before it overwrites it. (On the host that
+    memory has to be ``own`` too.)
     """
 
     dtype: np.dtype[Any]

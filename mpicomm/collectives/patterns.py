@@ -154,7 +154,7 @@ def reduce_scatter(
 
     In place MPI wants the result at the start of block 0, where other ranks' input is, and the rest left alone: it is
     reduced into ``scratch``, of as many elements as the output has, and moved in a second exchange. An engine that goes
-    ``in_parts`` sends a part of each of the blocks, which are equal, before it overwrites that part of block 0.
+    ``in_parts`` sends a part of each of the blocks, which have to be equal, before it overwrites that part of block 0.
     """
     if in_parts or output.pointer != blocks[0].pointer:
         return [_reduce_blocks(rank, size, dtype, blocks, output, op)]

@@ -141,19 +141,25 @@ class Calls:
             self._run(rank, exchanges, Signature("Reduce", dtype.name, count, op, root))
         return lambda: _require([target], [reduced(op, parts)])
 
-    def reduce_scatter(self, name: str, op: str, counts: Sequence[int]) -> Check:
-        """Rank r gets the reduction of all ranks' block r, of ``counts[r]`` elements."""
+    def reduce_scatter(self, name: str, op: str, counts: Sequence[int], *, in_place: bool = False) -> Check:
+        """Rank r gets the reduction of all ranks' block r, of ``counts[r]`` elements; in place these are equal."""
         dtype, size = dtype_named(name), self._rig.size
         parts = [samples(dtype, sum(counts), self._rng) for _ in range(size)]
         starts = [sum(counts[:rank]) for rank in range(size)]
-        targets = [self._place(rank, np.zeros(counts[rank], dtype)) for rank in range(size)]
-        for rank, part in enumerate(parts):
-            blocks = patterns.blocks(self._place(rank, part).address, counts, starts, dtype.itemsize)
-            output = Span(targets[rank].address, counts[rank])
-            exchanges = patterns.reduce_scatter(rank, size, dtype, blocks, output, op)
-            self._run(rank, exchanges, Signature("Reduce_scatter", dtype.name, sum(counts), op))
+        sources = [self._place(rank, part) for rank, part in enumerate(parts)]
         total = reduced(op, parts)
-        return lambda: _require(targets, [total[start : start + n] for start, n in zip(starts, counts, strict=True)])
+        expected = [total[start : start + count] for start, count in zip(starts, counts, strict=True)]
+        if in_place:
+            targets = sources  # but for the result at the start they are left alone
+            expected = [np.append(result, part[result.size :]) for result, part in zip(expected, parts, strict=True)]
+        else:
+            targets = [self._place(rank, np.zeros(counts[rank], dtype)) for rank in range(size)]
+        for rank, source in enumerate(sources):
+            blocks = patterns.blocks(source.address, counts, starts, dtype.itemsize)
+            output = Span(targets[rank].address, counts[rank])
+            exchanges = patterns.reduce_scatter(rank, size, dtype, blocks, output, op, in_parts=in_place)
+            self._run(rank, exchanges, Signature("Reduce_scatter", dtype.name, sum(counts), op))
+        return lambda: _require(targets, expected)
 
     def scan(self, name: str, op: str, count: int) -> Check:
         """Each rank reduces what the ranks up to itself have, in place: every rank does something else."""

@@ -38,6 +38,7 @@ def test_five_ranks_with_no_more_than_four_steps_of_room(builds: Builds) -> None
     rig = PacketRig(Machine(builds, 5), "lines", SMALL, inbox_nbytes=4 * SMALL.threads * 16)
     calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
     checks = [calls.allreduce("int32", "sum", 3001, two_shot=two_shot) for two_shot in (False, True)]
+    checks.append(calls.reduce_scatter("int32", "sum", [3001] * rig.size, in_place=True))
     checks += [calls.allgather(9001), calls.relayed_bcast(30001), calls.allgather(9001)]
     rig.machine.run(seed=5, jitter_us=300)
     for check in checks:

@@ -33,6 +33,7 @@ def test_collectives_of_any_size(builds: Builds, size: int, name: str, has_lines
         checks += [calls.scan(name, "sum", count), calls.bcast(4 * count), calls.relayed_bcast(4 * count)]
         checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
         checks.append(calls.allgather(4 * count))
+        checks.append(calls.reduce_scatter(name, "sum", [count] * size, in_place=True))
         if name == "float32" or has_lines:  # what is sent on must not have to be stored in between
             checks.append(calls.relayed_reduce(name, "sum", count))
         rig.machine.run(seed=count, jitter_us=200)

@@ -26,6 +26,7 @@ def test_no_race(watched_builds: Builds, size: int, channels: int) -> None:
     checks += [calls.bcast(nbytes) for nbytes in sizes[::2]]
     for count in (1, 5, 1000, 4097, 40000):
         checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
+        checks.append(calls.reduce_scatter("float32", "sum", [count] * size, in_place=True))
     checks += [calls.allreduce("float32", "sum", int(count)) for count in rng.integers(1, 2000, 40)]
     rig.machine.run(seed=size, jitter_us=200)
     for check in checks:
