@@ -26,7 +26,8 @@ _RELAYED_NBYTES = 4 << 20
 """What a link carries in the time of a barrier with the copies around it, which a part costs more."""
 _MOST_RELAYED_PARTS = 16
 _SMALLEST_NBYTES = 24 << 20
-"""To copy a smaller part to each of the others and to move it alone, at the end, is more work than it saves."""
+"""To copy a smaller part to another and to move it alone, at the end, is more work than it saves. In an all-reduce that
+is so of all others together: each reduces its own, of which the last is done with when all have copied theirs."""
 _REDUCING_BLOCKS = 48
 """Enough to reduce a part in the time that another's contributions, and its results, are copied: others are free."""
 _MOST_REDUCING_BLOCKS = 128
@@ -95,7 +96,8 @@ def parts_of(
         number = 2  # one is reduced while the other is copied
     if staged and then != "relay":
         # What is left to do at the end is to move the last part; to move any other takes as long as to copy a third.
-        return Parts.tapered(longest_nbytes, min(largest, -(-longest_nbytes // number)), _SMALLEST_NBYTES)
+        smallest = _SMALLEST_NBYTES * (size - 1 if then == "gather" else 1)
+        return Parts.tapered(longest_nbytes, min(largest, -(-longest_nbytes // number)), smallest)
     return Parts.equal(longest_nbytes, max(number, -(-longest_nbytes // largest)))
 
 

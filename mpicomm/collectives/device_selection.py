@@ -125,7 +125,7 @@ def _most_moved_nbytes(size: int, in_step: bool, *, relayed: bool, direct: bool)
     """
     if relayed:
         return 12 << 20 if direct else 32 << 20
-    return (32 << 20 if in_step and not direct else 4 << 20) // (size - 1)
+    return (48 << 20 if in_step and not direct else 4 << 20) // (size - 1)
 
 
 def longest_nbytes(exchange: Exchange) -> int:

@@ -186,12 +186,11 @@ def _built_in() -> Tuning:
     two_hops = {3: ((384 * _KIB + 1, "two_shot"),), 4: ((256 * _KIB + 1, "two_shot"),)}
     blocks = ("Allgather", "Alltoall")
     rows = (
-        # Copy engines into ordinary memory were measured between 2 ranks. Between more of them the bounds are estimates
-        # on the safe side: from where on, with symmetric memory, they save more than moving the last part takes.
         row("Allreduce", 2, (160 * _MIB, "copy_engine"), flagless=True),
+        row("Allreduce", 3, *two_hops[3], (192 * _MIB, "copy_engine"), flagless=True),
+        row("Allreduce", 4, *two_hops[4], (160 * _MIB, "copy_engine"), flagless=True),
         row("Allreduce", 2, (96 * _MIB, "copy_engine")),
-        *(row("Allreduce", 3, *two_hops[3], (384 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
-        *(row("Allreduce", 4, *two_hops[4], (512 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
+        *(row("Allreduce", size, *two_hops[size], (112 * _MIB, "copy_engine")) for size in (3, 4)),
         row("Allreduce", 2, (96 * _MIB, "copy_engine"), flagless=True, registered=True),
         row("Allreduce", 3, *two_hops[3], (160 * _MIB, "copy_engine"), flagless=True, registered=True),
         row("Allreduce", 4, *two_hops[4], (160 * _MIB, "copy_engine"), flagless=True, registered=True),
@@ -202,11 +201,12 @@ def _built_in() -> Tuning:
         *(row("Reduce", size, (_MIB, "two_shot"), flagless=flagless) for size in more_than_2 for flagless in both),
         *(row(name, size, (40 * size * _MIB, "copy_engine"), registered=True) for name in blocks for size in (2, 3)),
         *(row(name, 2, (192 * _MIB, "copy_engine")) for name in blocks),
-        *(row(name, 3, (480 * _MIB, "copy_engine")) for name in blocks),
+        *(row(name, 3, (352 * _MIB, "copy_engine")) for name in blocks),
+        *(row(name, 4, (384 * _MIB, "copy_engine")) for name in blocks),
         *(row(name, 2, (224 * _MIB, "copy_engine")) for name in ("Gather", "Scatter")),
         *(row("Reduce", 2, (160 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
-        row("Reduce_scatter_block", 2, (240 * _MIB, "copy_engine"), flagless=True),
-        row("Reduce_scatter_block", 2, (144 * _MIB, "copy_engine")),
+        *(row("Reduce_scatter_block", size, (240 * _MIB, "copy_engine"), flagless=True) for size in (2, 3, 4)),
+        *(row("Reduce_scatter_block", size, (144 * _MIB, "copy_engine")) for size in (2, 3, 4)),
     )
     return Tuning("built in, measured on H200s", rows, "NVIDIA H200")
 

@@ -42,14 +42,17 @@ def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size
 
 @pytest.mark.parametrize(
     ("operation", "size", "begin"),
-    [("Allreduce", 2, 160), ("Allreduce", 4, 512), ("Allreduce", 8, 1024), ("Bcast", 2, 144), ("Bcast", 3, None)]
-    + [(operation, size, 160 * size) for operation in ("Allgather", "Alltoall") for size in range(3, 9)]
+    [("Allreduce", 2, 160), ("Allreduce", 3, 192), ("Allreduce", 4, 160), ("Allreduce", 8, 320)]
+    + [(operation, size, 96 * size) for operation in ("Allgather", "Alltoall") for size in (2, *range(4, 9))]
     + [
-        ("Allgather", 2, 192),
-        ("Alltoall", 2, 192),
+        ("Allgather", 3, 352),
+        ("Alltoall", 3, 352),
+        ("Bcast", 2, 144),
+        ("Bcast", 3, None),
         ("Gather", 2, 224),
         ("Reduce", 2, 160),
         ("Reduce_scatter_block", 2, 240),
+        ("Reduce_scatter_block", 4, 240),
         ("Reduce", 4, None),
         ("Scatter", 2, 224),
         ("Gather", 4, None),
