@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import cupy
+from cupy.cuda import runtime
 
 from mpicomm.backend.cuda_order import Enqueue
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.kernels.load import Kernel
+
+if TYPE_CHECKING:
+    import cupy
 
 
 class Plan:
@@ -33,13 +37,20 @@ class Plan:
             step(stream)
 
     def make_graph(self, stream: cupy.cuda.Stream) -> None:
-        """Make `launch` by a capture on ``stream``, which is idle: it is enqueued in a third of the time."""
-        stream.begin_capture(cupy.cuda.runtime.streamCaptureModeRelaxed)
+        """Make `launch` by a capture on ``stream``, which is idle: it is enqueued in a third of the time.
+
+        What interrupts it leaves neither a capture nor a graph behind, and goes on.
+        """
+        stream.begin_capture(runtime.streamCaptureModeRelaxed)
         try:
             self.enqueue(stream.ptr)
-        finally:
-            self._graph = stream.end_capture()
-        self.launch = partial(cupy.cuda.runtime.graphLaunch, self._graph.graphExec)
+        except BaseException:
+            # Between a fork and its join this is an error of CUDA's too, which must not take the place of a Ctrl-C.
+            with suppress(runtime.CUDARuntimeError):
+                stream.end_capture()
+            raise
+        self._graph = stream.end_capture()
+        self.launch = partial(runtime.graphLaunch, self._graph.graphExec)
 
     def drop_graph(self) -> None:
         """Destroy the graph, if there is one."""

@@ -1,0 +1,95 @@
+"""Plans become graphs, whatever interrupts that: on streams that only know whether they capture."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="kernels are loaded with cuda-bindings")
+
+MODULES = ("backend.cuda_completion", "backend.cuda_order", "collectives.device_plan")
+
+
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
+class Stream:
+    """One that captures, and does not end that well while another stream has not joined it again."""
+
+    ptr = 5
+
+    def __init__(self) -> None:
+        self.captures = self.is_forked = False
+
+    def begin_capture(self, mode: int) -> None:
+        assert not self.captures
+        self.captures = True
+
+    def end_capture(self) -> SimpleNamespace:
+        assert self.captures
+        self.captures = False
+        if self.is_forked:
+            raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
+        return SimpleNamespace(graphExec=17)
+
+    def fork(self, stream: int) -> None:
+        self.is_forked = True
+
+    def join(self, stream: int) -> None:
+        self.is_forked = False
+
+
+@pytest.fixture
+def launched() -> list[tuple[int, int]]:
+    return []
+
+
+@pytest.fixture
+def plan_type(launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    names = [f"mpicomm.{name}" for name in MODULES]
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    runtime = SimpleNamespace(
+        streamCaptureModeRelaxed=2, CUDARuntimeError=CUDARuntimeError, graphLaunch=lambda *what: launched.append(what)
+    )
+    cuda = SimpleNamespace(runtime=runtime)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
+    yield importlib.import_module(names[-1]).Plan
+    for name in names:
+        sys.modules.pop(name, None)  # what was there before comes back
+
+
+def test_a_graph_is_launched_in_place_of_the_steps(plan_type: Any, launched: list[tuple[int, int]]) -> None:
+    stream = Stream()
+    plan = plan_type("a call", [stream.fork, stream.join])
+    plan.make_graph(stream)
+    plan.launch(9)
+    assert launched == [(17, 9)] and not stream.captures
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("where", ["before", "between", "behind"])
+def test_what_interrupts_a_capture_goes_on(plan_type: Any, interruption: type[BaseException], where: str) -> None:
+    interrupts = True
+
+    def interrupt(stream: int) -> None:
+        if interrupts:
+            raise interruption
+
+    stream = Stream()
+    steps = [stream.fork, stream.join]
+    steps.insert(["before", "between", "behind"].index(where), interrupt)
+    plan = plan_type("a call", steps)
+    with pytest.raises(interruption):
+        plan.make_graph(stream)
+    assert plan.launch is None and not stream.captures
+    interrupts = False
+    plan.make_graph(stream)
+    assert plan.launch is not None
