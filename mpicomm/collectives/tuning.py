@@ -204,6 +204,7 @@ def _built_in() -> Tuning:
         *(row(name, 3, (352 * _MIB, "copy_engine")) for name in blocks),
         *(row(name, 4, (384 * _MIB, "copy_engine")) for name in blocks),
         *(row(name, 2, (224 * _MIB, "copy_engine")) for name in ("Gather", "Scatter")),
+        *(row(name, 4, (384 * _MIB, "copy_engine")) for name in ("Gather", "Scatter")),
         *(row("Reduce", 2, (160 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
         *(row("Reduce_scatter_block", size, (240 * _MIB, "copy_engine"), flagless=True) for size in (2, 3, 4)),
         *(row("Reduce_scatter_block", size, (144 * _MIB, "copy_engine")) for size in (2, 3, 4)),

@@ -50,13 +50,14 @@ def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size
         ("Bcast", 2, 144),
         ("Bcast", 3, None),
         ("Gather", 2, 224),
+        ("Gather", 3, None),
         ("Reduce", 2, 160),
         ("Reduce_scatter_block", 2, 240),
         ("Reduce_scatter_block", 4, 240),
         ("Reduce", 4, None),
         ("Scatter", 2, 224),
-        ("Gather", 4, None),
-        ("Scatter", 4, None),
+        ("Gather", 4, 384),
+        ("Scatter", 4, 384),
     ],
 )
 def test_copies_into_ordinary_memory_begin_later(operation: str, size: int, begin: int | None) -> None:
