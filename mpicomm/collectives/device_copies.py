@@ -8,8 +8,8 @@ What lands in staging memory is moved, or reduced, from there while the next par
 again, so that it need not be as large as the message: a part goes where the one three before was, which a rank has left
 before it comes to the barrier that says that the last but one has arrived.
 
-A barrier that fails holds nothing back: the copies behind it are made, where a kernel would store nothing any more. They
-land in memory that this rank has mapped, which its owner may have freed since, but not for as long as it is mapped; or
+A barrier that fails holds nothing back: the copies behind it are made, where a kernel would store nothing any more.
+They land in memory that this rank has mapped, and which lasts as long as that, even if its owner has freed it since; or
 in the output of the same collective, which has failed on its owner too.
 """
 
