@@ -340,7 +340,9 @@ class CudaBackend:
     def close(self) -> None:
         """Release the fault page, scratch memory, streams and the context. A second call does nothing.
 
-        No kernel of this backend may be running, and its segments and events must be closed.
+        No kernel of this backend may be running, and its segments and events must be closed, but for those that an
+        interrupt has left: segments are closed here then. A peer that uses the address of one again, for memory that it
+        shows this process, could otherwise not be opened.
         """
         if self._closed:
             return
@@ -348,6 +350,8 @@ class CudaBackend:
         faults, self._faults = self._faults, None
         # All that CUDA has to destroy goes here, and not when the garbage collector comes: in a thread without a device
         # it would make a context on the first GPU for that.
+        while self._context.segments:
+            next(iter(self._context.segments)).close()
         with suppress(DriverShutDownError), self._context.current():
             self._completions.close()
             while self._scratch:

@@ -8,6 +8,7 @@ from typing import Any
 
 from cuda.bindings import driver
 
+from mpicomm.backend.base import Segment
 from mpicomm.backend.cuda_collections import CollectionContext
 from mpicomm.backend.cuda_driver import DeviceInfo, DriverShutDownError, call
 from mpicomm.errors import HandleError
@@ -20,6 +21,8 @@ class PrimaryContext:
         from cupy.cuda import driver as cupy_driver  # what only describes faults does without
 
         self.device = device
+        self.segments: set[Segment] = set()
+        """What is open of memory: an interrupt may leave some to nobody, and to open a peer's again needs it closed."""
         self._driver = cupy_driver
         self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
         self._released = False

@@ -32,13 +32,16 @@ _TOO_LARGE = "make the array smaller, or free others (cupy.get_default_memory_po
 
 
 class CudaSegment:
-    """Memory at ``pointer`` that this process owns or has mapped; subclasses say how it came and how it goes."""
+    """Memory at ``pointer`` that this process owns or has mapped; subclasses say how it came and how it goes.
+
+    They call ``__init__`` last: from then on it can be closed, and is with the backend, if nobody does before.
+    """
 
     def __init__(self, context: PrimaryContext, pointer: int, nbytes: int) -> None:
         self.pointer = pointer
         self.nbytes = nbytes
         self._context = context
-        self._closed = False
+        context.segments.add(self)
 
     def export(self) -> tuple[MemoryHandle, int | None]:
         """Return the handle, and for kinds with a descriptor one that the caller closes."""
@@ -46,9 +49,9 @@ class CudaSegment:
 
     def close(self) -> None:
         """Unmap, and free where this process owns the memory. A second call does nothing."""
-        if self._closed:
+        if self not in self._context.segments:
             return
-        self._closed = True
+        self._context.segments.remove(self)
         with contextlib.suppress(DriverShutDownError), self._context.current():
             self._release()
 
@@ -62,10 +65,10 @@ class IpcSegment(CudaSegment):
     def __init__(
         self, context: PrimaryContext, pointer: int, nbytes: int, *, base: int, size: int, array: Any = None
     ) -> None:
-        super().__init__(context, pointer, nbytes)
         self._base = base
         self._size = size
         self._array = array  # keeps memory that is not ours allocated while peers may use it
+        super().__init__(context, pointer, nbytes)
 
     @classmethod
     def allocate(cls, context: PrimaryContext, nbytes: int) -> IpcSegment:
@@ -92,8 +95,8 @@ class OpenedIpcSegment(CudaSegment):
     """A peer's IPC memory."""
 
     def __init__(self, context: PrimaryContext, handle: MemoryHandle) -> None:
-        super().__init__(context, _open_ipc(context, handle.key) + handle.offset, handle.nbytes)
         self._key = handle.key
+        super().__init__(context, _open_ipc(context, handle.key) + handle.offset, handle.nbytes)
 
     def _release(self) -> None:
         _close_ipc(self._context, self._key)
@@ -142,11 +145,11 @@ class VirtualSegment(CudaSegment):
     def __init__(
         self, context: PrimaryContext, kind: Kind, base: int, size: int, *, offset: int, nbytes: int, own: bool
     ) -> None:
-        super().__init__(context, base + offset, nbytes)
         self._kind = kind
         self._base = base
         self._size = size
         self._own = own
+        super().__init__(context, base + offset, nbytes)
 
     @classmethod
     def allocate(cls, context: PrimaryContext, kind: Kind, nbytes: int) -> VirtualSegment:
@@ -257,9 +260,9 @@ class StagedSegment(CudaSegment):
             on_failure.callback(call, driver.cuMemHostUnregister, host.pointer)
             pointer = int(call(driver.cuMemHostGetDevicePointer, host.pointer, 0))
             on_failure.pop_all()
-        super().__init__(context, pointer, host.nbytes)
         self._host = host
         self._own = own
+        super().__init__(context, pointer, host.nbytes)
 
     @classmethod
     def allocate(cls, context: PrimaryContext, nbytes: int) -> StagedSegment:
