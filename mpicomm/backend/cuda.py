@@ -340,18 +340,18 @@ class CudaBackend:
     def close(self) -> None:
         """Release the fault page, scratch memory, streams and the context. A second call does nothing.
 
-        No kernel of this backend may be running, and its segments and events must be closed, but for those that an
-        interrupt has left: segments are closed here then. A peer that uses the address of one again, for memory that it
-        shows this process, could otherwise not be opened.
+        No kernel of this backend may be running, and its segments and events must be closed, but for segments that an
+        interrupt has left: they are closed here. A peer's would be mapped as long as the process lasts, and the driver
+        may refuse to map what that peer has at the same address by then.
         """
         if self._closed:
             return
         self._closed = True
         faults, self._faults = self._faults, None
-        # All that CUDA has to destroy goes here, and not when the garbage collector comes: in a thread without a device
-        # it would make a context on the first GPU for that.
         while self._context.segments:
             next(iter(self._context.segments)).close()
+        # All that CUDA has to destroy goes here, and not when the garbage collector comes: in a thread without a device
+        # it would make a context on the first GPU for that.
         with suppress(DriverShutDownError), self._context.current():
             self._completions.close()
             while self._scratch:

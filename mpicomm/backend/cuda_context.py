@@ -22,7 +22,7 @@ class PrimaryContext:
 
         self.device = device
         self.segments: set[Segment] = set()
-        """What is open of memory: an interrupt may leave some to nobody, and to open a peer's again needs it closed."""
+        """What is open of memory; an interrupt may leave some to nobody else, see `CudaBackend.close`."""
         self._driver = cupy_driver
         self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
         self._released = False

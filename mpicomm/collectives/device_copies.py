@@ -9,8 +9,9 @@ again, so that it need not be as large as the message: a part goes where the one
 before it comes to the barrier that says that the last but one has arrived.
 
 A barrier that fails holds nothing back: the copies behind it are made, where a kernel would store nothing any more.
-They land in memory that this rank has mapped, and which lasts as long as that, even if its owner has freed it since; or
-in the output of the same collective, which has failed on its owner too.
+They land in the output of the same collective, which has failed on its owner too, or in staging memory, which its owner
+may have freed by then. What is mapped here lasts as long as that where it came as a descriptor; where it came as an IPC
+handle, CUDA does not promise so.
 """
 
 from __future__ import annotations

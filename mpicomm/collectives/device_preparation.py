@@ -56,9 +56,7 @@ def prepare(
     def prepared(algorithm: str) -> Plan:
         # A rank cannot store what it has reduced of a Reduce, for copy engines to send it on: all goes to the root.
         two_hops = algorithm == "two_shot" or (algorithm == "copy_engine" and call.operation != "Reduce")
-        piece = nbytes if two_hops else None
-        scratch = scratch_for(call) if piece is None else None
-        exchanges = call.exchanges(piece, scratch, ring=algorithm == "ring")
+        exchanges = call.exchanges(nbytes if two_hops else None, scratch_for(call), ring=algorithm == "ring")
         return engine.prepare(exchanges, call.signature, memory, algorithm=algorithm)
 
     algorithm = choose(engine.tuning)
