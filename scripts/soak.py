@@ -119,7 +119,9 @@ class Soak:
 
     def _replay(self, comm: mpicomm.Communicator, xp: Any) -> None:
         """Capture collectives into a graph, which makes and checks their values by itself, and replay it."""
-        calls = [draw(self._rng, comm.size, CAPTURED_NBYTES, ("auto", "auto", "one_shot")) for _ in range(CAPTURED)]
+        calls = [
+            draw(self._rng, comm.size, CAPTURED_NBYTES, ("auto", "auto", "one_shot", "chain")) for _ in range(CAPTURED)
+        ]
         with checked(comm, calls, xp) as sequence:
             stream = xp.cuda.Stream(non_blocking=True)
             with stream:

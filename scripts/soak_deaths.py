@@ -33,11 +33,11 @@ def main() -> None:
     slowest, wrong, seed = 0.0, 0, 0
     while sum(ways.values()) < options.trials:
         with tempfile.TemporaryDirectory(prefix="mpicomm-deaths-") as directory:
-            how = (f"--device={options.device}", f"--timeout={options.timeout}", f"--step={options.step}")
+            how = (f"--device={options.device}", f"--step={options.step}")
             left = options.trials - sum(ways.values())
             trials = min(TRIALS_PER_JOB, -(-left // options.at_once))
             count = (options.at_once, options.ranks, max(1, trials - kills), kills)
-            jobs = run_jobs(Path(directory), *count, *how, first_seed=seed)
+            jobs = run_jobs(Path(directory), *count, *how, timeout_s=options.timeout, first_seed=seed)
         seed += options.at_once
         for job in jobs:
             survivors = [(rank, each) for rank, seen in enumerate(job) for each in seen if each.victim != rank]

@@ -150,15 +150,17 @@ class Call:
         """See `patterns.reduce_scatter`: whether blocks are equal, and the engine is that of GPUs."""
         return self.operation == "Reduce_scatter_block" and self.on_device
 
-    def exchanges(self, piece_nbytes: int | None, scratch: Span | None = None, *, ring: bool = False) -> list[Exchange]:
+    def exchanges(
+        self, piece_nbytes: int | None, scratch: Span | None = None, *, algorithm: str = ""
+    ) -> list[Exchange]:
         """Return the call as exchanges; two-shot where ``piece_nbytes`` is given and the operation has one.
 
-        With ``ring``, for an all-reduce, it goes around the ring.
+        With ``algorithm`` "ring" or "chain" each rank sends to the next alone.
         """
         assert self.dtype is not None
         rank, size, root = self._rank, self._size, self.arguments.root
         if not self._form.reduces:
-            return self._movement(piece_nbytes)
+            return self._movement(piece_nbytes, chained=algorithm == "chain")
         dtype, op = self.dtype, self.op
         assert op is not None
         send, receive = self.send, self.receive
@@ -170,6 +172,8 @@ class Call:
             in_parts = self._reduces_in_parts
             return patterns.reduce_scatter(rank, size, dtype, blocks, result, op, scratch=scratch, in_parts=in_parts)
         assert send is not None
+        if algorithm == "chain":
+            return patterns.chained_reduce(rank, size, dtype, send.whole(), output, op, root)
         if self.operation == "Reduce" and piece_nbytes and self.on_device:
             return patterns.relayed_reduce(rank, size, dtype, send.whole(), output, op, root)
         if self.operation == "Reduce":
@@ -177,14 +181,14 @@ class Call:
                 rank, size, dtype, send.whole(), output, op, root, scratch=scratch, piece_nbytes=piece_nbytes
             )
         assert output is not None
-        if ring:
+        if algorithm == "ring":
             return patterns.ring_allreduce(rank, size, dtype, send.whole(), output, op)
         if self.operation == "Allreduce":
             return patterns.allreduce(rank, size, dtype, send.whole(), output, op, piece_nbytes=piece_nbytes)
         scan = patterns.scan if self.operation == "Scan" else patterns.exscan
         return scan(rank, size, dtype, send.whole(), output, op)
 
-    def _movement(self, piece_nbytes: int | None) -> list[Exchange]:
+    def _movement(self, piece_nbytes: int | None, *, chained: bool) -> list[Exchange]:
         """Return the exchanges of a call that only moves: bytes go as words of whatever size fits all buffers."""
         assert self.dtype is not None
         rank, size, root = self._rank, self._size, self.arguments.root
@@ -198,6 +202,8 @@ class Call:
             return None if operand is None else [_scaled(operand.block(peer), factor) for peer in range(size)]
 
         send, receive = self.send, self.receive
+        if chained:
+            return patterns.chained_bcast(rank, size, dtype, one(receive), root)
         if self.operation == "Bcast" and piece_nbytes and self.on_device:
             return patterns.relayed_bcast(rank, size, dtype, one(receive), root)
         if self.operation == "Bcast":

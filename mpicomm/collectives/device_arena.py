@@ -152,9 +152,9 @@ class Inboxes:
 class DeviceArena:
     """Every rank's arena, and more memory once a message asks for it. Construction raises as ``share`` does.
 
-    Collective, as are `slots`, `messages`, `lines`, `large_inboxes` and `staging` where they were not asked for that
-    many bytes before. What they have given is kept until the end, as a captured graph goes on using it. ``before_more``
-    is called before ranks set up more memory, and raises where they should not.
+    Collective, as are `slots`, `chain`, `messages`, `lines`, `large_inboxes` and `staging` where they were not asked
+    for that many bytes before. What they have given is kept until the end, as a captured graph goes on using it.
+    ``before_more`` is called before ranks set up more memory, and raises where they should not.
     """
 
     def __init__(
@@ -201,6 +201,10 @@ class DeviceArena:
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""
         return self._on_demand("collectives: slots", self.layout.slots_nbytes, content=0)
+
+    def chain(self, nbytes: int) -> tuple[int, ...]:
+        """Return where the memory of every rank begins, for chain.cu; always of the same size."""
+        return self._on_demand("collectives: chain", nbytes, content=0)
 
     def messages(self, nbytes: int) -> tuple[int, ...]:
         """Return where the memory for messages of every rank begins, for sendrecv.cu; always of the same size."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from mpicomm.collectives.calls import Call
-from mpicomm.collectives.device_selection import choose_algorithm
+from mpicomm.collectives.device_selection import chains, choose_algorithm
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import HandleError
@@ -51,12 +51,13 @@ def prepare(
             flagless=call.reduces and call.dtype is not None and sentinels_can_carry(call.dtype.name),
             registered=memory is not None,
             has_lines=engine.has_lines,
+            chains=chains(call.operation, call.dtype.name if call.dtype else "", call.op, call.arguments.root, size),
         )
 
     def prepared(algorithm: str) -> Plan:
         # A rank cannot store what it has reduced of a Reduce, for copy engines to send it on: all goes to the root.
         two_hops = algorithm == "two_shot" or (algorithm == "copy_engine" and call.operation != "Reduce")
-        exchanges = call.exchanges(nbytes if two_hops else None, scratch_for(call), ring=algorithm == "ring")
+        exchanges = call.exchanges(nbytes if two_hops else None, scratch_for(call), algorithm=algorithm)
         return engine.prepare(exchanges, call.signature, memory, algorithm=algorithm)
 
     algorithm = choose(engine.tuning)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mpicomm.collectives.device_arena import Inboxes
+from mpicomm.collectives.device_chain import ChainPlanner
 from mpicomm.collectives.device_channels import ChannelPlanner, reduction_of
 from mpicomm.collectives.device_copies import (
     Action,
@@ -27,7 +28,7 @@ from mpicomm.collectives.device_direct import DirectPlanner
 from mpicomm.collectives.device_landing import InOutput, InStaging, Landing
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import PacketPlanner
-from mpicomm.collectives.device_selection import Room, choose_ways, longest_nbytes
+from mpicomm.collectives.device_selection import Room, Way, choose_ways, longest_nbytes
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import carried_nbytes
@@ -46,6 +47,9 @@ class Arena(Protocol):
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""
 
+    def chain(self, nbytes: int) -> tuple[int, ...]:
+        """Return where the memory of every rank begins, for chain.cu; always of the same size."""
+
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""
 
@@ -62,6 +66,7 @@ class Planners:
     channels: ChannelPlanner
     packets: PacketPlanner
     direct: DirectPlanner
+    chain: ChainPlanner
 
 
 class Program:
@@ -82,30 +87,40 @@ class Program:
         self._exchanges = exchanges
         self._signature = signature
         self._memory = memory
-        self._copies = algorithm == "copy_engine"
+        self._algorithm = algorithm
+        op = signature.op
+        self._reduction = reduction_of(exchanges[0].dtype, op) if op is not None and exchanges else None
         self._nbytes = max((longest_nbytes(exchange) for exchange in exchanges), default=0)
-        arena = planners.arena
-        self._ways = choose_ways(
-            exchanges,
-            signature,
-            planners.rank,
+        self._ways = [] if algorithm in ("chain", "copy_engine") else self._chosen()
+
+    def __str__(self) -> str:
+        copies = self._algorithm == "copy_engine"
+        into_memory = self._memory is not None and (copies or any(way.direct for way in self._ways))
+        return f"{self._signature}, into {self._memory}" if into_memory else str(self._signature)
+
+    def steps(self) -> Iterator[Step]:
+        """Yield what is launched and copied, in order; raises as the arena's methods do."""
+        if self._algorithm == "chain":
+            planners, tag = self._planners, tag_of(self._signature, 0)
+            memory = planners.arena.chain(planners.chain.layout.nbytes)
+            return iter((planners.chain.launch(self._exchanges, self._reduction, tag, memory),))
+        return self._copied() if self._algorithm == "copy_engine" else self._launched()
+
+    def _chosen(self) -> list[Way]:
+        arena = self._planners.arena
+        return choose_ways(
+            self._exchanges,
+            self._signature,
+            self._planners.rank,
             self._nbytes,
             Room(
                 carried_nbytes(arena.flagged.nbytes, "flagged"),
                 carried_nbytes(arena.sentinels.nbytes, "sentinel"),
                 arena.most_lines_nbytes,
             ),
-            symmetric=memory is not None,
-            algorithm=algorithm,
+            symmetric=self._memory is not None,
+            algorithm=self._algorithm,
         )
-
-    def __str__(self) -> str:
-        into_memory = self._memory is not None and (self._copies or any(way.direct for way in self._ways))
-        return f"{self._signature}, into {self._memory}" if into_memory else str(self._signature)
-
-    def steps(self) -> Iterator[Step]:
-        """Yield what is launched and copied, in order; raises as the arena's methods do."""
-        return self._copied() if self._copies else self._launched()
 
     def _launched(self) -> Iterator[Launch]:
         planners, signature, nbytes = self._planners, self._signature, self._nbytes
@@ -135,8 +150,8 @@ class Program:
                 yield self._planners.direct.barrier(tag, after_copies=True)
                 barriers += 1
             elif isinstance(action, Reduce):
-                assert self._signature.op is not None
-                yield local_reduction(action, reduction_of(self._exchanges[0].dtype, self._signature.op))
+                assert self._reduction is not None
+                yield local_reduction(action, self._reduction)
             else:
                 yield action
 

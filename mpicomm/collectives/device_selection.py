@@ -13,7 +13,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packets import Wire, flags_can_carry
-from mpicomm.kernels.reductions import sentinels_can_carry
+from mpicomm.kernels.reductions import rounds, sentinels_can_carry
 
 _COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")  # no rank knows what the others send: they cannot choose alike
 _IN_STEP = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Allgather", "Allgatherv", "Alltoall")  # all to all
@@ -47,6 +47,15 @@ class Way:
     direct: bool
 
 
+def chains(operation: str, dtype: str, op: str | None, root: int, size: int) -> bool:
+    """Return whether a Bcast or Reduce can go along a chain of ranks, each of which needs what it receives but once.
+
+    What is reduced is reduced in the order of ranks, which end in the last one: another root than that or the first,
+    where the chain begins, would be in its middle and receive everything twice. And it travels as the type it has.
+    """
+    return op is None or (root in (0, size - 1) and op != "avg" and not rounds(dtype))
+
+
 def choose_algorithm(
     tuning: Tuning,
     asked: str,
@@ -57,13 +66,21 @@ def choose_algorithm(
     flagless: bool,
     registered: bool,
     has_lines: bool,
+    chains: bool,
 ) -> str:
     """Return the algorithm of a call of ``nbytes`` in all for which ``asked`` was given; see `Tuning.algorithm`.
 
-    ``has_lines`` is whether there is the LL128 wire. Raises `InvalidUsageError` where ``asked`` is not possible.
+    ``has_lines`` is whether there is the LL128 wire, ``chains`` what `chains` says of the call. Raises
+    `InvalidUsageError` where ``asked`` is not possible.
     """
+    if asked == "chain" and not chains:
+        raise InvalidUsageError(
+            f'algorithm="chain" of {operation} is for the first or the last rank as root, and for types and operations '
+            'that are not reduced in a wider type (of float16, bfloat16, float8, and avg): use "two_shot"'
+        )
     algorithm = asked
     if asked == "auto":
+        tuning = tuning if chains else tuning.without("chain")
         algorithm = tuning.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
     if size == 1 or nbytes == 0:  # there is nothing to choose
         return "one_shot"

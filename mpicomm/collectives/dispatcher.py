@@ -37,7 +37,8 @@ from mpicomm.placement import Placement
 if TYPE_CHECKING:
     from mpicomm.collectives.device_engine import DeviceEngine
 
-ALGORITHMS = ("auto", "mpi", "one_shot", "two_shot", "ring", "copy_engine")
+ALGORITHMS = ("auto", "mpi", "one_shot", "two_shot", "ring", "chain", "copy_engine")
+_FOR_ALL = ("auto", "mpi", "one_shot")
 _TWO_SHOT = ("Allreduce", "Bcast")  # on the host
 
 End = tuple[Any, int, int]
@@ -195,7 +196,7 @@ class Collectives:
     def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
         if algorithm not in ALGORITHMS:
             raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(ALGORITHMS)}")
-        if algorithm in ("two_shot", "ring", "copy_engine") and operation not in tuning.operations_of(algorithm):
+        if algorithm not in _FOR_ALL and operation not in tuning.operations_of(algorithm):
             possible = ", ".join(tuning.operations_of(algorithm))
             raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
         if operation == "Reduce_scatter" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
@@ -206,8 +207,8 @@ class Collectives:
             raise InvalidUsageError(
                 f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
             )
-        if algorithm == "copy_engine" and not call.on_device:
-            raise InvalidUsageError('algorithm="copy_engine" is for device arrays: use "one_shot"')
+        if algorithm in ("chain", "copy_engine") and not call.on_device:
+            raise InvalidUsageError(f'algorithm="{algorithm}" is for device arrays: use "one_shot"')
         if algorithm == "two_shot" and operation == "Reduce" and not call.on_device:
             raise InvalidUsageError('algorithm="two_shot" of Reduce is for device arrays: use "one_shot"')
         return call
@@ -269,7 +270,7 @@ class Collectives:
         piece = None
         if self._size > 1 and call.operation in _TWO_SHOT and algorithm in ("auto", "two_shot"):
             piece = piece_nbytes(call.operation, call.nbytes or 0, self._size, forced=algorithm == "two_shot")
-        return call.exchanges(piece, self._scratch_for(call), ring=algorithm == "ring")
+        return call.exchanges(piece, self._scratch_for(call), algorithm=algorithm)
 
     def _scratch_for(self, call: Call) -> Span | None:
         """Return scratch memory; kept until the communicator is freed, as a captured graph goes on using it."""

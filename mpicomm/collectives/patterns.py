@@ -236,6 +236,43 @@ def relayed_reduce(
     ]
 
 
+def chained_bcast(rank: int, size: int, dtype: Dtype, buffer: Span, root: int) -> list[Exchange]:
+    """As bcast: each rank sends all to the next one, the last one to nobody."""
+    hops = [((root + hop) % size, (root + hop + 1) % size) for hop in range(size - 1)]
+    return [
+        Exchange(
+            dtype,
+            _only(receiver, buffer if rank == sender else None, size),
+            _only(sender, buffer if rank == receiver else None, size),
+        )
+        for sender, receiver in hops
+    ]
+
+
+def chained_reduce(
+    rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str, root: int
+) -> list[Exchange]:
+    """As reduce: each rank sends the next one the reduction of all up to itself; the root is the first or last rank.
+
+    For engines that send a result on without storing it: on all ranks but the root it lies at address 0. Partial
+    results travel as ``dtype``, which is for operations that do not widen it: see `device_selection.chains`.
+    """
+    partial = Span(0, send.count)
+    steps = []
+    for receiver in range(1, size):
+        sent = send if receiver == 1 else partial
+        reduction = None
+        if rank == receiver:
+            result = _needed(output) if receiver == root else partial
+            reduction = Reduction(op, (rank - 1, rank), send, result)
+        sends = _only(receiver, sent if rank == receiver - 1 else None, size)
+        steps.append(Exchange(dtype, sends, (None,) * size, reduction))
+    if root == 0 and size > 1:
+        sends = _only(0, partial if rank == size - 1 else None, size)
+        steps.append(Exchange(dtype, sends, _only(size - 1, output if rank == 0 else None, size)))
+    return steps
+
+
 def scan(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> list[Exchange]:
     """Rank r's ``output`` is the reduction of ``send`` of the ranks up to r."""
     reduction = Reduction(op, tuple(range(rank + 1)), send, output)

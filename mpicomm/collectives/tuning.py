@@ -22,8 +22,8 @@ INTO_ALL = ("Allreduce", "Bcast", "Allgather", "Alltoall")
 """The operations whose output all ranks have alike, so that others may store into it."""
 _ALGORITHMS = {
     "Allreduce": ("one_shot", "two_shot", "copy_engine", "ring"),
-    "Bcast": ("one_shot", "two_shot", "copy_engine"),
-    "Reduce": ("one_shot", "two_shot", "copy_engine"),
+    "Bcast": ("one_shot", "two_shot", "chain", "copy_engine"),
+    "Reduce": ("one_shot", "two_shot", "chain", "copy_engine"),
     "Allgather": ("one_shot", "copy_engine"),
     "Alltoall": ("one_shot", "copy_engine"),
     "Gather": ("one_shot", "copy_engine"),
@@ -119,8 +119,8 @@ class Tuning:
         output counts.
 
         A number of ranks that has no row takes the row of the next smaller one. Its bounds are scaled: those of
-        "one_shot" and "two_shot" to as much sent by one rank in one hop, nbytes * (size - 1); those of "copy_engine"
-        and "ring" to as large a copy, nbytes / size. Rows of 2 ranks are for 2 ranks alone, between which a second hop
+        "one_shot" and "two_shot" to as much sent by one rank in one hop, nbytes * (size - 1); those of the
+        others to as large a copy, nbytes / size. Rows of 2 ranks are for 2 ranks alone, between which a second hop
         saves nothing. Without any row it is "one_shot".
         """
         row = self._find(kind_of(operation, flagless=flagless, registered=registered), size)

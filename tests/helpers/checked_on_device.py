@@ -65,7 +65,8 @@ def draw(rng: np.random.Generator, size: int, nbytes: tuple[int, int], algorithm
     blocks = size if operation in BLOCKS else 1
     count = int(2 ** rng.uniform(*np.log2(nbytes))) // np.dtype(dtype).itemsize // blocks
     root, in_place, symmetric = int(rng.integers(size)), rng.random() < 0.3, rng.random() < 0.3
-    if algorithm not in algorithms_of(operation):
+    chained = operation == "Bcast" or (root in (0, size - 1) and dtype != "float16")
+    if algorithm not in algorithms_of(operation) or (algorithm == "chain" and not chained):
         algorithm = "one_shot" if operation == "Sendrecv" else "auto"
     return Call(operation, dtype, count, root, algorithm, bool(in_place and operation in IN_PLACE), bool(symmetric))
 

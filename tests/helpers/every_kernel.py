@@ -61,9 +61,17 @@ def each_way(comm: mpicomm.Communicator) -> None:
         comm.Allreduce(cupy.asarray(parts[comm.rank]), got, algorithm=algorithm)
         check([(got, reduced("sum", parts))])
     for count in (5003, 700001):
-        told = cupy.full(count, comm.rank, np.int32)
-        comm.Bcast(told, root=comm.size - 1, algorithm="two_shot")
-        check([(told, np.full(count, comm.size - 1, np.int32))])
+        for algorithm in ("two_shot", "chain"):
+            told = cupy.full(count, comm.rank, np.int32)
+            comm.Bcast(told, root=comm.size - 1, algorithm=algorithm)
+            check([(told, np.full(count, comm.size - 1, np.int32))])
+        parts = [
+            samples(np.dtype(np.float32), count, np.random.default_rng([count, rank])) for rank in range(comm.size)
+        ]
+        got = cupy.zeros(count, np.float32)
+        comm.Reduce(cupy.asarray(parts[comm.rank]), got, algorithm="chain")
+        if comm.rank == 0:
+            check([(got, reduced("sum", parts))])
 
 
 def symmetric(comm: mpicomm.Communicator) -> None:

@@ -141,6 +141,29 @@ class Calls:
             self._run(rank, exchanges, Signature("Reduce", dtype.name, count, op, root))
         return lambda: _require([target], [reduced(op, parts)])
 
+    def chained_bcast(self, nbytes: int) -> Check:
+        """One rank's buffer goes to all, each of which sends it on to the next."""
+        dtype, size, root = np.dtype(np.uint8), self._rig.size, int(self._rng.integers(self._rig.size))
+        content = self._bytes(nbytes)
+        places = [self._place(rank, content if rank == root else np.zeros_like(content)) for rank in range(size)]
+        for rank, place in enumerate(places):
+            exchanges = patterns.chained_bcast(rank, size, dtype, self._span(place), root)
+            self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
+        return lambda: _require(places, [content] * size)
+
+    def chained_reduce(self, name: str, op: str, count: int) -> Check:
+        """The result of the first rank, or of the last one, is all ranks', each of which adds its own; or in place."""
+        dtype, size = dtype_named(name), self._rig.size
+        root = int(self._rng.choice((0, size - 1)))
+        parts = [samples(dtype, count, self._rng) for _ in range(size)]
+        sources = [self._place(rank, part) for rank, part in enumerate(parts)]
+        target = sources[root] if self._rng.integers(2) else self._place(root, np.zeros_like(parts[0]))
+        for rank, source in enumerate(sources):
+            output = Span(target.address, count) if rank == root else None
+            exchanges = patterns.chained_reduce(rank, size, dtype, Span(source.address, count), output, op, root)
+            self._run(rank, exchanges, Signature("Reduce", dtype.name, count, op, root))
+        return lambda: _require([target], [reduced(op, parts)])
+
     def reduce_scatter(self, name: str, op: str, counts: Sequence[int], *, in_place: bool = False) -> Check:
         """Rank r gets the reduction of all ranks' block r, of ``counts[r]`` elements; in place these are equal."""
         dtype, size = dtype_named(name), self._rig.size

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpicomm.collectives.device_arena import Inboxes
+from mpicomm.collectives.device_chain import ChainLayout, ChainPlanner
 from mpicomm.collectives.device_channels import ChannelPlanner
 from mpicomm.collectives.device_copies import Copy, Reduce, local_reduction
 from mpicomm.collectives.device_direct import DirectPlanner
@@ -20,7 +21,7 @@ from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout
 
-BLOCKS, CHANNELS = 2, 2
+BLOCKS, CHANNELS, CHAIN_BLOCKS = 2, 2, 1
 INBOX_NBYTES = 96 << 10  # four steps of packets in as many blocks, and a little
 STAGING_NBYTES = 1 << 20
 MOST_STAGED_NBYTES = 96 << 10  # less than a message: regions are used again
@@ -37,11 +38,13 @@ class SimulatedArena:
         slots: Sequence[int],
         staging: Sequence[int],
         lines: Sequence[int],
+        chain: Sequence[int],
     ) -> None:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
         self._slots, self._staging, self._lines = tuple(slots), tuple(staging), tuple(lines)
+        self._chain = tuple(chain)
         self.most_lines_nbytes = carried_nbytes(INBOX_NBYTES, "lines")
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
@@ -53,6 +56,9 @@ class SimulatedArena:
 
     def slots(self) -> tuple[int, ...]:
         return self._slots
+
+    def chain(self, nbytes: int) -> tuple[int, ...]:
+        return self._chain
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
         assert nbytes <= STAGING_NBYTES
@@ -71,6 +77,8 @@ class ProgramRig:
         staging = [machine.allocate(rank, STAGING_NBYTES) for rank in range(self.size)]
         whole = _PARITIES * STAGES * self.size * INBOX_NBYTES
         lines = [machine.allocate(rank, whole) for rank in range(self.size)]
+        chain_layout = ChainLayout(CHAIN_BLOCKS)
+        chain = [machine.allocate(rank, chain_layout.nbytes) for rank in range(self.size)]
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         for arena in arenas:
@@ -81,7 +89,7 @@ class ProgramRig:
             team = Team(faults=machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
             for owner, base in enumerate(bases):
                 team.arenas[owner], team.names[owner] = base, 10 + owner
-            more = (machine.addresses(each, rank) for each in (slots, staging, lines))
+            more = (machine.addresses(each, rank) for each in (slots, staging, lines, chain))
             arena_here = SimulatedArena(layout, bases, *more)
             if not has_lines:
                 arena_here.most_lines_nbytes = 0
@@ -94,6 +102,7 @@ class ProgramRig:
                     ChannelPlanner(team, layout),
                     PacketPlanner(team, arena_here, BLOCKS),  # type: ignore[arg-type]
                     DirectPlanner(team, layout, BLOCKS, chunk_nbytes=4096),
+                    ChainPlanner(team, chain_layout),
                 )
             )
 

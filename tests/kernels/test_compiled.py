@@ -11,6 +11,7 @@ import pytest
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
 import mpicomm  # noqa: E402
+from mpicomm.kernels.chain import chain_kernel  # noqa: E402
 from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
 from mpicomm.kernels.direct import direct_kernel  # noqa: E402
 from mpicomm.kernels.exchange import exchange_kernel  # noqa: E402
@@ -44,6 +45,17 @@ BANDWIDTH += [
     for one_step in (False, True)
     for reduction in (None, ("int32", "sum"), ("int64", "max"))
     for size, fan_out in ((2, False), (4, False), (4, True), (8, True))
+]
+BANDWIDTH += [
+    chain_kernel(reduction)
+    for reduction in (
+        None,
+        ("float32", "sum"),
+        ("int16", "max"),
+        ("int8", "sum"),
+        ("int64", "prod"),
+        ("complex128", "prod"),
+    )
 ]
 BANDWIDTH += [direct_kernel()] + [
     local_reduction_kernel(reduction)

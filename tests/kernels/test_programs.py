@@ -92,6 +92,8 @@ def test_straight_into_memory(builds: Builds, size: int, algorithm: str, symmetr
             require_same(place.bytes[: 4 * count].copy().view(dtype), reduced("sum", parts))
         if algorithm in ("one_shot", "copy_engine"):
             gather(rig, parts, algorithm, symmetric=symmetric)
+        if algorithm == "two_shot":
+            tell(rig, parts[1], "chain", symmetric=symmetric)
         if algorithm != "ring":
             tell(rig, parts[0], algorithm, symmetric=symmetric)
         rig.machine.clear()
@@ -115,7 +117,7 @@ def tell(rig: ProgramRig, content: np.ndarray, algorithm: str, *, symmetric: boo
     rig.outputs[root].bytes[: content.nbytes] = content.view(np.uint8)
     for rank in range(rig.size):
         buffer = Span(rig.outputs[rank].address, content.size)
-        pattern = patterns.bcast if algorithm == "one_shot" else patterns.relayed_bcast
+        pattern = {"one_shot": patterns.bcast, "chain": patterns.chained_bcast}.get(algorithm, patterns.relayed_bcast)
         exchanges = pattern(rank, rig.size, content.dtype, buffer, root)
         signature = Signature("Bcast", "int32", content.size, root=root)
         rig.run(rank, exchanges, signature, symmetric=symmetric, algorithm=algorithm)

@@ -55,6 +55,7 @@ def test_the_table_decides_and_two_hops_are_two_exchanges() -> None:
     assert prepared(Engine(), 1000, "one_shot") == ("one_shot", 1)
     # All goes to the root: what another rank reduces it could not store for copy engines to send on.
     assert prepared(Engine(), 1000, "copy_engine", "Reduce") == ("copy_engine", 1)
+    assert prepared(Engine(), 1000, "chain", "Reduce") == ("chain", 3)  # two hops to the last rank, one to the first
 
 
 def test_without_memory_for_copy_engines_another_way_is_taken_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,6 +12,7 @@ from mpicomm.collectives.device_arena import ArenaLayout
 from mpicomm.collectives.device_packets import MAX_BLOCKS, geometry_of
 from mpicomm.collectives.device_selection import (
     Room,
+    chains,
     choose_algorithm,
     choose_ways,
     keeps_step,
@@ -29,6 +30,7 @@ from mpicomm.kernels.packets import (
     most_workers,
 )
 from mpicomm.kernels.reductions import REDUCTIONS, sentinels_can_carry
+from tests.helpers.tuning import row, table
 
 SIZES = st.integers(2, 8)
 MIB = 1 << 20
@@ -144,7 +146,7 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
 
 def test_a_reduce_of_integers_in_two_hops_needs_lines() -> None:
     def chosen(asked: str, *, flagless: bool, has_lines: bool, nbytes: int = MIB) -> str:
-        which = {"flagless": flagless, "registered": False, "has_lines": has_lines}
+        which = {"flagless": flagless, "registered": False, "has_lines": has_lines, "chains": False}
         return choose_algorithm(BUILT_IN, asked, "Reduce", nbytes, 4, **which)
 
     for asked in ("auto", "two_shot"):
@@ -154,3 +156,30 @@ def test_a_reduce_of_integers_in_two_hops_needs_lines() -> None:
     assert chosen("auto", flagless=False, has_lines=False) == "one_shot"
     with pytest.raises(InvalidUsageError, match=r"Reduce is for floats where not all GPUs .* use \"one_shot\""):
         chosen("two_shot", flagless=False, has_lines=False)
+
+
+def test_what_goes_along_a_chain() -> None:
+    for root in range(4):
+        assert chains("Bcast", "float16", None, root, 4)
+        assert chains("Reduce", "float32", "sum", root, 4) == (root in (0, 3))
+    assert not chains("Reduce", "float32", "avg", 0, 4)
+    for name in REDUCTIONS:
+        assert chains("Reduce", name, "lor", 0, 4) == (
+            name not in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+        )
+
+
+def test_a_chain_is_chosen_where_it_is_possible() -> None:
+    tuning = table(row("Reduce", 4, (100, "two_shot"), (1000, "chain"), (9000, "copy_engine"), flagless=True))
+
+    def chosen(asked: str, nbytes: int, *, chains: bool) -> str:
+        which = {"flagless": True, "registered": False, "has_lines": True, "chains": chains}
+        return choose_algorithm(tuning, asked, "Reduce", nbytes, 4, **which)
+
+    for nbytes, expected in ((99, "one_shot"), (100, "two_shot"), (1000, "chain"), (9000, "copy_engine")):
+        assert chosen("auto", nbytes, chains=True) == expected
+        assert chosen("auto", nbytes, chains=False) == ("two_shot" if expected == "chain" else expected)
+    assert chosen("chain", 1, chains=True) == "chain"
+    assert chosen("chain", 0, chains=True) == "one_shot"
+    with pytest.raises(InvalidUsageError, match=r'algorithm="chain" of Reduce is for .*: use "two_shot"'):
+        chosen("chain", 1, chains=False)

@@ -7,7 +7,8 @@ import pytest
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.kernels import direct, exchange, local_reduction, packets, sendrecv, team  # noqa: E402
+from mpicomm.kernels import chain, direct, exchange, local_reduction, packets, sendrecv, team  # noqa: E402
+from mpicomm.kernels.chain import ChainArguments, Place  # noqa: E402
 from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
 from mpicomm.kernels.direct import Cut, DirectArguments  # noqa: E402
 from mpicomm.kernels.exchange import ExchangeArguments, Link  # noqa: E402
@@ -56,6 +57,7 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "packets.cu": {"mpicomm::Packets": PacketArguments},
     "direct.cu": {"mpicomm::Direct": DirectArguments, "mpicomm::Cut": Cut},
     "local_reduction.cu": {"mpicomm::LocalReduction": LocalReductionArguments},
+    "chain.cu": {"mpicomm::Place": Place, "mpicomm::Chain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": Side, "mpicomm::Sendrecv": SendrecvArguments},
 }
 CONSTANTS = {
@@ -81,6 +83,13 @@ CONSTANTS = {
     },
     "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
     "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
+    "chain.cu": {
+        "kChainThreads": chain.CHAIN_THREADS,
+        "kChainBlocks": chain.CHAIN_BLOCKS,
+        "kChainSlots": chain.CHAIN_SLOTS,
+        "kChainSlotNbytes": chain.CHAIN_SLOT_NBYTES,
+        "kLanes": chain.LANES,
+    },
     "sendrecv.cu": {
         "kSendrecvThreads": sendrecv.SENDRECV_THREADS,
         "kSendrecvBlocks": sendrecv.SENDRECV_BLOCKS,

@@ -134,6 +134,17 @@ def test_bcast(size: int, count: int, piece_nbytes: int | None, data: st.DataObj
 
 
 @UNHURRIED
+@given(size=SIZES, count=LONG_COUNTS, data=st.data())
+def test_chained_bcast(size: int, count: int, data: st.DataObject) -> None:
+    root = data.draw(st.integers(0, size - 1))
+    memories = ranks(size)
+    buffers = [memory.buffer(count, "x") for memory in memories]
+    for memory, buffer in zip(memories, buffers, strict=True):
+        memory.expect(buffer, memories[root].read(buffers[root]))
+    everywhere(memories, lambda rank, size: patterns.chained_bcast(rank, size, DTYPE, buffers[rank], root))
+
+
+@UNHURRIED
 @given(size=st.integers(2, 8), count=LONG_COUNTS, data=st.data())
 def test_relayed_bcast(size: int, count: int, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))

@@ -98,8 +98,7 @@ def test_what_each_operation_can_be_carried_out_with() -> None:
         return {" ".join(algorithms_of(operation)) for operation in operations}
 
     assert possible("Allreduce") == {"one_shot two_shot copy_engine ring"}
-    assert possible("Bcast") == {"one_shot two_shot copy_engine"}
-    assert possible("Reduce") == {"one_shot two_shot copy_engine"}
+    assert possible("Bcast", "Reduce") == {"one_shot two_shot chain copy_engine"}
     assert possible("Allgather", "Alltoall", "Gather", "Scatter") == {"one_shot copy_engine"}
     assert possible("Alltoallv", "Gatherv", "Reduce_scatter", "Scan") == {"one_shot"}
 

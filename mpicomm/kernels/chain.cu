@@ -1,0 +1,151 @@
+// One message along a chain of ranks, each of which sends on what comes, as it is or reduced with what it has. Each rank
+// launches one kernel. Where one rank tells all, or all tell one, that is faster than shards by way of the others: on
+// every link there is one sender, and where several send to one at a time a link carries some percent less.
+//
+// Channels. A warp of a rank and the same warp of the next one are a channel, with `kChainSlots` slots in the next one's
+// memory, a flag for each there, and a word for credit in the sender's memory. The message is cut into chunks, which the
+// channels carry in turn, each first in first out: the first chunks are at the end of the chain when the last are still
+// to be sent. Chunks of a channel are counted for ever, by epochs: chunk e lies in slot e % kChainSlots, its flag is
+// {e, tag of the call}, and credit {e} says that the receiver is done with chunk e. Both sides keep their count of it in
+// their own memory and the kernel advances it, so a captured graph can be replayed for ever.
+//
+//     sender                                             receiver
+//     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {}
+//     __all_sync()                                       __all_sync()
+//     slot = chunk (all lanes)                           ... = slot (all lanes)
+//     __syncwarp()                                       __syncwarp()
+//     store_release(flag, e)                             store_release(credit, e)
+//
+// Warps. A release waits until all that was stored before has arrived, more than a microsecond. Warps know nothing of
+// each other, so that they are not about as far as blocks would be, and while some wait others keep the link full.
+//
+// Why that cannot deadlock. A chunk waits for the one before it in its channel, and for the same one on the rank before:
+// the first rank has it, and the last one takes whatever comes. The rank that all tell may be the first one too: what it
+// sends and what it receives are two places, of different blocks, neither of which waits for the other. All blocks must
+// run at once: the host launches no more than the smallest device holds, two for each multiprocessor.
+//
+// Why `own` may be `output`. A lane reads both contributions to an element before it writes the result; and on a rank
+// that is first and last, a chunk comes back when it was sent, hence read, and has been all around.
+
+#include "channel_words.cuh"
+#if defined(MPICOMM_DTYPE)
+#include "reduce_bytes.cuh"
+#endif
+
+namespace mpicomm {
+
+// The host's copies of these constants and structures are in chain.py; a test compares them.
+constexpr u32 kChainThreads = 128;
+constexpr u32 kChainBlocks = 2;  // of a multiprocessor
+constexpr u32 kChainSlots = 4;
+constexpr u64 kChainSlotNbytes = 16 * 1024;
+constexpr u32 kLanes = 32;
+
+// Where a rank stands in the chain: what it adds, if anything, where it keeps what comes of that, if it does, and on
+// which sides it has a neighbour.
+struct Place {
+  const u8* own;
+  u8* output;
+  u32 receives;
+  u32 sends;
+};
+
+struct Chain {
+  Team team;
+  Place places[2];  // the second for a rank that is first and last
+  u64 nbytes;
+  u64 chunk_nbytes;         // a multiple of a packet for each lane, and no more than a slot has
+  u8* memory[kMaxRanks];  // every rank's, as mapped here; counts are at its start
+  u64 credits;            // where they begin in it
+  u64 flags;
+  u64 slots;
+  u32 channels;  // that a memory has
+  u32 blocks;    // of one place
+  u32 previous;
+  u32 next;
+  u32 tag;
+  u32 unused;
+
+  MPICOMM_DEVICE u32* count(bool sends, u32 channel) const {
+    return reinterpret_cast<u32*>(memory[team.rank]) + (sends ? channels : 0) + channel;
+  }
+  MPICOMM_DEVICE u64* credit(u32 owner, u32 channel) const {
+    return reinterpret_cast<u64*>(memory[owner] + credits + channel * kLineNbytes);
+  }
+  MPICOMM_DEVICE u64* flag(u32 owner, u32 channel, u32 epoch) const {
+    return reinterpret_cast<u64*>(memory[owner] + flags + channel * kLineNbytes) + epoch % kChainSlots;
+  }
+  // Strides are those of the memory: were they those of the message, chunks of two messages could overlap.
+  MPICOMM_DEVICE u8* slot(u32 owner, u32 channel, u32 epoch) const {
+    return memory[owner] + slots + (static_cast<u64>(channel) * kChainSlots + epoch % kChainSlots) * kChainSlotNbytes;
+  }
+};
+
+// A warp's packets that are under way at once, as many as its registers hold: few warps keep a link full.
+#if defined(MPICOMM_DTYPE)
+constexpr u32 kChainAtOnce = sizeof(Element) < 4 ? 4 : 16;
+#else
+constexpr u32 kChainAtOnce = 16;
+#endif
+
+MPICOMM_DEVICE void carry(const Chain& x) {
+  const Place& place = x.places[blockIdx.x / x.blocks];
+  const u32 lane = threadIdx.x % kLanes, warps = blockDim.x / kLanes, rank = x.team.rank;
+  const u32 channel = threadIdx.x / kLanes * x.blocks + blockIdx.x % x.blocks;
+  const u64 first = channel * x.chunk_nbytes, stride = static_cast<u64>(warps) * x.blocks * x.chunk_nbytes;
+  if (first >= x.nbytes) return;  // the whole warp, as nothing is left for it
+  // Lane 0 keeps the channel from the rank before, lane 1 the one to the next: it alone waits for its words, writes them
+  // and knows its count. One kernel of a communicator runs at a time.
+  const bool sender = lane == 1, keeper = lane < 2 && (sender ? place.sends : place.receives);
+  u32 received = place.receives ? *x.count(false, channel) : 0, sent = place.sends ? *x.count(true, channel) : 0;
+  // Another lane looks whether somebody has given up before.
+  bool ok = lane != 2 || is_healthy(x.team, channel, load_health(x.team));
+
+  for (u64 begin = first; begin < x.nbytes; begin += stride) {
+    received += place.receives;
+    sent += place.sends;
+    const u32 epoch = sender ? sent : received, peer = sender ? x.next : x.previous;
+    if (keeper) {
+      const u32 awaited = sender ? epoch - kChainSlots : epoch;
+      const Watch watch{x.team.faults, x.team.timeout_ns, kExchange, awaited, channel, x.team.names[peer]};
+      const u64* const word = sender ? x.credit(rank, channel) : x.flag(rank, channel, epoch);
+      ok = await_epoch(x.team, word, watch, x.tag, sender ? 0 : ~0u);
+    }
+    // All leave or none: a lane that went on alone would wait for the others for ever. Counts are read by now.
+    if (!__all_sync(kWarp, ok)) return;
+
+    const u64 nbytes = x.nbytes - begin < x.chunk_nbytes ? x.nbytes - begin : x.chunk_nbytes;
+    const u8* const own = place.own == nullptr ? nullptr : place.own + begin;
+    u8* const output = place.output == nullptr ? nullptr : place.output + begin;
+    const u8* const source = place.receives ? x.slot(rank, channel, received) : own;
+    u8* const target = place.sends ? x.slot(x.next, channel, sent) : output;
+#if defined(MPICOMM_DTYPE)
+    if (place.receives && own != nullptr) {
+      // What comes is the reduction of the ranks before: the order of all is that of the ranks. Slots are aligned.
+      const bool aligned = width_of(target) == 16 && width_of(own) == 16;
+      const auto of = [&](u32 number) { return number == 0 ? source : own; };
+      reduce_bytes<kChainAtOnce>(target, of, 2, nbytes, aligned, lane, kLanes);
+    } else
+#endif
+      copy_bytes<kChainAtOnce>(target, source, nbytes, lane, kLanes, target == output ? nullptr : output);
+
+    __syncwarp(kWarp);
+    // A flag: pairs with the load_acquire of it by the next rank, in await_epoch, and publishes the chunk, which this
+    // lane has seen written by the whole warp at the barrier. A plain store could arrive before the data.
+    // A credit: pairs with the load_acquire of it by the rank before and says that the warp's reads of the slot, before
+    // the barrier, are over. A plain store could overtake them, and the sender would write what is still being read.
+    // System scope, the other side being another device. One instruction for both kinds: a release waits for what it
+    // publishes, and so the warp waits once.
+    if (keeper) store_release(sender ? x.flag(peer, channel, epoch) : x.credit(peer, channel), word_of(epoch, x.tag));
+  }
+  // Read by the next of these kernels: it starts when this one is over, on whichever stream the host puts it.
+  if (keeper) *x.count(sender, channel) = sender ? sent : received;
+}
+
+}  // namespace mpicomm
+
+// Bounds the registers, so that two blocks always fit: a launch that fails here would leave the peers waiting.
+extern "C" __global__ void __launch_bounds__(mpicomm::kChainThreads, mpicomm::kChainBlocks)
+    mpicomm_chain(const __grid_constant__ mpicomm::Chain);
+
+MPICOMM_KERNEL void mpicomm_chain(const __grid_constant__ mpicomm::Chain x) { mpicomm::carry(x); }

@@ -1,0 +1,54 @@
+"""The kernel of chain.cu: its arguments, and one variant per reduction."""
+
+from __future__ import annotations
+
+import ctypes
+
+from mpicomm.kernels.load import Variant
+from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.team import MAX_RANKS, Team
+
+# Constants and structures of chain.cu; a test compares them.
+CHAIN_THREADS = 128
+CHAIN_BLOCKS = 2
+"""Of a multiprocessor, at least."""
+CHAIN_SLOTS = 4
+CHAIN_SLOT_NBYTES = 16 * 1024
+LANES = 32
+
+
+class Place(ctypes.Structure):
+    """The host's copy of ``Place`` in chain.cu: where a rank stands in the chain."""
+
+    _fields_ = [
+        ("own", ctypes.c_uint64),
+        ("output", ctypes.c_uint64),
+        ("receives", ctypes.c_uint32),
+        ("sends", ctypes.c_uint32),
+    ]
+
+
+class ChainArguments(ctypes.Structure):
+    """The host's copy of ``Chain`` in chain.cu."""
+
+    _fields_ = [
+        ("team", Team),
+        ("places", Place * 2),
+        ("nbytes", ctypes.c_uint64),
+        ("chunk_nbytes", ctypes.c_uint64),
+        ("memory", ctypes.c_uint64 * MAX_RANKS),
+        ("credits", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("slots", ctypes.c_uint64),
+        ("channels", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32),
+        ("previous", ctypes.c_uint32),
+        ("next", ctypes.c_uint32),
+        ("tag", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
+
+
+def chain_kernel(reduction: tuple[str, str] | None) -> Variant:
+    """Return the kernel for ``(dtype, op)``, or the one that does not reduce; raises as `options_for`."""
+    return Variant("chain.cu", "mpicomm_chain", options_for(reduction))

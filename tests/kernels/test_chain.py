@@ -1,0 +1,150 @@
+"""Chains: broadcasts and reductions of any size and type, races, mistakes, ranks that are missing or disagree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ml_dtypes")
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+from mpicomm.collectives import patterns
+from mpicomm.collectives.device_chain import Station, stations_of
+from mpicomm.collectives.exchange import Span
+from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.chain import CHAIN_SLOT_NBYTES, CHAIN_SLOTS
+from tests.kernels.build import Builds, Change
+from tests.kernels.chain_rig import ChainRig
+from tests.kernels.collective_calls import Calls, sizes_around
+from tests.kernels.machine import CAUGHT, RunFailedError
+
+UNIT_NBYTES = 512  # of a chunk
+CHANNELS = 4  # one block has as many warps
+LIMITS = (16, UNIT_NBYTES, CHANNELS * UNIT_NBYTES, CHANNELS * CHAIN_SLOT_NBYTES)
+LARGE = CHANNELS * CHAIN_SLOT_NBYTES * (CHAIN_SLOTS + 1) + 12  # every slot is used again
+TYPES = (
+    ("int8", "sum"),
+    ("bool", "lor"),
+    ("uint16", "max"),
+    ("int32", "prod"),
+    ("float64", "sum"),
+    ("complex128", "prod"),
+)
+
+
+def play(
+    builds: Builds, size: int, sizes: list[int], *, blocks: int = 1, seed: int = 0, changes: tuple[Change, ...] = ()
+) -> None:
+    rng = np.random.default_rng([size, seed])
+    # ThreadSanitizer makes everything slow; without it what waits for two seconds waits for ever.
+    rig = ChainRig(builds, size, blocks, changes=changes, timeout_s=20 if builds.sanitize else 2)
+    rig.start_at(2**32 - 3)
+    calls = Calls(rig, rng, nap_us=1000)
+    checks = []
+    for nbytes in rng.permutation(sizes).tolist():
+        checks += [calls.chained_bcast(nbytes), calls.chained_reduce("float32", "sum", -(-nbytes // 4))]
+    rig.machine.run(seed=seed, jitter_us=200, limit_s=60)
+    for check in checks:
+        check()
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_size_at_which_something_changes_past_the_end_of_32_bits(builds: Builds, size: int, blocks: int) -> None:
+    limits = (*LIMITS, blocks * LIMITS[-1])
+    play(builds, size, [*(nbytes for nbytes in sizes_around(*limits) if nbytes), LARGE], blocks=blocks)
+
+
+@pytest.mark.parametrize("reduction", TYPES, ids="-".join)
+def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
+    rig = ChainRig(builds, 3, 1)
+    calls = Calls(rig, np.random.default_rng(len(reduction[0])))
+    checks = [calls.chained_reduce(*reduction, count) for count in (1, 15, 1021, 9001) for _ in range(3)]
+    rig.machine.run(seed=1, jitter_us=100)
+    for check in checks:
+        check()
+
+
+def test_no_race(watched_builds: Builds) -> None:
+    play(watched_builds, 3, [5, 700, LARGE // 4, LARGE])
+
+
+def test_where_a_rank_stands() -> None:
+    dtype, span, output = np.dtype(np.int32), Span(4096, 7), Span(8192, 7)
+    told = [stations_of(rank, patterns.chained_bcast(rank, 3, dtype, span, 1)) for rank in range(3)]
+    assert told == [
+        [Station(None, span, receives=True, sends=False)],
+        [Station(span, None, receives=False, sends=True)],
+        [Station(None, span, receives=True, sends=True)],
+    ]
+    first, middle = Station(span, None, receives=False, sends=True), Station(span, None, receives=True, sends=True)
+    for root, expected in (
+        (2, [[first], [middle], [Station(span, output, receives=True, sends=False)]]),
+        (0, [[first, Station(None, output, receives=True, sends=False)], [middle], [middle]]),
+    ):
+        for rank in range(3):
+            exchanges = patterns.chained_reduce(rank, 3, dtype, span, output if rank == root else None, "sum", root)
+            assert stations_of(rank, exchanges) == expected[rank]
+
+
+def tell(rig: ChainRig, rank: int, nbytes: int) -> None:
+    """Enqueue a rank's part of a broadcast of the first rank."""
+    place = rig.machine.allocate(rank, nbytes)
+    exchanges = patterns.chained_bcast(rank, rig.size, np.dtype(np.uint8), Span(place.address, nbytes), 0)
+    rig.run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=0))
+
+
+def test_ranks_that_disagree_notice(builds: Builds) -> None:
+    rig = ChainRig(builds, 2, 1)
+    tell(rig, 0, 100)
+    tell(rig, 1, 99)
+    with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=3, sequence=1, block=0, peer=10"):
+        rig.machine.run(limit_s=10)
+
+
+def test_rank_that_is_missing_is_named(builds: Builds) -> None:
+    rig = ChainRig(builds, 3, 1, timeout_s=0.2)
+    tell(rig, 1, 100)
+    with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=2, sequence=1, block=0, peer=10"):
+        rig.machine.run(limit_s=10)
+
+
+def test_rank_that_does_not_take_is_named(builds: Builds) -> None:
+    rig = ChainRig(builds, 2, 1, timeout_s=0.2)
+    tell(rig, 0, LARGE)
+    with pytest.raises(RunFailedError, match=r"fault on rank 0: state=2, operation=2, sequence=1, block=\d, peer=11"):
+        rig.machine.run(limit_s=10)
+
+
+_BARRIER = """    __syncwarp(kWarp);
+    // A flag:"""
+MISTAKES = {
+    "release turned relaxed": Change("chain.cu", "if (keeper) store_release(", "if (keeper) store_relaxed("),
+    "acquire turned relaxed": Change("channel_words.cuh", "value = load_acquire(word)", "value = load_relaxed(word)"),
+    "flag before the warp has written": Change("chain.cu", _BARRIER, _BARRIER.replace("__syncwarp(kWarp);", "")),
+    "slot read before the flag": Change("chain.cu", "if (!__all_sync(kWarp, ok)) return;", "if (!ok) return;"),
+    "credit for one chunk too many": Change(
+        "chain.cu", "sender ? epoch - kChainSlots : epoch;", "sender ? epoch - kChainSlots - 1 : epoch;"
+    ),
+    "stride of the message": Change("chain.cu", "* kChainSlotNbytes;\n  }", "* (chunk_nbytes / 2);\n  }"),
+}
+WRONG = {
+    "count not advanced": Change(
+        "chain.cu", "if (keeper) *x.count(sender, channel)", "if (false) *x.count(sender, channel)"
+    ),
+    "output not kept": Change("chain.cu", "target == output ? nullptr : output", "nullptr"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_race_is_seen(watched_builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for seed in range(20):
+            play(watched_builds, 3, [700, LARGE], seed=seed, changes=(MISTAKES[name],))
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_failure_is_seen(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for seed in range(20):
+            play(builds, 3, [700, LARGE], seed=seed, changes=(WRONG[name],))
