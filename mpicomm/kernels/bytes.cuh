@@ -63,33 +63,27 @@ MPICOMM_DEVICE void store_any(u8* to, const Packet& packet, u32 width, u64 nbyte
   }
 }
 
-// Copies with `threads` threads, of which the caller is number `thread`, `at_once` packets of each being under way at
-// once; to another place too, unless that is null.
-template <u32 at_once = 4>
-MPICOMM_DEVICE void copy_bytes(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads, u8* also = nullptr) {
-  const u32 to_width = width_of(to), from_width = width_of(from), also_width = width_of(also);
+// Copies with `threads` threads, of which the caller is number `thread`.
+MPICOMM_DEVICE void copy_bytes(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads) {
+  constexpr u32 kAtOnce = 4;
+  const u32 to_width = width_of(to), from_width = width_of(from);
   const u64 stride = static_cast<u64>(threads) * kPacketNbytes;
-  const bool all_aligned = to_width == 16 && from_width == 16 && also_width == 16;  // as a null pointer is
-  const u64 aligned = all_aligned ? nbytes / kPacketNbytes * kPacketNbytes : 0;
+  const u64 aligned = to_width == 16 && from_width == 16 ? nbytes / kPacketNbytes * kPacketNbytes : 0;
   const u64 first = static_cast<u64>(thread) * kPacketNbytes;
-  for (u64 start = first; start < aligned; start += at_once * stride) {
-    Packet packets[at_once];
-    // All loads before the first store.
+  // All loads before the first store: that many are under way at once.
+  for (u64 start = first; start < aligned; start += kAtOnce * stride) {
+    Packet packets[kAtOnce];
 #pragma unroll
-    for (u32 i = 0; i < at_once; ++i) {
+    for (u32 i = 0; i < kAtOnce; ++i) {
       if (start + i * stride < aligned) packets[i] = load_aligned(from + start + i * stride);
     }
 #pragma unroll
-    for (u32 i = 0; i < at_once; ++i) {
-      if (start + i * stride >= aligned) continue;
-      store_aligned(to + start + i * stride, packets[i]);
-      if (also != nullptr) store_aligned(also + start + i * stride, packets[i]);
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      if (start + i * stride < aligned) store_aligned(to + start + i * stride, packets[i]);
     }
   }
   for (u64 start = aligned + first; start < nbytes; start += stride) {
-    const Packet packet = load_any(from + start, from_width, nbytes - start);
-    store_any(to + start, packet, to_width, nbytes - start);
-    if (also != nullptr) store_any(also + start, packet, also_width, nbytes - start);
+    store_any(to + start, load_any(from + start, from_width, nbytes - start), to_width, nbytes - start);
   }
 }
 

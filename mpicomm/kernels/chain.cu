@@ -81,14 +81,64 @@ struct Chain {
   }
 };
 
-// A warp's packets that are under way at once, as many as its registers hold: few warps keep a link full.
-#if defined(MPICOMM_DTYPE)
-constexpr u32 kChainAtOnce = sizeof(Element) < 4 ? 4 : 16;
-#else
-constexpr u32 kChainAtOnce = 16;
-#endif
+// Some bytes on their way through a rank.
+struct Piece {
+  const u8* source;
+  const u8* own;  // null where nothing is added
+  u8* target;
+  u8* also;  // where the same is kept, or null
+  u64 nbytes;
+};
 
-MPICOMM_DEVICE void carry(const Chain& x) {
+// A warp's packets that are under way at once: few warps keep a link full. Where two are reduced, of both.
+#if defined(MPICOMM_DTYPE)
+constexpr u32 kAtOnceInChain = 8;
+#else
+constexpr u32 kAtOnceInChain = 16;
+#endif
+constexpr u64 kBatchNbytes = static_cast<u64>(kAtOnceInChain) * kLanes * kPacketNbytes;
+
+// Out of line, as few pieces are not whole batches of whole packets: a kernel waits for code that it jumps over.
+MPICOMM_DEVICE_CALL void carry_any(const Piece& piece, u32 lane) {
+#if defined(MPICOMM_DTYPE)
+  if (piece.own != nullptr) {
+    const bool aligned = width_of(piece.source) == 16 && width_of(piece.own) == 16 && width_of(piece.target) == 16;
+    const auto source = [&](u32 number) { return number == 0 ? piece.source : piece.own; };
+    return reduce_bytes(piece.target, source, 2, piece.nbytes, aligned, lane, kLanes);
+  }
+#endif
+  copy_bytes(piece.target, piece.source, piece.nbytes, lane, kLanes);
+  if (piece.also != nullptr) copy_bytes(piece.also, piece.source, piece.nbytes, lane, kLanes);
+}
+
+MPICOMM_DEVICE void carry(const Piece& piece, u32 lane) {
+  const u32 width = width_of(piece.source) & width_of(piece.own) & width_of(piece.target) & width_of(piece.also);
+  if (width != kPacketNbytes || piece.nbytes % kBatchNbytes != 0) return carry_any(piece, lane);
+#pragma unroll 1
+  for (u64 start = lane * kPacketNbytes; start < piece.nbytes; start += kBatchNbytes) {
+    Packet packets[kAtOnceInChain];
+    const auto at = [&](u32 i) { return start + static_cast<u64>(i) * kLanes * kPacketNbytes; };
+    // All loads before the first store.
+#pragma unroll
+    for (u32 i = 0; i < kAtOnceInChain; ++i) packets[i] = load_aligned(piece.source + at(i));
+#if defined(MPICOMM_DTYPE)
+    if (piece.own != nullptr) {
+      Packet own[kAtOnceInChain];
+#pragma unroll
+      for (u32 i = 0; i < kAtOnceInChain; ++i) own[i] = load_aligned(piece.own + at(i));
+#pragma unroll
+      for (u32 i = 0; i < kAtOnceInChain; ++i) packets[i] = reduce_packets(packets[i], own[i]);
+    }
+#endif
+#pragma unroll
+    for (u32 i = 0; i < kAtOnceInChain; ++i) store_aligned(piece.target + at(i), packets[i]);
+    if (piece.also == nullptr) continue;
+#pragma unroll
+    for (u32 i = 0; i < kAtOnceInChain; ++i) store_aligned(piece.also + at(i), packets[i]);
+  }
+}
+
+MPICOMM_DEVICE void pass_on(const Chain& x) {
   const Place& place = x.places[blockIdx.x / x.blocks];
   const u32 lane = threadIdx.x % kLanes, warps = blockDim.x / kLanes, rank = x.team.rank;
   const u32 channel = threadIdx.x / kLanes * x.blocks + blockIdx.x % x.blocks;
@@ -117,17 +167,11 @@ MPICOMM_DEVICE void carry(const Chain& x) {
     const u64 nbytes = x.nbytes - begin < x.chunk_nbytes ? x.nbytes - begin : x.chunk_nbytes;
     const u8* const own = place.own == nullptr ? nullptr : place.own + begin;
     u8* const output = place.output == nullptr ? nullptr : place.output + begin;
-    const u8* const source = place.receives ? x.slot(rank, channel, received) : own;
-    u8* const target = place.sends ? x.slot(x.next, channel, sent) : output;
-#if defined(MPICOMM_DTYPE)
-    if (place.receives && own != nullptr) {
-      // What comes is the reduction of the ranks before: the order of all is that of the ranks. Slots are aligned.
-      const bool aligned = width_of(target) == 16 && width_of(own) == 16;
-      const auto of = [&](u32 number) { return number == 0 ? source : own; };
-      reduce_bytes<kChainAtOnce>(target, of, 2, nbytes, aligned, lane, kLanes);
-    } else
-#endif
-      copy_bytes<kChainAtOnce>(target, source, nbytes, lane, kLanes, target == output ? nullptr : output);
+    Piece piece{own, nullptr, output, nullptr, nbytes};
+    // What comes is reduced over the ranks before: with what this one adds, the order of all is that of the ranks.
+    if (place.receives) piece.source = x.slot(rank, channel, received), piece.own = own;
+    if (place.sends) piece.target = x.slot(x.next, channel, sent), piece.also = output;
+    carry(piece, lane);
 
     __syncwarp(kWarp);
     // A flag: pairs with the load_acquire of it by the next rank, in await_epoch, and publishes the chunk, which this
@@ -148,4 +192,4 @@ MPICOMM_DEVICE void carry(const Chain& x) {
 extern "C" __global__ void __launch_bounds__(mpicomm::kChainThreads, mpicomm::kChainBlocks)
     mpicomm_chain(const __grid_constant__ mpicomm::Chain);
 
-MPICOMM_KERNEL void mpicomm_chain(const __grid_constant__ mpicomm::Chain x) { mpicomm::carry(x); }
+MPICOMM_KERNEL void mpicomm_chain(const __grid_constant__ mpicomm::Chain x) { mpicomm::pass_on(x); }

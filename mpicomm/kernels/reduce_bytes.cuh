@@ -13,6 +13,15 @@ struct Elements {
   Element of[kElements];
 };
 
+// The reduction of two contributions.
+MPICOMM_DEVICE Packet reduce_packets(const Packet& first, const Packet& second) {
+  const Elements one = __builtin_bit_cast(Elements, first), other = __builtin_bit_cast(Elements, second);
+  Elements result;
+#pragma unroll
+  for (u32 e = 0; e < kElements; ++e) result.of[e] = Op::last(Op::next(Op::first(one.of[e]), other.of[e]), 2);
+  return __builtin_bit_cast(Packet, result);
+}
+
 // Bytes `begin` to `end`, `at_once` packets a thread; `aligned` if they all are. `source(i)` is the address of source i.
 template <u32 at_once, bool aligned, class Source>
 MPICOMM_DEVICE void reduce_part(u8* output, Source source, u32 sources, u64 begin, u64 end, u32 thread, u32 threads) {

@@ -132,7 +132,7 @@ WRONG = {
     "count not advanced": Change(
         "chain.cu", "if (keeper) *x.count(sender, channel)", "if (false) *x.count(sender, channel)"
     ),
-    "output not kept": Change("chain.cu", "target == output ? nullptr : output", "nullptr"),
+    "output not kept": Change("chain.cu", ", piece.also = output;", ";"),
 }
 
 
