@@ -118,7 +118,7 @@ class Domain:
                 if zero:
                     # Before the exchange that tells the peers of this memory, or their first put could be zeroed away.
                     self.backend.zero(segment.pointer, nbytes)
-            except Exception:
+            except BaseException:  # not even a Ctrl-C may leave it to nobody
                 segment.close()
                 raise
             return segment

@@ -13,17 +13,21 @@ from __future__ import annotations
 
 import array
 import contextlib
+import functools
 import hmac
+import itertools
 import logging
+import operator
 import os
 import secrets
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mpicomm.descriptor import Descriptor
 from mpicomm.errors import HandleError
 
 logger = logging.getLogger("mpicomm")
@@ -33,6 +37,9 @@ _SECRET_NBYTES = 32
 _HELLO = struct.Struct(f"<8sII{_SECRET_NBYTES}s")
 _CREDENTIALS = struct.Struct("3i")
 _RETRY_S = 0.01
+
+_numbers = functools.partial(array.array, "i")
+_FD_NBYTES = array.array("i").itemsize
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class FdExchange:
             self._listener.close()
             self._listener = None
 
-    def swap(self, addresses: Sequence[Address], fd: int, timeout_s: float) -> dict[int, int]:
+    def swap(self, addresses: Sequence[Address], fd: int, timeout_s: float) -> dict[int, Descriptor]:
         """Send ``fd`` to every other rank and return theirs, by rank. Collective among the ranks, blocking.
 
         ``addresses`` holds every rank's `address`. ``fd`` stays the caller's. The returned descriptors are new and the
@@ -95,12 +102,18 @@ class FdExchange:
                 f"cannot exchange descriptors: {error.strerror}; if too many are open, raise the limit (ulimit -n)"
             ) from error
 
-    def _swap(self, listener: socket.socket, others: Mapping[int, Address], fd: int, deadline: float) -> dict[int, int]:
+    def _swap(
+        self, listener: socket.socket, others: Mapping[int, Address], fd: int, deadline: float
+    ) -> dict[int, Descriptor]:
         # All sends come first: nothing that fails while receiving can then keep a peer waiting for this rank. A
         # message rests in the peer's queue, descriptor included, although this end is closed before it is read.
         unsent = self._send(others, fd)
-        received: dict[int, int] = {}
-        with _closing_on_error(received), contextlib.ExitStack() as sockets, selectors.DefaultSelector() as selector:
+        received: dict[int, Descriptor] = {}
+        with (
+            contextlib.ExitStack() as on_failure,
+            contextlib.ExitStack() as sockets,
+            selectors.DefaultSelector() as selector,
+        ):
             selector.register(listener, selectors.EVENT_READ)
             while unsent or len(received) < len(others):
                 remaining_s = deadline - time.monotonic()
@@ -123,13 +136,14 @@ class FdExchange:
                         logger.warning("dropped a stranger's message to the descriptor exchange")
                         continue
                     rank, received_fd = message
+                    on_failure.callback(received_fd.close)
                     if rank in received:
-                        os.close(received_fd)
                         raise HandleError(f"local rank {rank} sent two descriptors")
                     received[rank] = received_fd
                 # A full queue empties as its owner goes on. The owner may be waiting for this rank's queue in the same
                 # way, so this rank receives meanwhile.
                 unsent = self._send(unsent, fd)
+            on_failure.pop_all()
         return received
 
     def _send(self, addresses: Mapping[int, Address], fd: int) -> dict[int, Address]:
@@ -153,23 +167,20 @@ class FdExchange:
                     ) from error
         return unsent
 
-    def _read(self, connection: socket.socket, others: Mapping[int, Address]) -> tuple[int, int] | None:
-        """Return (rank, descriptor) from a connection, or None for a stranger's, whose descriptors are closed."""
-        fds = array.array("i")
+    def _read(self, connection: socket.socket, others: Mapping[int, Address]) -> tuple[int, Descriptor] | None:
+        """Return (rank, descriptor), which the caller closes, or None for a stranger's, whose descriptors are closed.
+
+        When this raises, it has closed what came.
+        """
         try:
-            content, ancillary, flags, _ = connection.recvmsg(
-                _HELLO.size + 1, socket.CMSG_SPACE(2 * fds.itemsize), socket.MSG_CMSG_CLOEXEC
-            )
+            content, fds, flags = _receive(connection)
         except OSError:
             return None
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
         rank = self._sender(content, others)
         if rank is not None and len(fds) == 1 and not flags & socket.MSG_CTRUNC:
             return rank, fds[0]
         for fd in fds:
-            os.close(fd)
+            fd.close()
         if rank is None:
             return None
         if flags & socket.MSG_CTRUNC and not fds:
@@ -203,17 +214,24 @@ def _accept(listener: socket.socket) -> socket.socket | None:
     return None
 
 
+def _receive(connection: socket.socket) -> tuple[bytes, list[Descriptor], int]:
+    """Return a message, its descriptors, which the caller closes, and its flags.
+
+    A Ctrl-C between two steps would lose what has come in by then as mere numbers: nothing comes in before `list` asks
+    for it, and that is one step, as those of `Descriptor` are.
+    """
+    room = socket.CMSG_SPACE(2 * _FD_NBYTES)
+    messages = map(connection.recvmsg, [_HELLO.size + 1], [room], [socket.MSG_CMSG_CLOEXEC])
+    kept, again = itertools.tee(messages)
+    # The kernel adds nothing but descriptors, and those whole: a socket has to ask for anything else.
+    ancillary = itertools.chain.from_iterable(map(operator.itemgetter(1), again))
+    numbers = itertools.chain.from_iterable(map(_numbers, map(operator.itemgetter(2), ancillary)))
+    fds = list(map(Descriptor, numbers))
+    content, _, flags, _ = next(kept)
+    return content, fds, flags
+
+
 def _same_user(connection: socket.socket) -> bool:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
     return bool(uid == os.geteuid())  # what the kernel reports is the effective uid
-
-
-@contextlib.contextmanager
-def _closing_on_error(received: Mapping[int, int]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for fd in received.values():
-            os.close(fd)
-        raise

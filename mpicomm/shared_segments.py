@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from mpicomm.backend.base import Backend, Segment
 from mpicomm.backend.host import require_sealed
 from mpicomm.bootstrap import Group
+from mpicomm.descriptor import Descriptor
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
 from mpicomm.fd_exchange import Address, FdExchange
 from mpicomm.handle import SEALED_KINDS, MemoryHandle
@@ -80,7 +80,7 @@ def share(
     segments = SharedSegments(node)
     with contextlib.ExitStack() as temporary:  # descriptors and the socket; all ranks have opened when it closes them
         swap: FdExchange | None = None
-        own_fd: int | None = None
+        own_fd: Descriptor | None = None
 
         def export() -> _Offer:
             nonlocal swap, own_fd
@@ -88,18 +88,18 @@ def share(
             segments._segments[node.rank] = segment = produce()
             handle, own_fd = backend.export(segment)
             if own_fd is not None:
-                temporary.callback(os.close, own_fd)
+                temporary.callback(own_fd.close)
                 swap = temporary.enter_context(FdExchange(node.rank, node.size))
             return _Offer(described, handle.pack(), swap.address if swap else None)
 
         def open_peers(offers: list[_Offer]) -> None:
-            received: dict[int, int] = {}
+            received: dict[int, Descriptor] = {}
             if swap is not None and own_fd is not None:
                 addresses = [offer.address for offer in offers if offer.address]
                 # Half the deadline, so that a descriptor that does not come leaves time for all to agree on that.
                 received = swap.swap(addresses, own_fd, node.timeout_s / 2)
                 for fd in received.values():
-                    temporary.callback(os.close, fd)
+                    temporary.callback(fd.close)
             for index, offer in enumerate(offers):
                 if index != node.rank:
                     try:

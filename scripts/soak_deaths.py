@@ -1,7 +1,7 @@
 """Ranks that die, stop or fail at random lines: `python scripts/soak_deaths.py --trials 1000`, from the project's root.
 
-What a trial is, and what the survivors have to do, says tests/helpers/peer_death.py. Prints what happened, and exits
-with 1 if a survivor did anything else. GPUs need time to set up: `--timeout 3`.
+What a trial is, and what the survivors and the victims that live on have to do, says tests/helpers/peer_death.py.
+Prints what happened, and exits with 1 if one of them did anything else. GPUs need time to set up: `--timeout 3`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
             ways.update({each.trial: each.how for _, each in survivors}.values())
             errors.update(each.error.split(":")[0] or "nothing was missing" for _, each in survivors)
             slowest = max([slowest, *(each.seconds for _, each in survivors)])
-            for rank, each in survivors:
+            for rank, each in ((rank, each) for rank, seen in enumerate(job) for each in seen):
                 if each.wrong:
                     wrong += 1
                     sys.stdout.write(f"rank {rank}: {each}\n")

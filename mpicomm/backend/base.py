@@ -9,6 +9,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.descriptor import Descriptor
 from mpicomm.handle import Kind, MemoryHandle
 
 
@@ -85,7 +86,7 @@ class Backend(Protocol):
     def adopt(self, array: Any) -> Segment:
         """Return the memory of an existing array as a segment; its ``close`` leaves the array alone."""
 
-    def export(self, segment: Segment) -> tuple[MemoryHandle, int | None]:
+    def export(self, segment: Segment) -> tuple[MemoryHandle, Descriptor | None]:
         """Return the handle of a segment of this process, and for `FD_KINDS` a descriptor the caller closes."""
 
     def open(self, handle: MemoryHandle, fd: int | None) -> Segment:

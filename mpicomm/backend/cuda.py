@@ -27,6 +27,7 @@ from mpicomm.backend.cuda_order import StreamOrder
 from mpicomm.backend.cuda_side_streams import SideStreams
 from mpicomm.backend.nvml_links import nvml_link
 from mpicomm.backend.streams import resolve_stream
+from mpicomm.descriptor import Descriptor
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
 from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.kernels.load import KernelCache, kernels_of
@@ -112,10 +113,10 @@ class CudaBackend:
             found = allocation_of(array, self._ordinal)
         return IpcSegment(self._context, array.data.ptr, array.nbytes, base=found.base, size=found.size, array=array)
 
-    def export(self, segment: Any) -> tuple[MemoryHandle, int | None]:
+    def export(self, segment: Any) -> tuple[MemoryHandle, Descriptor | None]:
         """Return the handle of a segment of this process, and for `FD_KINDS` a descriptor the caller closes."""
-        handle: tuple[MemoryHandle, int | None] = segment.export()
-        return handle
+        exported: tuple[MemoryHandle, Descriptor | None] = segment.export()
+        return exported
 
     def open(self, handle: MemoryHandle, fd: int | None) -> CudaSegment:
         """Map a peer's memory for this GPU. ``fd`` stays the caller's."""

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,8 @@ from cuda.bindings import driver
 
 from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call, check
-from mpicomm.backend.host import HostSegment, map_shared, memfd_create
+from mpicomm.backend.host import HostSegment, map_shared
+from mpicomm.descriptor import Descriptor
 from mpicomm.errors import HandleError
 from mpicomm.handle import KEY_NBYTES, Kind, MemoryHandle
 
@@ -43,7 +45,7 @@ class CudaSegment:
         self._context = context
         context.segments.add(self)
 
-    def export(self) -> tuple[MemoryHandle, int | None]:
+    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
         """Return the handle, and for kinds with a descriptor one that the caller closes."""
         raise HandleError("this memory is a peer's: only the process that owns it can export it")
 
@@ -78,7 +80,7 @@ class IpcSegment(CudaSegment):
             base = int(call(driver.cuMemAlloc, size, hint=_cannot_allocate(size, context)))
         return cls(context, base, size, base=base, size=size)
 
-    def export(self) -> tuple[MemoryHandle, int | None]:
+    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
         """Return the handle of the whole allocation, with the offset of this memory in it."""
         with self._context.current():
             key = _bytes_of(call(driver.cuIpcGetMemHandle, self._base, hint=_NO_IPC))
@@ -171,7 +173,7 @@ class VirtualSegment(CudaSegment):
 
     @classmethod
     def open(cls, context: PrimaryContext, handle: MemoryHandle, fd: int | None) -> VirtualSegment:
-        """Map a peer's allocation, in which ``fd`` or the handle's key names it."""
+        """Map a peer's allocation, which ``fd`` or the handle's key names. ``fd`` stays the caller's."""
         fabric = driver.CUmemFabricHandle()
         if handle.kind == "fabric":
             ctypes.memmove(fabric.getPtr(), handle.key, KEY_NBYTES)
@@ -182,19 +184,20 @@ class VirtualSegment(CudaSegment):
             base = _map(context.device.ordinal, allocation, handle.size)
         return cls(context, handle.kind, base, handle.size, offset=handle.offset, nbytes=handle.nbytes, own=False)
 
-    def export(self) -> tuple[MemoryHandle, int | None]:
-        """Return the handle, and for ``fd`` a new descriptor."""
+    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
+        """Return the handle, and for ``fd`` a new descriptor, which the caller closes."""
         if not self._own:
             return super().export()
+        owned: Callable[[Any], Any] = _bytes_of if self._kind == "fabric" else Descriptor
         with self._context.current():
             allocation = call(driver.cuMemRetainAllocationHandle, self._base)
             try:
-                exported = call(driver.cuMemExportToShareableHandle, allocation, _handle_type(self._kind), 0)
+                exported = owned(call(driver.cuMemExportToShareableHandle, allocation, _handle_type(self._kind), 0))
             finally:
                 call(driver.cuMemRelease, allocation)
         uuid = self._context.device.uuid
         if self._kind == "fabric":
-            return MemoryHandle("fabric", uuid, _bytes_of(exported), self._size, 0, self.nbytes), None
+            return MemoryHandle("fabric", uuid, exported, self._size, 0, self.nbytes), None
         os.set_inheritable(exported, False)  # a child process must not keep the memory alive
         return MemoryHandle("fd", uuid, b"", self._size, 0, self.nbytes), exported
 
@@ -253,12 +256,15 @@ class StagedSegment(CudaSegment):
     """Shared host memory, this process's or a peer's, pinned for the GPU; ``pointer`` is the device's address."""
 
     def __init__(self, context: PrimaryContext, host: HostSegment, *, own: bool) -> None:
-        # The caller still owns `host` if this raises.
+        # `host` is this segment's from here on: it is closed if this raises.
         flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
-        with context.current(), contextlib.ExitStack() as on_failure:
-            call(driver.cuMemHostRegister, host.pointer, host.nbytes, flags, hint=_NO_STAGED)
-            on_failure.callback(call, driver.cuMemHostUnregister, host.pointer)
-            pointer = int(call(driver.cuMemHostGetDevicePointer, host.pointer, 0))
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(host.close)
+            with context.current(), contextlib.ExitStack() as pinned:
+                call(driver.cuMemHostRegister, host.pointer, host.nbytes, flags, hint=_NO_STAGED)
+                pinned.callback(call, driver.cuMemHostUnregister, host.pointer)
+                pointer = int(call(driver.cuMemHostGetDevicePointer, host.pointer, 0))
+                pinned.pop_all()
             on_failure.pop_all()
         self._host = host
         self._own = own
@@ -267,22 +273,15 @@ class StagedSegment(CudaSegment):
     @classmethod
     def allocate(cls, context: PrimaryContext, nbytes: int) -> StagedSegment:
         """Allocate whole blocks of shared host memory and pin them."""
-        size = round_up(nbytes, BLOCK_NBYTES)
-        fd = memfd_create(size)
-        try:
-            host = HostSegment(map_shared(fd, 0, size), fd=fd, size=size)
-            return cls(context, host, own=True)
-        except HandleError:
-            os.close(fd)
-            raise
+        return cls(context, HostSegment.allocate(round_up(nbytes, BLOCK_NBYTES)), own=True)
 
     @classmethod
     def open(cls, context: PrimaryContext, handle: MemoryHandle, fd: int) -> StagedSegment:
-        """Map a peer's shared host memory and pin it for this process too."""
+        """Map a peer's shared host memory and pin it for this process too. ``fd`` stays the caller's."""
         return cls(context, HostSegment(map_shared(fd, handle.offset, handle.nbytes)), own=False)
 
-    def export(self) -> tuple[MemoryHandle, int | None]:
-        """Return the handle and the descriptor; possible once per segment."""
+    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
+        """Return the handle and the descriptor, which the caller closes; possible once per segment."""
         if not self._own:
             return super().export()
         fd = self._host.take_fd()

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.backend.base import Link, Scratch
+from mpicomm.descriptor import Descriptor
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.handle import Kind, MemoryHandle
 from mpicomm.waiting import wait_until
@@ -26,7 +27,7 @@ NO_DEVICE = bytes(16)
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-def memfd_create(nbytes: int) -> int:
+def memfd_create(nbytes: int) -> Descriptor:
     """Return a descriptor of ``nbytes`` bytes of anonymous shared memory, sealed at that size; the caller closes it."""
     available = _available_nbytes()
     if nbytes > available:
@@ -35,7 +36,7 @@ def memfd_create(nbytes: int) -> int:
             "make the array smaller or free others"
         )
     try:
-        fd = os.memfd_create("mpicomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        fd = Descriptor.of(os.memfd_create, "mpicomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
         raise HandleError(f"memfd_create failed: {error.strerror}") from error
     try:
@@ -43,7 +44,7 @@ def memfd_create(nbytes: int) -> int:
         # A peer that could shrink the file would turn every access beyond its new end into a SIGBUS here.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
-        os.close(fd)
+        fd.close()  # the error has this frame, and the frame has the descriptor
         raise HandleError(f"cannot allocate {nbytes} bytes of shared host memory: {error.strerror}") from error
     return fd
 
@@ -65,11 +66,14 @@ class _Mapping:
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        address = _map(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
-        if address == _MAP_FAILED:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        # Who unmaps it is there first, or a Ctrl-C in between would leave the mapping for good. Nothing is ever mapped
+        # at the address that stands for a failure.
+        address = ctypes.c_void_p(_MAP_FAILED)
         weakref.finalize(self, _unmap, address, nbytes).atexit = False
-        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
+        address.value = _map(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
+        if address.value == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.__array_interface__ = {"version": 3, "data": (address.value, False), "shape": (nbytes,), "typestr": "|u1"}
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -97,10 +101,13 @@ class HostSegment:
     """Shared host memory mapped into this process, its own or a peer's.
 
     `close` gives the mapping up; it is unmapped when the last NumPy view of it is gone, so a view that outlives its
-    array stays readable instead of crashing the process.
+    array stays readable instead of crashing the process. A segment to export has the file's descriptor, ``fd``, which
+    `close` closes unless `take_fd` has handed it over. Of a segment that nobody closes both end with it.
     """
 
-    def __init__(self, content: npt.NDArray[np.uint8], *, fd: int | None = None, size: int = 0, offset: int = 0):
+    def __init__(
+        self, content: npt.NDArray[np.uint8], *, fd: Descriptor | None = None, size: int = 0, offset: int = 0
+    ) -> None:
         self.content: npt.NDArray[np.uint8] | None = content
         self.pointer = content.ctypes.data
         self.nbytes = content.nbytes
@@ -108,7 +115,17 @@ class HostSegment:
         self.offset = offset
         self._fd = fd
 
-    def take_fd(self) -> int:
+    @classmethod
+    def allocate(cls, size: int) -> HostSegment:
+        """Allocate so many bytes, all zero; ``size`` is a multiple of a page."""
+        fd = memfd_create(size)
+        try:
+            return cls(map_shared(fd, 0, size), fd=fd, size=size)
+        except Exception:
+            fd.close()  # the error has this frame, and the frame has the descriptor
+            raise
+
+    def take_fd(self) -> Descriptor:
         """Hand the descriptor to the caller, who closes it; the mapping does not need it."""
         fd, self._fd = self._fd, None
         if fd is None:
@@ -116,10 +133,10 @@ class HostSegment:
         return fd
 
     def close(self) -> None:
-        """Give the mapping up. A second call does nothing."""
+        """Give the mapping up, and close the descriptor if it is still here. A second call does nothing."""
         self.content = None
         if self._fd is not None:
-            os.close(self._fd)
+            self._fd.close()
             self._fd = None
 
 
@@ -158,12 +175,7 @@ class HostBackend:
     def allocate(self, kind: Kind, nbytes: int) -> HostSegment:
         """Allocate shared memory in whole pages, all zero."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-        fd = memfd_create(size)
-        try:
-            return HostSegment(map_shared(fd, 0, size), fd=fd, size=size)
-        except Exception:
-            os.close(fd)
-            raise
+        return HostSegment.allocate(size)
 
     def adopt(self, array: Any) -> HostSegment:
         """Find the shared mapping an existing array lies in (``multiprocessing.shared_memory``, ``numpy.memmap``)."""
@@ -173,13 +185,13 @@ class HostBackend:
         content = np.lib.stride_tricks.as_strided(array.reshape(-1).view(np.uint8), (array.nbytes,))
         return HostSegment(content, fd=fd, size=os.fstat(fd).st_size, offset=offset)
 
-    def export(self, segment: Any) -> tuple[MemoryHandle, int | None]:
+    def export(self, segment: Any) -> tuple[MemoryHandle, Descriptor | None]:
         """Return the handle and the descriptor, which the caller closes; possible once per segment."""
         handle = MemoryHandle("memfd", NO_DEVICE, b"", segment.size, segment.offset, segment.nbytes)
         return handle, segment.take_fd()
 
     def open(self, handle: MemoryHandle, fd: int | None) -> HostSegment:
-        """Map a peer's shared memory."""
+        """Map a peer's shared memory. ``fd`` stays the caller's."""
         if handle.kind != "memfd" or fd is None:
             raise HandleError(f"a cpu communicator cannot open a handle of kind {handle.kind}: use device= alike")
         return HostSegment(map_shared(fd, handle.offset, handle.nbytes))
@@ -342,8 +354,8 @@ def _available_nbytes() -> int:
     raise HandleError("/proc/meminfo has no MemAvailable line: Linux 3.14 or newer is needed")
 
 
-def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[int, int]:
-    """Return a new descriptor of the file that backs an address, and the address's offset in that file."""
+def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[Descriptor, int]:
+    """Return a new descriptor of the file that backs an address, which the caller closes, and the offset in it."""
     # In bytes: file names need not be text.
     with Path("/proc/self/maps").open("rb") as maps:
         for line in maps:
@@ -355,10 +367,10 @@ def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[int, int]:
             permissions = fields[1].decode()
             if permissions[3] == "s" and permissions[1] == "w" and pointer + nbytes <= end:
                 with contextlib.suppress(OSError):
-                    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                    fd = Descriptor.of(os.open, path, os.O_RDWR | os.O_CLOEXEC)
                     if os.fstat(fd).st_ino == int(fields[4]):
                         return fd, int(fields[2], 16) + pointer - start
-                    os.close(fd)
+                    fd.close()
                 raise InvalidUsageError(
                     f"array lies in a shared mapping of {os.fsdecode(path) or 'anonymous memory'}, which cannot be "
                     "opened again by name; allocate with comm.empty(), or register before the name is removed"

@@ -90,7 +90,7 @@ def test_allocates_views_and_exports(backend: CudaBackend, kind: Kind) -> None:
     assert any(handle.key) == (kind == "ipc")
     if fd is not None:
         assert not os.get_inheritable(fd)
-        os.close(fd)
+        fd.close()
     segment.close()
     segment.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpicomm.backend.cuda_driver import visible_devices
+from mpicomm.descriptor import Descriptor
 from mpicomm.errors import BackendUnavailableError, HandleError
 from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
 
@@ -31,10 +31,10 @@ def peer(connection: Connection, packet: bytes, exported_event: bytes) -> None:
     """Open the memory twice, read it, change it, signal into it."""
     backend = CudaBackend(0, timeout_s=60.0)
     handle = MemoryHandle.unpack(packet)
-    fd = reduction.recv_handle(connection) if handle.kind in FD_KINDS else None
+    fd = Descriptor(reduction.recv_handle(connection)) if handle.kind in FD_KINDS else None
     first, second = backend.open(handle, fd), backend.open(handle, fd)
     if fd is not None:
-        os.close(fd)
+        fd.close()
     shared = first.pointer == second.pointer
     first.close()
     with pytest.raises(HandleError, match="only the process that owns it"):
@@ -71,7 +71,7 @@ def test_another_process_opens_the_memory(kind: Kind) -> None:
     if fd is not None:
         assert process.pid is not None
         reduction.send_handle(here, fd, process.pid)
-        os.close(fd)
+        fd.close()
     # The peer's signal publishes its change; the wait is on this process's own memory.
     expected = backend.allocate("ipc", 8)
     backend.zero(expected.pointer, 8)

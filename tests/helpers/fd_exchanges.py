@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from mpicomm import fd_exchange
+from mpicomm.descriptor import Descriptor
 from mpicomm.fd_exchange import Address, FdExchange
 
 NEVER_S = 60.0  # a deadline that is not meant to pass
@@ -25,13 +26,13 @@ def listening(size: int) -> Iterator[list[FdExchange]]:
 
 
 @contextlib.contextmanager
-def memory(text: str) -> Iterator[int]:
-    fd = os.memfd_create("test", os.MFD_CLOEXEC)
+def memory(text: str) -> Iterator[Descriptor]:
+    fd = Descriptor.of(os.memfd_create, "test", os.MFD_CLOEXEC)
     try:
         os.write(fd, text.encode())
         yield fd
     finally:
-        os.close(fd)
+        fd.close()
 
 
 def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_s: float = NEVER_S) -> dict[int, str]:
@@ -42,7 +43,7 @@ def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_
         return {peer: os.pread(fd, 100, 0).decode() for peer, fd in received.items()}
     finally:
         for fd in received.values():
-            os.close(fd)
+            fd.close()
 
 
 def swap_all(exchanges: Sequence[FdExchange]) -> list[dict[int, str]]:

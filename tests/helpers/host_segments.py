@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import mmap
-import os
 from collections.abc import Iterator
 
 from mpicomm.backend.base import Segment
@@ -31,7 +30,7 @@ def opened(backend: HostBackend, segment: Segment) -> Iterator[HostSegment]:
     try:
         peer = backend.open(MemoryHandle.unpack(handle.pack()), fd)
     finally:
-        os.close(fd)
+        fd.close()
     try:
         yield peer
     finally:

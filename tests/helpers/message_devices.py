@@ -26,6 +26,7 @@ import numpy.typing as npt
 import mpicomm
 from mpicomm.backend.base import Backend, Scratch
 from mpicomm.backend.host import HostSegment, array_at, fence, map_shared, memfd_create
+from mpicomm.descriptor import Descriptor
 from mpicomm.errors import CollectiveTimeoutError, HandleError
 from mpicomm.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.placement import Placement
@@ -169,7 +170,7 @@ class ThreadDevice:
         self.own(segment.content)
         return segment
 
-    def export(self, segment: Any) -> tuple[MemoryHandle, int | None]:
+    def export(self, segment: Any) -> tuple[MemoryHandle, Descriptor | None]:
         key = _KEY.pack(os.getpid(), segment._fd, id(segment)).ljust(KEY_NBYTES, b"\0")
         return MemoryHandle("ipc", bytes(16), key, segment.nbytes, 0, segment.nbytes), None
 

@@ -7,7 +7,8 @@ In each trial all ranks take the same steps, from the making of a communicator t
 At a line that is drawn among those mpicomm runs in a drawn step, it stops (SIGSTOP) until the others are done, or it
 raises; and in the last M trials it dies for good (SIGKILL, or an exit without a word) and the others go on without it.
 A survivor has to get an error within T + 1 seconds, be able to free its communicator, keep nothing of it, and go on
-with another one. Each rank writes a line of JSON per trial into RESULTS, which peer_death_jobs.py reads.
+with another one; a victim that lives on must keep nothing either. Each rank writes a line of JSON per trial into
+RESULTS, which peer_death_jobs.py reads.
 """
 
 from __future__ import annotations
@@ -227,6 +228,15 @@ class Trials:
                 raise KeyboardInterrupt if outcome.how == "interrupt" else Injected
 
         trap = Trap(self._package, at, act)
+        try:
+            with nothing_leaks():
+                self._break_off(outcome, parent, trap)
+        except AssertionError as error:
+            outcome.wrong.append(f"the victim: {error}")
+        self._meet(outcome)
+
+    def _break_off(self, outcome: Outcome, parent: Any, trap: Trap) -> None:
+        """Take the steps until the trap goes off, and give up."""
         play = Play(parent, self._options.device, self._options.timeout)
         try:
             for name, step in play.steps.items():
@@ -241,7 +251,6 @@ class Trials:
         if outcome.how in FOR_GOOD:  # it did not get as far as its line
             os._exit(0)
         self._free(play, outcome)
-        self._meet(outcome)
 
     def _survive(self, outcome: Outcome) -> None:
         """Take the part of one who has to notice."""

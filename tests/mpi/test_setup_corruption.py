@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.backend import host
+from mpicomm.descriptor import Descriptor
 from mpicomm.handle import MemoryHandle
 from tests.helpers.communicators import communicator, require_memory_works
 from tests.helpers.leaks import nothing_leaks
@@ -55,8 +55,8 @@ def test_descriptor_of_less_memory_is_refused_by_all(comm_world: MPI.Intracomm) 
     def break_(patch: pytest.MonkeyPatch, backend: Any, error: type[BaseException]) -> None:
         take_fd = host.HostSegment.take_fd
 
-        def take_small_fd(segment: host.HostSegment) -> int:
-            os.close(take_fd(segment))
+        def take_small_fd(segment: host.HostSegment) -> Descriptor:
+            take_fd(segment).close()
             return host.memfd_create(8)
 
         patch.setattr(host.HostSegment, "take_fd", take_small_fd)

@@ -1,8 +1,9 @@
-"""Device memory that an interrupt has left open is closed with the backend; without a device."""
+"""Device memory: what an interrupt has left open, what fails half-way, and who owns descriptors; without a device."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,11 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="device memory comes from cuda-bindings")
 
 from mpicomm.backend import cuda_memory
-from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment
+from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
+from mpicomm.descriptor import Descriptor
+from mpicomm.errors import HandleError
 from mpicomm.handle import KEY_NBYTES, MemoryHandle
+from tests.helpers.leaks import nothing_leaks
 
 
 class Context:
@@ -66,3 +70,47 @@ def test_what_was_interrupted_before_it_had_memory_is_not_open(
     with pytest.raises(KeyboardInterrupt):
         opened(context)
     assert not context.segments
+
+
+@pytest.mark.parametrize("refused", ["cuMemHostRegister", "cuMemHostGetDevicePointer"])
+def test_host_memory_that_cannot_be_pinned_is_given_back(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    context: Any = Context()
+    made: list[str] = []
+
+    def call(function: Any, *arguments: Any, hint: str = "") -> int:
+        made.append(function.__name__)
+        if function.__name__ == refused:
+            raise HandleError("refused")
+        return 0x7000
+
+    monkeypatch.setattr(cuda_memory, "call", call)
+    with nothing_leaks(), pytest.raises(HandleError, match="refused") as error:  # which keeps what is in its frames
+        StagedSegment.allocate(context, 1)
+    assert error.tb is not None
+    assert made[1:] == [] or made[1:] == ["cuMemHostGetDevicePointer", "cuMemHostUnregister"]
+    assert not context.segments
+
+
+def test_host_memory_that_was_exported_belongs_to_who_has_the_descriptor(no_leaks: None, calls: list[str]) -> None:
+    context: Any = Context()
+    segment = StagedSegment.allocate(context, 1)
+    handle, fd = segment.export()
+    segment.close()
+    assert isinstance(fd, Descriptor)
+    assert os.fstat(fd).st_size == handle.size
+    fd.close()
+
+
+def test_an_exported_descriptor_has_an_owner_and_no_child_inherits_it(
+    no_leaks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(function: Any, *arguments: Any, hint: str = "") -> int:
+        return os.memfd_create("test", 0) if function.__name__ == "cuMemExportToShareableHandle" else 0x7000
+
+    monkeypatch.setattr(cuda_memory, "call", call)
+    context: Any = Context()
+    segment = VirtualSegment(context, "fd", 0x7000, 64, offset=0, nbytes=64, own=True)
+    _, fd = segment.export()
+    assert isinstance(fd, Descriptor)
+    assert not os.get_inheritable(fd)
+    del fd

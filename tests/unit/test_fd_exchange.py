@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mpicomm import fd_exchange
+from mpicomm.descriptor import Descriptor
 from mpicomm.errors import HandleError
 from mpicomm.fd_exchange import Address, FdExchange
 from tests.helpers.fd_exchanges import (
@@ -27,6 +29,8 @@ from tests.helpers.fd_exchanges import (
     swap,
     swap_all,
 )
+from tests.helpers.interrupts import interrupt_everywhere
+from tests.helpers.leaks import nothing_leaks
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
 
@@ -50,8 +54,21 @@ def test_received_descriptors_are_closed_by_exec() -> None:
         with memory("own") as own:
             received = exchange.swap(addresses, own, NEVER_S)
         inheritable = os.get_inheritable(received[1])
-        os.close(received[1])
+        received[1].close()
     assert not inheritable
+
+
+# A socket that is closed with its last reference says so.
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+def test_an_interrupt_loses_no_descriptor() -> None:
+    with listening(2) as (exchange, peer), memory("own") as own:
+        addresses = [exchange.address, peer.address]
+
+        def swap() -> dict[int, Descriptor]:
+            send(exchange.address, hello(1, 0, peer.address.secret), fds=1)
+            return exchange.swap(addresses, own, NEVER_S)
+
+        assert interrupt_everywhere(swap, fd_exchange, "opcode") > 100
 
 
 def test_names_and_secrets_are_new_every_time() -> None:
@@ -117,6 +134,17 @@ def test_a_peer_that_sends_nothing_is_named() -> None:
             pytest.raises(HandleError, match=r"no descriptor came from local ranks \[1, 3\]"),
         ):
             swap(exchanges[0], 0, addresses, SOON_S)
+
+
+@pytest.mark.parametrize("messages", [[1], [1, 1], [2], [1, 2]], ids=str)
+def test_a_swap_that_fails_keeps_nothing_although_its_error_is_kept(messages: list[int]) -> None:
+    with listening(3) as exchanges, memory("own") as own:
+        addresses = [exchange.address for exchange in exchanges]
+        for fds in messages:
+            send(addresses[0], hello(1, 0, addresses[1].secret), fds=fds)
+        with nothing_leaks(), pytest.raises(HandleError) as error:
+            exchanges[0].swap(addresses, own, SOON_S)
+        assert error.tb is not None
 
 
 def test_strangers_do_not_put_the_deadline_off() -> None:

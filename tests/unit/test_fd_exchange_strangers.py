@@ -164,8 +164,10 @@ def test_only_the_right_message_counts(content: bytes, fds: int) -> None:
         if content != hello(1, 0, SECRET):
             assert exchange._read(ours, {1: address}) is None
         elif fds == 1:
-            rank, received = exchange._read(ours, {1: address}) or (0, 0)
-            os.close(received)
+            message = exchange._read(ours, {1: address})
+            assert message is not None
+            rank, received = message
+            received.close()
             assert rank == 1
         else:
             with pytest.raises(HandleError, match="rank 1 sent"):

@@ -19,6 +19,7 @@ import pytest
 from mpicomm.backend.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from tests.helpers.host_segments import PAGE, opened
+from tests.helpers.leaks import nothing_leaks
 
 ELEMENTS = 5000
 
@@ -119,7 +120,7 @@ def test_the_end_of_a_memmap_is_adopted_although_it_is_empty(backend: HostBacken
 
 
 def refused_because(backend: HostBackend, local: npt.NDArray[Any]) -> str:
-    with pytest.raises(InvalidUsageError) as refusal:
+    with nothing_leaks(), pytest.raises(InvalidUsageError) as refusal:  # which is kept when leaks are looked for
         backend.adopt(local)
     return str(refusal.value)
 

@@ -14,19 +14,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mpicomm.backend import host
 from mpicomm.backend.host import HostBackend, map_shared, memfd_create
+from mpicomm.descriptor import Descriptor
 from mpicomm.errors import HandleError
 from mpicomm.handle import MemoryHandle
 from tests.helpers.host_segments import PAGE, allocated, opened
+from tests.helpers.interrupts import interrupt_everywhere
+from tests.helpers.leaks import nothing_leaks
 
 
 @contextlib.contextmanager
-def memory(nbytes: int) -> Iterator[int]:
+def memory(nbytes: int) -> Iterator[Descriptor]:
     fd = memfd_create(nbytes)
     try:
         yield fd
     finally:
-        os.close(fd)
+        fd.close()
 
 
 @pytest.mark.parametrize("dtype", ["bool", "float32", "complex128", "datetime64[s]", [("a", "i2"), ("b", "f8")]])
@@ -75,7 +79,7 @@ def test_an_exported_descriptor_is_sealed_at_its_size(backend: HostBackend) -> N
             assert os.fstat(fd).st_size == 3 * PAGE
             assert not os.get_inheritable(fd)
         finally:
-            os.close(fd)
+            fd.close()
 
 
 def test_a_segment_is_exported_once(backend: HostBackend) -> None:
@@ -85,6 +89,15 @@ def test_a_segment_is_exported_once(backend: HostBackend) -> None:
         pytest.raises(HandleError, match="exported before"),
     ):
         backend.export(segment)
+
+
+def test_an_interrupt_leaves_nothing_behind(backend: HostBackend) -> None:
+    def export_and_open() -> object:
+        own = backend.allocate("memfd", 1)
+        handle, fd = backend.export(own)
+        return own, backend.open(handle, fd), fd
+
+    assert interrupt_everywhere(export_and_open, host, "line") > 20
 
 
 def test_views_outlive_their_segments(backend: HostBackend) -> None:
@@ -122,8 +135,10 @@ def test_what_the_system_refuses_is_named(backend: HostBackend, function: str, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(function, refuse)
-    with pytest.raises(HandleError, match="No space left on device"):
+    # Nor is anything left for as long as the error is kept.
+    with nothing_leaks(), pytest.raises(HandleError, match="No space left on device") as error:
         backend.allocate("memfd", 1)
+    assert error.tb is not None
 
 
 @pytest.mark.parametrize("kind", ["ipc", "fd", "fabric", "staged"])

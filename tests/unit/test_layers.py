@@ -18,7 +18,7 @@ ROOT = Path(mpicomm.__file__).parents[1]
 # A module imports from the rows above its own alone. The modules of a package, `backend` say, import each other; one
 # of them that has a row of its own belongs to that.
 LAYERS = [
-    {"errors"},
+    {"errors", "descriptor"},
     {"handle", "fd_exchange", "cuda_aware", "waiting", "mappings"},
     {"environment"},
     {"log"},

@@ -1,0 +1,106 @@
+"""File descriptors that are closed with their last reference, once, whatever comes in between."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from mpicomm import descriptor
+from mpicomm.descriptor import Descriptor
+from tests.helpers.interrupts import interrupt_everywhere
+
+pytestmark = pytest.mark.usefixtures("no_leaks")
+
+
+def make() -> Descriptor:
+    return Descriptor.of(os.memfd_create, "test", os.MFD_CLOEXEC)
+
+
+def is_open(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError:
+        return False
+    return True
+
+
+@pytest.fixture
+def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The numbers that have been closed."""
+    numbers: list[int] = []
+
+    def close(number: int) -> None:
+        os.close(number)
+        numbers.append(number)
+
+    monkeypatch.setattr(Descriptor, "_close", staticmethod(close))
+    yield numbers
+
+
+def test_it_is_the_number_that_the_system_takes() -> None:
+    fd = make()
+    assert os.write(fd, b"content") == 7
+    assert os.pread(int(fd), 10, 0) == b"content"
+    fd.close()
+
+
+def test_it_is_closed_with_its_last_reference() -> None:
+    fd = make()
+    number, another = int(fd), fd
+    del fd
+    assert is_open(number)
+    del another
+    assert not is_open(number)
+
+
+def test_it_is_closed_at_once_and_only_once(closed: list[int]) -> None:
+    fd = make()
+    number = int(fd)
+    fd.close()
+    assert not is_open(number)
+    fd.close()
+    del fd
+    assert closed == [number]
+
+
+def test_the_next_file_of_that_number_stays_open() -> None:
+    fd = make()
+    number = int(fd)
+    fd.close()
+    with open(os.devnull) as file:
+        assert file.fileno() == number
+        fd.close()
+        del fd
+        assert is_open(number)
+
+
+def test_it_is_closed_although_os_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    fd = make()
+    number = int(fd)
+    monkeypatch.setattr(descriptor, "os", None)
+    del fd
+    assert not is_open(number)
+
+
+def test_an_interrupt_leaves_none_open_when_it_is_made() -> None:
+    assert interrupt_everywhere(make, descriptor, "opcode") > 5
+
+
+def test_an_interrupt_leaves_none_open_when_it_is_closed_nor_closes_it_twice(closed: list[int]) -> None:
+    made: list[Descriptor] = []
+
+    def close_one() -> None:
+        made.append(Descriptor(os.memfd_create("test", os.MFD_CLOEXEC)))
+        made[-1].close()
+
+    assert interrupt_everywhere(close_one, descriptor, "opcode") > 10
+    numbers = [int(fd) for fd in made]
+    made.clear()
+    assert sorted(closed) == sorted(numbers)
+
+
+def test_what_cannot_be_made_is_an_error() -> None:
+    with pytest.raises(FileNotFoundError):
+        Descriptor.of(os.open, "/nowhere/at/all", os.O_RDONLY)
