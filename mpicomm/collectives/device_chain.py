@@ -69,10 +69,8 @@ class ChainPlanner:
         stations = stations_of(rank, exchanges)
         nbytes = max(span.count for each in stations for span in (each.own, each.output) if span)
         nbytes *= exchanges[0].dtype.itemsize
-        # A pure function of the bytes and the layout, as both sides must cut alike; powers of two, or a warp could not
-        # move all of a chunk in the same way.
-        share = max(_UNIT_NBYTES, -(-nbytes // layout.channels))
-        chunk_nbytes = min(CHAIN_SLOT_NBYTES, 1 << (share - 1).bit_length())
+        # A pure function of the bytes and the layout, as both sides must cut alike.
+        chunk_nbytes = min(CHAIN_SLOT_NBYTES, -(-nbytes // (layout.channels * _UNIT_NBYTES)) * _UNIT_NBYTES)
         blocks = min(layout.channels // _WARPS, -(-nbytes // chunk_nbytes))
         arguments = ChainArguments(
             team=self._team,

@@ -6,23 +6,26 @@
 // memory, a flag for each there, and a word for credit in the sender's memory. The message is cut into chunks, which the
 // channels carry in turn, each first in first out: the first chunks are at the end of the chain when the last are still
 // to be sent. Chunks of a channel are counted for ever, by epochs: chunk e lies in slot e % kChainSlots, its flag is
-// {e, tag of the call}, and credit {e} says that the receiver is done with chunk e. Both sides keep their count of it in
-// their own memory and the kernel advances it, so a captured graph can be replayed for ever.
+// {e, tag of the call}, and credit {e} says that the receiver is done with chunk e and all before. Both sides keep their
+// count of it in their own memory and the kernel advances it, so a captured graph can be replayed for ever.
 //
 //     sender                                             receiver
 //     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {}
 //     __all_sync()                                       __all_sync()
 //     slot = chunk (all lanes)                           ... = slot (all lanes)
 //     __syncwarp()                                       __syncwarp()
-//     store_release(flag, e)                             store_release(credit, e)
+//     store_release(flag, e)                             store_release(credit, e) if e is a multiple of kCredited
+//
+// Credit goes against the data of the rank before that, on links which it takes some percent of: hence not for each.
 //
 // Warps. A release waits until all that was stored before has arrived, more than a microsecond. Warps know nothing of
 // each other, so that they are not about as far as blocks would be, and while some wait others keep the link full.
 //
-// Why that cannot deadlock. A chunk waits for the one before it in its channel, and for the same one on the rank before:
-// the first rank has it, and the last one takes whatever comes. The rank that all tell may be the first one too: what it
-// sends and what it receives are two places, of different blocks, neither of which waits for the other. All blocks must
-// run at once: the host launches no more than the smallest device holds, two for each multiprocessor.
+// Why that cannot deadlock. A chunk waits for the one before it in its channel, for the same one on the rank before, and
+// for the next rank to be done with one that is kCredited ahead or more: the first rank has it, the last one takes
+// whatever comes. The rank that all tell may be the first one too: what it sends and what it receives are two places, of
+// different blocks, neither of which waits for the other. All blocks must run at once: the host launches no more than
+// the smallest device holds, two for each multiprocessor.
 //
 // Why `own` may be `output`. A lane reads both contributions to an element before it writes the result; and on a rank
 // that is first and last, a chunk comes back when it was sent, hence read, and has been all around.
@@ -37,8 +40,9 @@ namespace mpicomm {
 // The host's copies of these constants and structures are in chain.py; a test compares them.
 constexpr u32 kChainThreads = 128;
 constexpr u32 kChainBlocks = 2;  // of a multiprocessor
-constexpr u32 kChainSlots = 4;
-constexpr u64 kChainSlotNbytes = 16 * 1024;
+constexpr u32 kChainSlots = 8;
+constexpr u32 kCredited = kChainSlots / 2;
+constexpr u64 kChainSlotNbytes = 8 * 1024;
 constexpr u32 kLanes = 32;
 
 // Where a rank stands in the chain: what it adds, if anything, where it keeps what comes of that, if it does, and on
@@ -54,7 +58,7 @@ struct Chain {
   Team team;
   Place places[2];  // the second for a rank that is first and last
   u64 nbytes;
-  u64 chunk_nbytes;         // a multiple of a packet for each lane, and no more than a slot has
+  u64 chunk_nbytes;       // no more than a slot has
   u8* memory[kMaxRanks];  // every rank's, as mapped here; counts are at its start
   u64 credits;            // where they begin in it
   u64 flags;
@@ -90,15 +94,7 @@ struct Piece {
   u64 nbytes;
 };
 
-// A warp's packets that are under way at once: few warps keep a link full. Where two are reduced, of both.
-#if defined(MPICOMM_DTYPE)
-constexpr u32 kAtOnceInChain = 8;
-#else
-constexpr u32 kAtOnceInChain = 16;
-#endif
-constexpr u64 kBatchNbytes = static_cast<u64>(kAtOnceInChain) * kLanes * kPacketNbytes;
-
-// Out of line, as few pieces are not whole batches of whole packets: a kernel waits for code that it jumps over.
+// Out of line, as few pieces are not whole chunks of whole packets: a kernel waits for code that it jumps over.
 MPICOMM_DEVICE_CALL void carry_any(const Piece& piece, u32 lane) {
 #if defined(MPICOMM_DTYPE)
   if (piece.own != nullptr) {
@@ -113,29 +109,27 @@ MPICOMM_DEVICE_CALL void carry_any(const Piece& piece, u32 lane) {
 
 MPICOMM_DEVICE void carry(const Piece& piece, u32 lane) {
   const u32 width = width_of(piece.source) & width_of(piece.own) & width_of(piece.target) & width_of(piece.also);
-  if (width != kPacketNbytes || piece.nbytes % kBatchNbytes != 0) return carry_any(piece, lane);
-#pragma unroll 1
-  for (u64 start = lane * kPacketNbytes; start < piece.nbytes; start += kBatchNbytes) {
-    Packet packets[kAtOnceInChain];
-    const auto at = [&](u32 i) { return start + static_cast<u64>(i) * kLanes * kPacketNbytes; };
-    // All loads before the first store.
+  if (width != kPacketNbytes || piece.nbytes != kChainSlotNbytes) return carry_any(piece, lane);
+  constexpr u32 kAtOnce = kChainSlotNbytes / kPacketNbytes / kLanes;
+  Packet packets[kAtOnce];
+  const auto at = [&](u32 i) { return static_cast<u64>(i * kLanes + lane) * kPacketNbytes; };
+  // All loads before the first store.
 #pragma unroll
-    for (u32 i = 0; i < kAtOnceInChain; ++i) packets[i] = load_aligned(piece.source + at(i));
+  for (u32 i = 0; i < kAtOnce; ++i) packets[i] = load_aligned(piece.source + at(i));
 #if defined(MPICOMM_DTYPE)
-    if (piece.own != nullptr) {
-      Packet own[kAtOnceInChain];
+  if (piece.own != nullptr) {
+    Packet own[kAtOnce];
 #pragma unroll
-      for (u32 i = 0; i < kAtOnceInChain; ++i) own[i] = load_aligned(piece.own + at(i));
+    for (u32 i = 0; i < kAtOnce; ++i) own[i] = load_aligned(piece.own + at(i));
 #pragma unroll
-      for (u32 i = 0; i < kAtOnceInChain; ++i) packets[i] = reduce_packets(packets[i], own[i]);
-    }
+    for (u32 i = 0; i < kAtOnce; ++i) packets[i] = reduce_packets(packets[i], own[i]);
+  }
 #endif
 #pragma unroll
-    for (u32 i = 0; i < kAtOnceInChain; ++i) store_aligned(piece.target + at(i), packets[i]);
-    if (piece.also == nullptr) continue;
+  for (u32 i = 0; i < kAtOnce; ++i) store_aligned(piece.target + at(i), packets[i]);
+  if (piece.also == nullptr) return;
 #pragma unroll
-    for (u32 i = 0; i < kAtOnceInChain; ++i) store_aligned(piece.also + at(i), packets[i]);
-  }
+  for (u32 i = 0; i < kAtOnce; ++i) store_aligned(piece.also + at(i), packets[i]);
 }
 
 MPICOMM_DEVICE void pass_on(const Chain& x) {
@@ -180,7 +174,10 @@ MPICOMM_DEVICE void pass_on(const Chain& x) {
     // the barrier, are over. A plain store could overtake them, and the sender would write what is still being read.
     // System scope, the other side being another device. One instruction for both kinds: a release waits for what it
     // publishes, and so the warp waits once.
-    if (keeper) store_release(sender ? x.flag(peer, channel, epoch) : x.credit(peer, channel), word_of(epoch, x.tag));
+    // Both sides count alike, so credit that is not given now comes with a chunk that the sender has room for.
+    if (keeper && (sender || epoch % kCredited == 0)) {
+      store_release(sender ? x.flag(peer, channel, epoch) : x.credit(peer, channel), word_of(epoch, x.tag));
+    }
   }
   // Read by the next of these kernels: it starts when this one is over, on whichever stream the host puts it.
   if (keeper) *x.count(sender, channel) = sender ? sent : received;

@@ -12,8 +12,8 @@ from mpicomm.kernels.team import MAX_RANKS, Team
 CHAIN_THREADS = 128
 CHAIN_BLOCKS = 2
 """Of a multiprocessor, at least."""
-CHAIN_SLOTS = 4
-CHAIN_SLOT_NBYTES = 16 * 1024
+CHAIN_SLOTS = 8
+CHAIN_SLOT_NBYTES = 8 * 1024
 LANES = 32
 
 

@@ -119,7 +119,7 @@ def test_rank_that_does_not_take_is_named(builds: Builds) -> None:
 _BARRIER = """    __syncwarp(kWarp);
     // A flag:"""
 MISTAKES = {
-    "release turned relaxed": Change("chain.cu", "if (keeper) store_release(", "if (keeper) store_relaxed("),
+    "release turned relaxed": Change("chain.cu", "store_release(sender", "store_relaxed(sender"),
     "acquire turned relaxed": Change("channel_words.cuh", "value = load_acquire(word)", "value = load_relaxed(word)"),
     "flag before the warp has written": Change("chain.cu", _BARRIER, _BARRIER.replace("__syncwarp(kWarp);", "")),
     "slot read before the flag": Change("chain.cu", "if (!__all_sync(kWarp, ok)) return;", "if (!ok) return;"),
