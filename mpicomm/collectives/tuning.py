@@ -195,8 +195,8 @@ def _built_in() -> Tuning:
         row("Allreduce", 3, *two_hops[3], (160 * _MIB, "copy_engine"), flagless=True, registered=True),
         row("Allreduce", 4, *two_hops[4], (160 * _MIB, "copy_engine"), flagless=True, registered=True),
         *(row("Allreduce", size, *two_hops[size], (96 * _MIB, "copy_engine"), registered=True) for size in (3, 4)),
-        # Call after call a chain of 4 is ahead from 1 MiB on. But a call takes some microseconds for each rank on its way,
-        # and a single one is as soon over from 64 MiB on: the bound is in between.
+        # Call after call a chain of 4 is ahead from 1 MiB on. But a call takes some microseconds for each rank on its
+        # way, and a single one is as soon over from 64 MiB on: the bound is in between.
         *(row("Bcast", size, (512 * _KIB, "two_shot"), (8 * size * _MIB, "chain")) for size in more_than_2),
         row("Bcast", 2, (144 * _MIB, "copy_engine")),
         row("Bcast", 2, (80 * _MIB, "copy_engine"), registered=True),
