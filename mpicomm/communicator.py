@@ -59,11 +59,11 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
     ``comm`` is the communicator to work on; a duplicate of it is made, so messages cannot mix, and `Free` frees that.
 
-    ``device`` is "auto" (the GPUs that the ranks of the node see, shared out by local rank, or the cpu where some rank
-    has none), "cpu", or this rank's device ordinal; a GPU becomes the calling thread's current device. ``handle`` is
-    how memory is opened: "ipc", "fd", "fabric", "staged", or "auto" for the best that works between all ranks of the
-    node. After ``timeout_s`` seconds (30, or MPICOMM_TIMEOUT) a missing rank is an error. ``handle`` and ``timeout_s``
-    are the same on all ranks.
+    ``device`` is "auto" (the GPUs that the ranks of the node see, shared out by local rank, of which a rank keeps its
+    own in later communicators; or the cpu where some rank has none), "cpu", or this rank's device ordinal; a GPU
+    becomes the calling thread's current device. ``handle`` is how memory is opened: "ipc", "fd", "fabric", "staged", or
+    "auto" for the best that works between all ranks of the node. After ``timeout_s`` seconds (30, or MPICOMM_TIMEOUT) a
+    missing rank is an error. ``handle`` and ``timeout_s`` are the same on all ranks.
 
     Raises, on every rank alike, `InvalidUsageError` for bad arguments, `BackendUnavailableError` where the device asked
     for cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.

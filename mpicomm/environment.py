@@ -11,6 +11,8 @@ from mpicomm.handle import KINDS
 
 DEFAULT_TIMEOUT_S = 30.0
 LONGEST_TIMEOUT_S = 1e6  # epoll counts milliseconds in 32 bits
+_LOCAL_IDS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
+"""Hydra's of MPICH and Intel MPI, Open MPI's, MVAPICH's; Slurm's last, as it may be that of a step which launches."""
 HANDLES = ("auto", *(kind for kind in KINDS if kind != "memfd"))
 
 
@@ -59,6 +61,15 @@ def usable_timeout_s(argument: float | None) -> float:
         return timeout_s(argument)
     except InvalidUsageError:
         return DEFAULT_TIMEOUT_S
+
+
+def local_id() -> int:
+    """Return this process's number among those of the job on its machine, as the launcher says it; 0 if none does."""
+    for name in _LOCAL_IDS:
+        text = os.environ.get(name, "")
+        if text.isdecimal():
+            return int(text)
+    return 0
 
 
 def host_id() -> str | None:

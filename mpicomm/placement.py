@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 
 SECRET_NBYTES = 32
 
+_given: list[bytes] = []
+"""UUID of the GPU that "auto" has given this process, if it has: a rank has one GPU, where its arrays are, whichever of
+its communicators it works with."""
+
 
 @dataclass(frozen=True)
 class RankPlace:
@@ -47,6 +51,10 @@ class RankPlace:
     rejected: dict[str, str] = field(default_factory=dict)
     token: bytes = field(default=b"", repr=False)
     """This rank's part of the secret of every communicator it is in."""
+    given: bytes = b""
+    """UUID of the GPU that this process was given before, empty if it was not."""
+    local_id: int = 0
+    """`environment.local_id`."""
 
     @property
     def device_uuid(self) -> bytes:
@@ -135,6 +143,8 @@ def find_placement(group: Group, device: int | str, handle: str) -> Placement:
             )
     places = [replace(place, device=request) for place, request in zip(places, requests, strict=True)]
     placement = Placement(places, group.rank)
+    if kinds[0] == "auto" and requests[group.rank] != "cpu":
+        _given[:] = [placement.here.device_uuid]
     _announce(placement, automatic=kinds[0] == "auto")
     if environment.bind_cpu():
         _bind_cpu(placement.here)
@@ -156,7 +166,17 @@ def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
     handle = environment.handle(handle)
     token = secrets.token_bytes(SECRET_NBYTES)
     return RankPlace(
-        socket.gethostname(), os.getpid(), node_key(), devices, reason, request, handle, timeout_s, token=token
+        socket.gethostname(),
+        os.getpid(),
+        node_key(),
+        devices,
+        reason,
+        request,
+        handle,
+        timeout_s,
+        token=token,
+        given=_given[0] if _given else b"",
+        local_id=environment.local_id(),
     )
 
 
@@ -171,23 +191,32 @@ def _choose_devices(places: Sequence[RankPlace]) -> list[int | str]:
         return ["cpu"] * len(places)
     chosen: list[int | str] = ["cpu"] * len(places)
     for ranks in group_by_node([place.node_key for place in places]):
-        uuids = [[device.uuid for device in places[rank].devices] for rank in ranks]
-        for rank, ordinal in zip(ranks, assign_devices(uuids), strict=True):
+        visible = [[device.uuid for device in places[rank].devices] for rank in ranks]
+        given = [places[rank].given for rank in ranks]
+        local_ids = [places[rank].local_id for rank in ranks]
+        for rank, ordinal in zip(ranks, assign_devices(visible, given, local_ids), strict=True):
             chosen[rank] = ordinal
     return chosen
 
 
-def assign_devices(visible: Sequence[Sequence[bytes]]) -> list[int]:
-    """Give each rank of a node the device that fewest ranks before it got; returns ordinals in each rank's own list.
+def assign_devices(visible: Sequence[Sequence[bytes]], given: Sequence[bytes], local_ids: Sequence[int]) -> list[int]:
+    """Give each rank of a node the device that fewest others got; returns ordinals in each rank's own list.
 
     ``visible`` holds the UUIDs each rank sees, in its order. One rule covers the usual cases: ranks that see all
     devices get one each in order, ranks that see one each (CUDA_VISIBLE_DEVICES set per rank) get that, more ranks than
-    devices share evenly.
+    devices share evenly. Before that a rank keeps the device it was ``given`` in another communicator. And where all
+    see the same, the order begins at its place among all processes of the job on the machine, not of this communicator
+    alone: two halves of them, say, that each make one then do not take the same devices.
     """
-    users: Counter[bytes] = Counter()
+    users = Counter(uuid for uuid, uuids in zip(given, visible, strict=True) if uuid in uuids)
+    alike = len({tuple(uuids) for uuids in visible}) == 1
     ordinals = []
-    for uuids in visible:
-        ordinal = min(range(len(uuids)), key=lambda index: (users[uuids[index]], index))
+    for uuids, kept, local_id in zip(visible, given, local_ids, strict=True):
+        if kept in uuids:
+            ordinals.append(uuids.index(kept))
+            continue
+        begin = local_id if alike else 0
+        ordinal = min(range(len(uuids)), key=lambda index: (users[uuids[index]], (index - begin) % len(uuids)))
         users[uuids[ordinal]] += 1
         ordinals.append(ordinal)
     return ordinals

@@ -150,3 +150,16 @@ def test_debug_file(monkeypatch: pytest.MonkeyPatch, text: str | None, path: str
     if text is not None:
         monkeypatch.setenv("MPICOMM_DEBUG_FILE", text)
     assert environment.debug_file() == path
+
+
+def test_a_processs_number_on_its_machine_is_the_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in environment._LOCAL_IDS:
+        monkeypatch.delenv(name, raising=False)
+    assert environment.local_id() == 0
+    for text in ("-1", "", "two"):
+        monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", text)
+        assert environment.local_id() == 0
+    monkeypatch.setenv("SLURM_LOCALID", "4")
+    assert environment.local_id() == 4
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "12")
+    assert environment.local_id() == 12

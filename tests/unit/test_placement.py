@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from mpicomm import placement
+from mpicomm import environment, placement
 from mpicomm.backend import cuda_driver
 from mpicomm.backend.cuda_driver import DeviceInfo
 from mpicomm.backend.host import NO_DEVICE, HostBackend
@@ -33,6 +33,11 @@ def place(node: str = "node", visible: Sequence[bytes] = (), device: int | str =
 # ---- assign_devices
 
 
+def assign(visible: Sequence[Sequence[bytes]]) -> list[int]:
+    """Return the devices of ranks of which nothing else is known."""
+    return assign_devices(visible, [b""] * len(visible), [0] * len(visible))
+
+
 @pytest.mark.parametrize(
     ("visible", "ordinals"),
     [
@@ -51,7 +56,30 @@ def place(node: str = "node", visible: Sequence[bytes] = (), device: int | str =
     ],
 )
 def test_devices_of_the_usual_cases(visible: list[list[bytes]], ordinals: list[int]) -> None:
-    assert assign_devices(visible) == ordinals
+    assert assign(visible) == ordinals
+
+
+@pytest.mark.parametrize(
+    ("visible", "given", "local_ids", "ordinals"),
+    [
+        ([[A, B, C, D]] * 4, [b""] * 4, [0, 1, 2, 3], [0, 1, 2, 3]),
+        ([[A, B, C, D]] * 2, [b""] * 2, [2, 3], [2, 3]),  # the other half of the job
+        ([[A, B, C, D]] * 2, [b""] * 2, [1, 5], [1, 2]),  # more processes than devices
+        ([[A, B, C, D]] * 3, [b""] * 3, [3, 2, 1], [3, 2, 1]),  # in another order
+        ([[A, B]] * 3, [b""] * 3, [0, 0, 0], [0, 1, 0]),  # whatever a launcher says
+        ([[A]] * 2, [b""] * 2, [0, 1], [0, 0]),
+        # Each sees its own first: there the place says nothing.
+        ([[A, B, C, D], [B, C, D, A], [C, D, A, B]], [b""] * 3, [0, 1, 2], [0, 0, 0]),
+        ([[A, B, C, D]] * 2, [C, A], [0, 1], [2, 0]),
+        ([[A, B]] * 2, [B, B], [0, 1], [1, 1]),  # arrays do not move
+        ([[A, B]] * 3, [b"", A, b""], [0, 1, 2], [1, 0, 0]),
+        ([[A, B]] * 2, [D, b""], [0, 1], [0, 1]),  # no longer seen
+    ],
+)
+def test_a_rank_keeps_its_device_and_processes_of_other_communicators_have_theirs(
+    visible: list[list[bytes]], given: list[bytes], local_ids: list[int], ordinals: list[int]
+) -> None:
+    assert assign_devices(visible, given, local_ids) == ordinals
 
 
 @settings(deadline=None)
@@ -61,7 +89,7 @@ def test_ranks_that_see_all_devices_share_them_evenly_in_whatever_order(
 ) -> None:
     uuids = [bytes([n]) * 16 for n in range(count)]
     visible = [data.draw(st.permutations(uuids)) for _ in range(ranks)]
-    ordinals = assign_devices(visible)
+    ordinals = assign(visible)
     uses = Counter(seen[ordinal] for seen, ordinal in zip(visible, ordinals, strict=True))
     assert max(uses.values(), default=0) - min((uses[uuid] for uuid in uuids), default=0) <= 1
 
@@ -70,7 +98,7 @@ def test_ranks_that_see_all_devices_share_them_evenly_in_whatever_order(
 @given(st.lists(st.lists(st.sampled_from([A, B, C, D]), min_size=1, unique=True), max_size=20))
 def test_every_rank_gets_a_device_it_sees_that_fewest_had_before(visible: list[list[bytes]]) -> None:
     users: Counter[bytes] = Counter()
-    ordinals = assign_devices(visible)
+    ordinals = assign(visible)
     assert len(ordinals) == len(visible)
     for seen, ordinal in zip(visible, ordinals, strict=True):
         assert 0 <= ordinal < len(seen)
@@ -85,6 +113,9 @@ def test_every_rank_gets_a_device_it_sees_that_fewest_had_before(visible: list[l
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     for name in ("DEVICE", "HANDLE", "BIND_CPU", "HOSTID"):
         monkeypatch.delenv(f"MPICOMM_{name}", raising=False)
+    for name in environment._LOCAL_IDS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(placement, "_given", [])
     return Group(MPI.COMM_SELF, [0], 5.0)
 
 
@@ -122,6 +153,22 @@ def test_a_rank_gets_its_device(
     assert found.here.device == device
     assert found.here.device_uuid == uuid
     assert (found.nodes, found.local_rank, found.here.timeout_s) == ([[0]], 0, 5.0)
+
+
+def test_a_rank_keeps_what_auto_has_given_it_but_not_what_it_has_asked_for(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    show(monkeypatch, A, B)
+    assert find_placement(group, 1, "auto").here.device == 1
+    assert find_placement(group, "auto", "auto").here.device == 0
+    monkeypatch.setenv("MPI_LOCALRANKID", "1")
+    assert find_placement(group, "auto", "auto").here.device == 0
+    monkeypatch.setattr(placement, "_given", [])
+    assert find_placement(group, "auto", "auto").here.device == 1
+    show(monkeypatch)
+    assert find_placement(group, "auto", "auto").here.device == "cpu"
+    show(monkeypatch, B, A)
+    assert find_placement(group, "auto", "auto").here.device_uuid == B
 
 
 def test_a_device_that_is_not_there_is_refused_with_the_way_out(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
