@@ -143,7 +143,7 @@ MPICOMM_DEVICE void pass_on(const Chain& x) {
   const bool sender = lane == 1, keeper = lane < 2 && (sender ? place.sends : place.receives);
   u32 received = place.receives ? *x.count(false, channel) : 0, sent = place.sends ? *x.count(true, channel) : 0;
   // Another lane looks whether somebody has given up before.
-  bool ok = lane != 2 || is_healthy(x.team, channel, load_health(x.team));
+  bool ok = lane != 2 || is_healthy(x.team, blockIdx.x, load_health(x.team));
 
   for (u64 begin = first; begin < x.nbytes; begin += stride) {
     received += place.receives;
@@ -151,7 +151,7 @@ MPICOMM_DEVICE void pass_on(const Chain& x) {
     const u32 epoch = sender ? sent : received, peer = sender ? x.next : x.previous;
     if (keeper) {
       const u32 awaited = sender ? epoch - kChainSlots : epoch;
-      const Watch watch{x.team.faults, x.team.timeout_ns, kExchange, awaited, channel, x.team.names[peer]};
+      const Watch watch{x.team.faults, x.team.timeout_ns, kExchange, awaited, blockIdx.x, x.team.names[peer]};
       const u64* const word = sender ? x.credit(rank, channel) : x.flag(rank, channel, epoch);
       ok = await_epoch(x.team, word, watch, x.tag, sender ? 0 : ~0u);
     }
