@@ -57,6 +57,24 @@ class ChannelWords:
 
 
 @dataclass(frozen=True)
+class ChannelMemory(ChannelWords):
+    """Memory of a rank with channels of its own: their words, then the slots of each; zero at first."""
+
+    channel_nbytes: int
+    """Of the slots of one channel."""
+
+    @property
+    def slots(self) -> int:
+        """The offset of the slots."""
+        return self.words_nbytes
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.slots + self.size * self.channels * self.channel_nbytes
+
+
+@dataclass(frozen=True)
 class ArenaLayout:
     """A pure function of ranks and channels, so that all ranks have the same.
 

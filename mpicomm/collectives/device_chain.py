@@ -5,40 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from mpicomm.collectives.device_arena import ChannelWords
+from mpicomm.collectives.device_arena import ChannelMemory
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.kernels.chain import (
     CHAIN_SLOT_NBYTES,
     CHAIN_SLOTS,
     CHAIN_THREADS,
-    LANES,
     ChainArguments,
     Place,
     chain_kernel,
 )
 from mpicomm.kernels.exchange import PACKET_NBYTES
-from mpicomm.kernels.team import Team
+from mpicomm.kernels.team import LANES, Team
 
 _WARPS = CHAIN_THREADS // LANES
 _UNIT_NBYTES = LANES * PACKET_NBYTES  # a packet for each lane
 
 
-class ChainLayout(ChannelWords):
-    """Each rank's memory for chains: the words of its channels, all of one neighbour each way, then its slots."""
-
-    def __init__(self, blocks: int) -> None:
-        super().__init__(1, blocks * _WARPS)
-
-    @property
-    def slots(self) -> int:
-        """The offset of the slots."""
-        return self.words_nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return self.slots + self.channels * CHAIN_SLOTS * CHAIN_SLOT_NBYTES
+def chain_memory(blocks: int) -> ChannelMemory:
+    """Return the layout of each rank's memory for chains, whose channels are all of one neighbour each way."""
+    return ChannelMemory(1, blocks * _WARPS, CHAIN_SLOTS * CHAIN_SLOT_NBYTES)
 
 
 @dataclass(frozen=True)
@@ -54,7 +41,7 @@ class Station:
 class ChainPlanner:
     """Turns exchanges of a chain into launches; ``team`` is what every kernel of this rank is told."""
 
-    def __init__(self, team: Team, layout: ChainLayout) -> None:
+    def __init__(self, team: Team, layout: ChannelMemory) -> None:
         self.layout = layout
         self._team = team
 

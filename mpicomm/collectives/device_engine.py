@@ -20,7 +20,7 @@ from mpicomm.collectives import tuning
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.device_arena import ArenaLayout, DeviceArena
 from mpicomm.collectives.device_calls import DeviceCalls
-from mpicomm.collectives.device_chain import ChainLayout, ChainPlanner
+from mpicomm.collectives.device_chain import ChainPlanner, chain_memory
 from mpicomm.collectives.device_channels import ChannelPlanner
 from mpicomm.collectives.device_copies import Copy, Fork
 from mpicomm.collectives.device_copy_stream import CopyStream
@@ -29,7 +29,7 @@ from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import MAX_BLOCKS, PacketPlanner
 from mpicomm.collectives.device_plan import Plan, launching
 from mpicomm.collectives.device_program import Planners, Program, Step, tag_of
-from mpicomm.collectives.device_sendrecv import SendrecvLayout, SendrecvPlanner
+from mpicomm.collectives.device_sendrecv import SendrecvPlanner, sendrecv_memory
 from mpicomm.collectives.exchange import Exchange, Message
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.tuning import Tuning
@@ -134,10 +134,10 @@ class DeviceEngine:
             ChannelPlanner(team, layout),
             PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early),
             DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),
-            ChainPlanner(team, ChainLayout(min(_CHAIN_BLOCKS, smallest * CHAIN_BLOCKS // 2))),
+            ChainPlanner(team, chain_memory(min(_CHAIN_BLOCKS, smallest * CHAIN_BLOCKS // 2))),
         )
         channels = max(1, min(_MESSAGE_CHANNELS, smallest * SENDRECV_BLOCKS // 2))
-        self._sendrecv = SendrecvPlanner(team, SendrecvLayout(node.size, channels))
+        self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
         self._kernels = kernels_of(backend.info)
         self._plans: WeakSet[Plan] = WeakSet()  # whoever enqueues them keeps them
         self._open = True

@@ -19,11 +19,10 @@ from mpicomm.kernels.packets import (
     packet_kernel,
     packets_of,
 )
-from mpicomm.kernels.team import Team
+from mpicomm.kernels.team import LANES, Team
 
 MAX_BLOCKS = 128
 """All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
-_WARP = 32
 _WORKERS = (128, 256, 512)
 
 
@@ -48,7 +47,7 @@ def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Ge
     most = most_workers(size, fan_out=fan_out, one_step=True)
     for workers in (*(each for each in _WORKERS if each < most), most):
         if units <= workers * most_blocks:
-            workers = min(workers, -(-units // _WARP) * _WARP)
+            workers = min(workers, -(-units // LANES) * LANES)
             return Geometry(-(-units // workers), workers)
     return Geometry(most_blocks, most_workers(size, fan_out=fan_out, one_step=False))
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from mpicomm.collectives.calls import Call
-from mpicomm.collectives.device_selection import chains, choose_algorithm
+from mpicomm.collectives.device_selection import can_chain, choose_algorithm
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import HandleError
@@ -35,11 +35,11 @@ def prepare(
     Collective where the engine's `prepare` is; raises as that and `choose_algorithm`. Where there is no memory for
     copy engines to bring data to, and they were not asked for, another algorithm takes less: a warning says so.
     """
-    output, nbytes = call.common_output, call.nbytes or 0
+    assert call.dtype is not None  # else it is MPI's
+    dtype, output, nbytes = call.dtype, call.common_output, call.nbytes or 0
     memory = None
     if output is not None and output.total:
-        assert call.dtype is not None
-        memory = mappings.find(output.pointer, output.total * call.dtype.itemsize)
+        memory = mappings.find(output.pointer, output.total * dtype.itemsize)
 
     def choose(tuning: Tuning) -> str:
         return choose_algorithm(
@@ -48,10 +48,10 @@ def prepare(
             call.operation,
             nbytes,
             size,
-            flagless=call.reduces and call.dtype is not None and sentinels_can_carry(call.dtype.name),
+            flagless=call.reduces and sentinels_can_carry(dtype.name),
             registered=memory is not None,
             has_lines=engine.has_lines,
-            chains=chains(call.operation, call.dtype.name if call.dtype else "", call.op, call.arguments.root, size),
+            chainable=can_chain(dtype, call.op, call.arguments.root, size),
         )
 
     def prepared(algorithm: str) -> Plan:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from mpicomm.collectives.device_channels import reduction_of, relays
 from mpicomm.collectives.device_packets import fans_out
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.host_reduction import is_narrow
 from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packets import Wire, flags_can_carry
-from mpicomm.kernels.reductions import rounds, sentinels_can_carry
+from mpicomm.kernels.reductions import sentinels_can_carry
 
 _COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")  # no rank knows what the others send: they cannot choose alike
 _IN_STEP = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Allgather", "Allgatherv", "Alltoall")  # all to all
@@ -47,13 +50,13 @@ class Way:
     direct: bool
 
 
-def chains(operation: str, dtype: str, op: str | None, root: int, size: int) -> bool:
+def can_chain(dtype: np.dtype[Any], op: str | None, root: int, size: int) -> bool:
     """Return whether a Bcast or Reduce can go along a chain of ranks, each of which needs what it receives but once.
 
     What is reduced is reduced in the order of ranks, which end in the last one: another root than that or the first,
     where the chain begins, would be in its middle and receive everything twice. And it travels as the type it has.
     """
-    return op is None or (root in (0, size - 1) and op != "avg" and not rounds(dtype))
+    return op is None or (root in (0, size - 1) and op != "avg" and not is_narrow(dtype))
 
 
 def choose_algorithm(
@@ -66,22 +69,24 @@ def choose_algorithm(
     flagless: bool,
     registered: bool,
     has_lines: bool,
-    chains: bool,
+    chainable: bool,
 ) -> str:
     """Return the algorithm of a call of ``nbytes`` in all for which ``asked`` was given; see `Tuning.algorithm`.
 
-    ``has_lines`` is whether there is the LL128 wire, ``chains`` what `chains` says of the call. Raises
-    `InvalidUsageError` where ``asked`` is not possible.
+    ``has_lines`` is whether there is the LL128 wire, ``chainable`` what `can_chain` says. Raises `InvalidUsageError`
+    where ``asked`` is not possible.
     """
-    if asked == "chain" and not chains:
+    if asked == "chain" and not chainable:
         raise InvalidUsageError(
             f'algorithm="chain" of {operation} is for the first or the last rank as root, and for types and operations '
             'that are not reduced in a wider type (of float16, bfloat16, float8, and avg): use "two_shot"'
         )
     algorithm = asked
     if asked == "auto":
-        tuning = tuning if chains else tuning.without("chain")
         algorithm = tuning.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
+    if algorithm == "chain" and not chainable:
+        others = tuning.without("chain")
+        algorithm = others.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
     if size == 1 or nbytes == 0:  # there is nothing to choose
         return "one_shot"
     if algorithm == "two_shot" and operation == "Reduce" and not (has_lines or flagless):

@@ -6,7 +6,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 
-from mpicomm.collectives.device_arena import ChannelWords
+from mpicomm.collectives.device_arena import ChannelMemory
 from mpicomm.collectives.device_channels import CHANNEL_NBYTES, stride_of, threads_for
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Message
@@ -21,24 +21,15 @@ from mpicomm.kernels.sendrecv import (
 from mpicomm.kernels.team import Team
 
 
-class SendrecvLayout(ChannelWords):
-    """Each rank's memory for messages: the words of its channels, then its slots of each rank; zero at first."""
-
-    @property
-    def slots(self) -> int:
-        """The offset of the slots."""
-        return self.words_nbytes
-
-    @property
-    def nbytes(self) -> int:
-        """All of it."""
-        return self.slots + self.size * self.channels * SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES
+def sendrecv_memory(size: int, channels: int) -> ChannelMemory:
+    """Return the layout of each rank's memory for messages, with ``channels`` of each two ranks."""
+    return ChannelMemory(size, channels, SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES)
 
 
 class SendrecvPlanner:
     """Turns messages into launches; ``team`` is what every kernel of this rank is told."""
 
-    def __init__(self, team: Team, layout: SendrecvLayout) -> None:
+    def __init__(self, team: Team, layout: ChannelMemory) -> None:
         self.layout = layout
         self._team = team
 

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from mpicomm.collectives.device_engine import DeviceEngine
 
 ALGORITHMS = ("auto", "mpi", "one_shot", "two_shot", "ring", "chain", "copy_engine")
-_FOR_ALL = ("auto", "mpi", "one_shot")
 _TWO_SHOT = ("Allreduce", "Bcast")  # on the host
 
 End = tuple[Any, int, int]
@@ -196,7 +195,7 @@ class Collectives:
     def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
         if algorithm not in ALGORITHMS:
             raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(ALGORITHMS)}")
-        if algorithm not in _FOR_ALL and operation not in tuning.operations_of(algorithm):
+        if algorithm not in ("auto", "mpi", *tuning.algorithms_of(operation)):
             possible = ", ".join(tuning.operations_of(algorithm))
             raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
         if operation == "Reduce_scatter" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:

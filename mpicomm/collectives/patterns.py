@@ -255,7 +255,7 @@ def chained_reduce(
     """As reduce: each rank sends the next one the reduction of all up to itself; the root is the first or last rank.
 
     For engines that send a result on without storing it: on all ranks but the root it lies at address 0. Partial
-    results travel as ``dtype``, which is for operations that do not widen it: see `device_selection.chains`.
+    results travel as ``dtype``, which is for operations that do not widen it: see `device_selection.can_chain`.
     """
     partial = Span(0, send.count)
     steps = []

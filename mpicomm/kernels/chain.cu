@@ -43,7 +43,6 @@ constexpr u32 kChainBlocks = 2;  // of a multiprocessor
 constexpr u32 kChainSlots = 8;
 constexpr u32 kCredited = kChainSlots / 2;
 constexpr u64 kChainSlotNbytes = 8 * 1024;
-constexpr u32 kLanes = 32;
 
 // Where a rank stands in the chain: what it adds, if anything, where it keeps what comes of that, if it does, and on
 // which sides it has a neighbour.
@@ -142,7 +141,7 @@ MPICOMM_DEVICE void pass_on(const Chain& x) {
   // and knows its count. One kernel of a communicator runs at a time.
   const bool sender = lane == 1, keeper = lane < 2 && (sender ? place.sends : place.receives);
   u32 received = place.receives ? *x.count(false, channel) : 0, sent = place.sends ? *x.count(true, channel) : 0;
-  // Another lane looks whether somebody has given up before.
+  // Another lane looks whether somebody has given up before, which counts at the first vote: before anything is stored.
   bool ok = lane != 2 || is_healthy(x.team, blockIdx.x, load_health(x.team));
 
   for (u64 begin = first; begin < x.nbytes; begin += stride) {

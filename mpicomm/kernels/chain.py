@@ -14,7 +14,6 @@ CHAIN_BLOCKS = 2
 """Of a multiprocessor, at least."""
 CHAIN_SLOTS = 8
 CHAIN_SLOT_NBYTES = 8 * 1024
-LANES = 32
 
 
 class Place(ctypes.Structure):

@@ -41,7 +41,8 @@ struct alignas(16) Pair {
   u64 first, second;
 };
 
-constexpr u32 kWarp = ~0u;       // all threads of one
+constexpr u32 kLanes = 32;       // threads of a warp
+constexpr u32 kWarp = ~0u;       // all of them
 constexpr u32 kLineThreads = 8;  // that access a line of 128 bytes together, 16 each
 
 #if defined(__CUDACC__)

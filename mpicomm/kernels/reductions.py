@@ -43,11 +43,6 @@ def options_for(reduction: tuple[str, str] | None) -> tuple[str, ...]:
     return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", f"-DMPICOMM_OP={op}")
 
 
-def rounds(dtype: str) -> bool:
-    """Whether what is reduced as this dtype is so in a wider one, and rounded once at the end."""
-    return dtype.startswith(("float8", "float16", "bfloat16"))
-
-
 def sentinels_can_carry(dtype: str) -> bool:
     """Whether packets of what is reduced as this dtype can do without a flag."""
     return dtype.startswith(("float", "bfloat", "complex"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 # Constants and structures of team.cuh; a test compares them.
+LANES = 32  # of a warp: kLanes in memory_order.cuh
 MAX_RANKS = 8
 MAX_BLOCKS = 256
 LINE_NBYTES = 128

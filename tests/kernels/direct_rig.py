@@ -10,7 +10,7 @@ from mpicomm.collectives.device_arena import ArenaLayout
 from mpicomm.collectives.device_direct import DirectPlanner
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, Team
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
 from mpicomm.mappings import Mapped
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
@@ -41,7 +41,9 @@ class DirectRig:
         machine.keep()
         self._changes = changes
         self._planners = [
-            DirectPlanner(self._team(rank, timeout_s), layout, blocks, early=False, chunk_nbytes=CHUNK_NBYTES)
+            DirectPlanner(
+                machine.team(self.arenas, rank, timeout_s), layout, blocks, early=False, chunk_nbytes=CHUNK_NBYTES
+            )
             for rank in range(self.size)
         ]
 
@@ -73,10 +75,3 @@ class DirectRig:
 
     def _addresses(self, places: Sequence[Place], viewer: int) -> list[int]:
         return [self.machine.address(owner, place, viewer) for owner, place in enumerate(places)]
-
-    def _team(self, rank: int, timeout_s: float) -> Team:
-        team = Team(faults=self.machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
-        for owner, address in enumerate(self._addresses(self.arenas, rank)):
-            team.arenas[owner] = address
-            team.names[owner] = 10 + owner
-        return team

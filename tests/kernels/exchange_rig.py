@@ -12,7 +12,7 @@ from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.load import Variant
-from mpicomm.kernels.team import LINE_NBYTES, Team
+from mpicomm.kernels.team import LINE_NBYTES
 from tests.kernels.build import KERNELS, Builds, Change, Kernel
 from tests.kernels.machine import Machine
 
@@ -36,7 +36,9 @@ class ExchangeRig:
         self._slots = [machine.allocate(rank, self.layout.slots_nbytes) for rank in range(self.size)]
         machine.keep()
         self._changes = changes
-        self._planners = [ChannelPlanner(self._team(rank, timeout_s), self.layout) for rank in range(self.size)]
+        self._planners = [
+            ChannelPlanner(machine.team(self.arenas, rank, timeout_s), self.layout) for rank in range(self.size)
+        ]
 
     def start_at(self, epoch: int) -> None:
         """Let all counts be as if ``epoch`` chunks had gone each way on all channels."""
@@ -79,10 +81,3 @@ class ExchangeRig:
         self.machine.launch(
             rank, kernel, [launch.arguments], blocks=launch.blocks, threads=threads or launch.threads, nap_us=nap_us
         )
-
-    def _team(self, rank: int, timeout_s: float) -> Team:
-        team = Team(faults=self.machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
-        for owner, address in enumerate(self.machine.addresses(self.arenas, rank)):
-            team.arenas[owner] = address
-            team.names[owner] = 10 + owner  # as if the ranks were part of a larger communicator
-        return team

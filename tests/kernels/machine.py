@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.backend.cuda_faults import FaultRecord
-from mpicomm.kernels.team import Faults
+from mpicomm.kernels.team import Faults, Team
 from tests.kernels.build import Builds, Kernel
 
 Array = npt.NDArray[Any]
@@ -101,6 +101,13 @@ class Machine:
     def addresses(self, places: Sequence[Place], viewer: int) -> list[int]:
         """Return where each rank's memory, one of each, is for the rank ``viewer``."""
         return [self.address(owner, place, viewer) for owner, place in enumerate(places)]
+
+    def team(self, arenas: Sequence[Place], rank: int, timeout_s: float) -> Team:
+        """Return what kernels of a rank are told of all ranks, as if these were part of a larger communicator."""
+        team = Team(faults=self.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
+        for owner, address in enumerate(self.addresses(arenas, rank)):
+            team.arenas[owner], team.names[owner] = address, 10 + owner
+        return team
 
     def allocate(self, rank: int, nbytes: int, *, offset: int = 0) -> Place:
         """Return memory of ``rank``, zeroed, ``offset`` bytes after a multiple of 64."""

@@ -15,7 +15,7 @@ from mpicomm.collectives.device_packets import Geometry, PacketPlanner, fans_out
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import STAGES, Wire
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, Team
+from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
@@ -109,10 +109,7 @@ class PacketRig:
 
     def _planner(self, rank: int, layout: ArenaLayout, timeout_s: float) -> PacketPlanner:
         pointers = tuple(self.machine.address(owner, arena, rank) for owner, arena in enumerate(self.arenas))
-        team = Team(faults=self.machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
-        for owner, pointer in enumerate(pointers):
-            team.arenas[owner] = pointer
-            team.names[owner] = 10 + owner
+        team = self.machine.team(self.arenas, rank, timeout_s)
         lines = tuple(self.machine.addresses(self.lines, rank))
 
         def inboxes(offset: int, nbytes: int) -> Inboxes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpicomm.collectives.device_arena import Inboxes
-from mpicomm.collectives.device_chain import ChainLayout, ChainPlanner
+from mpicomm.collectives.device_chain import ChainPlanner, chain_memory
 from mpicomm.collectives.device_channels import ChannelPlanner
 from mpicomm.collectives.device_copies import Copy, Reduce, local_reduction
 from mpicomm.collectives.device_direct import DirectPlanner
@@ -15,7 +15,6 @@ from mpicomm.collectives.device_program import Planners, Program
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import STAGES, carried_nbytes
-from mpicomm.kernels.team import Team
 from mpicomm.mappings import Mapped
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
@@ -77,7 +76,7 @@ class ProgramRig:
         staging = [machine.allocate(rank, STAGING_NBYTES) for rank in range(self.size)]
         whole = _PARITIES * STAGES * self.size * INBOX_NBYTES
         lines = [machine.allocate(rank, whole) for rank in range(self.size)]
-        chain_layout = ChainLayout(CHAIN_BLOCKS)
+        chain_layout = chain_memory(CHAIN_BLOCKS)
         chain = [machine.allocate(rank, chain_layout.nbytes) for rank in range(self.size)]
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
@@ -86,9 +85,7 @@ class ProgramRig:
         self._planners = []
         for rank in range(self.size):
             bases = machine.addresses(arenas, rank)
-            team = Team(faults=machine.faults[rank], timeout_ns=int(timeout_s * 1e9), size=self.size, rank=rank)
-            for owner, base in enumerate(bases):
-                team.arenas[owner], team.names[owner] = base, 10 + owner
+            team = machine.team(arenas, rank, timeout_s)
             more = (machine.addresses(each, rank) for each in (slots, staging, lines, chain))
             arena_here = SimulatedArena(layout, bases, *more)
             if not has_lines:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives import patterns
@@ -12,7 +13,7 @@ from mpicomm.collectives.device_arena import ArenaLayout
 from mpicomm.collectives.device_packets import MAX_BLOCKS, geometry_of
 from mpicomm.collectives.device_selection import (
     Room,
-    chains,
+    can_chain,
     choose_algorithm,
     choose_ways,
     keeps_step,
@@ -30,6 +31,7 @@ from mpicomm.kernels.packets import (
     most_workers,
 )
 from mpicomm.kernels.reductions import REDUCTIONS, sentinels_can_carry
+from tests.helpers.reductions import dtype_named
 from tests.helpers.tuning import row, table
 
 SIZES = st.integers(2, 8)
@@ -146,7 +148,7 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
 
 def test_a_reduce_of_integers_in_two_hops_needs_lines() -> None:
     def chosen(asked: str, *, flagless: bool, has_lines: bool, nbytes: int = MIB) -> str:
-        which = {"flagless": flagless, "registered": False, "has_lines": has_lines, "chains": False}
+        which = {"flagless": flagless, "registered": False, "has_lines": has_lines, "chainable": False}
         return choose_algorithm(BUILT_IN, asked, "Reduce", nbytes, 4, **which)
 
     for asked in ("auto", "two_shot"):
@@ -159,27 +161,27 @@ def test_a_reduce_of_integers_in_two_hops_needs_lines() -> None:
 
 
 def test_what_goes_along_a_chain() -> None:
+    float32 = np.dtype(np.float32)
     for root in range(4):
-        assert chains("Bcast", "float16", None, root, 4)
-        assert chains("Reduce", "float32", "sum", root, 4) == (root in (0, 3))
-    assert not chains("Reduce", "float32", "avg", 0, 4)
+        assert can_chain(dtype_named("float16"), None, root, 4)
+        assert can_chain(float32, "sum", root, 4) == (root in (0, 3))
+    assert not can_chain(float32, "avg", 0, 4)
+    rounded = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
     for name in REDUCTIONS:
-        assert chains("Reduce", name, "lor", 0, 4) == (
-            name not in ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
-        )
+        assert can_chain(dtype_named(name), "lor", 0, 4) == (name not in rounded)
 
 
 def test_a_chain_is_chosen_where_it_is_possible() -> None:
     tuning = table(row("Reduce", 4, (100, "two_shot"), (1000, "chain"), (9000, "copy_engine"), flagless=True))
 
-    def chosen(asked: str, nbytes: int, *, chains: bool) -> str:
-        which = {"flagless": True, "registered": False, "has_lines": True, "chains": chains}
+    def chosen(asked: str, nbytes: int, *, chainable: bool) -> str:
+        which = {"flagless": True, "registered": False, "has_lines": True, "chainable": chainable}
         return choose_algorithm(tuning, asked, "Reduce", nbytes, 4, **which)
 
     for nbytes, expected in ((99, "one_shot"), (100, "two_shot"), (1000, "chain"), (9000, "copy_engine")):
-        assert chosen("auto", nbytes, chains=True) == expected
-        assert chosen("auto", nbytes, chains=False) == ("two_shot" if expected == "chain" else expected)
-    assert chosen("chain", 1, chains=True) == "chain"
-    assert chosen("chain", 0, chains=True) == "one_shot"
+        assert chosen("auto", nbytes, chainable=True) == expected
+        assert chosen("auto", nbytes, chainable=False) == ("two_shot" if expected == "chain" else expected)
+    assert chosen("chain", 1, chainable=True) == "chain"
+    assert chosen("chain", 0, chainable=True) == "one_shot"
     with pytest.raises(InvalidUsageError, match=r'algorithm="chain" of Reduce is for .*: use "two_shot"'):
-        chosen("chain", 1, chains=False)
+        chosen("chain", 1, chainable=False)

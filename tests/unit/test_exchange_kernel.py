@@ -62,6 +62,7 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
 }
 CONSTANTS = {
     "team.cuh": {
+        "kLanes": team.LANES,
         "kMaxRanks": team.MAX_RANKS,
         "kMaxBlocks": team.MAX_BLOCKS,
         "kLineNbytes": team.LINE_NBYTES,
@@ -88,7 +89,6 @@ CONSTANTS = {
         "kChainBlocks": chain.CHAIN_BLOCKS,
         "kChainSlots": chain.CHAIN_SLOTS,
         "kChainSlotNbytes": chain.CHAIN_SLOT_NBYTES,
-        "kLanes": chain.LANES,
     },
     "sendrecv.cu": {
         "kSendrecvThreads": sendrecv.SENDRECV_THREADS,

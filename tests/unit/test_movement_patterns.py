@@ -16,6 +16,7 @@ from tests.helpers.exchange_simulator import (
     PIECES,
     SIZES,
     UNHURRIED,
+    Memory,
     counts_of,
     everywhere,
     ranks,
@@ -119,14 +120,20 @@ def test_alltoall(size: int, in_place: bool, data: st.DataObject) -> None:
     everywhere(memories, lambda rank, size: patterns.alltoall(rank, size, DTYPE, sends[rank], blocks[rank]))
 
 
-@UNHURRIED
-@given(size=SIZES, count=LONG_COUNTS, piece_nbytes=st.none() | PIECES, data=st.data())
-def test_bcast(size: int, count: int, piece_nbytes: int | None, data: st.DataObject) -> None:
+def told(size: int, count: int, data: st.DataObject) -> tuple[list[Memory], list[Span], int]:
+    """Return the memories and buffers of ranks, who expect what is in the buffer of a root, and that."""
     root = data.draw(st.integers(0, size - 1))
     memories = ranks(size)
     buffers = [memory.buffer(count, "x") for memory in memories]
     for memory, buffer in zip(memories, buffers, strict=True):
         memory.expect(buffer, memories[root].read(buffers[root]))
+    return memories, buffers, root
+
+
+@UNHURRIED
+@given(size=SIZES, count=LONG_COUNTS, piece_nbytes=st.none() | PIECES, data=st.data())
+def test_bcast(size: int, count: int, piece_nbytes: int | None, data: st.DataObject) -> None:
+    memories, buffers, root = told(size, count, data)
     everywhere(
         memories,
         lambda rank, size: patterns.bcast(rank, size, DTYPE, buffers[rank], root, piece_nbytes=piece_nbytes),
@@ -136,22 +143,14 @@ def test_bcast(size: int, count: int, piece_nbytes: int | None, data: st.DataObj
 @UNHURRIED
 @given(size=SIZES, count=LONG_COUNTS, data=st.data())
 def test_chained_bcast(size: int, count: int, data: st.DataObject) -> None:
-    root = data.draw(st.integers(0, size - 1))
-    memories = ranks(size)
-    buffers = [memory.buffer(count, "x") for memory in memories]
-    for memory, buffer in zip(memories, buffers, strict=True):
-        memory.expect(buffer, memories[root].read(buffers[root]))
+    memories, buffers, root = told(size, count, data)
     everywhere(memories, lambda rank, size: patterns.chained_bcast(rank, size, DTYPE, buffers[rank], root))
 
 
 @UNHURRIED
 @given(size=st.integers(2, 8), count=LONG_COUNTS, data=st.data())
 def test_relayed_bcast(size: int, count: int, data: st.DataObject) -> None:
-    root = data.draw(st.integers(0, size - 1))
-    memories = ranks(size)
-    buffers = [memory.buffer(count, "x") for memory in memories]
-    for memory, buffer in zip(memories, buffers, strict=True):
-        memory.expect(buffer, memories[root].read(buffers[root]))
+    memories, buffers, root = told(size, count, data)
     everywhere(memories, lambda rank, size: patterns.relayed_bcast(rank, size, DTYPE, buffers[rank], root))
     (first, _) = patterns.relayed_bcast(root, size, DTYPE, buffers[root], root)
     assert sum(span.count for span in first.sends if span) == count  # the root sends everything once
