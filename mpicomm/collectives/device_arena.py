@@ -58,7 +58,7 @@ class ChannelWords:
 
 @dataclass(frozen=True)
 class ChannelMemory(ChannelWords):
-    """Memory of a rank with channels of its own: their words, then the slots of each; zero at first."""
+    """Memory of a rank with channels of its own: their words, zero at first, then the slots of each."""
 
     channel_nbytes: int
     """Of the slots of one channel."""
@@ -210,23 +210,28 @@ class DeviceArena:
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
         """Return inboxes of the sentinel wire for ``nbytes`` from each rank, or for a part of that, many times."""
-        return self._inboxes("collectives: large messages", self.layout.large_inbox_nbytes(nbytes), content=0xFF)
+        return self._inboxes("collectives: large messages", self.layout.large_inbox_nbytes(nbytes), sentinels=True)
 
     def lines(self, nbytes: int) -> Inboxes:
         """Return inboxes of the LL128 wire for ``nbytes`` from each rank, or for a part of that, many times."""
-        return self._inboxes("collectives: lines", self.layout.lines_inbox_nbytes(nbytes), content=0)
+        return self._inboxes("collectives: lines", self.layout.lines_inbox_nbytes(nbytes), sentinels=False)
 
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""
-        return self._on_demand("collectives: slots", self.layout.slots_nbytes, content=0)
+        return self._on_demand("collectives: slots", self.layout.slots_nbytes)
 
-    def chain(self, nbytes: int) -> tuple[int, ...]:
-        """Return where the memory of every rank begins, for chain.cu; always of the same size."""
-        return self._on_demand("collectives: chain", nbytes, content=0)
+    def chain(self, layout: ChannelMemory, *, sentinels: bool) -> tuple[int, ...]:
+        """Return where the memory of every rank begins, for chain.cu, or with ``sentinels`` for packet_chain.cu.
+
+        The layout is always the same.
+        """
+        if sentinels:
+            return self._on_demand("collectives: chain of packets", layout.nbytes, ones=layout.nbytes - layout.slots)
+        return self._on_demand("collectives: chain", layout.nbytes)
 
     def messages(self, nbytes: int) -> tuple[int, ...]:
         """Return where the memory for messages of every rank begins, for sendrecv.cu; always of the same size."""
-        return self._on_demand(_MESSAGES, nbytes, content=0)
+        return self._on_demand(_MESSAGES, nbytes)
 
     @property
     def has_messages(self) -> bool:
@@ -236,26 +241,29 @@ class DeviceArena:
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""
         whole = 1 << max(0, nbytes - 1).bit_length()  # so that few sizes are ever asked for
-        return self._on_demand(_COPIES, self._at_least(_COPIES, whole), content=0)
+        return self._on_demand(_COPIES, self._at_least(_COPIES, whole))
 
-    def _inboxes(self, what: str, nbytes: int, *, content: int) -> Inboxes:
+    def _inboxes(self, what: str, nbytes: int, *, sentinels: bool) -> Inboxes:
         """Return inboxes of ``nbytes`` each, or larger ones if there are some."""
         inboxes = _PARITIES * STAGES * self._node.size
         whole = self._at_least(what, inboxes * nbytes)
-        return Inboxes(self._on_demand(what, whole, content=content), whole // inboxes)
+        return Inboxes(self._on_demand(what, whole, ones=whole if sentinels else 0), whole // inboxes)
 
     def _at_least(self, what: str, nbytes: int) -> int:
         """Return the size of the smallest memory of ``nbytes`` or more that there is; without any, ``nbytes``."""
         # The same on all ranks: whatever there is was set up by all of them together.
         return min((size for known, size in self._more if known == what and size >= nbytes), default=nbytes)
 
-    def _on_demand(self, what: str, nbytes: int, *, content: int) -> tuple[int, ...]:
+    def _on_demand(self, what: str, nbytes: int, *, ones: int = 0) -> tuple[int, ...]:
+        """Return where memory of ``nbytes`` of every rank begins; at first all zero, but for ``ones`` at its end."""
         if (what, nbytes) not in self._more:
             self._before_more()
 
             def allocate() -> Segment:
                 segment = self._backend.allocate(self._kind, nbytes)
-                self._backend.fill(segment.pointer, nbytes, content)
+                self._backend.fill(segment.pointer, nbytes, 0)
+                if ones:
+                    self._backend.fill(segment.pointer + nbytes - ones, ones, 0xFF)
                 return segment
 
             # It allocates and waits, which a thread that captures a graph may not otherwise.

@@ -1,8 +1,8 @@
-"""Messages along a chain of ranks, as launches of chain.cu."""
+"""Messages along a chain of ranks, as launches of chain.cu and packet_chain.cu."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mpicomm.collectives.device_arena import ChannelMemory
@@ -17,15 +17,66 @@ from mpicomm.kernels.chain import (
     chain_kernel,
 )
 from mpicomm.kernels.exchange import PACKET_NBYTES
+from mpicomm.kernels.load import Variant
+from mpicomm.kernels.packet_chain import (
+    BATCH_NBYTES,
+    PACKET_CHAIN_SLOT_NBYTES,
+    PACKET_CHAIN_SLOTS,
+    PACKET_CHAIN_THREADS,
+    packet_chain_kernel,
+)
+from mpicomm.kernels.reductions import sentinels_can_carry
 from mpicomm.kernels.team import LANES, Team
 
-_WARPS = CHAIN_THREADS // LANES
 _UNIT_NBYTES = LANES * PACKET_NBYTES  # a packet for each lane
+Reduction = tuple[str, str]
 
 
-def chain_memory(blocks: int) -> ChannelMemory:
-    """Return the layout of each rank's memory for chains, whose channels are all of one neighbour each way."""
-    return ChannelMemory(1, blocks * _WARPS, CHAIN_SLOTS * CHAIN_SLOT_NBYTES)
+@dataclass(frozen=True)
+class ChainForm:
+    """One of the kernels, as it is best: measured on H200s."""
+
+    kernel: Callable[[Reduction | None], Variant]
+    most_blocks: int
+    """Of one place in a chain, of which a rank may have two."""
+    threads: int
+    chunk_nbytes: int
+    """What is passed on at once, at most."""
+    slots_nbytes: int
+    """Of one channel."""
+    sentinels: bool
+    """Whether slots hold ones at first."""
+    early: bool = False
+    """Whether launches may begin before the kernel ahead of them is over."""
+
+    @property
+    def warps(self) -> int:
+        """How many a block has: as many channels."""
+        return self.threads // LANES
+
+
+_CHUNKS = ChainForm(
+    chain_kernel,
+    most_blocks=128,
+    threads=CHAIN_THREADS,
+    chunk_nbytes=CHAIN_SLOT_NBYTES,
+    slots_nbytes=CHAIN_SLOTS * CHAIN_SLOT_NBYTES,
+    sentinels=False,
+)
+_PACKETS = ChainForm(
+    packet_chain_kernel,
+    most_blocks=64,
+    threads=PACKET_CHAIN_THREADS,
+    chunk_nbytes=BATCH_NBYTES,
+    slots_nbytes=PACKET_CHAIN_SLOTS * PACKET_CHAIN_SLOT_NBYTES,
+    sentinels=True,
+    early=True,
+)
+
+
+def form_of(reduction: Reduction | None) -> ChainForm:
+    """Return the kernel for ``(dtype, op)``, or for what is not reduced: packets where these need no flags."""
+    return _PACKETS if reduction is not None and sentinels_can_carry(reduction[0]) else _CHUNKS
 
 
 @dataclass(frozen=True)
@@ -39,26 +90,37 @@ class Station:
 
 
 class ChainPlanner:
-    """Turns exchanges of a chain into launches; ``team`` is what every kernel of this rank is told."""
+    """Turns exchanges of a chain into launches; ``team`` is what every kernel of this rank is told.
 
-    def __init__(self, team: Team, layout: ChannelMemory) -> None:
-        self.layout = layout
+    There are ``multiprocessors`` on each device, at least. With ``early`` kernels may begin before the last is over.
+    """
+
+    def __init__(self, team: Team, multiprocessors: int, *, early: bool = True) -> None:
         self._team = team
+        self._multiprocessors = multiprocessors
+        self._early = early
+
+    def layout(self, form: ChainForm) -> ChannelMemory:
+        """Return the layout of each rank's memory, whose channels are all of one neighbour each way."""
+        # A multiprocessor holds two blocks of each kernel: all run at once, of both places.
+        blocks = min(form.most_blocks, self._multiprocessors)
+        return ChannelMemory(1, blocks * form.warps, form.slots_nbytes)
 
     def launch(
-        self, exchanges: Sequence[Exchange], reduction: tuple[str, str] | None, tag: int, memory: Sequence[int]
+        self, exchanges: Sequence[Exchange], reduction: Reduction | None, tag: int, memory: Sequence[int]
     ) -> Launch:
         """Return the launch for all ``exchanges``, of something, between two ranks or more.
 
-        ``memory`` is that of every rank; ``tag`` is what they have to agree on.
+        ``memory`` is that of every rank, for the form of the ``reduction``; ``tag`` is what they have to agree on.
         """
-        layout, rank, size = self.layout, self._team.rank, self._team.size
+        form, rank, size = form_of(reduction), self._team.rank, self._team.size
+        layout = self.layout(form)
         stations = stations_of(rank, exchanges)
         nbytes = max(span.count for each in stations for span in (each.own, each.output) if span)
         nbytes *= exchanges[0].dtype.itemsize
         # A pure function of the bytes and the layout, as both sides must cut alike.
-        chunk_nbytes = min(CHAIN_SLOT_NBYTES, -(-nbytes // (layout.channels * _UNIT_NBYTES)) * _UNIT_NBYTES)
-        blocks = min(layout.channels // _WARPS, -(-nbytes // chunk_nbytes))
+        chunk_nbytes = min(form.chunk_nbytes, -(-nbytes // (layout.channels * _UNIT_NBYTES)) * _UNIT_NBYTES)
+        blocks = min(layout.channels // form.warps, -(-nbytes // chunk_nbytes))
         arguments = ChainArguments(
             team=self._team,
             nbytes=nbytes,
@@ -76,7 +138,13 @@ class ChainPlanner:
         for number, station in enumerate(stations):
             own, output = (span.pointer if span else 0 for span in (station.own, station.output))
             arguments.places[number] = Place(own, output, station.receives, station.sends)
-        return Launch(chain_kernel(reduction), arguments, blocks=blocks * len(stations), threads=CHAIN_THREADS)
+        return Launch(
+            form.kernel(reduction),
+            arguments,
+            blocks=blocks * len(stations),
+            threads=form.threads,
+            early=form.early and self._early,
+        )
 
 
 def stations_of(rank: int, exchanges: Sequence[Exchange]) -> list[Station]:

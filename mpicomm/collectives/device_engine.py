@@ -20,7 +20,7 @@ from mpicomm.collectives import tuning
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.device_arena import ArenaLayout, DeviceArena
 from mpicomm.collectives.device_calls import DeviceCalls
-from mpicomm.collectives.device_chain import ChainPlanner, chain_memory
+from mpicomm.collectives.device_chain import ChainPlanner
 from mpicomm.collectives.device_channels import ChannelPlanner
 from mpicomm.collectives.device_copies import Copy, Fork
 from mpicomm.collectives.device_copy_stream import CopyStream
@@ -35,7 +35,6 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.handle import Kind
-from mpicomm.kernels.chain import CHAIN_BLOCKS
 from mpicomm.kernels.load import kernels_of
 from mpicomm.kernels.sendrecv import SENDRECV_BLOCKS
 from mpicomm.kernels.team import MAX_RANKS, Team
@@ -44,7 +43,6 @@ from mpicomm.mappings import Mapped
 MAX_CHANNELS = 128
 """Blocks of a kernel of exchange.cu: of an H200's 132 multiprocessors half keep the links full but for some percent."""
 _MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and those that receive
-_CHAIN_BLOCKS = 128  # of one place in a chain, of which a rank may have two
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # and no more than this part of a device's memory
 _WHOLE_LINES = {(7, 0), (8, 0), (9, 0), (10, 0)}  # compute capabilities where NCCL, too, uses LL128
@@ -66,8 +64,8 @@ class DeviceEngine:
     """Collectives on GPU memory that need not be shared: everything goes through the ranks' arenas.
 
     Small and middle-sized messages go in packets (kernels/packets.cu), larger ones chunk by chunk (kernels/exchange.cu)
-    or straight into symmetric memory (kernels/direct.cu), or from rank to rank (kernels/chain.cu), the largest by copy
-    engines.
+    or straight into symmetric memory (kernels/direct.cu), or from rank to rank (kernels/chain.cu, packet_chain.cu), the
+    largest by copy engines.
 
     Construction is collective over ``node`` and raises as ``share`` does. What was enqueued and could not be done is
     raised by the backend's `check`: `CollectiveTimeoutError` naming the rank that did not come, `PeerError` with what
@@ -134,7 +132,7 @@ class DeviceEngine:
             ChannelPlanner(team, layout),
             PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early),
             DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),
-            ChainPlanner(team, chain_memory(min(_CHAIN_BLOCKS, smallest * CHAIN_BLOCKS // 2))),
+            ChainPlanner(team, smallest, early=early),
         )
         channels = max(1, min(_MESSAGE_CHANNELS, smallest * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))

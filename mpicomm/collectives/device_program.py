@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from mpicomm.collectives.device_arena import Inboxes
-from mpicomm.collectives.device_chain import ChainPlanner
+from mpicomm.collectives.device_arena import ChannelMemory, Inboxes
+from mpicomm.collectives.device_chain import ChainPlanner, form_of
 from mpicomm.collectives.device_channels import ChannelPlanner, reduction_of
 from mpicomm.collectives.device_copies import (
     Action,
@@ -47,8 +47,8 @@ class Arena(Protocol):
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""
 
-    def chain(self, nbytes: int) -> tuple[int, ...]:
-        """Return where the memory of every rank begins, for chain.cu; always of the same size."""
+    def chain(self, layout: ChannelMemory, *, sentinels: bool) -> tuple[int, ...]:
+        """Return where the memory of every rank begins, for chain.cu, or with ``sentinels`` for packet_chain.cu."""
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""
@@ -101,8 +101,8 @@ class Program:
     def steps(self) -> Iterator[Step]:
         """Yield what is launched and copied, in order; raises as the arena's methods do."""
         if self._algorithm == "chain":
-            planners, tag = self._planners, tag_of(self._signature, 0)
-            memory = planners.arena.chain(planners.chain.layout.nbytes)
+            planners, tag, form = self._planners, tag_of(self._signature, 0), form_of(self._reduction)
+            memory = planners.arena.chain(planners.chain.layout(form), sentinels=form.sentinels)
             return iter((planners.chain.launch(self._exchanges, self._reduction, tag, memory),))
         return self._copied() if self._algorithm == "copy_engine" else self._launched()
 

@@ -200,7 +200,8 @@ def _built_in() -> Tuning:
         *(row("Bcast", size, (512 * _KIB, "two_shot"), (8 * size * _MIB, "chain")) for size in more_than_2),
         row("Bcast", 2, (144 * _MIB, "copy_engine")),
         row("Bcast", 2, (80 * _MIB, "copy_engine"), registered=True),
-        *(row("Reduce", size, (_MIB, "two_shot"), (256 * _MIB, "chain"), flagless=True) for size in more_than_2),
+        # In packets what is reduced is soon all around.
+        *(row("Reduce", size, (_MIB, "two_shot"), (896 * size * _KIB, "chain"), flagless=True) for size in more_than_2),
         *(row("Reduce", size, (_MIB, "two_shot"), (128 * _MIB, "chain")) for size in more_than_2),
         *(row(name, size, (40 * size * _MIB, "copy_engine"), registered=True) for name in blocks for size in (2, 3)),
         *(row(name, 2, (192 * _MIB, "copy_engine")) for name in blocks),

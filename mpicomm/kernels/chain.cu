@@ -2,12 +2,8 @@
 // launches one kernel. Where one rank tells all, or all tell one, that is faster than shards by way of the others: on
 // every link there is one sender, and where several send to one at a time a link carries some percent less.
 //
-// Channels. A warp of a rank and the same warp of the next one are a channel, with `kChainSlots` slots in the next one's
-// memory, a flag for each there, and a word for credit in the sender's memory. The message is cut into chunks, which the
-// channels carry in turn, each first in first out: the first chunks are at the end of the chain when the last are still
-// to be sent. Chunks of a channel are counted for ever, by epochs: chunk e lies in slot e % kChainSlots, its flag is
-// {e, tag of the call}, and credit {e} says that the receiver is done with chunk e and all before. Both sides keep their
-// count of it in their own memory and the kernel advances it, so a captured graph can be replayed for ever.
+// Channels: see chain.cuh. Here a slot has a flag of its own. That of chunk e is {e, tag of the call}, and credit {e} says
+// that the receiver is done with chunk e and all before.
 //
 //     sender                                             receiver
 //     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {}
@@ -30,59 +26,21 @@
 // Why `own` may be `output`. A lane reads both contributions to an element before it writes the result; and on a rank
 // that is first and last, a chunk comes back when it was sent, hence read, and has been all around.
 
-#include "channel_words.cuh"
+#include "chain.cuh"
 #if defined(MPICOMM_DTYPE)
 #include "reduce_bytes.cuh"
 #endif
 
 namespace mpicomm {
 
-// The host's copies of these constants and structures are in chain.py; a test compares them.
+// The host's copies of these constants are in chain.py; a test compares them.
 constexpr u32 kChainThreads = 128;
 constexpr u32 kChainBlocks = 2;  // of a multiprocessor
 constexpr u32 kChainSlots = 8;
 constexpr u32 kCredited = kChainSlots / 2;
 constexpr u64 kChainSlotNbytes = 8 * 1024;
 
-// Where a rank stands in the chain: what it adds, if anything, where it keeps what comes of that, if it does, and on
-// which sides it has a neighbour.
-struct Place {
-  const u8* own;
-  u8* output;
-  u32 receives;
-  u32 sends;
-};
-
-struct Chain {
-  Team team;
-  Place places[2];  // the second for a rank that is first and last
-  u64 nbytes;
-  u64 chunk_nbytes;       // no more than a slot has
-  u8* memory[kMaxRanks];  // every rank's, as mapped here; counts are at its start
-  u64 credits;            // where they begin in it
-  u64 flags;
-  u64 slots;
-  u32 channels;  // that a memory has
-  u32 blocks;    // of one place
-  u32 previous;
-  u32 next;
-  u32 tag;
-  u32 unused;
-
-  MPICOMM_DEVICE u32* count(bool sends, u32 channel) const {
-    return reinterpret_cast<u32*>(memory[team.rank]) + (sends ? channels : 0) + channel;
-  }
-  MPICOMM_DEVICE u64* credit(u32 owner, u32 channel) const {
-    return reinterpret_cast<u64*>(memory[owner] + credits + channel * kLineNbytes);
-  }
-  MPICOMM_DEVICE u64* flag(u32 owner, u32 channel, u32 epoch) const {
-    return reinterpret_cast<u64*>(memory[owner] + flags + channel * kLineNbytes) + epoch % kChainSlots;
-  }
-  // Strides are those of the memory: were they those of the message, chunks of two messages could overlap.
-  MPICOMM_DEVICE u8* slot(u32 owner, u32 channel, u32 epoch) const {
-    return memory[owner] + slots + (static_cast<u64>(channel) * kChainSlots + epoch % kChainSlots) * kChainSlotNbytes;
-  }
-};
+using Chunks = Chain<kChainSlots, kChainSlotNbytes>;
 
 // Some bytes on their way through a rank.
 struct Piece {
@@ -131,11 +89,10 @@ MPICOMM_DEVICE void carry(const Piece& piece, u32 lane) {
   for (u32 i = 0; i < kAtOnce; ++i) store_aligned(piece.also + at(i), packets[i]);
 }
 
-MPICOMM_DEVICE void pass_on(const Chain& x) {
-  const Place& place = x.places[blockIdx.x / x.blocks];
-  const u32 lane = threadIdx.x % kLanes, warps = blockDim.x / kLanes, rank = x.team.rank;
-  const u32 channel = threadIdx.x / kLanes * x.blocks + blockIdx.x % x.blocks;
-  const u64 first = channel * x.chunk_nbytes, stride = static_cast<u64>(warps) * x.blocks * x.chunk_nbytes;
+MPICOMM_DEVICE void pass_on(const Chunks& x) {
+  const Place& place = x.place();
+  const u32 lane = threadIdx.x % kLanes, rank = x.team.rank, channel = x.channel();
+  const u64 first = channel * x.chunk_nbytes;
   if (first >= x.nbytes) return;  // the whole warp, as nothing is left for it
   // Lane 0 keeps the channel from the rank before, lane 1 the one to the next: it alone waits for its words, writes them
   // and knows its count. One kernel of a communicator runs at a time.
@@ -144,15 +101,14 @@ MPICOMM_DEVICE void pass_on(const Chain& x) {
   // Another lane looks whether somebody has given up before, which counts at the first vote: before anything is stored.
   bool ok = lane != 2 || is_healthy(x.team, blockIdx.x, load_health(x.team));
 
-  for (u64 begin = first; begin < x.nbytes; begin += stride) {
+  for (u64 begin = first; begin < x.nbytes; begin += x.stride()) {
     received += place.receives;
     sent += place.sends;
     const u32 epoch = sender ? sent : received, peer = sender ? x.next : x.previous;
     if (keeper) {
       const u32 awaited = sender ? epoch - kChainSlots : epoch;
-      const Watch watch{x.team.faults, x.team.timeout_ns, kExchange, awaited, blockIdx.x, x.team.names[peer]};
       const u64* const word = sender ? x.credit(rank, channel) : x.flag(rank, channel, epoch);
-      ok = await_epoch(x.team, word, watch, x.tag, sender ? 0 : ~0u);
+      ok = await_epoch(x.team, word, x.watch(peer, awaited), x.tag, sender ? 0 : ~0u);
     }
     // All leave or none: a lane that went on alone would wait for the others for ever. Counts are read by now.
     if (!__all_sync(kWarp, ok)) return;
@@ -186,6 +142,6 @@ MPICOMM_DEVICE void pass_on(const Chain& x) {
 
 // Bounds the registers, so that two blocks always fit: a launch that fails here would leave the peers waiting.
 extern "C" __global__ void __launch_bounds__(mpicomm::kChainThreads, mpicomm::kChainBlocks)
-    mpicomm_chain(const __grid_constant__ mpicomm::Chain);
+    mpicomm_chain(const __grid_constant__ mpicomm::Chunks);
 
-MPICOMM_KERNEL void mpicomm_chain(const __grid_constant__ mpicomm::Chain x) { mpicomm::pass_on(x); }
+MPICOMM_KERNEL void mpicomm_chain(const __grid_constant__ mpicomm::Chunks x) { mpicomm::pass_on(x); }

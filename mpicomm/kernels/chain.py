@@ -1,4 +1,4 @@
-"""The kernel of chain.cu: its arguments, and one variant per reduction."""
+"""The kernel of chain.cu: its arguments, which are those of packet_chain.cu too, and one variant per reduction."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from mpicomm.kernels.load import Variant
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
 
-# Constants and structures of chain.cu; a test compares them.
+# Constants of chain.cu and structures of chain.cuh; a test compares them.
 CHAIN_THREADS = 128
-CHAIN_BLOCKS = 2
-"""Of a multiprocessor, at least."""
 CHAIN_SLOTS = 8
 CHAIN_SLOT_NBYTES = 8 * 1024
 
 
 class Place(ctypes.Structure):
-    """The host's copy of ``Place`` in chain.cu: where a rank stands in the chain."""
+    """The host's copy of ``Place`` in chain.cuh: where a rank stands in the chain."""
 
     _fields_ = [
         ("own", ctypes.c_uint64),
@@ -28,7 +26,7 @@ class Place(ctypes.Structure):
 
 
 class ChainArguments(ctypes.Structure):
-    """The host's copy of ``Chain`` in chain.cu."""
+    """The host's copy of ``Chain`` in chain.cuh."""
 
     _fields_ = [
         ("team", Team),

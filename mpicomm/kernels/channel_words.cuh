@@ -6,6 +6,14 @@
 namespace mpicomm {
 
 MPICOMM_DEVICE u64 word_of(u32 epoch, u32 tag) { return static_cast<u64>(epoch) << 32 | tag; }
+MPICOMM_DEVICE u32 epoch_of(u64 word) { return static_cast<u32>(word >> 32); }
+
+// Whether the end of a look at a spin is that it goes on. If not, the other ranks are told, or this one has been.
+MPICOMM_DEVICE bool lasts(const Team& team, const Watch& watch, SpinEnd end) {
+  if (end == kTimeUp) raise_abort(team, watch);
+  if (end == kLeft) heed_abort(team, watch.block, load_relaxed(abort_word(team, team.rank)));
+  return end == kReached;
+}
 
 // Waits until the epoch of `word` has come to the number that `watch` names; the bits of `mask` of its tag must be those
 // of `tag` then. False means that the kernel must leave: time is up, the tag is another call's, or another rank has
@@ -21,18 +29,31 @@ MPICOMM_DEVICE bool await_epoch(const Team& team, const u64* word, const Watch& 
     // device. The other threads of the block are ordered after this one by the barrier that follows.
     value = load_acquire(word);
     // Signed, as epochs wrap: a credit may be ahead of what is asked for.
-    return static_cast<i32>(static_cast<u32>(value >> 32) - epoch) >= 0;
+    return static_cast<i32>(epoch_of(value) - epoch) >= 0;
   };
   const auto leave = [&] { return load_relaxed(abort_word(team, team.rank)) != 0; };
   const SpinEnd end = spin(reached, leave, watch);
-  if (end == kTimeUp) raise_abort(team, watch);
-  if (end == kLeft) heed_abort(team, watch.block, load_relaxed(abort_word(team, team.rank)));
-  if (end != kReached) return false;
+  if (!lasts(team, watch, end)) return false;
   if (((static_cast<u32>(value) ^ tag) & mask) == 0) return true;
   const Watch mismatch{watch.faults, 0, kMismatch, watch.sequence, watch.block, watch.peer};
   report_fault(mismatch, 0);
   raise_abort(team, mismatch);
   return false;
+}
+
+// Waits, as a warp, until `reached` is true of all its lanes, which go on or leave together. False means that the kernel
+// must leave.
+template <class Reached>
+MPICOMM_DEVICE bool await_together(const Team& team, const Watch& watch, u32 lane, Reached reached) {
+  const auto leave = [&] { return load_relaxed(abort_word(team, team.rank)) != 0; };
+  Spell spell;
+  for (u32 poll = 0;; ++poll) {
+    if (__all_sync(kWarp, reached())) return true;
+    if (poll < kPollsBeforeClock) continue;
+    // One lane decides: clocks of several would differ, and some leave while the others wait for them.
+    const bool goes_on = lane != 0 || lasts(team, watch, spell.end(leave, watch));
+    if (!__all_sync(kWarp, goes_on)) return false;
+  }
 }
 
 }  // namespace mpicomm

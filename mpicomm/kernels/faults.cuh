@@ -79,17 +79,17 @@ enum SpinEnd : u32 {
   kLeft,    // because `leave` said so
 };
 
-// Calls `reached` until it returns true, and after a while `leave` every now and then. Unless it ends with kReached the
-// kernel must leave without touching what it waited for.
-template <class Reached, class Leave>
-MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
-  for (u32 poll = 0; poll < kPollsBeforeClock; ++poll) {
-    if (reached()) return kReached;
-  }
-  const u64 start = clock_ns();
-  u64 next_look = start;
-  while (!reached()) {
+// How long a spin has lasted, looked at only when it lasts long: `lasts` is for polls from kPollsBeforeClock on.
+struct Spell {
+  u64 start = 0;
+  u64 next_look = 0;
+
+  // kReached if the spin is to go on. Otherwise the kernel must leave without touching what it waited for: time is up,
+  // of which there is a record then, or `leave`, which is asked every now and then, has said so.
+  template <class Leave>
+  MPICOMM_DEVICE SpinEnd end(Leave leave, const Watch& watch) {
     const u64 now = clock_ns();
+    if (start == 0) start = next_look = now;
     if (now - start > watch.timeout_ns) {
       report_fault(watch, now - start);
       return kTimeUp;
@@ -98,8 +98,20 @@ MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
       if (leave()) return kLeft;
       next_look = now + kLookEvery_ns;
     }
+    return kReached;
   }
-  return kReached;
+};
+
+// Calls `reached` until it returns true.
+template <class Reached, class Leave>
+MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
+  Spell spell;
+  for (u32 poll = 0;; ++poll) {
+    if (reached()) return kReached;
+    if (poll < kPollsBeforeClock) continue;
+    const SpinEnd end = spell.end(leave, watch);
+    if (end != kReached) return end;
+  }
 }
 
 // Returns whether `reached` came true; false means that time is up, here or elsewhere on this device.

@@ -65,13 +65,13 @@ def each_way(comm: mpicomm.Communicator) -> None:
             told = cupy.full(count, comm.rank, np.int32)
             comm.Bcast(told, root=comm.size - 1, algorithm=algorithm)
             check([(told, np.full(count, comm.size - 1, np.int32))])
-        parts = [
-            samples(np.dtype(np.float32), count, np.random.default_rng([count, rank])) for rank in range(comm.size)
-        ]
-        got = cupy.zeros(count, np.float32)
-        comm.Reduce(cupy.asarray(parts[comm.rank]), got, algorithm="chain")
-        if comm.rank == 0:
-            check([(got, reduced("sum", parts))])
+        for name in ("float32", "int32"):  # in packets, in chunks
+            dtype = np.dtype(name)
+            parts = [samples(dtype, count, np.random.default_rng([count, rank])) for rank in range(comm.size)]
+            got = cupy.zeros(count, dtype)
+            comm.Reduce(cupy.asarray(parts[comm.rank]), got, algorithm="chain")
+            if comm.rank == 0:
+                check([(got, reduced("sum", parts))])
 
 
 def symmetric(comm: mpicomm.Communicator) -> None:

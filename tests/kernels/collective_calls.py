@@ -151,13 +151,14 @@ class Calls:
             self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
         return lambda: _require(places, [content] * size)
 
-    def chained_reduce(self, name: str, op: str, count: int) -> Check:
-        """The result of the first rank, or of the last one, is all ranks', each of which adds its own; or in place."""
+    def chained_reduce(self, name: str, op: str, count: int, *, in_place: bool | None = None) -> Check:
+        """The result of the first rank, or of the last one, is all ranks', each of which adds its own."""
         dtype, size = dtype_named(name), self._rig.size
         root = int(self._rng.choice((0, size - 1)))
         parts = [samples(dtype, count, self._rng) for _ in range(size)]
         sources = [self._place(rank, part) for rank, part in enumerate(parts)]
-        target = sources[root] if self._rng.integers(2) else self._place(root, np.zeros_like(parts[0]))
+        in_place = bool(self._rng.integers(2)) if in_place is None else in_place
+        target = sources[root] if in_place else self._place(root, np.zeros_like(parts[0]))
         for rank, source in enumerate(sources):
             output = Span(target.address, count) if rank == root else None
             exchanges = patterns.chained_reduce(rank, size, dtype, Span(source.address, count), output, op, root)

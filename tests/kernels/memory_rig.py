@@ -18,33 +18,33 @@ Planner = TypeVar("Planner")
 
 
 class MemoryRig(Generic[Planner]):
-    """Memory of this layout, and a planner, for each rank; subclasses say what is enqueued."""
+    """Memory of each of these layouts, and a planner, for each rank; subclasses say what is enqueued."""
 
     def __init__(
         self,
         builds: Builds,
         size: int,
-        layout: ChannelMemory,
-        planner: Callable[[Team, ChannelMemory], Planner],
+        layouts: Sequence[ChannelMemory],
+        planner: Callable[[Team], Planner],
         *,
         changes: Sequence[Change] = (),
         timeout_s: float = 20,
     ) -> None:
         self.machine = machine = Machine(builds, size)
         self.size = size
-        self.layout = layout
+        self.layouts = layouts
         self._changes = changes
         arenas = [machine.allocate(rank, HEAD_NBYTES) for rank in range(size)]
-        self.memory = [machine.allocate(rank, layout.nbytes) for rank in range(size)]
+        self.memories = [[machine.allocate(rank, layout.nbytes) for rank in range(size)] for layout in layouts]
         machine.keep()
-        self.planners = [planner(machine.team(arenas, rank, timeout_s), layout) for rank in range(size)]
+        self.planners = [planner(machine.team(arenas, rank, timeout_s)) for rank in range(size)]
 
     def start_at(self, epoch: int) -> None:
         """Let all counts be as if ``epoch`` chunks had gone each way on all channels."""
-        channels = self.layout.size * self.layout.channels
-        for memory in self.memory:
-            memory.bytes[: 2 * channels * 4].view(np.uint32)[:] = epoch
-            memory.bytes[self.layout.credits : self.layout.slots].view(np.uint64)[:] = epoch << 32
+        for layout, memory in zip(self.layouts, self.memories, strict=True):
+            for place in memory:
+                place.bytes[: 2 * layout.size * layout.channels * 4].view(np.uint32)[:] = epoch
+                place.bytes[layout.credits : layout.slots].view(np.uint64)[:] = epoch << 32
 
     def launch(self, rank: int, launch: Launch, *, threads: int | None, nap_us: int) -> None:
         """Enqueue a kernel of a rank; blocks of ``threads`` instead of as many as the package wants."""

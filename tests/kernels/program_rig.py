@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpicomm.collectives.device_arena import Inboxes
-from mpicomm.collectives.device_chain import ChainPlanner, chain_memory
+from mpicomm.collectives.device_arena import ChannelMemory, Inboxes
+from mpicomm.collectives.device_chain import ChainPlanner
 from mpicomm.collectives.device_channels import ChannelPlanner
 from mpicomm.collectives.device_copies import Copy, Reduce, local_reduction
 from mpicomm.collectives.device_direct import DirectPlanner
@@ -15,7 +15,9 @@ from mpicomm.collectives.device_program import Planners, Program
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import STAGES, carried_nbytes
+from mpicomm.kernels.team import Team
 from mpicomm.mappings import Mapped
+from tests.kernels.chain_rig import FORMS, fill_slots
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout
@@ -37,13 +39,13 @@ class SimulatedArena:
         slots: Sequence[int],
         staging: Sequence[int],
         lines: Sequence[int],
-        chain: Sequence[int],
+        *chains: Sequence[int],
     ) -> None:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
         self._slots, self._staging, self._lines = tuple(slots), tuple(staging), tuple(lines)
-        self._chain = tuple(chain)
+        self._chains = tuple(map(tuple, chains))
         self.most_lines_nbytes = carried_nbytes(INBOX_NBYTES, "lines")
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
@@ -56,8 +58,8 @@ class SimulatedArena:
     def slots(self) -> tuple[int, ...]:
         return self._slots
 
-    def chain(self, nbytes: int) -> tuple[int, ...]:
-        return self._chain
+    def chain(self, layout: ChannelMemory, *, sentinels: bool) -> tuple[int, ...]:
+        return self._chains[sentinels]
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
         assert nbytes <= STAGING_NBYTES
@@ -76,8 +78,11 @@ class ProgramRig:
         staging = [machine.allocate(rank, STAGING_NBYTES) for rank in range(self.size)]
         whole = _PARITIES * STAGES * self.size * INBOX_NBYTES
         lines = [machine.allocate(rank, whole) for rank in range(self.size)]
-        chain_layout = chain_memory(CHAIN_BLOCKS)
-        chain = [machine.allocate(rank, chain_layout.nbytes) for rank in range(self.size)]
+        chains = []
+        for form in FORMS:
+            chain_layout = ChainPlanner(Team(), CHAIN_BLOCKS).layout(form)
+            chains.append([machine.allocate(rank, chain_layout.nbytes) for rank in range(self.size)])
+            fill_slots(form, chain_layout, chains[-1])
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         for arena in arenas:
@@ -86,7 +91,7 @@ class ProgramRig:
         for rank in range(self.size):
             bases = machine.addresses(arenas, rank)
             team = machine.team(arenas, rank, timeout_s)
-            more = (machine.addresses(each, rank) for each in (slots, staging, lines, chain))
+            more = (machine.addresses(each, rank) for each in (slots, staging, lines, *chains))
             arena_here = SimulatedArena(layout, bases, *more)
             if not has_lines:
                 arena_here.most_lines_nbytes = 0
@@ -99,7 +104,7 @@ class ProgramRig:
                     ChannelPlanner(team, layout),
                     PacketPlanner(team, arena_here, BLOCKS),  # type: ignore[arg-type]
                     DirectPlanner(team, layout, BLOCKS, chunk_nbytes=4096),
-                    ChainPlanner(team, chain_layout),
+                    ChainPlanner(team, CHAIN_BLOCKS),
                 )
             )
 

@@ -17,6 +17,7 @@ from mpicomm.kernels.direct import direct_kernel  # noqa: E402
 from mpicomm.kernels.exchange import exchange_kernel  # noqa: E402
 from mpicomm.kernels.load import Variant  # noqa: E402
 from mpicomm.kernels.local_reduction import local_reduction_kernel  # noqa: E402
+from mpicomm.kernels.packet_chain import packet_chain_kernel  # noqa: E402
 from mpicomm.kernels.packets import packet_kernel  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from tests.helpers.mpiexec import ROOT  # noqa: E402
@@ -50,12 +51,13 @@ BANDWIDTH += [
     chain_kernel(reduction)
     for reduction in (
         None,
-        ("float32", "sum"),
         ("int16", "max"),
         ("int8", "sum"),
         ("int64", "prod"),
-        ("complex128", "prod"),
     )
+]
+BANDWIDTH += [
+    packet_chain_kernel(reduction) for reduction in (("float32", "sum"), ("float64", "max"), ("complex128", "prod"))
 ]
 BANDWIDTH += [direct_kernel()] + [
     local_reduction_kernel(reduction)

@@ -7,7 +7,7 @@ import pytest
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.kernels import chain, direct, exchange, local_reduction, packets, sendrecv, team  # noqa: E402
+from mpicomm.kernels import chain, direct, exchange, local_reduction, packet_chain, packets, sendrecv, team  # noqa: E402
 from mpicomm.kernels.chain import ChainArguments, Place  # noqa: E402
 from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
 from mpicomm.kernels.direct import Cut, DirectArguments  # noqa: E402
@@ -57,7 +57,8 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "packets.cu": {"mpicomm::Packets": PacketArguments},
     "direct.cu": {"mpicomm::Direct": DirectArguments, "mpicomm::Cut": Cut},
     "local_reduction.cu": {"mpicomm::LocalReduction": LocalReductionArguments},
-    "chain.cu": {"mpicomm::Place": Place, "mpicomm::Chain": ChainArguments},
+    "chain.cu": {"mpicomm::Place": Place, "mpicomm::Chunks": ChainArguments},
+    "packet_chain.cu": {"mpicomm::PacketChain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": Side, "mpicomm::Sendrecv": SendrecvArguments},
 }
 CONSTANTS = {
@@ -86,9 +87,14 @@ CONSTANTS = {
     "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
     "chain.cu": {
         "kChainThreads": chain.CHAIN_THREADS,
-        "kChainBlocks": chain.CHAIN_BLOCKS,
         "kChainSlots": chain.CHAIN_SLOTS,
         "kChainSlotNbytes": chain.CHAIN_SLOT_NBYTES,
+    },
+    "packet_chain.cu": {
+        "kPacketChainThreads": packet_chain.PACKET_CHAIN_THREADS,
+        "kPacketChainSlots": packet_chain.PACKET_CHAIN_SLOTS,
+        "kPacketChainSlotNbytes": packet_chain.PACKET_CHAIN_SLOT_NBYTES,
+        "kBatchNbytes": packet_chain.BATCH_NBYTES,
     },
     "sendrecv.cu": {
         "kSendrecvThreads": sendrecv.SENDRECV_THREADS,

@@ -24,15 +24,16 @@ def two_shot_from(operation: str, size: int) -> int:
 def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size: int, flagless: bool) -> None:
     begin = two_shot_from(operation, size)
     near = set() if begin == NEVER else {begin - 1, begin, begin + 1}
-    for nbytes in {0, 1, *near, *(1 << exponent for exponent in range(25))}:
+    for nbytes in {0, 1, *near, *(1 << exponent for exponent in range(22))}:
         algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=False)
         assert algorithm == ("two_shot" if begin <= nbytes and begin != NEVER else "one_shot"), nbytes
 
 
 @pytest.mark.parametrize("size", range(2, 9))
 def test_chains_begin_where_they_were_measured_to_be_faster(size: int) -> None:
-    for operation, flagless, begin in (("Bcast", False, 8 * size), ("Reduce", True, 256), ("Reduce", False, 128)):
-        for nbytes in (begin * MIB - KIB, begin * MIB, 1 << 40):
+    reduce = ("Reduce", True, size * 7 / 8), ("Reduce", False, 128)
+    for operation, flagless, begin in (("Bcast", False, 8 * size), *reduce):
+        for nbytes in (int(begin * MIB) - KIB, int(begin * MIB), 1 << 40):
             for registered in (False, True):
                 algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
                 assert (algorithm == "chain") == (size > 2 and nbytes >= begin * MIB)

@@ -1,0 +1,150 @@
+"""Chains in packets: reductions of any size and type, mistakes, ranks that are missing or disagree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("ml_dtypes")
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+from mpicomm.collectives import patterns
+from mpicomm.collectives.exchange import Span
+from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.packet_chain import BATCH_NBYTES, PACKET_CHAIN_SLOT_NBYTES, PACKET_CHAIN_SLOTS
+from tests.kernels.build import Builds, Change
+from tests.kernels.chain_rig import ChainRig
+from tests.kernels.collective_calls import Calls, sizes_around
+from tests.kernels.machine import CAUGHT, RunFailedError
+
+UNIT_NBYTES = 512  # of a batch
+CHANNELS = 8  # one block has as many warps
+LIMITS = (16, UNIT_NBYTES, CHANNELS * UNIT_NBYTES, CHANNELS * BATCH_NBYTES)
+SLOTS_NBYTES = CHANNELS * PACKET_CHAIN_SLOT_NBYTES  # one of each channel
+LARGE = SLOTS_NBYTES * (PACKET_CHAIN_SLOTS + 1) + 12  # every slot is used again
+TYPES = (("float32", "max"), ("float64", "sum"), ("complex64", "sum"), ("complex128", "prod"), ("float32", "lxor"))
+
+
+def play(
+    builds: Builds, size: int, sizes: list[int], *, blocks: int = 1, seed: int = 0, changes: tuple[Change, ...] = ()
+) -> None:
+    rng = np.random.default_rng([size, seed])
+    # ThreadSanitizer makes everything slow; without it what waits for two seconds waits for ever.
+    rig = ChainRig(builds, size, blocks, changes=changes, timeout_s=20 if builds.sanitize else 2)
+    rig.start_at(2**32 - 3)
+    calls = Calls(rig, rng, nap_us=1000)
+    # ThreadSanitizer does not know that a store which depends on a load comes after it: see packet_chain.cu.
+    in_place = False if builds.sanitize else None
+    checks = [
+        calls.chained_reduce("float32", "sum", -(-nbytes // 4), in_place=in_place)
+        for nbytes in rng.permutation(sizes).tolist()
+    ]
+    rig.machine.run(seed=seed, jitter_us=200, limit_s=60)
+    for check in checks:
+        check()
+
+
+@pytest.mark.parametrize("blocks", [1, 2])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_size_at_which_something_changes_past_the_end_of_32_bits(builds: Builds, size: int, blocks: int) -> None:
+    limits = (*LIMITS, blocks * LIMITS[-1])
+    play(builds, size, [nbytes for nbytes in sizes_around(*limits) if nbytes], blocks=blocks)
+    play(builds, size, [SLOTS_NBYTES, 5, SLOTS_NBYTES + 4, 5, LARGE, 5], blocks=1)
+
+
+@pytest.mark.parametrize("reduction", TYPES, ids="-".join)
+def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
+    rig = ChainRig(builds, 3, 1)
+    calls = Calls(rig, np.random.default_rng(len(reduction[0])))
+    checks = [calls.chained_reduce(*reduction, count) for count in (1, 15, 1021, 9001) for _ in range(3)]
+    rig.machine.run(seed=1, jitter_us=100)
+    for check in checks:
+        check()
+
+
+def test_between_broadcasts_in_chunks(builds: Builds) -> None:
+    rig = ChainRig(builds, 3, 1)
+    calls = Calls(rig, np.random.default_rng(4), nap_us=1000)
+    checks = []
+    for nbytes in (70, 40_000, 70, 9000):
+        checks += [calls.chained_reduce("float64", "sum", nbytes // 8), calls.chained_bcast(nbytes)]
+    rig.machine.run(seed=2, jitter_us=200)
+    for check in checks:
+        check()
+
+
+def test_no_race(watched_builds: Builds) -> None:
+    play(watched_builds, 3, [5, 700, SLOTS_NBYTES // 4, SLOTS_NBYTES + 700])
+
+
+def add(rig: ChainRig, rank: int, count: int) -> None:
+    """Enqueue a rank's part of a sum for the last rank."""
+    place = rig.machine.allocate(rank, 4 * count)
+    span = Span(place.address, count)
+    root = rig.size - 1
+    output = span if rank == root else None
+    exchanges = patterns.chained_reduce(rank, rig.size, np.dtype(np.float32), span, output, "sum", root)
+    rig.run(rank, exchanges, Signature("Reduce", "float32", count, "sum", root))
+
+
+def test_ranks_that_disagree_notice(builds: Builds) -> None:
+    rig = ChainRig(builds, 2, 1)
+    add(rig, 0, 100)
+    add(rig, 1, 99)
+    with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=3, sequence=1, block=0, peer=10"):
+        rig.machine.run(limit_s=10)
+
+
+def test_rank_that_is_missing_is_named(builds: Builds) -> None:
+    rig = ChainRig(builds, 3, 1, timeout_s=0.2)
+    add(rig, 1, 100)
+    with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=2, sequence=1, block=0, peer=10"):
+        rig.machine.run(limit_s=10)
+
+
+def test_rank_that_does_not_take_is_named(builds: Builds) -> None:
+    rig = ChainRig(builds, 2, 1, timeout_s=0.2)
+    add(rig, 0, LARGE // 4)
+    with pytest.raises(RunFailedError, match=r"fault on rank 0: state=2, operation=2, sequence=1, block=\d, peer=11"):
+        rig.machine.run(limit_s=10)
+
+
+def test_rank_that_stops_sending_is_named(builds: Builds) -> None:
+    # The middle rank is told by the others that one of them has given up, and says so; the last one waits for it.
+    rig = ChainRig(builds, 3, 1, timeout_s=0.2)
+    add(rig, 0, LARGE // 4)
+    add(rig, 1, LARGE // 4)
+    with pytest.raises(RunFailedError, match=r"fault on rank 1: state=2, operation=2, sequence=1, block=\d, peer=12"):
+        rig.machine.run(limit_s=10)
+
+
+_CREDIT = """    __syncwarp(kWarp);
+    if (lane != 0) return;
+    fence_device();
+"""
+MISTAKES = {
+    "credit for one slot too many": Change(
+        "packet_chain.cu", "awaited = sent - PacketChain::kSlots;", "awaited = sent - PacketChain::kSlots - 1;"
+    ),
+    "credit before all lanes have put back": Change("packet_chain.cu", _CREDIT, "    if (lane != 0) return;\n"),
+    "ones not put back": Change("packet_chain.cu", "Wire::give_back(slot + row * kLanes);", ""),
+    "packets looked at once": Change(
+        "packet_chain.cu",
+        "if (!await_together(x.team, x.watch(x.previous, received), lane, have_come)) return false;",
+        "have_come();",
+    ),
+    "own contribution of the next batch": Change(
+        "packet_chain.cu",
+        "    Rows<Packet> out = own;\n",
+        "    load_own(begin + x.stride());\n    Rows<Packet> out = own;\n",
+    ),
+    "count not advanced": Change("packet_chain.cu", "if (lane == 0 && place.sends) *x.count", "if (false) *x.count"),
+    "no credit for a slot that is not full": Change("packet_chain.cu", "  if (batch != 0) passing.end_slot();\n", ""),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_failure_is_seen(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for seed in range(20):
+            play(builds, 3, [700, LARGE, 5, 5, 5, 5], seed=seed, changes=(MISTAKES[name],))
