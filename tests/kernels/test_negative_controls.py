@@ -47,7 +47,7 @@ FAILURES = {
     "one slot instead of two": RACES["one slot instead of two"],
     "epoch not advanced": Change("exchange.cu", "if (remote) *count = mine.epoch + mine.chunks;", ""),
     "epochs compared as if they had no end": Change(
-        "channel_words.cuh", "static_cast<i32>(static_cast<u32>(value >> 32) - epoch) >= 0", "value >> 32 >= epoch"
+        "channel_words.cuh", "static_cast<i32>(epoch_of(value) - epoch) >= 0", "epoch_of(value) >= epoch"
     ),
 }
 
