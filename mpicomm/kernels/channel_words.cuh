@@ -8,7 +8,10 @@ namespace mpicomm {
 MPICOMM_DEVICE u64 word_of(u32 epoch, u32 tag) { return static_cast<u64>(epoch) << 32 | tag; }
 MPICOMM_DEVICE u32 epoch_of(u64 word) { return static_cast<u32>(word >> 32); }
 
-// Whether the end of a look at a spin is that it goes on. If not, the other ranks are told, or this one has been.
+// Whether another rank has told this one that it has given up.
+MPICOMM_DEVICE bool is_told(const Team& team) { return load_relaxed(abort_word(team, team.rank)) != 0; }
+
+// Whether a wait has not ended in vain. If it has, the other ranks are told, or it is recorded that this one was.
 MPICOMM_DEVICE bool lasts(const Team& team, const Watch& watch, SpinEnd end) {
   if (end == kTimeUp) raise_abort(team, watch);
   if (end == kLeft) heed_abort(team, watch.block, load_relaxed(abort_word(team, team.rank)));
@@ -31,9 +34,7 @@ MPICOMM_DEVICE bool await_epoch(const Team& team, const u64* word, const Watch& 
     // Signed, as epochs wrap: a credit may be ahead of what is asked for.
     return static_cast<i32>(epoch_of(value) - epoch) >= 0;
   };
-  const auto leave = [&] { return load_relaxed(abort_word(team, team.rank)) != 0; };
-  const SpinEnd end = spin(reached, leave, watch);
-  if (!lasts(team, watch, end)) return false;
+  if (!lasts(team, watch, spin(reached, [&] { return is_told(team); }, watch))) return false;
   if (((static_cast<u32>(value) ^ tag) & mask) == 0) return true;
   const Watch mismatch{watch.faults, 0, kMismatch, watch.sequence, watch.block, watch.peer};
   report_fault(mismatch, 0);
@@ -45,13 +46,12 @@ MPICOMM_DEVICE bool await_epoch(const Team& team, const u64* word, const Watch& 
 // must leave.
 template <class Reached>
 MPICOMM_DEVICE bool await_together(const Team& team, const Watch& watch, u32 lane, Reached reached) {
-  const auto leave = [&] { return load_relaxed(abort_word(team, team.rank)) != 0; };
   Spell spell;
   for (u32 poll = 0;; ++poll) {
     if (__all_sync(kWarp, reached())) return true;
     if (poll < kPollsBeforeClock) continue;
     // One lane decides: clocks of several would differ, and some leave while the others wait for them.
-    const bool goes_on = lane != 0 || lasts(team, watch, spell.end(leave, watch));
+    const bool goes_on = lane != 0 || lasts(team, watch, spell.end([&] { return is_told(team); }, watch));
     if (!__all_sync(kWarp, goes_on)) return false;
   }
 }

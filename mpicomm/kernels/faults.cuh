@@ -79,7 +79,7 @@ enum SpinEnd : u32 {
   kLeft,    // because `leave` said so
 };
 
-// How long a spin has lasted, looked at only when it lasts long: `lasts` is for polls from kPollsBeforeClock on.
+// How long a spin has lasted, looked at only when it lasts long: after each poll from kPollsBeforeClock on.
 struct Spell {
   u64 start = 0;
   u64 next_look = 0;
