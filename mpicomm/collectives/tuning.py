@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from mpicomm import environment
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.team import MAX_RANKS
 
 _REDUCING = ("Allreduce", "Reduce", "Reduce_scatter_block")
 INTO_ALL = ("Allreduce", "Bcast", "Allgather", "Alltoall")
@@ -181,36 +180,64 @@ def _built_in() -> Tuning:
         kind = kind_of(operation, flagless=flagless, registered=registered)
         return Row(kind, size, ((0, "one_shot"), *changes))
 
-    more_than_2, both = range(3, MAX_RANKS + 1), (True, False)
-    # Between two ranks one hop has no more traffic than two.
-    two_hops = {3: ((384 * _KIB + 1, "two_shot"),), 4: ((256 * _KIB + 1, "two_shot"),)}
+    def allreduce(copies_from: dict[int, int], *, flagless: bool = False, registered: bool = False) -> list[Row]:
+        # Between two ranks one hop has no more traffic than two.
+        two_hops = {3: 384, 4: 256, 6: 152, 8: 176}
+        return [
+            row(
+                "Allreduce",
+                size,
+                *([(two_hops[size] * _KIB + 1, "two_shot")] if size > 2 else []),
+                (begin * _MIB, "copy_engine"),
+                flagless=flagless,
+                registered=registered,
+            )
+            for size, begin in copies_from.items()
+        ]
+
     blocks = ("Allgather", "Alltoall")
     rows = (
-        row("Allreduce", 2, (160 * _MIB, "copy_engine"), flagless=True),
-        row("Allreduce", 3, *two_hops[3], (192 * _MIB, "copy_engine"), flagless=True),
-        row("Allreduce", 4, *two_hops[4], (160 * _MIB, "copy_engine"), flagless=True),
-        row("Allreduce", 2, (96 * _MIB, "copy_engine")),
-        *(row("Allreduce", size, *two_hops[size], (112 * _MIB, "copy_engine")) for size in (3, 4)),
-        row("Allreduce", 2, (96 * _MIB, "copy_engine"), flagless=True, registered=True),
-        row("Allreduce", 3, *two_hops[3], (160 * _MIB, "copy_engine"), flagless=True, registered=True),
-        row("Allreduce", 4, *two_hops[4], (160 * _MIB, "copy_engine"), flagless=True, registered=True),
-        *(row("Allreduce", size, *two_hops[size], (96 * _MIB, "copy_engine"), registered=True) for size in (3, 4)),
+        *allreduce({2: 160, 3: 192, 4: 160, 6: 160, 8: 192}, flagless=True),
+        *allreduce({2: 96, 3: 112, 4: 112, 6: 88, 8: 160}),
+        *allreduce({2: 96, 3: 160, 4: 160, 6: 96, 8: 120}, flagless=True, registered=True),
+        *allreduce({3: 96, 4: 96, 6: 80, 8: 136}, registered=True),
         # Call after call a chain of 4 is ahead from 1 MiB on. But a call takes some microseconds for each rank on its
         # way, and a single one is as soon over from 64 MiB on: the bound is in between.
-        *(row("Bcast", size, (512 * _KIB, "two_shot"), (8 * size * _MIB, "chain")) for size in more_than_2),
+        *(
+            row("Bcast", size, (begin * _KIB, "two_shot"), (8 * size * _MIB, "chain"))
+            for size, begin in ((3, 512), (4, 512), (6, 448), (8, 384))
+        ),
         row("Bcast", 2, (144 * _MIB, "copy_engine")),
         row("Bcast", 2, (80 * _MIB, "copy_engine"), registered=True),
-        # In packets what is reduced is soon all around.
-        *(row("Reduce", size, (_MIB, "two_shot"), (896 * size * _KIB, "chain"), flagless=True) for size in more_than_2),
-        *(row("Reduce", size, (_MIB, "two_shot"), (128 * _MIB, "chain")) for size in more_than_2),
-        *(row(name, size, (40 * size * _MIB, "copy_engine"), registered=True) for name in blocks for size in (2, 3)),
-        *(row(name, 2, (192 * _MIB, "copy_engine")) for name in blocks),
-        *(row(name, 3, (352 * _MIB, "copy_engine")) for name in blocks),
-        *(row(name, 4, (384 * _MIB, "copy_engine")) for name in blocks),
-        *(row(name, 2, (224 * _MIB, "copy_engine")) for name in ("Gather", "Scatter")),
-        *(row(name, 4, (384 * _MIB, "copy_engine")) for name in ("Gather", "Scatter")),
-        *(row("Reduce", 2, (160 * _MIB, "copy_engine"), flagless=flagless) for flagless in both),
-        *(row("Reduce_scatter_block", size, (240 * _MIB, "copy_engine"), flagless=True) for size in (2, 3, 4)),
+        # In packets, as floats go, a chain takes but a few microseconds for each rank.
+        *(
+            row("Reduce", size, (begin * _KIB, "two_shot"), (chain * _KIB, "chain"), flagless=True)
+            for size, begin, chain in ((3, 1024, 2560), (4, 1024, 3584), (6, 576, 3584), (8, 448, 4608))
+        ),
+        *(
+            row("Reduce", size, (begin * _KIB, "two_shot"), (128 * _MIB, "chain"))
+            for size, begin in ((3, 1024), (4, 1024), (6, 576), (8, 448))
+        ),
+        *(row("Reduce", 2, (160 * _MIB, "copy_engine"), flagless=flagless) for flagless in (True, False)),
+        *(
+            row(name, size, (begin * _MIB, "copy_engine"), registered=True)
+            for name in blocks
+            for size, begin in ((2, 80), (3, 120), (4, 160), (6, 144), (8, 176))
+        ),
+        *(
+            row(name, size, (begin * _MIB, "copy_engine"))
+            for name in blocks
+            for size, begin in ((2, 192), (3, 352), (4, 384))
+        ),
+        *(
+            row(name, size, (begin * _MIB, "copy_engine"))
+            for name in ("Gather", "Scatter")
+            for size, begin in ((2, 224), (4, 384))
+        ),
+        *(
+            row("Reduce_scatter_block", size, (begin * _MIB, "copy_engine"), flagless=True)
+            for size, begin in ((2, 240), (3, 240), (4, 240), (6, 176), (8, 176))
+        ),
         *(row("Reduce_scatter_block", size, (144 * _MIB, "copy_engine")) for size in (2, 3, 4)),
     )
     return Tuning("built in, measured on H200s", rows, "NVIDIA H200")

@@ -12,37 +12,50 @@ from tests.helpers.tuning import KIB, MIB, NEVER, chosen, row, table
 EVERY_OPERATION = st.sampled_from([*OPERATIONS, "Gather", "Scan", "Alltoallv"])
 
 
-def two_shot_from(operation: str, size: int) -> int:
-    """As it was measured on H200s: a limit for what one rank sends in one hop."""
-    found = {"Allreduce": 768 * KIB // (size - 1) + 1, "Bcast": 512 * KIB, "Reduce": MIB}
-    return found.get(operation, NEVER) if size > 2 else NEVER
+MEASURED = (2, 3, 4, 6, 8)  # ranks
+TWO_SHOT_FROM = {
+    "Allreduce": {3: 384 * KIB + 1, 4: 256 * KIB + 1, 6: 152 * KIB + 1, 8: 176 * KIB + 1},
+    "Bcast": {3: 512 * KIB, 4: 512 * KIB, 6: 448 * KIB, 8: 384 * KIB},
+    "Reduce": {3: MIB, 4: MIB, 6: 576 * KIB, 8: 448 * KIB},
+}
+CHAIN_FROM = {
+    ("Bcast", True): {size: 8 * size * MIB for size in (3, 4, 6, 8)},
+    ("Reduce", True): {3: 2560 * KIB, 4: 3584 * KIB, 6: 3584 * KIB, 8: 4608 * KIB},
+    ("Reduce", False): dict.fromkeys((3, 4, 6, 8), 128 * MIB),
+}
 
 
 @pytest.mark.parametrize("flagless", [True, False])
-@pytest.mark.parametrize("size", range(2, 9))
+@pytest.mark.parametrize("size", MEASURED)
 @pytest.mark.parametrize("operation", [*OPERATIONS, "Gather"])
 def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size: int, flagless: bool) -> None:
-    begin = two_shot_from(operation, size)
+    begin = TWO_SHOT_FROM.get(operation, {}).get(size, NEVER)
     near = set() if begin == NEVER else {begin - 1, begin, begin + 1}
     for nbytes in {0, 1, *near, *(1 << exponent for exponent in range(22))}:
         algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=False)
         assert algorithm == ("two_shot" if begin <= nbytes and begin != NEVER else "one_shot"), nbytes
 
 
-@pytest.mark.parametrize("size", range(2, 9))
-def test_chains_begin_where_they_were_measured_to_be_faster(size: int) -> None:
-    reduce = ("Reduce", True, size * 7 / 8), ("Reduce", False, 128)
-    for operation, flagless, begin in (("Bcast", False, 8 * size), *reduce):
-        for nbytes in (int(begin * MIB) - KIB, int(begin * MIB), 1 << 40):
-            for registered in (False, True):
-                algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
-                assert (algorithm == "chain") == (size > 2 and nbytes >= begin * MIB)
+@pytest.mark.parametrize("registered", [True, False])
+@pytest.mark.parametrize("size", MEASURED)
+@pytest.mark.parametrize(("operation", "flagless"), CHAIN_FROM)
+def test_chains_begin_where_they_were_measured_to_be_faster(
+    operation: str, flagless: bool, size: int, registered: bool
+) -> None:
+    begin = CHAIN_FROM[operation, flagless].get(size, NEVER)
+    for nbytes in (min(begin, 1 << 30) - 1, min(begin, 1 << 40)):
+        algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
+        assert (algorithm == "chain") == (nbytes >= begin)
+
+
+BLOCKS_FROM = {2: 80, 3: 120, 4: 160, 5: 200, 6: 144, 7: 168, 8: 176}  # 5 and 7 are scaled
 
 
 @pytest.mark.parametrize(
     ("operation", "size", "begin"),
-    [("Allreduce", 2, 96), ("Allreduce", 3, 160), ("Allreduce", 4, 160), ("Allreduce", 8, 320), ("Bcast", 2, 80)]
-    + [(operation, size, 40 * size) for operation in ("Allgather", "Alltoall") for size in range(2, 9)],
+    [("Allreduce", 2, 96), ("Allreduce", 3, 160), ("Allreduce", 4, 160), ("Allreduce", 6, 96), ("Allreduce", 8, 120)]
+    + [("Bcast", 2, 80)]
+    + [(operation, *each) for operation in ("Allgather", "Alltoall") for each in BLOCKS_FROM.items()],
 )
 def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size: int, begin: int) -> None:
     for nbytes in (begin * MIB - KIB, begin * MIB, 1 << 40):
@@ -52,7 +65,7 @@ def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size
 
 @pytest.mark.parametrize(
     ("operation", "size", "begin"),
-    [("Allreduce", 2, 160), ("Allreduce", 3, 192), ("Allreduce", 4, 160), ("Allreduce", 8, 320)]
+    [("Allreduce", 2, 160), ("Allreduce", 3, 192), ("Allreduce", 4, 160), ("Allreduce", 6, 160), ("Allreduce", 8, 192)]
     + [(operation, size, 96 * size) for operation in ("Allgather", "Alltoall") for size in (2, *range(4, 9))]
     + [
         ("Allgather", 3, 352),
@@ -64,6 +77,7 @@ def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size
         ("Reduce", 2, 160),
         ("Reduce_scatter_block", 2, 240),
         ("Reduce_scatter_block", 4, 240),
+        ("Reduce_scatter_block", 8, 176),
         ("Reduce", 4, None),
         ("Scatter", 2, 224),
         ("Gather", 4, 384),
