@@ -2,8 +2,8 @@
 // channels. A warp of a rank and the same warp of the next one are a channel, with slots in the next one's memory, words
 // for flags there, and a word for credit in the sender's memory. The message is cut into chunks, which the channels carry
 // in turn, each first in first out: the first chunks are at the end of the chain when the last are still to be sent.
-// Chunks of a channel are counted for ever, by epochs: chunk e lies in slot e % kSlots. Both sides keep their count in
-// their own memory and the kernel advances it, so a captured graph can be replayed for ever.
+// Slots that are filled are counted for ever, by epochs: the one of epoch e is slot e % kSlots. Both sides keep their
+// count in their own memory and the kernel advances it, so a captured graph can be replayed for ever.
 #pragma once
 
 #include "channel_words.cuh"
