@@ -261,9 +261,8 @@ class DeviceArena:
 
             def allocate() -> Segment:
                 segment = self._backend.allocate(self._kind, nbytes)
-                self._backend.fill(segment.pointer, nbytes, 0)
-                if ones:
-                    self._backend.fill(segment.pointer + nbytes - ones, ones, 0xFF)
+                self._backend.fill(segment.pointer, nbytes - ones, 0)
+                self._backend.fill(segment.pointer + nbytes - ones, ones, 0xFF)
                 return segment
 
             # It allocates and waits, which a thread that captures a graph may not otherwise.

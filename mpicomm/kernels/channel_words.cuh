@@ -8,7 +8,8 @@ namespace mpicomm {
 MPICOMM_DEVICE u64 word_of(u32 epoch, u32 tag) { return static_cast<u64>(epoch) << 32 | tag; }
 MPICOMM_DEVICE u32 epoch_of(u64 word) { return static_cast<u32>(word >> 32); }
 
-// Whether another rank has told this one that it has given up.
+// Whether another rank has told this one that it has given up. Pairs with its store in raise_abort; relaxed, as the word
+// says everything.
 MPICOMM_DEVICE bool is_told(const Team& team) { return load_relaxed(abort_word(team, team.rank)) != 0; }
 
 // Whether a wait has not ended in vain. If it has, the other ranks are told, or it is recorded that this one was.

@@ -102,7 +102,7 @@ struct Spell {
   }
 };
 
-// Calls `reached` until it returns true.
+// Calls `reached` until it returns true, or `Spell::end` says that the kernel must leave.
 template <class Reached, class Leave>
 MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
   Spell spell;

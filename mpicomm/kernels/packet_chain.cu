@@ -145,7 +145,8 @@ struct Passing {
     sent += place.sends;
     if (place.sends && !await_credit()) return false;
     if (!first) return true;
-    // Relaxed: nothing is published with it, and whoever reads it needs nothing but the word.
+    // Pairs with the load of it by the next rank, in await_epoch below. Relaxed: nothing is published with it, and whoever
+    // reads it needs nothing but the word.
     if (place.sends && lane == 0) store_relaxed(x.flag(x.next, channel, sent), word_of(sent, x.tag));
     bool same = true;
     if (place.receives && lane == 0) {
@@ -156,7 +157,9 @@ struct Passing {
 
   MPICOMM_DEVICE void end_slot() {
     if (!place.receives) return;
-    // See the top: after the barrier and the fence, what all lanes have put back is there.
+    // The store of credit pairs with the load of it by the rank before, in await_credit. The barrier has what all lanes
+    // have put back before the fence of one, and the fence has it in the slot before the credit leaves: the rank before
+    // would else store packets that are wiped out.
     __syncwarp(kWarp);
     if (lane != 0) return;
     fence_device();
@@ -165,10 +168,13 @@ struct Passing {
 };
 
 MPICOMM_DEVICE void run(const PacketChain& x) {
+  // Counts, slots and `own` may still be written by the kernel ahead: nothing is read or stored before it is over.
   wait_for_predecessor();
+  // In all warps, also those that have nothing to do. Blocks of the next kernel come to wait beside those of this one,
+  // which all run by then: they keep none of them away.
+  let_successor_start();
   const u32 lane = threadIdx.x % kLanes, channel = x.channel();
   const u64 first = channel * x.chunk_nbytes;
-  let_successor_start();
   if (first >= x.nbytes) return;  // the whole warp, as nothing is left for it
   // One lane looks whether somebody has given up before: before anything is stored.
   Health health;
