@@ -63,28 +63,46 @@ MPICOMM_DEVICE void store_any(u8* to, const Packet& packet, u32 width, u64 nbyte
   }
 }
 
-// Copies with `threads` threads, of which the caller is number `thread`.
-MPICOMM_DEVICE void copy_bytes(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads) {
+// Copies whole packets to where they are aligned; `load` loads one.
+template <class Load>
+MPICOMM_DEVICE void copy_packets(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads, Load load) {
   constexpr u32 kAtOnce = 4;
-  const u32 to_width = width_of(to), from_width = width_of(from);
   const u64 stride = static_cast<u64>(threads) * kPacketNbytes;
-  const u64 aligned = to_width == 16 && from_width == 16 ? nbytes / kPacketNbytes * kPacketNbytes : 0;
-  const u64 first = static_cast<u64>(thread) * kPacketNbytes;
   // All loads before the first store: that many are under way at once.
-  for (u64 start = first; start < aligned; start += kAtOnce * stride) {
+  for (u64 start = static_cast<u64>(thread) * kPacketNbytes; start < nbytes; start += kAtOnce * stride) {
     Packet packets[kAtOnce];
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) {
-      if (start + i * stride < aligned) packets[i] = load_aligned(from + start + i * stride);
+      if (start + i * stride < nbytes) packets[i] = load(from + start + i * stride);
     }
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) {
-      if (start + i * stride < aligned) store_aligned(to + start + i * stride, packets[i]);
+      if (start + i * stride < nbytes) store_aligned(to + start + i * stride, packets[i]);
     }
   }
-  for (u64 start = aligned + first; start < nbytes; start += stride) {
-    store_any(to + start, load_any(from + start, from_width, nbytes - start), to_width, nbytes - start);
+}
+
+MPICOMM_DEVICE void copy_each_byte(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads) {
+  for (u64 at = thread; at < nbytes; at += threads) to[at] = from[at];
+}
+
+// Copies with `threads` threads, of which the caller is number `thread`.
+MPICOMM_DEVICE void copy_bytes(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads) {
+  // Byte by byte to where a line of the target begins. It may be a peer's: what a warp stores is whole lines then, which a
+  // link carries as such. Where not both are aligned, it is the loads that are narrow.
+  constexpr u64 kLine = 128;
+  const u64 unaligned = -reinterpret_cast<u64>(to) % kLine, head = nbytes < unaligned ? nbytes : unaligned;
+  copy_each_byte(to, from, head, thread, threads);
+  to += head, from += head, nbytes -= head;
+  const u64 rest = nbytes % kPacketNbytes;
+  const u32 width = width_of(from);
+  if (width == kPacketNbytes) {
+    copy_packets(to, from, nbytes - rest, thread, threads, load_aligned);
+  } else {
+    const auto load = [&](const u8* packet) { return load_any(packet, width, kPacketNbytes); };
+    copy_packets(to, from, nbytes - rest, thread, threads, load);
   }
+  copy_each_byte(to + nbytes - rest, from + nbytes - rest, rest, thread, threads);
 }
 
 }  // namespace mpicomm
