@@ -40,13 +40,12 @@ class BlockingCollectives(MPI.Intracomm):
     arrays, which MPI reduces, have MPI's order.
 
     ``algorithm`` is the same on all ranks: "auto"; "one_shot", every rank sends to every rank; "two_shot" (Allreduce,
-    Bcast, and Reduce on GPUs; of other types than floats where NVLink joins all of these), each rank reduces or sends
-    on a part; "ring" (Allreduce), to the next rank alone, in an order of reduction of its own; "chain" (Bcast, and
-    Reduce to the first or last rank, on GPUs; not of floats of 16 bits or fewer, nor ``AVG``), each rank sends on what
-    it receives; "copy_engine" (Allgather, Allreduce, Alltoall, Bcast, Gather, Reduce, Reduce_scatter_block, Scatter on
-    GPUs), which leaves most multiprocessors free; "mpi". Where the output of Allgather, Allreduce, Alltoall or Bcast
-    lies in a `SymmetricArray`, it does so on all ranks and at the same place: large messages are stored straight into
-    it.
+    Bcast, and Reduce on GPUs), each rank reduces or sends on a part; "ring" (Allreduce), to the next rank alone, in an
+    order of reduction of its own; "chain" (Bcast, and Reduce to the first or last rank, on GPUs; not of floats of 16
+    bits or fewer, nor ``AVG``), each rank sends on what it receives; "copy_engine" (Allgather, Allreduce, Alltoall,
+    Bcast, Gather, Reduce, Reduce_scatter_block, Scatter on GPUs), which leaves most multiprocessors free; "mpi". Where
+    the output of Allgather, Allreduce, Alltoall or Bcast lies in a `SymmetricArray`, it does so on all ranks and at the
+    same place: large messages are stored straight into it.
 
     Raises `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them; `PeerError`,
     on all ranks, where they call different things; `CollectiveTimeoutError` for a rank that does not come. On device

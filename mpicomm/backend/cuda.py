@@ -179,6 +179,13 @@ class CudaBackend:
                 call(driver.cuMemsetD8Async, pointer, byte, nbytes, self._stream)
                 call(driver.cuStreamSynchronize, self._stream)
 
+    def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
+        """As `fill`, with a word of four bytes each."""
+        if nbytes > 0:
+            with self._context.current():
+                call(driver.cuMemsetD32Async, pointer, word, nbytes // 4, self._stream)
+                call(driver.cuStreamSynchronize, self._stream)
+
     def synchronize(self, stream: int | None = None) -> None:
         """Wait for the work of one stream, or of the whole device."""
         with self._context.current():

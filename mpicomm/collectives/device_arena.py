@@ -12,8 +12,8 @@ from mpicomm.bootstrap import Group
 from mpicomm.handle import Kind
 from mpicomm.kernels.direct import ARRIVALS_NBYTES
 from mpicomm.kernels.exchange import SLOT_NBYTES, SLOTS
+from mpicomm.kernels.packets import ABSENT, STAGES
 from mpicomm.kernels.packets import SLOT_NBYTES as PACKET_SLOT_NBYTES
-from mpicomm.kernels.packets import STAGES, carried_nbytes, packets_of
 from mpicomm.kernels.team import ABORT_OPERATION, HEAD_NBYTES, LINE_NBYTES, MISMATCH
 from mpicomm.shared_segments import SharedSegments, share
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 _PARITIES = 2
 _FLAGGED_NBYTES = 2 << 20  # inboxes of one stage and parity
 _SENTINEL_NBYTES = 8 << 20
-_FEWEST_LINES_NBYTES = 4 << 20
 _MOST_LARGE_NBYTES = 32 << 20
 _COPIES = "collectives: copies"
 _MESSAGES = "messages in the order of streams"
@@ -74,13 +73,18 @@ class ChannelMemory(ChannelWords):
         return self.slots + self.size * self.channels * self.channel_nbytes
 
 
+def escapes_nbytes(slots_nbytes: int) -> int:
+    """Return the size of the escapes of slots of the sentinel wire, which follow them: a byte for each."""
+    return slots_nbytes // PACKET_SLOT_NBYTES
+
+
 @dataclass(frozen=True)
 class ArenaLayout:
     """A pure function of ranks and channels, so that all ranks have the same.
 
     First the head and what blocks of direct.cu say of their arrival. Then what packets.cu needs: the inboxes of its LL
-    wire, those of its sentinel wire, each for both parities, all stages and every rank. Then what exchange.cu needs:
-    `ChannelWords`. Its slots are memory of their own.
+    wire, those of its sentinel wire, each for both parities, all stages and every rank, and escapes for the latter.
+    Then what exchange.cu needs: `ChannelWords`. Its slots are memory of their own.
     """
 
     size: int
@@ -102,17 +106,13 @@ class ArenaLayout:
 
     def large_inbox_nbytes(self, nbytes: int) -> int:
         """Return the size of one inbox of those for ``nbytes`` from each rank: as much as that, or a part of it."""
-        return self.inbox_nbytes(min(_MOST_LARGE_NBYTES, 1 << (self.size * nbytes - 1).bit_length()))
+        whole = -(-nbytes // LINE_NBYTES) * LINE_NBYTES  # as inboxes are: the size of none is less than is asked for
+        return self.inbox_nbytes(min(_MOST_LARGE_NBYTES, 1 << (self.size * whole - 1).bit_length()))
 
-    def lines_inbox_nbytes(self, nbytes: int) -> int:
-        """Return the size of one inbox of the LL128 wire for ``nbytes`` from each rank: as much, or a part of it."""
-        slots_nbytes = packets_of(nbytes, "lines") * PACKET_SLOT_NBYTES
-        return self.large_inbox_nbytes(max(_FEWEST_LINES_NBYTES // self.size, slots_nbytes))
-
-    @cached_property
-    def most_lines_nbytes(self) -> int:
-        """How many bytes from each rank inboxes of the LL128 wire hold at most."""
-        return carried_nbytes(self.inbox_nbytes(_MOST_LARGE_NBYTES), "lines")
+    @property
+    def most_inbox_nbytes(self) -> int:
+        """The size of one inbox of the sentinel wire at most."""
+        return self.inbox_nbytes(_MOST_LARGE_NBYTES)
 
     @property
     def arrivals(self) -> int:
@@ -126,13 +126,18 @@ class ArenaLayout:
 
     @cached_property
     def sentinels(self) -> int:
-        """The offset of the inboxes of the sentinel wire, which hold all ones at first; all else holds zeros."""
+        """The offset of the inboxes of the sentinel wire, which hold `ABSENT` at first; all else holds zeros."""
         return self.flagged + _PARITIES * STAGES * self.size * self.flagged_inbox_nbytes
+
+    @cached_property
+    def escapes(self) -> int:
+        """The offset of the escapes of the inboxes of the sentinel wire."""
+        return self.sentinels + _PARITIES * STAGES * self.size * self.sentinel_inbox_nbytes
 
     @cached_property
     def counts(self) -> int:
         """The offset of the counts."""
-        return self.sentinels + _PARITIES * STAGES * self.size * self.sentinel_inbox_nbytes
+        return -(-(self.escapes + escapes_nbytes(self.escapes - self.sentinels)) // LINE_NBYTES) * LINE_NBYTES
 
     @cached_property
     def credits(self) -> int:
@@ -170,8 +175,8 @@ class Inboxes:
 class DeviceArena:
     """Every rank's arena, and more memory once a message asks for it. Construction raises as ``share`` does.
 
-    Collective, as are `slots`, `chain`, `messages`, `lines`, `large_inboxes` and `staging` where they were not asked
-    for that many bytes before. What they have given is kept until the end, as a captured graph goes on using it.
+    Collective, as are `slots`, `chain`, `messages`, `large_inboxes` and `staging` where they were not asked for that
+    many bytes before. What they have given is kept until the end, as a captured graph goes on using it.
     ``before_more`` is called before ranks set up more memory, and raises where they should not.
     """
 
@@ -182,26 +187,25 @@ class DeviceArena:
         kind: Kind,
         layout: ArenaLayout,
         before_more: Callable[[], None],
-        *,
-        has_lines: bool,
     ) -> None:
         self._node = node
         self._backend = backend
         self._kind = kind
         self.layout = layout
         self._before_more = before_more
-        self.most_lines_nbytes = layout.most_lines_nbytes if has_lines else 0
-        """How many bytes from each rank inboxes of the LL128 wire hold at most; 0 where it cannot be used."""
+        self.most_inbox_nbytes = layout.most_inbox_nbytes
+        """How many bytes from each rank inboxes of the sentinel wire hold at most."""
 
         def allocate() -> Segment:
             segment = backend.allocate(kind, layout.nbytes)
             # Before the exchange that tells the peers of this memory: their first flags could be wiped out.
             backend.fill(segment.pointer, layout.nbytes, 0)
-            backend.fill(segment.pointer + layout.sentinels, layout.counts - layout.sentinels, 0xFF)
+            backend.fill_words(segment.pointer + layout.sentinels, layout.escapes - layout.sentinels, ABSENT)
             return segment
 
         self._segments = share(node, backend, "collectives", allocate, lambda: layout.nbytes)
         self._more: dict[tuple[str, int], SharedSegments] = {}
+        self._large: set[int] = set()  # sizes of large inboxes that there are
         self.pointers = _pointers(self._segments, node.size)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
         """The inboxes of the LL wire."""
@@ -210,24 +214,21 @@ class DeviceArena:
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
         """Return inboxes of the sentinel wire for ``nbytes`` from each rank, or for a part of that, many times."""
-        return self._inboxes("collectives: large messages", self.layout.large_inbox_nbytes(nbytes), sentinels=True)
-
-    def lines(self, nbytes: int) -> Inboxes:
-        """Return inboxes of the LL128 wire for ``nbytes`` from each rank, or for a part of that, many times."""
-        return self._inboxes("collectives: lines", self.layout.lines_inbox_nbytes(nbytes), sentinels=False)
+        inboxes = _PARITIES * STAGES * self._node.size
+        least = inboxes * self.layout.large_inbox_nbytes(nbytes)
+        # The same on all ranks: whatever there is was set up by all of them together.
+        slots_nbytes = min((size for size in self._large if size >= least), default=least)
+        pointers = self._with_escapes("collectives: large messages", 0, slots_nbytes)
+        self._large.add(slots_nbytes)
+        return Inboxes(pointers, slots_nbytes // inboxes)
 
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""
         return self._on_demand("collectives: slots", self.layout.slots_nbytes)
 
-    def chain(self, layout: ChannelMemory, *, sentinels: bool) -> tuple[int, ...]:
-        """Return where the memory of every rank begins, for chain.cu, or with ``sentinels`` for packet_chain.cu.
-
-        The layout is always the same.
-        """
-        if sentinels:
-            return self._on_demand("collectives: chain of packets", layout.nbytes, ones=layout.nbytes - layout.slots)
-        return self._on_demand("collectives: chain", layout.nbytes)
+    def chain(self, layout: ChannelMemory) -> tuple[int, ...]:
+        """Return where the memory of every rank begins, for chain.cu; the layout is always the same."""
+        return self._with_escapes("collectives: chain", layout.slots, layout.nbytes - layout.slots)
 
     def messages(self, nbytes: int) -> tuple[int, ...]:
         """Return where the memory for messages of every rank begins, for sendrecv.cu; always of the same size."""
@@ -241,28 +242,27 @@ class DeviceArena:
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""
         whole = 1 << max(0, nbytes - 1).bit_length()  # so that few sizes are ever asked for
-        return self._on_demand(_COPIES, self._at_least(_COPIES, whole))
+        known = (size for what, size in self._more if what == _COPIES and size >= whole)
+        return self._on_demand(_COPIES, min(known, default=whole))
 
-    def _inboxes(self, what: str, nbytes: int, *, sentinels: bool) -> Inboxes:
-        """Return inboxes of ``nbytes`` each, or larger ones if there are some."""
-        inboxes = _PARITIES * STAGES * self._node.size
-        whole = self._at_least(what, inboxes * nbytes)
-        return Inboxes(self._on_demand(what, whole, ones=whole if sentinels else 0), whole // inboxes)
+    def _with_escapes(self, what: str, slots: int, slots_nbytes: int) -> tuple[int, ...]:
+        """Return where memory of every rank begins that has ``slots_nbytes`` of slots from ``slots`` on."""
+        nbytes = slots + slots_nbytes + escapes_nbytes(slots_nbytes)
+        return self._on_demand(what, nbytes, absent=(slots, slots_nbytes))
 
-    def _at_least(self, what: str, nbytes: int) -> int:
-        """Return the size of the smallest memory of ``nbytes`` or more that there is; without any, ``nbytes``."""
-        # The same on all ranks: whatever there is was set up by all of them together.
-        return min((size for known, size in self._more if known == what and size >= nbytes), default=nbytes)
+    def _on_demand(self, what: str, nbytes: int, *, absent: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
+        """Return where memory of ``nbytes`` of every rank begins.
 
-    def _on_demand(self, what: str, nbytes: int, *, ones: int = 0) -> tuple[int, ...]:
-        """Return where memory of ``nbytes`` of every rank begins; at first all zero, but for ``ones`` at its end."""
+        At first it is zero, but for what holds `ABSENT`: ``absent`` is where that begins, and its size.
+        """
         if (what, nbytes) not in self._more:
             self._before_more()
 
             def allocate() -> Segment:
                 segment = self._backend.allocate(self._kind, nbytes)
-                self._backend.fill(segment.pointer, nbytes - ones, 0)
-                self._backend.fill(segment.pointer + nbytes - ones, ones, 0xFF)
+                self._backend.fill(segment.pointer, nbytes, 0)
+                begin, absent_nbytes = absent
+                self._backend.fill_words(segment.pointer + begin, absent_nbytes, ABSENT)
                 return segment
 
             # It allocates and waits, which a thread that captures a graph may not otherwise.

@@ -1,14 +1,15 @@
-"""Messages along a chain of ranks, as launches of chain.cu and packet_chain.cu."""
+"""Messages along a chain of ranks, as launches of chain.cu."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from mpicomm.collectives.device_arena import ChannelMemory
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.kernels.chain import (
+    BATCH_NBYTES,
     CHAIN_SLOT_NBYTES,
     CHAIN_SLOTS,
     CHAIN_THREADS,
@@ -17,66 +18,12 @@ from mpicomm.kernels.chain import (
     chain_kernel,
 )
 from mpicomm.kernels.exchange import PACKET_NBYTES
-from mpicomm.kernels.load import Variant
-from mpicomm.kernels.packet_chain import (
-    BATCH_NBYTES,
-    PACKET_CHAIN_SLOT_NBYTES,
-    PACKET_CHAIN_SLOTS,
-    PACKET_CHAIN_THREADS,
-    packet_chain_kernel,
-)
-from mpicomm.kernels.reductions import sentinels_can_carry
 from mpicomm.kernels.team import LANES, Team
 
+# Of one launch, as measured on H200s: half as many where a batch would not be whole, or a rank stands in two places.
+_MOST_BLOCKS = 128
+_WARPS = CHAIN_THREADS // LANES
 _UNIT_NBYTES = LANES * PACKET_NBYTES  # a packet for each lane
-Reduction = tuple[str, str]
-
-
-@dataclass(frozen=True)
-class ChainForm:
-    """One of the kernels, as it is best: measured on H200s."""
-
-    kernel: Callable[[Reduction | None], Variant]
-    most_blocks: int
-    """Of one place in a chain, of which a rank may have two."""
-    threads: int
-    chunk_nbytes: int
-    """What is passed on at once, at most."""
-    slots_nbytes: int
-    """Of one channel."""
-    sentinels: bool
-    """Whether slots hold ones at first."""
-    early: bool = False
-    """Whether launches may begin before the kernel ahead of them is over."""
-
-    @property
-    def warps(self) -> int:
-        """How many a block has: as many channels."""
-        return self.threads // LANES
-
-
-_CHUNKS = ChainForm(
-    chain_kernel,
-    most_blocks=128,
-    threads=CHAIN_THREADS,
-    chunk_nbytes=CHAIN_SLOT_NBYTES,
-    slots_nbytes=CHAIN_SLOTS * CHAIN_SLOT_NBYTES,
-    sentinels=False,
-)
-_PACKETS = ChainForm(
-    packet_chain_kernel,
-    most_blocks=64,
-    threads=PACKET_CHAIN_THREADS,
-    chunk_nbytes=BATCH_NBYTES,
-    slots_nbytes=PACKET_CHAIN_SLOTS * PACKET_CHAIN_SLOT_NBYTES,
-    sentinels=True,
-    early=True,
-)
-
-
-def form_of(reduction: Reduction | None) -> ChainForm:
-    """Return the kernel for ``(dtype, op)``, or for what is not reduced: packets where these need no flags."""
-    return _PACKETS if reduction is not None and sentinels_can_carry(reduction[0]) else _CHUNKS
 
 
 @dataclass(frozen=True)
@@ -97,34 +44,28 @@ class ChainPlanner:
 
     def __init__(self, team: Team, multiprocessors: int, *, early: bool = True) -> None:
         self._team = team
-        self._multiprocessors = multiprocessors
         self._early = early
-
-    def layout(self, form: ChainForm) -> ChannelMemory:
-        """Return the layout of each rank's memory, whose channels are all of one neighbour each way."""
-        # A multiprocessor holds two blocks of each kernel: all run at once, of both places.
-        blocks = min(form.most_blocks, self._multiprocessors)
-        return ChannelMemory(1, blocks * form.warps, form.slots_nbytes)
+        # A multiprocessor holds two blocks: all run at once, of both places.
+        self._most_blocks = min(_MOST_BLOCKS, multiprocessors)
+        self.layout = ChannelMemory(1, self._most_blocks * _WARPS, CHAIN_SLOTS * CHAIN_SLOT_NBYTES)
+        """Of each rank's memory, whose channels are all of one neighbour each way; escapes follow it."""
 
     def launch(
-        self, exchanges: Sequence[Exchange], reduction: Reduction | None, tag: int, memory: Sequence[int]
+        self, exchanges: Sequence[Exchange], reduction: tuple[str, str] | None, tag: int, memory: Sequence[int]
     ) -> Launch:
         """Return the launch for all ``exchanges``, of something, between two ranks or more.
 
-        ``memory`` is that of every rank, for the form of the ``reduction``; ``tag`` is what they have to agree on.
+        ``memory`` is that of every rank; ``tag`` is what they have to agree on.
         """
-        form, rank, size = form_of(reduction), self._team.rank, self._team.size
-        layout = self.layout(form)
+        layout, rank, size = self.layout, self._team.rank, self._team.size
         stations = stations_of(rank, exchanges)
         nbytes = max(span.count for each in stations for span in (each.own, each.output) if span)
         nbytes *= exchanges[0].dtype.itemsize
-        # A pure function of the bytes and the layout, as both sides must cut alike.
-        chunk_nbytes = min(form.chunk_nbytes, -(-nbytes // (layout.channels * _UNIT_NBYTES)) * _UNIT_NBYTES)
-        blocks = min(layout.channels // form.warps, -(-nbytes // chunk_nbytes))
+        blocks, batch_nbytes = self._cut(nbytes, comes_back=len(exchanges) == size)
         arguments = ChainArguments(
             team=self._team,
             nbytes=nbytes,
-            chunk_nbytes=chunk_nbytes,
+            batch_nbytes=batch_nbytes,
             credits=layout.credits,
             flags=layout.flags,
             slots=layout.slots,
@@ -139,12 +80,23 @@ class ChainPlanner:
             own, output = (span.pointer if span else 0 for span in (station.own, station.output))
             arguments.places[number] = Place(own, output, station.receives, station.sends)
         return Launch(
-            form.kernel(reduction),
+            chain_kernel(reduction),
             arguments,
             blocks=blocks * len(stations),
-            threads=form.threads,
-            early=form.early and self._early,
+            threads=CHAIN_THREADS,
+            early=self._early,
         )
+
+    def _cut(self, nbytes: int, *, comes_back: bool) -> tuple[int, int]:
+        """Return the blocks for one place and the size of a batch: the same on all ranks, as both sides cut alike.
+
+        A chain that comes back to the first rank has two places there.
+        """
+        half = _MOST_BLOCKS // 2
+        wanted = half if comes_back else max(half, min(_MOST_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES)))
+        blocks = min(wanted, self._most_blocks)
+        batch_nbytes = min(BATCH_NBYTES, -(-nbytes // (blocks * _WARPS * _UNIT_NBYTES)) * _UNIT_NBYTES)
+        return min(blocks, -(-nbytes // batch_nbytes)), batch_nbytes
 
 
 def stations_of(rank: int, exchanges: Sequence[Exchange]) -> list[Station]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -45,27 +45,16 @@ MAX_CHANNELS = 128
 _MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and those that receive
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # and no more than this part of a device's memory
-_WHOLE_LINES = {(7, 0), (8, 0), (9, 0), (10, 0)}  # compute capabilities where NCCL, too, uses LL128
 
 _log = logging.getLogger("mpicomm")
-
-
-@lru_cache
-def _warn_of_links(paths: str) -> None:
-    _log.warning(
-        "the GPUs are linked by %s, or not of one kind that stores 128 bytes as one: all but reductions of floats go "
-        "without LL128 packets, which is slower from 16 KiB on (nvidia-ml-py tells of the links of GPUs that a process "
-        "does not see)",
-        paths,
-    )
 
 
 class DeviceEngine:
     """Collectives on GPU memory that need not be shared: everything goes through the ranks' arenas.
 
     Small and middle-sized messages go in packets (kernels/packets.cu), larger ones chunk by chunk (kernels/exchange.cu)
-    or straight into symmetric memory (kernels/direct.cu), or from rank to rank (kernels/chain.cu, packet_chain.cu), the
-    largest by copy engines.
+    or straight into symmetric memory (kernels/direct.cu), or from rank to rank (kernels/chain.cu), the largest by copy
+    engines.
 
     Construction is collective over ``node`` and raises as ``share`` does. What was enqueued and could not be done is
     raised by the backend's `check`: `CollectiveTimeoutError` naming the rank that did not come, `PeerError` with what
@@ -94,29 +83,13 @@ class DeviceEngine:
             ),
         )
         smallest = min(multiprocessors for multiprocessors, *_ in told)
-        found_paths = node.exchange(
-            "collectives: links",
-            lambda: (
-                backend.info.compute_capability,
-                {backend.link(uuid, kind).path for rank, (*_, uuid) in enumerate(told) if rank != node.rank},
-            ),
-        )
-        paths = set().union(*(each for _, each in found_paths))
-        capabilities = {capability for capability, _ in found_paths}
-        self.has_lines = paths <= {"NVLink"} and len(capabilities) == 1 and capabilities <= _WHOLE_LINES
-        """Whether there is the LL128 wire of packets: the same on all ranks.
-
-        What NVLink carries as one comes in pieces over PCIe, and from the host's memory.
-        """
-        if not self.has_lines and not paths & {"staged", "same device"}:  # of which there was a warning
-            _warn_of_links(", ".join(sorted(paths)))
         most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, *_ in told) // _STAGED_PART)
         found = told[0][2]
         assert found is not None
         self.tuning: Tuning = found
         """The table of the first rank, which all go by."""
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, smallest))
-        self._arena = DeviceArena(node, backend, kind, layout, self._require_same_call, has_lines=self.has_lines)
+        self._arena = DeviceArena(node, backend, kind, layout, self._require_same_call)
         self._order = backend.stream_order()
         team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
         for index, rank in enumerate(node.ranks):

@@ -131,8 +131,6 @@ class PacketPlanner:
     def _inboxes(self, wire: Wire, nbytes: int) -> Inboxes:
         if wire == "flagged":
             return self._arena.flagged
-        if wire == "lines":
-            return self._arena.lines(nbytes)
         if nbytes <= self._arena.sentinels.nbytes:
             return self._arena.sentinels
         return self._arena.large_inboxes(nbytes)

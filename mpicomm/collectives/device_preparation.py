@@ -12,7 +12,6 @@ from mpicomm.collectives.device_selection import can_chain, choose_algorithm
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import HandleError
-from mpicomm.kernels.reductions import sentinels_can_carry
 from mpicomm.mappings import Mappings
 
 if TYPE_CHECKING:
@@ -48,9 +47,7 @@ def prepare(
             call.operation,
             nbytes,
             size,
-            flagless=call.reduces and sentinels_can_carry(dtype.name),
             registered=memory is not None,
-            has_lines=engine.has_lines,
             chainable=can_chain(dtype, call.op, call.arguments.root, size),
         )
 

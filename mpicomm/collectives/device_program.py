@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from mpicomm.collectives.device_arena import ChannelMemory, Inboxes
-from mpicomm.collectives.device_chain import ChainPlanner, form_of
+from mpicomm.collectives.device_chain import ChainPlanner
 from mpicomm.collectives.device_channels import ChannelPlanner, reduction_of
 from mpicomm.collectives.device_copies import (
     Action,
@@ -42,13 +42,13 @@ class Arena(Protocol):
 
     flagged: Inboxes
     sentinels: Inboxes
-    most_lines_nbytes: int
+    most_inbox_nbytes: int
 
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""
 
-    def chain(self, layout: ChannelMemory, *, sentinels: bool) -> tuple[int, ...]:
-        """Return where the memory of every rank begins, for chain.cu, or with ``sentinels`` for packet_chain.cu."""
+    def chain(self, layout: ChannelMemory) -> tuple[int, ...]:
+        """Return where the memory of every rank begins, for chain.cu."""
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""
@@ -101,8 +101,8 @@ class Program:
     def steps(self) -> Iterator[Step]:
         """Yield what is launched and copied, in order; raises as the arena's methods do."""
         if self._algorithm == "chain":
-            planners, tag, form = self._planners, tag_of(self._signature, 0), form_of(self._reduction)
-            memory = planners.arena.chain(planners.chain.layout(form), sentinels=form.sentinels)
+            planners, tag = self._planners, tag_of(self._signature, 0)
+            memory = planners.arena.chain(planners.chain.layout)
             return iter((planners.chain.launch(self._exchanges, self._reduction, tag, memory),))
         return self._copied() if self._algorithm == "copy_engine" else self._launched()
 
@@ -115,8 +115,7 @@ class Program:
             self._nbytes,
             Room(
                 carried_nbytes(arena.flagged.nbytes, "flagged"),
-                carried_nbytes(arena.sentinels.nbytes, "sentinel"),
-                arena.most_lines_nbytes,
+                arena.most_inbox_nbytes,
             ),
             symmetric=self._memory is not None,
             algorithm=self._algorithm,

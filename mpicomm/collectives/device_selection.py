@@ -16,23 +16,17 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packets import Wire, flags_can_carry
-from mpicomm.kernels.reductions import sentinels_can_carry
 
 _COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")  # no rank knows what the others send: they cannot choose alike
 _IN_STEP = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Allgather", "Allgatherv", "Alltoall")  # all to all
 _EVEN_NBYTES = 4096  # less than a step of packets.cu in any launch that uses inboxes again
-_MOST_MOVED_FLAGGED_NBYTES = 128 << 10
-"""LL packets take twice the bytes on the links: from here on LL128 is faster where nothing is reduced."""
-_MOST_REDUCED_FLAGGED_NBYTES = 16 << 10
-"""From here on other packets are faster."""
 
 
 class Room(NamedTuple):
-    """How many bytes from each rank the inboxes of each wire hold; no ``lines`` where there is no such wire."""
+    """How many bytes from each rank the inboxes of each wire hold at most."""
 
     flagged: int
     sentinel: int
-    lines: int
 
 
 @dataclass(frozen=True)
@@ -66,15 +60,12 @@ def choose_algorithm(
     nbytes: int,
     size: int,
     *,
-    flagless: bool,
     registered: bool,
-    has_lines: bool,
     chainable: bool,
 ) -> str:
     """Return the algorithm of a call of ``nbytes`` in all for which ``asked`` was given; see `Tuning.algorithm`.
 
-    ``has_lines`` is whether there is the LL128 wire, ``chainable`` what `can_chain` says. Raises `InvalidUsageError`
-    where ``asked`` is not possible.
+    ``chainable`` is what `can_chain` says. Raises `InvalidUsageError` where ``asked`` is not possible.
     """
     if asked == "chain" and not chainable:
         raise InvalidUsageError(
@@ -83,18 +74,11 @@ def choose_algorithm(
         )
     algorithm = asked
     if asked == "auto":
-        algorithm = tuning.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
+        algorithm = tuning.algorithm(operation, nbytes, size, registered=registered)
     if algorithm == "chain" and not chainable:
         others = tuning.without("chain")
-        algorithm = others.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
+        algorithm = others.algorithm(operation, nbytes, size, registered=registered)
     if size == 1 or nbytes == 0:  # there is nothing to choose
-        return "one_shot"
-    if algorithm == "two_shot" and operation == "Reduce" and not (has_lines or flagless):
-        # Results would have to be stored before they are sent on, and only the root has a place for them.
-        if asked == "two_shot":
-            raise InvalidUsageError(
-                'algorithm="two_shot" of Reduce is for floats where not all GPUs are linked by NVLink: use "one_shot"'
-            )
         return "one_shot"
     return algorithm
 
@@ -128,11 +112,10 @@ def choose_ways(
         # The ring has an order of its own, which packets do not know.
         if len(exchange.sends) > 1 and operation not in _COUNTS_DIFFER and algorithm != "ring":
             in_step = keeps_step(operation, exchange, following)
-            most = _most_moved_nbytes(len(exchange.sends), in_step, relayed=following is not None, direct=direct)
             # What a Reduce_scatter moves, it moves on the rank itself: no inboxes need to be set up for that.
-            alone = reduction is None and operation.startswith("Reduce_scatter")
-            if reduction is not None or nbytes <= most:
-                wire = packet_wire(in_step, nbytes, reduction, room._replace(lines=0) if alone else room)
+            alone = reduction is None and operation.startswith("Reduce_scatter") and nbytes > room.flagged
+            if not alone and not (direct and nbytes > _most_copied_nbytes(len(exchange.sends))):
+                wire = packet_wire(len(exchange.sends), in_step, nbytes, reduction, room)
         merged = following if wire is not None or reduction is None else None  # exchange.cu relays what it moves alone
         if merged is not None:
             pending.pop(0)
@@ -140,14 +123,20 @@ def choose_ways(
     return ways
 
 
-def _most_moved_nbytes(size: int, in_step: bool, *, relayed: bool, direct: bool) -> int:
-    """Return from where on direct.cu, or exchange.cu where that cannot, is faster than packets at what it moves.
+def _most_copied_nbytes(size: int) -> int:
+    """Return up to where packets, which are copied where they arrive, are faster than direct.cu, which needs no copy.
 
-    Packets save some microseconds, and take longer on the links, in proportion to all that a rank sends or receives.
+    They save two barriers. What else they take grows with all that a rank sends and the ranks that send to it at once.
     """
-    if relayed:
-        return 12 << 20 if direct else 32 << 20
-    return (48 << 20 if in_step and not direct else 4 << 20) // (size - 1)
+    return (36 << 20) // (size - 1) ** 2
+
+
+def _most_flagged_nbytes(size: int, in_step: bool, *, reduces: bool) -> int:
+    """Return up to where LL packets are faster than others, which take half the bytes on the links."""
+    if reduces:
+        return 16 << 10
+    # In step, each rank sends to all and takes from all; else mostly one does either.
+    return (96 << 10 if in_step else 192 << 10) // (size - 1)
 
 
 def longest_nbytes(exchange: Exchange) -> int:
@@ -171,21 +160,16 @@ def keeps_step(operation: str, exchange: Exchange, following: Exchange | None) -
     return (max(counts) - min(counts)) * exchange.dtype.itemsize <= _EVEN_NBYTES
 
 
-def packet_wire(in_step: bool, nbytes: int, reduction: tuple[str, str] | None, room: Room) -> Wire | None:
-    """Return how packets.cu carries out an exchange; None if exchange.cu does.
+def packet_wire(size: int, in_step: bool, nbytes: int, reduction: tuple[str, str] | None, room: Room) -> Wire | None:
+    """Return how packets.cu carries out an exchange between ``size`` ranks; None if exchange.cu does.
 
     ``nbytes`` is the most that one rank sends to another. With ``in_step`` all send and take at the same pace, so that
     inboxes can be used again within one launch.
     """
     if nbytes == 0:
         return None
-    flags = reduction is None or flags_can_carry(reduction[0])
-    sentinels = reduction is not None and sentinels_can_carry(reduction[0])
-    most = _MOST_MOVED_FLAGGED_NBYTES
-    if reduction is not None:
-        most = _MOST_REDUCED_FLAGGED_NBYTES if sentinels or room.lines else room.flagged
-    if flags and nbytes <= min(room.flagged, most):
-        return "flagged"
-    if sentinels:
-        return "sentinel" if nbytes <= room.sentinel or in_step else None
-    return "lines" if flags and room.lines > 0 and (nbytes <= room.lines or in_step) else None
+    if reduction is None or flags_can_carry(reduction[0]):
+        most = _most_flagged_nbytes(size, in_step, reduces=reduction is not None)
+        if nbytes <= min(room.flagged, most):
+            return "flagged"
+    return "sentinel" if nbytes <= room.sentinel or in_step else None

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, NoReturn
 from mpicomm import environment
 from mpicomm.errors import InvalidUsageError
 
-_REDUCING = ("Allreduce", "Reduce", "Reduce_scatter_block")
 INTO_ALL = ("Allreduce", "Bcast", "Allgather", "Alltoall")
 """The operations whose output all ranks have alike, so that others may store into it."""
 _ALGORITHMS = {
@@ -31,7 +30,7 @@ _ALGORITHMS = {
 }
 OPERATIONS = tuple(_ALGORITHMS)
 """The operations that have more than one algorithm."""
-_FORMAT = 1
+_FORMAT = 2
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
@@ -49,14 +48,13 @@ class Kind(NamedTuple):
     """What a row of a table is for, but for the number of ranks; made by `kind_of`."""
 
     operation: str
-    flagless: bool
     registered: bool
 
 
-def kind_of(operation: str, *, flagless: bool, registered: bool) -> Kind:
+def kind_of(operation: str, *, registered: bool) -> Kind:
     """Return the kind of a call: only what makes a difference to the operation is told apart."""
-    # What is reduced decides on the packets; into the output of one rank alone nobody else can store.
-    return Kind(operation, flagless and operation in _REDUCING, registered and operation in INTO_ALL)
+    # Into the output of one rank alone nobody else can store.
+    return Kind(operation, registered and operation in INTO_ALL)
 
 
 @dataclass(frozen=True)
@@ -92,13 +90,9 @@ class Row:
     def _described(self) -> tuple[str, str]:
         """Return what the row is for, but for its ranks, and what it says."""
         first, *rest = self.choices
-        operation, flagless, registered = self.kind
-        what = [operation]
-        if operation in _REDUCING:
-            what.append("floats" if flagless else "other types")
-        if registered:
-            what.append("symmetric output")
-        return ", ".join(what), ", ".join([first[1], *(f"{name} from {_size(begin)}" for begin, name in rest)])
+        operation, registered = self.kind
+        what = f"{operation}, symmetric output" if registered else operation
+        return what, ", ".join([first[1], *(f"{name} from {_size(begin)}" for begin, name in rest)])
 
 
 @dataclass(frozen=True)
@@ -110,19 +104,18 @@ class Tuning:
     device: str
     """Name of the GPUs that it was measured on."""
 
-    def algorithm(self, operation: str, nbytes: int, size: int, *, flagless: bool, registered: bool) -> str:
+    def algorithm(self, operation: str, nbytes: int, size: int, *, registered: bool) -> str:
         """Return the algorithm for a call of ``nbytes`` in all, as `Call.nbytes` counts, between ``size`` ranks. Local.
 
-        ``flagless`` is whether packets of the element type can do without flags (`sentinels_can_carry`: floats), and
-        ``registered`` whether the output lies in a SymmetricArray on all ranks; without a row for that, the one for any
-        output counts.
+        ``registered`` is whether the output lies in a SymmetricArray on all ranks; without a row for that, the one for
+        any output counts.
 
         A number of ranks that has no row takes the row of the next smaller one. Its bounds are scaled: those of
         "one_shot" and "two_shot" to as much sent by one rank in one hop, nbytes * (size - 1); those of the
         others to as large a copy, nbytes / size. Rows of 2 ranks are for 2 ranks alone, between which a second hop
         saves nothing. Without any row it is "one_shot".
         """
-        row = self._find(kind_of(operation, flagless=flagless, registered=registered), size)
+        row = self._find(kind_of(operation, registered=registered), size)
         return row.algorithm(nbytes, size) if row else "one_shot"
 
     def updated(self, rows: Iterable[Row]) -> Tuning:
@@ -174,13 +167,10 @@ class Tuning:
 
 
 def _built_in() -> Tuning:
-    def row(
-        operation: str, size: int, *changes: tuple[int, str], flagless: bool = False, registered: bool = False
-    ) -> Row:
-        kind = kind_of(operation, flagless=flagless, registered=registered)
-        return Row(kind, size, ((0, "one_shot"), *changes))
+    def row(operation: str, size: int, *changes: tuple[int, str], registered: bool = False) -> Row:
+        return Row(kind_of(operation, registered=registered), size, ((0, "one_shot"), *changes))
 
-    def allreduce(copies_from: dict[int, int], *, flagless: bool = False, registered: bool = False) -> list[Row]:
+    def allreduce(copies_from: dict[int, int], *, registered: bool = False) -> list[Row]:
         # Between two ranks one hop has no more traffic than two.
         two_hops = {3: 384, 4: 256, 6: 152, 8: 176}
         return [
@@ -189,7 +179,6 @@ def _built_in() -> Tuning:
                 size,
                 *([(two_hops[size] * _KIB + 1, "two_shot")] if size > 2 else []),
                 (begin * _MIB, "copy_engine"),
-                flagless=flagless,
                 registered=registered,
             )
             for size, begin in copies_from.items()
@@ -197,28 +186,22 @@ def _built_in() -> Tuning:
 
     blocks = ("Allgather", "Alltoall")
     rows = (
-        *allreduce({2: 160, 3: 192, 4: 160, 6: 160, 8: 192}, flagless=True),
-        *allreduce({2: 96, 3: 112, 4: 112, 6: 88, 8: 160}),
-        *allreduce({2: 96, 3: 160, 4: 160, 6: 96, 8: 120}, flagless=True, registered=True),
-        *allreduce({3: 96, 4: 96, 6: 80, 8: 136}, registered=True),
-        # Call after call a chain of 4 is ahead from 1 MiB on. But a call takes some microseconds for each rank on its
-        # way, and a single one is as soon over from 64 MiB on: the bound is in between.
-        *(
-            row("Bcast", size, (begin * _KIB, "two_shot"), (8 * size * _MIB, "chain"))
-            for size, begin in ((3, 512), (4, 512), (6, 448), (8, 384))
-        ),
+        *allreduce({2: 160, 3: 192, 4: 176, 6: 160, 8: 192}),
+        *allreduce({2: 96, 3: 112, 4: 112, 6: 96, 8: 120}, registered=True),
+        # Call after call a chain of 4 is ahead from 384 KiB on. But a call takes 2 us for each rank on its way, and a
+        # single one is as soon over from 2 MiB on, by two hops: the bound is in between, where what some lose is what
+        # others gain. For 6 and 8 ranks that of the chain comes of these times.
+        row("Bcast", 3, (896 * _KIB, "chain")),
+        row("Bcast", 4, (576 * _KIB, "chain")),
+        row("Bcast", 6, (448 * _KIB, "two_shot"), (1280 * _KIB, "chain")),
+        row("Bcast", 8, (384 * _KIB, "two_shot"), (2048 * _KIB, "chain")),
         row("Bcast", 2, (144 * _MIB, "copy_engine")),
         row("Bcast", 2, (80 * _MIB, "copy_engine"), registered=True),
-        # In packets, as floats go, a chain takes but a few microseconds for each rank.
         *(
-            row("Reduce", size, (begin * _KIB, "two_shot"), (chain * _KIB, "chain"), flagless=True)
-            for size, begin, chain in ((3, 1024, 2560), (4, 1024, 3584), (6, 576, 3584), (8, 448, 4608))
+            row("Reduce", size, (begin * _KIB, "two_shot"), (chain * _KIB, "chain"))
+            for size, begin, chain in ((3, 1024, 2560), (4, 1024, 3072), (6, 576, 3584), (8, 448, 4608))
         ),
-        *(
-            row("Reduce", size, (begin * _KIB, "two_shot"), (128 * _MIB, "chain"))
-            for size, begin in ((3, 1024), (4, 1024), (6, 576), (8, 448))
-        ),
-        *(row("Reduce", 2, (160 * _MIB, "copy_engine"), flagless=flagless) for flagless in (True, False)),
+        row("Reduce", 2, (160 * _MIB, "copy_engine")),
         *(
             row(name, size, (begin * _MIB, "copy_engine"), registered=True)
             for name in blocks
@@ -227,18 +210,17 @@ def _built_in() -> Tuning:
         *(
             row(name, size, (begin * _MIB, "copy_engine"))
             for name in blocks
-            for size, begin in ((2, 192), (3, 352), (4, 384))
+            for size, begin in ((2, 192), (3, 224), (4, 320))
         ),
         *(
             row(name, size, (begin * _MIB, "copy_engine"))
             for name in ("Gather", "Scatter")
-            for size, begin in ((2, 224), (4, 384))
+            for size, begin in ((2, 224), (3, 224), (4, 320))
         ),
         *(
-            row("Reduce_scatter_block", size, (begin * _MIB, "copy_engine"), flagless=True)
+            row("Reduce_scatter_block", size, (begin * _MIB, "copy_engine"))
             for size, begin in ((2, 240), (3, 240), (4, 240), (6, 176), (8, 176))
         ),
-        *(row("Reduce_scatter_block", size, (144 * _MIB, "copy_engine")) for size in (2, 3, 4)),
     )
     return Tuning("built in, measured on H200s", rows, "NVIDIA H200")
 
@@ -311,7 +293,7 @@ def _row_to_json(row: Row) -> dict[str, Any]:
 
 def _row_from_json(value: _Value) -> Row:
     operation = value["operation"].one_of(OPERATIONS)
-    flagless, registered = value["flagless"].boolean(), value["registered"].boolean()
+    registered = value["registered"].boolean()
     legal = algorithms_of(operation)
     choices: list[tuple[int, str]] = []
     for choice in value["choices"].items():
@@ -328,7 +310,7 @@ def _row_from_json(value: _Value) -> Row:
             for line in source["times"].items()
         }
         measured = Measured(source["date"].text(), source["mpicomm"].text(), source["datatype"].text(), times_us)
-    kind = kind_of(operation, flagless=flagless, registered=registered)
+    kind = kind_of(operation, registered=registered)
     return Row(kind, value["ranks"].whole(2), tuple(choices), measured)
 
 

@@ -2,146 +2,322 @@
 // launches one kernel. Where one rank tells all, or all tell one, that is faster than shards by way of the others: on
 // every link there is one sender, and where several send to one at a time a link carries some percent less.
 //
-// Channels: see chain.cuh. Here a slot has a flag of its own. That of chunk e is {e, tag of the call}, and credit {e} says
-// that the receiver is done with chunk e and all before.
+// It goes in packets that say themselves whether they have come, on the sentinel wire of packet_wires.cuh: what a rank
+// passes on needs no release, so that it can be small pieces, of which the first are at the end of the chain some
+// microseconds after they were sent.
+//
+// Channels. A warp of a rank and the same warp of the next one are a channel, with slots in the next one's memory, a word
+// for a flag of each there, and a word for credit in the sender's memory. The message is cut into batches, a few packets
+// of each lane, which the channels carry in turn. A slot holds several batches. Slots of a channel are counted for ever,
+// by epochs: the e-th is slot e % kChainSlots. Both sides keep their count in their own memory and the kernel advances it,
+// so a captured graph can be replayed for ever.
+//
+// A launch begins with a new slot e. The flag of that says what call it is, {e, tag}, and goes before the packets, which do
+// not. Credit {e} says that the receiver is done with slot e and all before.
 //
 //     sender                                             receiver
-//     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {}
-//     __all_sync()                                       __all_sync()
-//     slot = chunk (all lanes)                           ... = slot (all lanes)
-//     __syncwarp()                                       __syncwarp()
-//     store_release(flag, e)                             store_release(credit, e) if e is a multiple of kCredited
+//     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {} if the launch begins
+//     store_relaxed(flag, e) if the launch begins        while (load_volatile(packets) are not all there) {}
+//     store_volatile(packets of each batch)              store_volatile(packets, "absent")
+//                                                        __syncwarp(), fence_device(), store_relaxed(credit, e)
 //
-// Credit goes against the data of the rank before that, on links which it takes some percent of: hence not for each.
+// What is put back must be in the slot before the sender writes there again: it could arrive after the next packet and wipe
+// it out. The credit says so, which comes after the fence. The scope of the device is enough: the slot lies in its own
+// memory, where stores of the peers come to be ordered with its own. Waiting for the whole system would be waiting for
+// what goes to the next rank, too. Loads of the slot are over by then, as each was repeated until its packet was there.
+// Credit goes against the data of the rank before, on links which it takes some percent of: hence not for each batch.
 //
-// Warps. A release waits until all that was stored before has arrived, more than a microsecond. Warps know nothing of
-// each other, so that they are not about as far as blocks would be, and while some wait others keep the link full.
+// The flag of a slot is written with credit for that, as its packets are: what the receiver looks for is still there.
 //
-// Why that cannot deadlock. A chunk waits for the one before it in its channel, for the same one on the rank before, and
-// for the next rank to be done with one that is kCredited ahead or more: the first rank has it, the last one takes
-// whatever comes. The rank that all tell may be the first one too: what it sends and what it receives are two places, of
-// different blocks, neither of which waits for the other. All blocks must run at once: the host launches no more than
-// the smallest device holds, two for each multiprocessor.
+// Why that cannot deadlock. A batch waits for the one before it in its channel, for the same one on the rank before, and
+// for the next rank to be done with a slot that is kChainSlots ahead: the first rank has it, the last one takes whatever
+// comes, and the last slot of a launch gets its credit like any other. The rank that all tell may be the first one too:
+// what it sends and what it receives are two places, of different blocks, neither of which waits for the other. All blocks
+// must run at once: the host launches no more than the smallest device holds, two for each multiprocessor.
 //
-// Why `own` may be `output`. A lane reads both contributions to an element before it writes the result; and on a rank
-// that is first and last, a chunk comes back when it was sent, hence read, and has been all around.
+// Why `own` may be `output`. A lane reads both contributions to a packet before it writes the result; what it has read
+// ahead is of the next batch. And on a rank that is first and last, what is written comes of what was read there: no
+// fence is needed where each access depends on the one before.
 
-#include "chain.cuh"
+#define MPICOMM_SENTINEL  // the wire
+
+#include "channel_words.cuh"
+#include "packet_wires.cuh"
 #if defined(MPICOMM_DTYPE)
 #include "reduce_bytes.cuh"
 #endif
 
 namespace mpicomm {
 
-// The host's copies of these constants are in chain.py; a test compares them.
-constexpr u32 kChainThreads = 128;
+// The host's copies of these constants and structures are in chain.py; a test compares them.
+constexpr u32 kChainThreads = 256;
 constexpr u32 kChainBlocks = 2;  // of a multiprocessor
-constexpr u32 kChainSlots = 8;
-constexpr u32 kCredited = kChainSlots / 2;
-constexpr u64 kChainSlotNbytes = 8 * 1024;
+constexpr u32 kChainSlots = 2;
+constexpr u64 kChainSlotNbytes = 32 * 1024;
+constexpr u64 kBatchNbytes = 2 * 1024;
+constexpr u32 kRows = kBatchNbytes / (kLanes * kPacketNbytes);  // of a batch, each a packet for each lane
+constexpr u32 kBatches = kChainSlotNbytes / kBatchNbytes;        // of a slot
 
-using Chunks = Chain<kChainSlots, kChainSlotNbytes>;
-
-// Some bytes on their way through a rank.
-struct Piece {
-  const u8* source;
-  const u8* own;  // null where nothing is added
-  u8* target;
-  u8* also;  // where the same is kept, or null
-  u64 nbytes;
+// Where a rank stands in the chain: what it adds, if anything, where it keeps what comes of that, if it does, and on
+// which sides it has a neighbour.
+struct Place {
+  const u8* own;
+  u8* output;
+  u32 receives;
+  u32 sends;
 };
 
-// Out of line, as few pieces are not whole chunks of whole packets: a kernel waits for code that it jumps over.
-MPICOMM_DEVICE_CALL void carry_any(const Piece& piece, u32 lane) {
-#if defined(MPICOMM_DTYPE)
-  if (piece.own != nullptr) {
-    const bool aligned = width_of(piece.source) == 16 && width_of(piece.own) == 16 && width_of(piece.target) == 16;
-    const auto source = [&](u32 number) { return number == 0 ? piece.source : piece.own; };
-    return reduce_bytes(piece.target, source, 2, piece.nbytes, aligned, lane, kLanes);
+struct Chain {
+  Team team;
+  Place places[2];  // the second for a rank that is first and last
+  u64 nbytes;
+  u64 batch_nbytes;       // at most kBatchNbytes
+  u8* memory[kMaxRanks];  // every rank's, as mapped here; counts are at its start
+  u64 credits;            // where they begin in it
+  u64 flags;
+  u64 slots;
+  u32 channels;  // that a memory has
+  u32 blocks;    // of one place
+  u32 previous;
+  u32 next;
+  u32 tag;
+  u32 unused;
+
+  MPICOMM_DEVICE u32* count(bool sends, u32 channel) const {
+    return reinterpret_cast<u32*>(memory[team.rank]) + (sends ? channels : 0) + channel;
   }
-#endif
-  copy_bytes(piece.target, piece.source, piece.nbytes, lane, kLanes);
-  if (piece.also != nullptr) copy_bytes(piece.also, piece.source, piece.nbytes, lane, kLanes);
-}
-
-MPICOMM_DEVICE void carry(const Piece& piece, u32 lane) {
-  const u32 width = width_of(piece.source) & width_of(piece.own) & width_of(piece.target) & width_of(piece.also);
-  if (width != kPacketNbytes || piece.nbytes != kChainSlotNbytes) return carry_any(piece, lane);
-  constexpr u32 kAtOnce = kChainSlotNbytes / kPacketNbytes / kLanes;
-  Packet packets[kAtOnce];
-  const auto at = [&](u32 i) { return static_cast<u64>(i * kLanes + lane) * kPacketNbytes; };
-  // All loads before the first store.
-#pragma unroll
-  for (u32 i = 0; i < kAtOnce; ++i) packets[i] = load_aligned(piece.source + at(i));
-#if defined(MPICOMM_DTYPE)
-  if (piece.own != nullptr) {
-    Packet own[kAtOnce];
-#pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) own[i] = load_aligned(piece.own + at(i));
-#pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) packets[i] = reduce_packets(packets[i], own[i]);
+  MPICOMM_DEVICE u64* credit(u32 owner, u32 channel) const {
+    return reinterpret_cast<u64*>(memory[owner] + credits + channel * kLineNbytes);
   }
+  MPICOMM_DEVICE u64* flag(u32 owner, u32 channel, u32 epoch) const {
+    return reinterpret_cast<u64*>(memory[owner] + flags + channel * kLineNbytes) + epoch % kChainSlots;
+  }
+  MPICOMM_DEVICE u8* slot(u32 owner, u32 channel, u32 epoch) const {
+    return memory[owner] + slots + (static_cast<u64>(channel) * kChainSlots + epoch % kChainSlots) * kChainSlotNbytes;
+  }
+  // That of a packet in a slot: they follow all slots.
+  MPICOMM_DEVICE u8* escape(u32 owner, const Pair* packet) const {
+    const u64 begin = reinterpret_cast<const u8*>(packet) - (memory[owner] + slots);
+    return memory[owner] + slots + channels * kChainSlots * kChainSlotNbytes + begin / kPacketNbytes;
+  }
+
+  MPICOMM_DEVICE const Place& place() const { return places[blockIdx.x / blocks]; }
+  // That of this thread's warp.
+  MPICOMM_DEVICE u32 channel() const { return threadIdx.x / kLanes * blocks + blockIdx.x % blocks; }
+  // From one batch of a channel to the next.
+  MPICOMM_DEVICE u64 stride() const { return static_cast<u64>(blockDim.x / kLanes) * blocks * batch_nbytes; }
+  // For a wait for that neighbour to come to an epoch.
+  MPICOMM_DEVICE Watch watch(u32 peer, u32 epoch) const {
+    return {team.faults, team.timeout_ns, kExchange, epoch, blockIdx.x, team.names[peer]};
+  }
+};
+
+template <class Each>
+struct Rows {
+  Each of[kRows];
+};
+
+// What a warp passes on.
+struct Passing {
+  const Chain& x;
+  const Place place;
+  const u32 lane, channel;
+  u32 received, sent;  // slots
+  u32 credit = sent - kChainSlots;  // that there is, at least
+  Rows<Packet> own{};  // of the next batch
+
+  MPICOMM_DEVICE u64 end(u64 begin) const { return x.nbytes - begin < x.batch_nbytes ? x.nbytes : begin + x.batch_nbytes; }
+
+  // Whether a batch has all the packets that it can have, of which each is one access of the arrays.
+  MPICOMM_DEVICE bool is_whole(u64 begin) const {
+    return end(begin) - begin == kBatchNbytes && (width_of(place.own) & width_of(place.output)) == kPacketNbytes;
+  }
+
+  // Calls `each(row, where the packet begins)` for the packets of this lane.
+  template <bool whole, class Each>
+  MPICOMM_DEVICE void for_packets(u64 begin, Each each) const {
+#pragma unroll
+    for (u32 row = 0; row < kRows; ++row) {
+      const u64 at = begin + (row * kLanes + lane) * kPacketNbytes;
+      if (whole || at < end(begin)) each(row, at);
+    }
+  }
+
+  template <bool whole>
+  MPICOMM_DEVICE void load_own(u64 begin) {
+    for_packets<whole>(begin, [&](u32 row, u64 at) {
+      own.of[row] = whole ? load_aligned(place.own + at) : load_unit(place.own, width_of(place.own), at, x.nbytes);
+    });
+  }
+  MPICOMM_DEVICE void load_own(u64 begin) {
+    if (place.own == nullptr || begin >= x.nbytes) return;
+    if (is_whole(begin)) load_own<true>(begin);
+    else load_own<false>(begin);
+  }
+
+  MPICOMM_DEVICE Pair* packets(u32 owner, u32 epoch, u32 batch) const {
+    return reinterpret_cast<Pair*>(x.slot(owner, channel, epoch) + batch * kBatchNbytes) + lane;
+  }
+
+  // Waits until the slot `sent` may be written.
+  MPICOMM_DEVICE bool await_credit() {
+    const u32 awaited = sent - kChainSlots;
+    const auto has_credit = [&] {
+      // Pairs with the receiver's store of it. Were it a plain load, stores to the slot could overtake it, and be
+      // wiped out.
+      if (static_cast<i32>(credit - awaited) < 0) credit = epoch_of(load_acquire(x.credit(x.team.rank, channel)));
+      return static_cast<i32>(credit - awaited) >= 0;
+    };
+    return await_together(x.team, x.watch(x.next, awaited), lane, has_credit);
+  }
+
+  // Takes the escapes of those packets of a batch that have one; false as below.
+  template <bool whole>
+  MPICOMM_DEVICE bool take_escapes(u64 begin, const Pair* slot, Rows<Pair>& in) const {
+    bool ok = true;
+#pragma unroll
+    for (u32 row = 0; row < kRows; ++row) {
+      const u64 at = begin + (row * kLanes + lane) * kPacketNbytes;
+      const bool escaped = (whole || at < end(begin)) && Wire::has_escape(in.of[row]);
+      u8* const escape = x.escape(x.team.rank, slot + row * kLanes);
+      u32 code = 0;
+      const auto has_come = [&] {
+        if (escaped) code = load_volatile(escape);
+        return !escaped || code != 0;
+      };
+      ok = ok && await_together(x.team, x.watch(x.previous, received), lane, has_come);
+      if (!ok || !escaped) continue;
+      in.of[row] = unescaped(in.of[row], code);
+      store_volatile(escape, 0);  // before the slot is free, as what is put back there
+    }
+    return ok;
+  }
+
+  MPICOMM_DEVICE void send(Pair* slot, const Pair& packet) const {
+    if (Wire::has_escape(packet)) store_escaped(slot, x.escape(x.next, slot), packet);
+    else store_volatile(slot, packet);
+  }
+
+  // Passes on batch number `batch` of a slot. False means that the kernel must leave.
+  template <bool whole>
+  MPICOMM_DEVICE bool pass_on(u64 begin, u32 batch) {
+    Rows<Packet> out = own;
+    if (place.receives) {
+      Pair* const slot = packets(x.team.rank, received, batch);
+      Rows<Pair> in;
+      const auto have_come = [&] {
+        bool come = true;
+        for_packets<whole>(begin, [&](u32 row, u64) { in.of[row] = load_volatile(slot + row * kLanes); });
+        for_packets<whole>(begin, [&](u32 row, u64) { come &= Wire::has_come(in.of[row], {}); });
+        return come;
+      };
+      if (!await_together(x.team, x.watch(x.previous, received), lane, have_come)) return false;
+      bool escaped = false;
+      for_packets<whole>(begin, [&](u32 row, u64) { escaped |= Wire::has_escape(in.of[row]); });
+      if (__any_sync(kWarp, escaped) && !take_escapes<whole>(begin, slot, in)) return false;
+      for_packets<whole>(begin, [&](u32 row, u64) { Wire::give_back(slot + row * kLanes); });
+      for_packets<whole>(begin, [&](u32 row, u64) {
+        out.of[row] = Wire::unit(in.of[row]);
+        // What comes is reduced over the ranks before: with what this one adds, the order of all is that of the ranks.
+#if defined(MPICOMM_DTYPE)
+        if (place.own != nullptr) out.of[row] = reduce_packets(out.of[row], own.of[row]);
 #endif
-#pragma unroll
-  for (u32 i = 0; i < kAtOnce; ++i) store_aligned(piece.target + at(i), packets[i]);
-  if (piece.also == nullptr) return;
-#pragma unroll
-  for (u32 i = 0; i < kAtOnce; ++i) store_aligned(piece.also + at(i), packets[i]);
-}
+      });
+    }
+    load_own(begin + x.stride());  // under way while the rest of this batch is
+    if (place.sends) {
+      Pair* const slot = packets(x.next, sent, batch);
+      Rows<Pair> going;
+      bool escapes = false;
+      for_packets<whole>(begin, [&](u32 row, u64) {
+        going.of[row] = Wire::packet(out.of[row], {});
+        escapes |= Wire::has_escape(going.of[row]);
+      });
+      if (!escapes) {
+        for_packets<whole>(begin, [&](u32 row, u64) { store_volatile(slot + row * kLanes, going.of[row]); });
+      } else {
+        for_packets<whole>(begin, [&](u32 row, u64) { send(slot + row * kLanes, going.of[row]); });
+      }
+    }
+    if (place.output != nullptr) {
+      for_packets<whole>(begin, [&](u32 row, u64 at) {
+        if constexpr (whole) store_aligned(place.output + at, out.of[row]);
+        else store_unit(place.output, width_of(place.output), at, x.nbytes, out.of[row]);
+      });
+    }
+    return true;
+  }
 
-MPICOMM_DEVICE void pass_on(const Chunks& x) {
-  const Place& place = x.place();
-  const u32 lane = threadIdx.x % kLanes, rank = x.team.rank, channel = x.channel();
-  const u64 first = channel * x.chunk_nbytes;
-  if (first >= x.nbytes) return;  // the whole warp, as nothing is left for it
-  // Lane 0 keeps the channel from the rank before, lane 1 the one to the next: it alone waits for its words, writes them
-  // and knows its count. One kernel of a communicator runs at a time.
-  const bool sender = lane == 1, keeper = lane < 2 && (sender ? place.sends : place.receives);
-  u32 received = place.receives ? *x.count(false, channel) : 0, sent = place.sends ? *x.count(true, channel) : 0;
-  // Another lane looks whether somebody has given up before, which counts at the first vote: before anything is stored.
-  bool ok = lane != 2 || is_healthy(x.team, blockIdx.x, load_health(x.team));
-
-  for (u64 begin = first; begin < x.nbytes; begin += x.stride()) {
+  // A slot, whose first batch begins at `begin`, and whether the launch begins with it; false as above.
+  MPICOMM_DEVICE bool begin_slot(bool first) {
     received += place.receives;
     sent += place.sends;
-    const u32 epoch = sender ? sent : received, peer = sender ? x.next : x.previous;
-    if (keeper) {
-      const u32 awaited = sender ? epoch - kChainSlots : epoch;
-      const u64* const word = sender ? x.credit(rank, channel) : x.flag(rank, channel, epoch);
-      ok = await_epoch(x.team, word, x.watch(peer, awaited), x.tag, sender ? 0 : ~0u);
+    if (place.sends && !await_credit()) return false;
+    if (!first) return true;
+    // Pairs with the load of it by the next rank, in await_epoch below. Relaxed: nothing is published with it, and whoever
+    // reads it needs nothing but the word.
+    if (place.sends && lane == 0) store_relaxed(x.flag(x.next, channel, sent), word_of(sent, x.tag));
+    bool same = true;
+    if (place.receives && lane == 0) {
+      same = await_epoch(x.team, x.flag(x.team.rank, channel, received), x.watch(x.previous, received), x.tag, ~0u);
     }
-    // All leave or none: a lane that went on alone would wait for the others for ever. Counts are read by now.
-    if (!__all_sync(kWarp, ok)) return;
-
-    const u64 nbytes = x.nbytes - begin < x.chunk_nbytes ? x.nbytes - begin : x.chunk_nbytes;
-    const u8* const own = place.own == nullptr ? nullptr : place.own + begin;
-    u8* const output = place.output == nullptr ? nullptr : place.output + begin;
-    Piece piece{own, nullptr, output, nullptr, nbytes};
-    // What comes is reduced over the ranks before: with what this one adds, the order of all is that of the ranks.
-    if (place.receives) piece.source = x.slot(rank, channel, received), piece.own = own;
-    if (place.sends) piece.target = x.slot(x.next, channel, sent), piece.also = output;
-    carry(piece, lane);
-
-    __syncwarp(kWarp);
-    // A flag: pairs with the load_acquire of it by the next rank, in await_epoch, and publishes the chunk, which this
-    // lane has seen written by the whole warp at the barrier. A plain store could arrive before the data.
-    // A credit: pairs with the load_acquire of it by the rank before and says that the warp's reads of the slot, before
-    // the barrier, are over. A plain store could overtake them, and the sender would write what is still being read.
-    // System scope, the other side being another device. One instruction for both kinds: a release waits for what it
-    // publishes, and so the warp waits once.
-    // Both sides count alike, so credit that is not given now comes with a chunk that the sender has room for.
-    if (keeper && (sender || epoch % kCredited == 0)) {
-      store_release(sender ? x.flag(peer, channel, epoch) : x.credit(peer, channel), word_of(epoch, x.tag));
-    }
+    return __all_sync(kWarp, same);
   }
+
+  MPICOMM_DEVICE void end_slot() {
+    if (!place.receives) return;
+    // The store of credit pairs with the load of it by the rank before, in await_credit. The barrier has what all lanes
+    // have put back before the fence of one, and the fence has it in the slot before the credit leaves: the rank before
+    // would else store packets that are wiped out.
+    __syncwarp(kWarp);
+    if (lane != 0) return;
+    fence_device();
+    store_relaxed(x.credit(x.previous, channel), word_of(received, x.tag));
+  }
+};
+
+MPICOMM_DEVICE void run(const Chain& x) {
+  // Counts, slots and `own` may still be written by the kernel ahead: nothing is read or stored before it is over.
+  wait_for_predecessor();
+  // In all warps, also those that have nothing to do. Blocks of the next kernel come to wait beside those of this one,
+  // which all run by then: they keep none of them away.
+  let_successor_start();
+  const u32 lane = threadIdx.x % kLanes, channel = x.channel();
+  const u64 first = channel * x.batch_nbytes;
+  if (first >= x.nbytes) return;  // the whole warp, as nothing is left for it
+  // One lane looks whether somebody has given up before: before anything is stored.
+  Health health;
+  if (lane == 0) health = load_health(x.team);
+  const Place& place = x.place();
+  Passing passing{
+      x,
+      place,
+      lane,
+      channel,
+      place.receives ? *x.count(false, channel) : 0,
+      place.sends ? *x.count(true, channel) : 0,
+  };
+  passing.load_own(first);
+  if (!__all_sync(kWarp, lane != 0 || is_healthy(x.team, blockIdx.x, health))) return;
+
+  u32 batch = 0;
+  for (u64 begin = first; begin < x.nbytes; begin += x.stride()) {
+    if (batch == 0 && !passing.begin_slot(begin == first)) return;
+    const bool ok = passing.is_whole(begin) ? passing.pass_on<true>(begin, batch) : passing.pass_on<false>(begin, batch);
+    if (!ok) return;
+    batch = (batch + 1) % kBatches;
+    if (batch == 0) passing.end_slot();
+  }
+  if (batch != 0) passing.end_slot();
   // Read by the next of these kernels: it starts when this one is over, on whichever stream the host puts it.
-  if (keeper) *x.count(sender, channel) = sender ? sent : received;
+  if (lane == 0 && place.receives) *x.count(false, channel) = passing.received;
+  if (lane == 0 && place.sends) *x.count(true, channel) = passing.sent;
 }
 
 }  // namespace mpicomm
 
-// Bounds the registers, so that two blocks always fit: a launch that fails here would leave the peers waiting.
+// Bounds the registers, so that as many blocks always fit: a launch that fails here would leave the peers waiting.
 extern "C" __global__ void __launch_bounds__(mpicomm::kChainThreads, mpicomm::kChainBlocks)
-    mpicomm_chain(const __grid_constant__ mpicomm::Chunks);
+    mpicomm_chain(const __grid_constant__ mpicomm::Chain);
 
-MPICOMM_KERNEL void mpicomm_chain(const __grid_constant__ mpicomm::Chunks x) { mpicomm::pass_on(x); }
+MPICOMM_KERNEL void mpicomm_chain(const __grid_constant__ mpicomm::Chain x) { mpicomm::run(x); }

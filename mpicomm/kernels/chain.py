@@ -1,4 +1,4 @@
-"""The kernel of chain.cu: its arguments, which are those of packet_chain.cu too, and one variant per reduction."""
+"""The kernel of chain.cu: its arguments, and one variant per reduction."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from mpicomm.kernels.load import Variant
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
 
-# Constants of chain.cu and structures of chain.cuh; a test compares them.
-CHAIN_THREADS = 128
-CHAIN_SLOTS = 8
-CHAIN_SLOT_NBYTES = 8 * 1024
+# Constants and structures of chain.cu; a test compares them.
+CHAIN_THREADS = 256
+CHAIN_SLOTS = 2
+CHAIN_SLOT_NBYTES = 32 * 1024
+BATCH_NBYTES = 2 * 1024
 
 
 class Place(ctypes.Structure):
-    """The host's copy of ``Place`` in chain.cuh: where a rank stands in the chain."""
+    """The host's copy of ``Place`` in chain.cu: where a rank stands in the chain."""
 
     _fields_ = [
         ("own", ctypes.c_uint64),
@@ -26,13 +27,13 @@ class Place(ctypes.Structure):
 
 
 class ChainArguments(ctypes.Structure):
-    """The host's copy of ``Chain`` in chain.cuh."""
+    """The host's copy of ``Chain`` in chain.cu."""
 
     _fields_ = [
         ("team", Team),
         ("places", Place * 2),
         ("nbytes", ctypes.c_uint64),
-        ("chunk_nbytes", ctypes.c_uint64),
+        ("batch_nbytes", ctypes.c_uint64),
         ("memory", ctypes.c_uint64 * MAX_RANKS),
         ("credits", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),

@@ -33,6 +33,7 @@
 namespace mpicomm {
 
 // Not <cstdint>: NVRTC has none of its own, and these kernels compile where no CUDA headers are installed.
+using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
 static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "flags and records have fixed layouts");
@@ -41,9 +42,8 @@ struct alignas(16) Pair {
   u64 first, second;
 };
 
-constexpr u32 kLanes = 32;       // threads of a warp
-constexpr u32 kWarp = ~0u;       // all of them
-constexpr u32 kLineThreads = 8;  // that access a line of 128 bytes together, 16 each
+constexpr u32 kLanes = 32;  // threads of a warp
+constexpr u32 kWarp = ~0u;  // all of them
 
 #if defined(__CUDACC__)
 
@@ -89,6 +89,11 @@ MPICOMM_DEVICE void store_relaxed(u64* p, u64 value) {
 }
 
 // As relaxed, in the form that also exists for vectors: packets that carry their own flag.
+MPICOMM_DEVICE u32 load_volatile(const u8* p) {
+  u32 value;
+  asm volatile("ld.volatile.global.u8 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
 MPICOMM_DEVICE u32 load_volatile(const u32* p) {
   u32 value;
   asm volatile("ld.volatile.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -98,6 +103,9 @@ MPICOMM_DEVICE u64 load_volatile(const u64* p) {
   u64 value;
   asm volatile("ld.volatile.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
   return value;
+}
+MPICOMM_DEVICE void store_volatile(u8* p, u32 value) {
+  asm volatile("st.volatile.global.u8 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 MPICOMM_DEVICE void store_volatile(u32* p, u32 value) {
   asm volatile("st.volatile.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
@@ -114,20 +122,6 @@ MPICOMM_DEVICE Pair load_volatile(const Pair* p) {
 }
 MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(value.first), "l"(value.second) : "memory");
-}
-
-// 512 bytes by a whole warp, 16 by each thread, in lines of 128 by eight of them. Where a warp accesses whole lines in one
-// instruction, each line is one access of the memory and of NVLink: a reader sees all of it or nothing. That is what GPUs
-// do, not what PTX promises; NCCL's LL128 relies on it as well. It takes that all branches of the warp before have come
-// together again: they must be alike for all of its threads, or end before. The barrier alone does not see to that. Where
-// eight threads waited for themselves lines were torn, about one in a million.
-MPICOMM_DEVICE Pair load_lines(const Pair* p, bool) {
-  __syncwarp(kWarp);
-  return load_volatile(p);
-}
-MPICOMM_DEVICE void store_lines(Pair* p, const Pair& value, bool) {
-  __syncwarp(kWarp);
-  store_volatile(p, value);
 }
 
 // Orders this thread's accesses before it against those after it, for every observer.
@@ -193,33 +187,16 @@ MPICOMM_DEVICE u32 load_relaxed(const u32* p) { return yield_and_load(p, __ATOMI
 MPICOMM_DEVICE u64 load_relaxed(const u64* p) { return yield_and_load(p, __ATOMIC_RELAXED); }
 MPICOMM_DEVICE void store_relaxed(u32* p, u32 value) { yield_and_store(p, value, __ATOMIC_RELAXED); }
 MPICOMM_DEVICE void store_relaxed(u64* p, u64 value) { yield_and_store(p, value, __ATOMIC_RELAXED); }
+MPICOMM_DEVICE u32 load_volatile(const u8* p) { return yield_and_load(p, __ATOMIC_RELAXED); }
 MPICOMM_DEVICE u32 load_volatile(const u32* p) { return load_relaxed(p); }
 MPICOMM_DEVICE u64 load_volatile(const u64* p) { return load_relaxed(p); }
+MPICOMM_DEVICE void store_volatile(u8* p, u32 value) { yield_and_store(p, static_cast<u8>(value), __ATOMIC_RELAXED); }
 MPICOMM_DEVICE void store_volatile(u32* p, u32 value) { store_relaxed(p, value); }
 MPICOMM_DEVICE void store_volatile(u64* p, u64 value) { store_relaxed(p, value); }
 MPICOMM_DEVICE Pair load_volatile(const Pair* p) { return {load_relaxed(&p->first), load_relaxed(&p->second)}; }
 MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   store_relaxed(&p->first, value.first);
   store_relaxed(&p->second, value.second);
-}
-// No processor accesses 128 bytes at once. The thread that `ends` a line, whose second word says whether all is there,
-// is the last to store and the first to load: where there are warps, their threads meet in between.
-#if !defined(MPICOMM_SYNC_WARP)
-#define MPICOMM_SYNC_WARP() static_cast<void>(0)
-#endif
-MPICOMM_DEVICE Pair load_lines(const Pair* p, bool ends) {
-  Pair value{};
-  if (ends) value.second = load_acquire(&p->second);
-  MPICOMM_SYNC_WARP();
-  if (!ends) value.second = load_relaxed(&p->second);
-  value.first = load_relaxed(&p->first);
-  return value;
-}
-MPICOMM_DEVICE void store_lines(Pair* p, const Pair& value, bool ends) {
-  store_relaxed(&p->first, value.first);
-  if (!ends) store_relaxed(&p->second, value.second);
-  MPICOMM_SYNC_WARP();
-  if (ends) store_release(&p->second, value.second);
 }
 MPICOMM_DEVICE void fence_device() { std::atomic_thread_fence(std::memory_order_seq_cst); }
 MPICOMM_DEVICE void wait_for_predecessor() {}

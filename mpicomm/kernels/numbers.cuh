@@ -13,7 +13,6 @@ using i8 = signed char;
 using i16 = short;
 using i32 = int;
 using i64 = long long;
-using u8 = unsigned char;
 using u16 = unsigned short;
 
 MPICOMM_DEVICE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }

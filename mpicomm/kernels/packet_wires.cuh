@@ -1,15 +1,15 @@
-// Packets of 16 bytes that say themselves whether they have come, on one of three wires, and how units of the message
-// that they carry are read and written.
+// Packets of 16 bytes that say themselves whether they have come, on one of two wires, and how units of the message that
+// they carry are read and written: a unit is what one thread looks for and carries.
 //
-// LL ("low latency"): 8 bytes of data, each 4 with a flag that is the number of the launch. It carries
-// anything, and is the fastest up to some KiB. Sentinel: 16 bytes of data, no flag; a slot that holds all ones, which is
-// a NaN, has not been written, and whoever has taken a packet puts the ones back. It carries what is going to be reduced
-// as floating-point numbers: a NaN of just those bits becomes another NaN on the way. LL128: the packets of eight
-// threads are a line of 128 bytes, all data but for 8 bytes of flag at its end. It carries anything, and relies on the
-// eight accesses of a line being one: see load_lines.
+// LL ("low latency"): 8 bytes of data, each 4 with a flag that is the number of the launch. It is the fastest up to some
+// KiB.
 //
-// A group is the threads that look for packets together, and a unit what one of them carries: units of a group lie
-// together.
+// Sentinel: 16 bytes of data, no flag. A slot that has not been written holds the word kAbsent in the upper half of each
+// of its two halves, each of which is stored as a whole; whoever has taken a packet puts that back. Data that has the word
+// there itself is sent with kEscaped in its place. As a number that is another NaN, which will do where a reduction makes
+// one NaN of all. All else has to arrive as it was: a packet with either of the words has an escape, a byte beside the slots
+// of which zero says that it has not come, and which says else what the words stand for. The byte is put back with the slot.
+// What needs that is rare.
 #pragma once
 
 #include "bytes.cuh"
@@ -19,41 +19,16 @@ namespace mpicomm {
 
 constexpr u32 kFlagBits = 30;
 
-template <class T>
-constexpr u32 kNanNbytes = 0;  // of the floating-point numbers in a T, 0 if there are none
-template <>
-constexpr u32 kNanNbytes<float> = 4;
-template <>
-constexpr u32 kNanNbytes<double> = 8;
-template <class F>
-constexpr u32 kNanNbytes<Complex<F>> = sizeof(F);
-template <class Bits, u32... format>
-constexpr u32 kNanNbytes<Small<Bits, format...>> = sizeof(Bits);
-
 // The number of a launch as the LL wire's flag: never 0, which is what inboxes hold at first.
 MPICOMM_DEVICE u32 flag_of(u32 launch) { return (launch & ((1u << kFlagBits) - 1)) + 1; }
 
-// What the wires have in common on which each thread looks for its packets alone, of `unit_nbytes` each.
-template <u32 unit_nbytes>
-struct SinglePackets {
-  static constexpr u32 kUnitNbytes = unit_nbytes;
-  static constexpr u32 kGroup = 1;
-  static constexpr u32 kGroupNbytes = kUnitNbytes;
-
-  MPICOMM_DEVICE static Pair load(const Pair* slot) { return load_volatile(slot); }
-  MPICOMM_DEVICE static void store(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
-  MPICOMM_DEVICE static void store_flag(Pair* slot, const Pair& packet) { store_volatile(slot, packet); }
-  MPICOMM_DEVICE static bool agree(bool lasts) { return lasts; }
-  MPICOMM_DEVICE static u32 begin() { return 0; }
-  MPICOMM_DEVICE static u32 end() { return kUnitNbytes; }
-};
-
 // 8 bytes in words[0] and words[1] of a unit.
-struct FlagWire : SinglePackets<8> {
+struct FlagWire {
+  static constexpr u32 kUnitNbytes = 8;
   static constexpr bool kGivesBack = false;
   using Flag = u32;
 
-  MPICOMM_DEVICE static Flag flag(u64 count, u32) { return flag_of(static_cast<u32>(count)); }
+  MPICOMM_DEVICE static Flag flag(u64 count) { return flag_of(static_cast<u32>(count)); }
   MPICOMM_DEVICE static Pair packet(const Packet& unit, Flag flag) {
     const u64 high = static_cast<u64>(flag) << 32;
     return {high | unit.words[0], high | unit.words[1]};
@@ -65,152 +40,103 @@ struct FlagWire : SinglePackets<8> {
   MPICOMM_DEVICE static Packet unit(const Pair& packet) {
     return {{static_cast<u32>(packet.first), static_cast<u32>(packet.second), 0, 0}};
   }
+  MPICOMM_DEVICE static bool has_escape(const Pair&) { return false; }
   MPICOMM_DEVICE static void give_back(Pair*) {}
 };
 
-struct SentinelWire : SinglePackets<kPacketNbytes> {
+struct SentinelWire {
+  static constexpr u32 kUnitNbytes = kPacketNbytes;
   static constexpr bool kGivesBack = true;
+#if defined(MPICOMM_DTYPE)
+  static constexpr bool kEscapes = !kMakesOneNan<Op>;
+#else
+  static constexpr bool kEscapes = true;
+#endif
   struct Flag {};
-  static constexpr u64 kOnes = ~0ull;
-  static constexpr u32 kOtherNan = kNanNbytes<Element> == 1   ? 0x7F7F7F7Fu
-                                   : kNanNbytes<Element> == 2 ? 0x7FFF7FFFu
-                                                              : 0x7FFFFFFFu;
 
-  MPICOMM_DEVICE static Flag flag(u64, u32) { return {}; }
-  MPICOMM_DEVICE static Pair packet(Packet unit, Flag) {
-    if constexpr (kNanNbytes<Element> == 8) {
-      Pair pair = __builtin_bit_cast(Pair, unit);
-      if (pair.first == kOnes) pair.first = kOnes >> 1;
-      if (pair.second == kOnes) pair.second = kOnes >> 1;
-      return pair;
-    } else {
-#pragma unroll
-      for (u32 word = 0; word < 4; ++word) {
-        if (unit.words[word] == ~0u) unit.words[word] = kOtherNan;
-      }
-      return __builtin_bit_cast(Pair, unit);
-    }
+  MPICOMM_DEVICE static Flag flag(u64) { return {}; }
+  MPICOMM_DEVICE static Pair packet(const Packet& unit, Flag) {
+    Pair packet = __builtin_bit_cast(Pair, unit);
+    if (!kEscapes && upper(packet.first) == kAbsent) packet.first ^= kSign;
+    if (!kEscapes && upper(packet.second) == kAbsent) packet.second ^= kSign;
+    return packet;
   }
-  // Each piece that is stored as a whole is looked at by itself: 8 bytes of doubles, which may have a word of ones, and
-  // words of everything else.
   MPICOMM_DEVICE static bool has_come(const Pair& packet, Flag) {
-    if constexpr (kNanNbytes<Element> == 8) {
-      return packet.first != kOnes && packet.second != kOnes;
-    } else {
-      const Packet words = __builtin_bit_cast(Packet, packet);
-      return words.words[0] != ~0u && words.words[1] != ~0u && words.words[2] != ~0u && words.words[3] != ~0u;
-    }
+    return upper(packet.first) != kAbsent && upper(packet.second) != kAbsent;
   }
   MPICOMM_DEVICE static Packet unit(const Pair& packet) { return __builtin_bit_cast(Packet, packet); }
-  MPICOMM_DEVICE static void give_back(Pair* slot) { store_volatile(slot, {kOnes, kOnes}); }
+  // Of a packet that is to be sent or has come.
+  MPICOMM_DEVICE static bool has_escape(const Pair& packet) {
+    return kEscapes && (is_special(packet.first) || is_special(packet.second));
+  }
+  MPICOMM_DEVICE static void give_back(Pair* slot) {
+    constexpr u64 absent = static_cast<u64>(kAbsent) << 32 | kAbsent;
+    store_volatile(slot, {absent, absent});
+  }
+
+  // The host's copy is in packets.py; a test compares them.
+  static constexpr u32 kAbsent = 0xFFF5A3C6;
+  static constexpr u32 kEscaped = kAbsent ^ 1u << 31;
+  static constexpr u64 kSign = 1ull << 63;  // of a half: what its upper word differs in from the other of the two
+  // An escape that has come: which of the halves have kEscaped for kAbsent.
+  static constexpr u32 kFirst = 1, kSecond = 2, kCome = 4;
+
+  MPICOMM_DEVICE static u32 upper(u64 half) { return static_cast<u32>(half >> 32); }
+  MPICOMM_DEVICE static bool is_special(u64 half) { return (upper(half) | 1u << 31) == kAbsent; }
 };
+static_assert((SentinelWire::kEscaped | 1u << 31) == SentinelWire::kAbsent, "they differ in the sign");
 
-// 16 bytes in a unit, 8 in that of the last thread of each eight, whose other 8 are the line's flag. Lines of all
-// launches lie alike, so that where a flag is looked for there never was anything else. A flag comes again after 2^44
-// launches. A warp is one group, though it has four lines: its threads do everything together, which makes one access of
-// what they access.
-struct LineWire {
-  static constexpr u32 kUnitNbytes = kPacketNbytes;
-  static constexpr u32 kGroup = 32;
-  static constexpr u32 kGroupNbytes = kGroup * kUnitNbytes - kGroup / kLineThreads * sizeof(u64);
-  static constexpr bool kGivesBack = false;
-  using Flag = u64;
+// Stores a packet that needs an escape. In whichever order the two arrive: who sees the one waits for the other. Out of
+// line, as is all that comes after it: a kernel waits for code that it jumps over.
+MPICOMM_DEVICE_CALL void store_escaped(Pair* slot, u8* escape, Pair packet) {
+  using Wire = SentinelWire;
+  u32 code = Wire::kCome;
+  if (Wire::upper(packet.first) == Wire::kAbsent) packet.first ^= Wire::kSign, code |= Wire::kFirst;
+  if (Wire::upper(packet.second) == Wire::kAbsent) packet.second ^= Wire::kSign, code |= Wire::kSecond;
+  store_volatile(slot, packet);
+  store_volatile(escape, code);
+}
 
-  MPICOMM_DEVICE static Flag flag(u64 count, u32 step) { return count << 20 | step; }
-  MPICOMM_DEVICE static Pair load(const Pair* slot) { return load_lines(slot, ends_line()); }
-  MPICOMM_DEVICE static void store(Pair* slot, const Pair& packet) { store_lines(slot, packet, ends_line()); }
-  // For who needs no data.
-  MPICOMM_DEVICE static void store_flag(Pair* slot, const Pair& packet) {
-    if (ends_line()) store_volatile(slot, packet);
-  }
-  MPICOMM_DEVICE static Pair packet(const Packet& unit, Flag flag) {
-    const Pair pair = __builtin_bit_cast(Pair, unit);
-    return {pair.first, ends_line() ? flag : pair.second};
-  }
-  MPICOMM_DEVICE static bool has_come(const Pair& packet, Flag flag) {
-    return __all_sync(kWarp, !ends_line() || packet.second == flag) != 0;
-  }
-  MPICOMM_DEVICE static Packet unit(const Pair& packet) {
-    return __builtin_bit_cast(Packet, Pair{packet.first, ends_line() ? 0 : packet.second});
-  }
-  MPICOMM_DEVICE static void give_back(Pair*) {}
-  MPICOMM_DEVICE static bool agree(bool lasts) { return __all_sync(kWarp, lasts) != 0; }
-
-  MPICOMM_DEVICE static bool ends_line() { return threadIdx.x % kLineThreads == kLineThreads - 1; }
-  // What this thread carries of its group's bytes.
-  MPICOMM_DEVICE static u32 begin() {
-    const u32 lane = threadIdx.x % kGroup;
-    return lane * kUnitNbytes - lane / kLineThreads * sizeof(u64);
-  }
-  MPICOMM_DEVICE static u32 end() { return begin() + (ends_line() ? sizeof(u64) : kUnitNbytes); }
-};
+// What was to be sent, by the escape of a packet.
+MPICOMM_DEVICE Pair unescaped(const Pair& packet, u32 code) {
+  using Wire = SentinelWire;
+  const u64 first = (code & Wire::kFirst) != 0 ? Wire::kSign : 0, second = (code & Wire::kSecond) != 0 ? Wire::kSign : 0;
+  return {packet.first ^ first, packet.second ^ second};
+}
 
 #if defined(MPICOMM_SENTINEL)
-static_assert(kNanNbytes<Element> != 0, "only numbers that can be NaN leave a pattern free");
 using Wire = SentinelWire;
-#elif defined(MPICOMM_LINES)
-static_assert(sizeof(Element) <= sizeof(u64), "an element lies in one packet");
-using Wire = LineWire;
 #else
 static_assert(sizeof(Element) <= FlagWire::kUnitNbytes, "an element lies in one packet");
 using Wire = FlagWire;
 #endif
 constexpr u32 kUnitNbytes = Wire::kUnitNbytes;
 
-// What is not as wide as it could be: at the end of an array, and in arrays that lie anywhere. Out of line, as a kernel
-// waits for code that it jumps over.
+// What is not as wide as it could be: at the end of an array, and in arrays that lie anywhere. Out of line, as above.
 MPICOMM_DEVICE_CALL Packet load_narrow(const u8* from, u32 width, u32 nbytes) { return load_any(from, width, nbytes); }
 MPICOMM_DEVICE_CALL void store_narrow(u8* to, Packet packet, u32 width, u32 nbytes) {
   store_any(to, packet, width, nbytes);
 }
 
-// Eight bytes of an array, or those of them that lie before `end`; the rest is zero.
-MPICOMM_DEVICE u64 load_half(const u8* array, u32 width, u64 at, u64 end) {
-  if (at >= end) return 0;
-  if (width >= 8 && end - at >= 8) return *reinterpret_cast<const u64*>(array + at);
-  const Packet packet = load_narrow(array + at, width, end - at < 8 ? end - at : 8);
-  return static_cast<u64>(packet.words[1]) << 32 | packet.words[0];
-}
-MPICOMM_DEVICE void store_half(u8* array, u32 width, u64 at, u64 end, u32 low, u32 high) {
-  if (at >= end) return;
-  if (width >= 8 && end - at >= 8) {
-    *reinterpret_cast<u64*>(array + at) = static_cast<u64>(high) << 32 | low;
-  } else {
-    store_narrow(array + at, {{low, high, 0, 0}}, width, end - at < 8 ? end - at : 8);
-  }
-}
-
-// Where the unit of this thread begins and ends, in the group that begins at `at`.
-struct Within {
-  u64 begin, end;
-
-  MPICOMM_DEVICE Within(u64 at, u64 nbytes) : begin(at + Wire::begin()), end(at + Wire::end()) {
-    if (nbytes < end) end = nbytes;
-  }
-};
-
-// This thread's unit of the group that begins at `at`, which is before `nbytes`.
+// The unit that begins at `at` of an array, which is before `nbytes`; what lies behind that is zero.
 MPICOMM_DEVICE Packet load_unit(const u8* array, u32 width, u64 at, u64 nbytes) {
-  const Within unit(at, nbytes);
-  if constexpr (kUnitNbytes == kPacketNbytes && Wire::kGroup == 1) {
-    if (width >= kUnitNbytes && nbytes - at >= kUnitNbytes) return load_aligned(array + at);
-    return load_narrow(array + at, width, unit.end - at);
+  const u64 rest = nbytes - at;
+  if (width >= kUnitNbytes && rest >= kUnitNbytes) {
+    if constexpr (kUnitNbytes == kPacketNbytes) return load_aligned(array + at);
+    const u64 half = *reinterpret_cast<const u64*>(array + at);
+    return __builtin_bit_cast(Packet, Pair{half, 0});
   }
-  const u64 low = load_half(array, width, unit.begin, unit.end);
-  const u64 high = kUnitNbytes == 8 ? 0 : load_half(array, width, unit.begin + 8, unit.end);
-  return __builtin_bit_cast(Packet, Pair{low, high});
+  return load_narrow(array + at, width, rest < kUnitNbytes ? rest : kUnitNbytes);
 }
 
 MPICOMM_DEVICE void store_unit(u8* array, u32 width, u64 at, u64 nbytes, const Packet& packet) {
-  const Within unit(at, nbytes);
-  if constexpr (kUnitNbytes == kPacketNbytes && Wire::kGroup == 1) {
-    if (width >= kUnitNbytes && nbytes - at >= kUnitNbytes) return store_aligned(array + at, packet);
-    return store_narrow(array + at, packet, width, unit.end - at);
+  const u64 rest = nbytes - at;
+  if (width >= kUnitNbytes && rest >= kUnitNbytes) {
+    if constexpr (kUnitNbytes == kPacketNbytes) return store_aligned(array + at, packet);
+    *reinterpret_cast<u64*>(array + at) = __builtin_bit_cast(Pair, packet).first;
+    return;
   }
-  store_half(array, width, unit.begin, unit.end, packet.words[0], packet.words[1]);
-  if constexpr (kUnitNbytes > 8) {
-    store_half(array, width, unit.begin + 8, unit.end, packet.words[2], packet.words[3]);
-  }
+  store_narrow(array + at, packet, width, rest < kUnitNbytes ? rest : kUnitNbytes);
 }
 
 }  // namespace mpicomm

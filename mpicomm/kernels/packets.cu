@@ -2,7 +2,7 @@
 // straight into the inboxes of the others, who look at each packet until it is there. No flag, no fence and no barrier
 // lies between a store and its use, which is what makes this fast, from 8 bytes up.
 //
-// Three wires: see packet_wires.cuh.
+// Two wires: see packet_wires.cuh.
 //
 // Stages. A: unit u of what goes to rank p is stored in p's first inbox. B: a rank takes unit u from all of its
 // sources and reduces or places it. With fan-out, it also stores the result in the second inboxes of others, and C:
@@ -19,8 +19,7 @@
 // packets lay where those of n go. Were there one set, a fast rank would write over packets that are still to be read.
 // With more steps than an inbox holds ("laps"), packets of step k go where those of k - L were. On the sentinel wire one
 // turn in every L - 3 ends with a fence: what was put back in a turn is performed L - 4 turns later at the latest, before
-// anything more is stored. Without it ones could arrive after the next packet and wipe it out. On the LL128 wire nothing
-// is put back, and flags know the step; the LL wire has no laps.
+// anything more is stored. Without it that could arrive after the next packet and wipe it out. The LL wire has no laps.
 //   first inbox: A of step k is in turn k. Turn k - 1 ended with C of step k - 3, which the peer stored in its turn
 //   k - 2, after the fence that followed its B of step k - L, in turn k - L + 1.
 //   Without fan-out, B of step k - 2 ended turn k - 1, which the peer had stored in its turn k - 2, likewise.
@@ -152,6 +151,18 @@ struct Outgoing {
   }
 };
 
+// Takes an escape that a packet of `rank` says there is; 0 if the kernel must leave.
+MPICOMM_DEVICE_CALL u32 take_escape(const Team& team, u32 launch, u32 rank, u8* escape) {
+  u32 code = 0;
+  const auto absent = [&] {
+    code = load_volatile(escape);
+    return code == 0 ? 1u << rank : 0u;
+  };
+  if (!await_ranks(team, launch, absent)) return 0;
+  store_volatile(escape, 0);  // before the slot is free, as what is put back there
+  return code;
+}
+
 // What one thread does in one turn; the counts of a launch.
 struct Worker {
   const Packets& x;
@@ -163,11 +174,18 @@ struct Worker {
     return reinterpret_cast<Pair*>(x.inboxes[owner] + inbox * x.inbox_nbytes) + place;
   }
 
+  // That of a slot: they follow the inboxes, one after the other.
+  MPICOMM_DEVICE u8* escape(u32 owner, const Pair* slot) const {
+    u8* const inboxes = x.inboxes[owner];
+    const u64 begin = reinterpret_cast<const u8*>(slot) - inboxes;
+    return inboxes + 2 * kStages * kRanks * x.inbox_nbytes + begin / kSlotNbytes;
+  }
+
   // Looks at slots of a stage, one per rank of the set.
   MPICOMM_DEVICE void look(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (ranks >> rank & 1) packets[rank] = Wire::load(slot(x.team.rank, stage, rank, place));
+      if (ranks >> rank & 1) packets[rank] = load_volatile(slot(x.team.rank, stage, rank, place));
     }
   }
 
@@ -180,16 +198,34 @@ struct Worker {
     return missing;
   }
 
-  // Takes one packet of a step from each rank of the set; they have been looked at once.
-  MPICOMM_DEVICE bool take(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place, u32 step) const {
-    const Wire::Flag flag = Wire::flag(count, step);
-    if (absent(packets, ranks, flag) != 0) {
+  // Whether a packet of each rank of the set is there, as it was sent. This one look is for packets that have not come
+  // and for those with escapes: there is no other as long as all goes well.
+  MPICOMM_DEVICE static bool are_plain(const Pair (&packets)[kRanks], u32 ranks, Wire::Flag flag) {
+    bool plain = true;
+#pragma unroll
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+      if (ranks >> rank & 1) plain &= Wire::has_come(packets[rank], flag) && !Wire::has_escape(packets[rank]);
+    }
+    return plain;
+  }
+
+  // Takes one packet from each rank of the set; they have been looked at once.
+  MPICOMM_DEVICE bool take(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
+    const Wire::Flag flag = Wire::flag(count);
+    if (!are_plain(packets, ranks, flag)) {
       const auto missing = [&] {
         look(packets, stage, ranks, place);
         return absent(packets, ranks, flag);
       };
-      // A thread that left alone would leave its part of a line to the others, who could not tell.
-      if (!await_ranks(x.team, launch, missing, Wire::agree)) return false;
+      if (absent(packets, ranks, flag) != 0 && !await_ranks(x.team, launch, missing)) return false;
+#pragma unroll
+      for (u32 rank = 0; rank < kRanks; ++rank) {
+        if (!(ranks >> rank & 1) || !Wire::has_escape(packets[rank])) continue;
+        const Pair* const from = slot(x.team.rank, stage, rank, place);
+        const u32 code = take_escape(x.team, launch, rank, escape(x.team.rank, from));
+        if (code == 0) return false;
+        packets[rank] = unescaped(packets[rank], code);
+      }
     }
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
@@ -198,16 +234,21 @@ struct Worker {
     return true;
   }
 
+  // Stores a unit in a slot of a peer.
+  MPICOMM_DEVICE void send(u32 to, u32 stage, u64 place, const Packet& unit, Wire::Flag flag) const {
+    Pair* const target = slot(to, stage, x.team.rank, place);
+    const Pair packet = Wire::packet(unit, flag);
+    if (Wire::has_escape(packet)) return store_escaped(target, escape(to, target), packet);
+    store_volatile(target, packet);
+  }
+
   // Sends what was loaded at `at`; what goes to this rank itself is stored where it belongs.
-  MPICOMM_DEVICE void push(const Outgoing& out, u64 at, u64 place, u32 step) const {
+  MPICOMM_DEVICE void push(const Outgoing& out, u64 at, u64 place) const {
     const u32 rank = x.team.rank;
-    const Wire::Flag flag = Wire::flag(count, step);
 #pragma unroll
     for (u32 distance = 1; distance < kRanks; ++distance) {
       const u32 to = (rank + distance) % kRanks;
-      if (at < x.send_nbytes[to]) {
-        Wire::store(slot(to, 0, rank, place), Wire::packet(out.units[distance], flag));
-      }
+      if (at < x.send_nbytes[to]) send(to, 0, place, out.units[distance], Wire::flag(count));
     }
     if (!kReduces && at < x.send_nbytes[rank]) {
       store_unit(x.receives[rank], width_of(x.receives[rank]), at, x.send_nbytes[rank], out.units[0]);
@@ -269,7 +310,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
   const u64 number = static_cast<u64>(blockIdx.x) * workers + thread;
-  const u64 step_nbytes = threads / Wire::kGroup * Wire::kGroupNbytes;
+  const u64 step_nbytes = threads * kUnitNbytes;
   // Everything before may lie in memory that the kernel ahead still writes.
   wait_for_predecessor();
 
@@ -287,7 +328,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
   // Before anything depends on one of the loads above, which a warp waits for as a whole.
   Health health;
   if (overseer == kRanks) health = load_health(team);
-  u64 a_at = number / Wire::kGroup * Wire::kGroupNbytes;
+  u64 a_at = number * kUnitNbytes;
   Outgoing out;
   if (thread < workers) out.load(x, a_at);
 
@@ -336,7 +377,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     if (reduces && x.own != nullptr) in = load_unit(x.own, width_of(x.own), b_at, x.output_nbytes);
     if constexpr (kFanOut) worker.look(c, 1, c_ranks, c_place);
 
-    if (!kOneStep || turn == 0) worker.push(out, a_at, a_place, turn);
+    if (!kOneStep || turn == 0) worker.push(out, a_at, a_place);
     if (!kOneStep) out.load(x, a_at + step_nbytes);
     if (turn == 0) {
       // What would otherwise hold the first packets up, while nothing can have come yet.
@@ -344,26 +385,26 @@ MPICOMM_DEVICE void run(const Packets& x) {
       count_launch(team, count, thread, workers);
     }
 
-    if (b_ranks != 0 && !worker.take(b, 0, b_ranks, b_place, turn - 1)) return;
+    if (b_ranks != 0 && !worker.take(b, 0, b_ranks, b_place)) return;
     if (reduces) {
       Packet units[kRanks];
 #pragma unroll
       for (u32 source = 0; source < kRanks; ++source) units[source] = source == rank ? in : Wire::unit(b[source]);
       const Packet result = reduce(units, x.sources);
       if constexpr (kFanOut) {
-        const Pair packet = Wire::packet(result, Wire::flag(count, turn - 1));
+        const Wire::Flag flag = Wire::flag(count);
 #pragma unroll
         for (u32 distance = 1; distance < kRanks; ++distance) {
           const u32 to = (rank + distance) % kRanks;
-          if (x.targets >> to & 1) Wire::store(worker.slot(to, 1, rank, b_place), packet);
-          if (kRelays && x.sources >> to & 1) Wire::store_flag(worker.slot(to, 1, rank, b_place), packet);
+          if (x.targets >> to & 1) worker.send(to, 1, b_place, result, flag);
+          if (kRelays && x.sources >> to & 1) worker.send(to, 1, b_place, Packet{}, flag);  // it needs no data
         }
       }
       if (x.output != nullptr) store_unit(x.output, width_of(x.output), b_at, x.output_nbytes, result);
     }
     if constexpr (!kReduces) worker.place(b, b_ranks, b_at);
     if constexpr (kFanOut) {
-      if (c_ranks != 0 && !worker.take(c, 1, c_ranks, c_place, turn - 2)) return;
+      if (c_ranks != 0 && !worker.take(c, 1, c_ranks, c_place)) return;
       worker.place(c, c_ranks, c_at);
     }
 

@@ -13,14 +13,15 @@ from mpicomm.kernels.team import MAX_RANKS, Team
 OVERSEERS = 32
 STAGES = 2
 SLOT_NBYTES = 16
-# The group of packets that have one flag, of each wire in packet_wires.cuh: how many, and the bytes they carry.
-_GROUPS = {"flagged": (1, 8), "sentinel": (1, 16), "lines": (32, 480)}
-_MACROS = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",), "lines": ("-DMPICOMM_LINES",)}
+ABSENT = 0xFFF5A3C6
+"""What words of a slot of the sentinel wire hold that nothing has come to."""
+_UNIT_NBYTES = {"flagged": 8, "sentinel": 16}  # what a packet of each wire in packet_wires.cuh carries
+_MACROS = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
 FEWEST_LAPS = 4
 """Steps that an inbox must hold where there are more of them: see packets.cu."""
 
-Wire = Literal["flagged", "sentinel", "lines"]
-"""LL, what needs no flag, and LL128: see packet_wires.cuh."""
+Wire = Literal["flagged", "sentinel"]
+"""LL, and what needs no flag: see packet_wires.cuh."""
 
 
 class PacketArguments(ctypes.Structure):
@@ -71,12 +72,10 @@ def flags_can_carry(dtype: str) -> bool:
 
 
 def packets_of(nbytes: int, wire: Wire) -> int:
-    """Return how many packets a message takes, in whole groups."""
-    packets, carried = _GROUPS[wire]
-    return -(-nbytes // carried) * packets
+    """Return how many packets a message takes."""
+    return -(-nbytes // _UNIT_NBYTES[wire])
 
 
 def carried_nbytes(inbox_nbytes: int, wire: Wire) -> int:
     """Return how many bytes of one message an inbox holds."""
-    packets, carried = _GROUPS[wire]
-    return inbox_nbytes // (packets * SLOT_NBYTES) * carried
+    return inbox_nbytes // SLOT_NBYTES * _UNIT_NBYTES[wire]

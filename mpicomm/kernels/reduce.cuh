@@ -158,4 +158,23 @@ struct lxor : Logical<T> {
 };
 
 }  // namespace op
+
+// Whether a result that is NaN has the same bits whichever NaN it comes of. On NVIDIA GPUs what is computed in float32 does;
+// doubles keep the bits of one that they are given, and so do comparisons, which compute nothing.
+template <class T>
+constexpr bool kInFloat32 = false;
+template <>
+constexpr bool kInFloat32<float> = true;
+template <>
+constexpr bool kInFloat32<Complex<float>> = true;
+
+template <class Op>
+constexpr bool kMakesOneNan = false;
+template <class T>
+constexpr bool kMakesOneNan<op::sum<T>> = kInFloat32<typename op::sum<T>::State>;
+template <class T>
+constexpr bool kMakesOneNan<op::avg<T>> = kInFloat32<typename op::avg<T>::State>;
+template <class T>
+constexpr bool kMakesOneNan<op::prod<T>> = kInFloat32<typename op::prod<T>::State>;
+
 }  // namespace mpicomm

@@ -41,8 +41,3 @@ def options_for(reduction: tuple[str, str] | None) -> tuple[str, ...]:
             + (f"these are: {', '.join(REDUCTIONS[dtype])}" if dtype in REDUCTIONS else "no operation is")
         )
     return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", f"-DMPICOMM_OP={op}")
-
-
-def sentinels_can_carry(dtype: str) -> bool:
-    """Whether packets of what is reduced as this dtype can do without a flag."""
-    return dtype.startswith(("float", "bfloat", "complex"))

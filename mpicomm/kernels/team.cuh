@@ -180,20 +180,15 @@ struct Patience {
   }
 };
 
-// Waits until `absent` returns an empty set of ranks. False means that the kernel must leave. `agree` makes one answer of
-// those of all threads that wait together, which have to go on or leave together too.
-template <class Absent, class Agree>
-MPICOMM_DEVICE bool await_ranks(const Team& team, u32 launch, Absent absent, Agree agree) {
+// Waits until `absent` returns an empty set of ranks. False means that the kernel must leave.
+template <class Absent>
+MPICOMM_DEVICE bool await_ranks(const Team& team, u32 launch, Absent absent) {
   Patience patience;
   for (u32 polls = 0;; ++polls) {
     const u32 missing = absent();
     if (missing == 0) return true;
-    if (polls >= kPollsBeforeClock && !agree(patience.lasts(team, launch, missing))) return false;
+    if (polls >= kPollsBeforeClock && !patience.lasts(team, launch, missing)) return false;
   }
-}
-template <class Absent>
-MPICOMM_DEVICE bool await_ranks(const Team& team, u32 launch, Absent absent) {
-  return await_ranks(team, launch, absent, [](bool lasts) { return lasts; });
 }
 
 }  // namespace mpicomm

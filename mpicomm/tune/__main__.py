@@ -46,11 +46,11 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument(
         "-d",
-        "--datatypes",
-        type=_dtype_names,
-        default=["float32", "int32"],
-        metavar="TYPE,...",
-        help="one for all floats, one for all others; default: float32,int32",
+        "--datatype",
+        choices=DTYPES,
+        default="float32",
+        metavar="TYPE",
+        help="the one to measure with; default: float32",
     )
     result.add_argument(
         "--output", type=command_line.output_file, metavar="FILE", help="default: the one that later runs look for"
@@ -98,7 +98,7 @@ def main() -> int:
     comm = command_line.open_communicator(options.device, options.handle)
     ranks = comm.allgather(comm.describe())
     require_possible(comm, ranks)
-    subjects = subjects_of(options.operations, [covered_dtype(name) for name in options.datatypes])
+    subjects = subjects_of(options.operations, covered_dtype(options.datatype))
     swept = command_line.swept_sizes(options, comm)
     path, table = open_table(comm, options.output, ranks[0].device_name)
 
@@ -144,18 +144,10 @@ def _open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
 
 
 def _operations(text: str) -> list[str]:
-    return _names(text, list(MPI_NAMES), "operation with a choice")
-
-
-def _dtype_names(text: str) -> list[str]:
-    return _names(text, DTYPES, "type")
-
-
-def _names(text: str, known: Sequence[str], what: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"{name!r} is no {what}: use {', '.join(known)}")
+        if name not in MPI_NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is no operation with a choice: use {', '.join(MPI_NAMES)}")
     return list(dict.fromkeys(names))
 
 

@@ -1,4 +1,4 @@
-"""What there is to choose algorithms for: operations, the kinds of element types, symmetric and ordinary arrays."""
+"""What there is to choose algorithms for: operations, into symmetric and ordinary arrays."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ import numpy as np
 from mpicomm.bench.operations import OPERATIONS, Case, Operation, block_of
 from mpicomm.collectives import tuning
 from mpicomm.collectives.tuning import Kind, algorithms_of, kind_of
-from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.reductions import sentinels_can_carry
 
 MPI_NAMES = {operation.lower().removesuffix("_block"): operation for operation in tuning.OPERATIONS}
 """The operations that have a choice, by the bench's names."""
@@ -43,16 +41,10 @@ class Subject:
         return [Case(self.operation, self.dtype, "sum", block, False, rank, size).at(place) for block in blocks]
 
 
-def subjects_of(operations: Sequence[str], dtypes: Sequence[np.dtype[Any]]) -> list[Subject]:
-    """Return what there is to choose for; raises `InvalidUsageError` for two element types that would share a row."""
-    flagless = {dtype: sentinels_can_carry(dtype.name) for dtype in dtypes}
-    if len(set(flagless.values())) < len(flagless):
-        names = ",".join(dtype.name for dtype in dtypes)
-        raise InvalidUsageError(
-            f"-d {names}: some would share a row of the table: name one float, one other type, or both"
-        )
+def subjects_of(operations: Sequence[str], dtype: np.dtype[Any]) -> list[Subject]:
+    """Return what there is to choose for."""
     found: dict[Kind, Subject] = {}
-    for name, dtype, registered in product(operations, dtypes, (False, True)):
-        kind = kind_of(MPI_NAMES[name], flagless=flagless[dtype], registered=registered)
+    for name, registered in product(operations, (False, True)):
+        kind = kind_of(MPI_NAMES[name], registered=registered)
         found.setdefault(kind, Subject(kind, OPERATIONS[name], dtype))
     return [subject for subject in found.values() if len(subject.algorithms) > 1]

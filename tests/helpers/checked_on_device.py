@@ -12,23 +12,34 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.tuning import algorithms_of
+from tests.helpers.reductions import SENTINELS
 
 OPERATIONS = (
     *("Allreduce", "Reduce", "Reduce_scatter_block", "Allgather", "Alltoall"),
     *("Bcast", "Gather", "Scatter", "Sendrecv"),
 )
-DTYPES = ("float16", "float32", "float64", "int32", "int64", "uint8")
+DTYPES = ("float16", "float32", "float64", "int32", "uint32", "int64", "uint8")
 IN_PLACE = ("Allreduce", "Allgather", "Reduce_scatter_block", "Alltoall")
 """The operations that are called in place too; Bcast always is."""
 BLOCKS = ("Reduce_scatter_block", "Allgather", "Alltoall", "Gather", "Scatter")
 """The operations that have a block for, or from, each rank."""
 
-# The value that a rank has at a place in a step. Small, so that sums over ranks are exact in every type.
+# The value that a rank has at a place in a step. Small, so that sums over ranks are exact in every type; of unsigned
+# words, whose sums wrap, an eighth is SENTINELS.
+_SENTINELS = f"""
+#define ABSENT {SENTINELS[0]}u
+#define ESCAPED {SENTINELS[1]}u
+"""
 _VALUE = """
+template <class T> struct Words { enum { are = 0 }; };
+template <> struct Words<unsigned> { enum { are = 1 }; };
+template <class T>
 __device__ unsigned value(unsigned long long step, unsigned rank, unsigned long long place) {
     unsigned long long x = (step * 64 + rank) * 0x9e3779b97f4a7c15ull + place * 0xd1342543de82ef95ull;
     x = (x ^ (x >> 29)) * 0xbf58476d1ce4e5b9ull;
-    return (unsigned)(x >> 40) & 15;
+    const unsigned small = (unsigned)(x >> 40) & 15;
+    if (!Words<T>::are || small > 1) return small;
+    return small ? ABSENT : ESCAPED;
 }
 """
 # Of every ``block`` elements, sources follow those of the block before; ``sources`` are added up.
@@ -36,7 +47,7 @@ _CHECK = """
     unsigned long long place = offset + i % block;
     unsigned sum = 0;
     for (unsigned source = 0; source < sources; ++source)
-        sum += value(step[0], first + source + (unsigned)(i / block), place);
+        sum += value<T>(step[0], first + source + (unsigned)(i / block), place);
     if (found != (T)sum) atomicAdd(&wrong[number], 1ull);
 """
 
@@ -79,14 +90,18 @@ class CheckedSequence:
         self._step = xp.zeros(1, np.uint64)
         self._wrong = xp.zeros(len(calls), np.uint64)
         self._fill = xp.ElementwiseKernel(
-            "raw uint64 step, uint32 rank", "T out", "out = (T)value(step[0], rank, i)", "fill", preamble=_VALUE
+            "raw uint64 step, uint32 rank",
+            "T out",
+            "out = (T)value<T>(step[0], rank, i)",
+            "fill",
+            preamble=_SENTINELS + _VALUE,
         )
         self._compare = xp.ElementwiseKernel(
             "T found, raw uint64 step, uint32 first, uint32 sources, uint64 block, uint64 offset, uint64 number",
             "raw uint64 wrong",
             _CHECK,
             "compare",
-            preamble=_VALUE,
+            preamble=_SENTINELS + _VALUE,
         )
         self._arrays = contextlib.ExitStack()
         self._calls = [(call, *self._buffers(call, xp)) for call in calls]

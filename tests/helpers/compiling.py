@@ -14,12 +14,10 @@ def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]
     from mpicomm.kernels.compile import KERNELS, compile_kernel
     from mpicomm.kernels.exchange import exchange_kernel
     from mpicomm.kernels.packets import Wire, flags_can_carry, packet_kernel
-    from mpicomm.kernels.reductions import sentinels_can_carry
 
     variants = [exchange_kernel(pair) for pair in pairs]
     for pair, fan_out, one_step in itertools.product(pairs, (False, True), (False, True)):
-        large: Wire = "sentinel" if sentinels_can_carry(pair[0]) else "lines"
-        wires: tuple[Wire, ...] = ("flagged", large) if flags_can_carry(pair[0]) else (large,)
+        wires: tuple[Wire, ...] = ("flagged", "sentinel") if flags_can_carry(pair[0]) else ("sentinel",)
         variants += [packet_kernel(pair, comm.size, wire, fan_out=fan_out, one_step=one_step) for wire in wires]
     with ThreadPoolExecutor() as pool:
         compiled = [

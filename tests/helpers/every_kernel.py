@@ -65,7 +65,7 @@ def each_way(comm: mpicomm.Communicator) -> None:
             told = cupy.full(count, comm.rank, np.int32)
             comm.Bcast(told, root=comm.size - 1, algorithm=algorithm)
             check([(told, np.full(count, comm.size - 1, np.int32))])
-        for name in ("float32", "int32"):  # in packets, in chunks
+        for name in ("float32", "int32"):  # without escapes, with them
             dtype = np.dtype(name)
             parts = [samples(dtype, count, np.random.default_rng([count, rank])) for rank in range(comm.size)]
             got = cupy.zeros(count, dtype)
@@ -148,12 +148,8 @@ def messages(comm: mpicomm.Communicator) -> None:
 
 
 def large_messages() -> None:
-    """Let direct.cu and exchange.cu carry out what they do with messages that are larger than any here."""
-
-    def few(size: int, in_step: bool, *, relayed: bool, direct: bool) -> int:
-        return 1 << 10
-
-    device_selection._most_moved_nbytes = few
+    """Let direct.cu carry out what it does with messages that are larger than any here."""
+    device_selection._most_copied_nbytes = lambda size: 1 << 10
     with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:  # another one, which knows no calls
         check(movements(comm, 300007, len(COUNTS)))
         each_way(comm)

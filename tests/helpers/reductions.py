@@ -12,6 +12,9 @@ import pytest
 
 Array = npt.NDArray[Any]
 
+SENTINELS = (0xFFF5A3C6, 0x7FF5A3C6)
+"""Words that say of packets that they have not come, or stand for other words: in data they are the hard case."""
+
 NARROW = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 
 _BINARY: dict[str, Callable[[Array, Array], Array]] = {
@@ -73,7 +76,7 @@ def samples(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array
     if dtype.kind in "iu":
         integers: Array = np.frombuffer(rng.bytes(count * dtype.itemsize), dtype).copy()
         integers[rng.random(count) < 0.2] = 0
-        return integers
+        return with_sentinels(integers, rng)
     part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
     size = count * (dtype.itemsize // part.itemsize)
     values = rng.standard_normal(size).astype(part)
@@ -83,7 +86,15 @@ def samples(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array
     with np.errstate(all="ignore"):
         chosen = rng.choice(special, size).astype(part)
     result: Array = np.where(wild < 0.15, any_bits, np.where(wild < 0.25, chosen, values)).view(dtype)
-    return result
+    return with_sentinels(result, rng)
+
+
+def with_sentinels(array: Array, rng: np.random.Generator) -> Array:
+    """Return the array with some of its words of 32 bits replaced by `SENTINELS`."""
+    words = array.view(np.uint8)[: array.nbytes // 4 * 4].view(np.uint32)
+    where = rng.random(words.size) < 0.02
+    words[where] = rng.choice(SENTINELS, int(where.sum())).astype(np.uint32)
+    return array
 
 
 def require_same(actual: Array, expected: Array) -> None:

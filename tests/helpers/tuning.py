@@ -9,8 +9,8 @@ GPU = "NVIDIA H200"
 NEVER = 1 << 60
 
 
-def row(operation: str, size: int, *choices: tuple[int, str], flagless: bool = False, registered: bool = False) -> Row:
-    return Row(kind_of(operation, flagless=flagless, registered=registered), size, ((0, "one_shot"), *choices))
+def row(operation: str, size: int, *choices: tuple[int, str], registered: bool = False) -> Row:
+    return Row(kind_of(operation, registered=registered), size, ((0, "one_shot"), *choices))
 
 
 def table(*rows: Row) -> Tuning:
@@ -18,4 +18,4 @@ def table(*rows: Row) -> Tuning:
 
 
 def chosen(tuning: Tuning, nbytes: int, size: int, operation: str = "Allreduce", *, registered: bool = False) -> str:
-    return tuning.algorithm(operation, nbytes, size, flagless=True, registered=registered)
+    return tuning.algorithm(operation, nbytes, size, registered=registered)

@@ -14,7 +14,7 @@ import numpy as np
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.collectives.signature import Signature
-from tests.helpers.reductions import dtype_named, reduced, require_same, samples
+from tests.helpers.reductions import dtype_named, reduced, require_same, samples, with_sentinels
 from tests.kernels.machine import Array, Machine, Place
 
 Check = Callable[[], None]
@@ -208,7 +208,7 @@ class Calls:
         return self._rig.machine.place(rank, content, offset=offset)
 
     def _bytes(self, nbytes: int) -> Array:
-        return self._rng.integers(0, 256, nbytes, dtype=np.uint8)
+        return with_sentinels(self._rng.integers(0, 256, nbytes, dtype=np.uint8), self._rng)
 
     def _span(self, place: Place) -> Span:
         return Span(place.address, place.bytes.size)

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from mpicomm.collectives.device_arena import ChannelMemory
+from mpicomm.collectives.device_arena import ChannelMemory, escapes_nbytes
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.kernels.team import HEAD_NBYTES, Team
 from tests.kernels.build import Builds, Change
@@ -18,33 +18,34 @@ Planner = TypeVar("Planner")
 
 
 class MemoryRig(Generic[Planner]):
-    """Memory of each of these layouts, and a planner, for each rank; subclasses say what is enqueued."""
+    """Memory of this layout, and a planner, for each rank; subclasses say what is enqueued."""
 
     def __init__(
         self,
         builds: Builds,
         size: int,
-        layouts: Sequence[ChannelMemory],
-        planner: Callable[[Team], Planner],
+        layout: ChannelMemory,
+        planner: Callable[[Team, ChannelMemory], Planner],
         *,
         changes: Sequence[Change] = (),
         timeout_s: float = 20,
     ) -> None:
         self.machine = machine = Machine(builds, size)
         self.size = size
-        self.layouts = layouts
+        self.layout = layout
         self._changes = changes
         arenas = [machine.allocate(rank, HEAD_NBYTES) for rank in range(size)]
-        self.memories = [[machine.allocate(rank, layout.nbytes) for rank in range(size)] for layout in layouts]
+        nbytes = layout.nbytes + escapes_nbytes(layout.nbytes - layout.slots)
+        self.memory = [machine.allocate(rank, nbytes) for rank in range(size)]
         machine.keep()
-        self.planners = [planner(machine.team(arenas, rank, timeout_s)) for rank in range(size)]
+        self.planners = [planner(machine.team(arenas, rank, timeout_s), layout) for rank in range(size)]
 
     def start_at(self, epoch: int) -> None:
         """Let all counts be as if ``epoch`` chunks had gone each way on all channels."""
-        for layout, memory in zip(self.layouts, self.memories, strict=True):
-            for place in memory:
-                place.bytes[: 2 * layout.size * layout.channels * 4].view(np.uint32)[:] = epoch
-                place.bytes[layout.credits : layout.slots].view(np.uint64)[:] = epoch << 32
+        channels = self.layout.size * self.layout.channels
+        for memory in self.memory:
+            memory.bytes[: 2 * channels * 4].view(np.uint32)[:] = epoch
+            memory.bytes[self.layout.credits : self.layout.slots].view(np.uint64)[:] = epoch << 32
 
     def launch(self, rank: int, launch: Launch, *, threads: int | None, nap_us: int) -> None:
         """Enqueue a kernel of a rank; blocks of ``threads`` instead of as many as the package wants."""

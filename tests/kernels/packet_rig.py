@@ -14,7 +14,7 @@ from mpicomm.collectives.device_channels import reduction_of, relays
 from mpicomm.collectives.device_packets import Geometry, PacketPlanner, fans_out
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.packets import STAGES, Wire
+from mpicomm.kernels.packets import ABSENT, Wire
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
@@ -51,12 +51,9 @@ class PacketRig:
         self._changes = changes
         self._layout = layout = SmallLayout(self.size, 1, inbox_nbytes, inbox_nbytes)
         self.arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
-        self.lines = [
-            machine.allocate(rank, _PARITIES * STAGES * self.size * inbox_nbytes) for rank in range(self.size)
-        ]
         machine.keep()
         for arena in self.arenas:
-            arena.bytes[layout.sentinels : layout.counts] = 0xFF
+            arena.bytes[layout.sentinels : layout.escapes].view(np.uint32)[:] = ABSENT
         self._planners = [self._planner(rank, layout, timeout_s) for rank in range(self.size)]
 
     def start_at(self, launch: int) -> None:
@@ -110,7 +107,6 @@ class PacketRig:
     def _planner(self, rank: int, layout: ArenaLayout, timeout_s: float) -> PacketPlanner:
         pointers = tuple(self.machine.address(owner, arena, rank) for owner, arena in enumerate(self.arenas))
         team = self.machine.team(self.arenas, rank, timeout_s)
-        lines = tuple(self.machine.addresses(self.lines, rank))
 
         def inboxes(offset: int, nbytes: int) -> Inboxes:
             return Inboxes(tuple(pointer + offset for pointer in pointers), nbytes)
@@ -121,6 +117,5 @@ class PacketRig:
             flagged=inboxes(layout.flagged, layout.flagged_inbox_nbytes),
             sentinels=sentinels,
             large_inboxes=lambda nbytes: sentinels,
-            lines=lambda nbytes: Inboxes(lines, layout.flagged_inbox_nbytes),
         )
         return PacketPlanner(team, cast(Any, arena), most_blocks=self._geometry.blocks)

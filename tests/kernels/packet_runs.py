@@ -34,7 +34,7 @@ def run_every_size(builds: Builds, wire: Wire, size: int) -> None:
             checks.append(calls.relayed_reduce("float32", "sum", count))
         if 0 < count * 4 <= min(most, room):  # beyond that all have to send and take in step
             checks.append(calls.scan("float32", "sum", count))
-        if 0 < count * 4 <= most and wire != "sentinel":
+        if 0 < count * 4 <= most:
             checks += [calls.allgather(4 * count), calls.relayed_bcast(4 * count - 1)]
     rig.machine.run(seed=size, jitter_us=300)
     for check in checks:
@@ -71,7 +71,6 @@ def run_long(
         checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
         if wire != "flagged":  # several times what the inboxes hold
             checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
-        if wire == "lines":
             checks += [calls.allgather(12000), calls.relayed_bcast(20000), calls.allgather(12000)]
         machine.run(seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
         for check in checks:

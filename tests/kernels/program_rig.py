@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mpicomm.collectives.device_arena import ChannelMemory, Inboxes
+import numpy as np
+
+from mpicomm.collectives.device_arena import ChannelMemory, Inboxes, escapes_nbytes
 from mpicomm.collectives.device_chain import ChainPlanner
 from mpicomm.collectives.device_channels import ChannelPlanner
 from mpicomm.collectives.device_copies import Copy, Reduce, local_reduction
@@ -14,10 +16,9 @@ from mpicomm.collectives.device_packets import PacketPlanner
 from mpicomm.collectives.device_program import Planners, Program
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.packets import STAGES, carried_nbytes
+from mpicomm.kernels.packets import ABSENT
 from mpicomm.kernels.team import Team
 from mpicomm.mappings import Mapped
-from tests.kernels.chain_rig import FORMS, fill_slots
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout
@@ -26,7 +27,6 @@ BLOCKS, CHANNELS, CHAIN_BLOCKS = 2, 2, 1
 INBOX_NBYTES = 96 << 10  # four steps of packets in as many blocks, and a little
 STAGING_NBYTES = 1 << 20
 MOST_STAGED_NBYTES = 96 << 10  # less than a message: regions are used again
-_PARITIES = 2
 
 
 class SimulatedArena:
@@ -38,28 +38,24 @@ class SimulatedArena:
         arenas: Sequence[int],
         slots: Sequence[int],
         staging: Sequence[int],
-        lines: Sequence[int],
-        *chains: Sequence[int],
+        chain: Sequence[int],
     ) -> None:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
-        self._slots, self._staging, self._lines = tuple(slots), tuple(staging), tuple(lines)
-        self._chains = tuple(map(tuple, chains))
-        self.most_lines_nbytes = carried_nbytes(INBOX_NBYTES, "lines")
+        self._slots, self._staging = tuple(slots), tuple(staging)
+        self._chain = tuple(chain)
+        self.most_inbox_nbytes = INBOX_NBYTES
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
         """Return the ordinary ones, which are used again the more often."""
         return self.sentinels
 
-    def lines(self, nbytes: int) -> Inboxes:
-        return Inboxes(self._lines, INBOX_NBYTES)
-
     def slots(self) -> tuple[int, ...]:
         return self._slots
 
-    def chain(self, layout: ChannelMemory, *, sentinels: bool) -> tuple[int, ...]:
-        return self._chains[sentinels]
+    def chain(self, layout: ChannelMemory) -> tuple[int, ...]:
+        return self._chain
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
         assert nbytes <= STAGING_NBYTES
@@ -69,32 +65,28 @@ class SimulatedArena:
 class ProgramRig:
     """Planners for each rank, and symmetric memory of ``nbytes``."""
 
-    def __init__(self, machine: Machine, nbytes: int, *, timeout_s: float = 20, has_lines: bool = True) -> None:
+    def __init__(self, machine: Machine, nbytes: int, *, timeout_s: float = 20) -> None:
         self.machine = machine
         self.size = machine.size
         layout = SmallLayout(self.size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
         arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
         slots = [machine.allocate(rank, layout.slots_nbytes) for rank in range(self.size)]
         staging = [machine.allocate(rank, STAGING_NBYTES) for rank in range(self.size)]
-        whole = _PARITIES * STAGES * self.size * INBOX_NBYTES
-        lines = [machine.allocate(rank, whole) for rank in range(self.size)]
-        chains = []
-        for form in FORMS:
-            chain_layout = ChainPlanner(Team(), CHAIN_BLOCKS).layout(form)
-            chains.append([machine.allocate(rank, chain_layout.nbytes) for rank in range(self.size)])
-            fill_slots(form, chain_layout, chains[-1])
+        chain_layout = ChainPlanner(Team(), CHAIN_BLOCKS).layout
+        chain_nbytes = chain_layout.nbytes + escapes_nbytes(chain_layout.nbytes - chain_layout.slots)
+        chain = [machine.allocate(rank, chain_nbytes) for rank in range(self.size)]
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         for arena in arenas:
-            arena.bytes[layout.sentinels : layout.counts] = 0xFF
+            arena.bytes[layout.sentinels : layout.escapes].view(np.uint32)[:] = ABSENT
+        for place in chain:
+            place.bytes[chain_layout.slots : chain_layout.nbytes].view(np.uint32)[:] = ABSENT
         self._planners = []
         for rank in range(self.size):
             bases = machine.addresses(arenas, rank)
             team = machine.team(arenas, rank, timeout_s)
-            more = (machine.addresses(each, rank) for each in (slots, staging, lines, *chains))
+            more = (machine.addresses(each, rank) for each in (slots, staging, chain))
             arena_here = SimulatedArena(layout, bases, *more)
-            if not has_lines:
-                arena_here.most_lines_nbytes = 0
             self._planners.append(
                 Planners(
                     rank,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import numpy as np
 
@@ -21,14 +20,12 @@ class SendrecvRig(MemoryRig[SendrecvPlanner]):
         self, builds: Builds, size: int, channels: int, *, changes: Sequence[Change] = (), timeout_s: float = 20
     ) -> None:
         layout = sendrecv_memory(size, channels)
-        planner = partial(SendrecvPlanner, layout=layout)
-        super().__init__(builds, size, [layout], planner, changes=changes, timeout_s=timeout_s)
+        super().__init__(builds, size, layout, SendrecvPlanner, changes=changes, timeout_s=timeout_s)
 
     def epoch(self, rank: int, peer: int, *, sent: bool) -> int:
         """Return how many chunks ``rank`` has counted on its first channel to ``peer``, or from it."""
         row = self.size + peer if sent else peer
-        (layout,), (memory,) = self.layouts, self.memories
-        return int(memory[rank].view(np.uint8)[: layout.credits].view(np.uint32)[row * layout.channels])
+        return int(self.memory[rank].view(np.uint8)[: self.layout.credits].view(np.uint32)[row * self.layout.channels])
 
     def message(self, peer: int, place: Place, tag: int | None = 0) -> Message:
         """Return all of a place as a message."""
@@ -44,7 +41,7 @@ class SendrecvRig(MemoryRig[SendrecvPlanner]):
         nap_us: int = 0,
     ) -> None:
         """Enqueue a rank's part; blocks of ``threads`` instead of as many as the package wants."""
-        launch = self.planners[rank].launch(sent, received, self.machine.addresses(self.memories[0], rank))
+        launch = self.planners[rank].launch(sent, received, self.machine.addresses(self.memory, rank))
         if launch is not None:
             self.launch(rank, launch, threads=threads, nap_us=nap_us)
 

@@ -1,4 +1,4 @@
-"""Chains in chunks: broadcasts and reductions of any size and type, races, mistakes."""
+"""Chains: broadcasts and reductions of any size and type, races, mistakes."""
 
 from __future__ import annotations
 
@@ -11,22 +11,25 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 from mpicomm.collectives import patterns
 from mpicomm.collectives.device_chain import Station, stations_of
 from mpicomm.collectives.exchange import Span
-from mpicomm.kernels.chain import CHAIN_SLOT_NBYTES, CHAIN_SLOTS
+from mpicomm.kernels.chain import BATCH_NBYTES, CHAIN_SLOT_NBYTES, CHAIN_SLOTS
 from tests.kernels.build import Builds, Change
 from tests.kernels.chain_rig import ChainRig
 from tests.kernels.collective_calls import Calls, sizes_around
 from tests.kernels.machine import CAUGHT
 
-UNIT_NBYTES = 512  # of a chunk
-CHANNELS = 4  # one block has as many warps
-LIMITS = (16, UNIT_NBYTES, CHANNELS * UNIT_NBYTES, CHANNELS * CHAIN_SLOT_NBYTES)
-LARGE = CHANNELS * CHAIN_SLOT_NBYTES * (CHAIN_SLOTS + 1) + 12  # every slot is used again
+UNIT_NBYTES = 512  # of a batch
+CHANNELS = 8  # one block has as many warps
+LIMITS = (16, UNIT_NBYTES, CHANNELS * UNIT_NBYTES, CHANNELS * BATCH_NBYTES)
+SLOTS_NBYTES = CHANNELS * CHAIN_SLOT_NBYTES  # one of each channel
+LARGE = SLOTS_NBYTES * (CHAIN_SLOTS + 1) + 12  # every slot is used again
 TYPES = (
     ("int8", "sum"),
     ("bool", "lor"),
     ("uint16", "max"),
-    ("int32", "prod"),
-    ("uint64", "sum"),
+    ("float32", "max"),
+    ("float64", "sum"),
+    ("complex64", "sum"),
+    ("complex128", "prod"),
 )
 
 
@@ -38,9 +41,14 @@ def play(
     rig = ChainRig(builds, size, blocks, changes=changes, timeout_s=20 if builds.sanitize else 2)
     rig.start_at(2**32 - 3)
     calls = Calls(rig, rng, nap_us=1000)
+    # ThreadSanitizer does not know that a store which depends on a load comes after it: see chain.cu.
+    in_place = False if builds.sanitize else None
     checks = []
     for nbytes in rng.permutation(sizes).tolist():
-        checks += [calls.chained_bcast(nbytes), calls.chained_reduce("int32", "sum", -(-nbytes // 4))]
+        checks += [
+            calls.chained_bcast(nbytes),
+            calls.chained_reduce("int32", "sum", -(-nbytes // 4), in_place=in_place),
+        ]
     rig.machine.run(seed=seed, jitter_us=200, limit_s=60)
     for check in checks:
         check()
@@ -50,7 +58,8 @@ def play(
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_every_size_at_which_something_changes_past_the_end_of_32_bits(builds: Builds, size: int, blocks: int) -> None:
     limits = (*LIMITS, blocks * LIMITS[-1])
-    play(builds, size, [*(nbytes for nbytes in sizes_around(*limits) if nbytes), LARGE], blocks=blocks)
+    play(builds, size, [nbytes for nbytes in sizes_around(*limits) if nbytes], blocks=blocks)
+    play(builds, size, [SLOTS_NBYTES, 5, SLOTS_NBYTES + 4, 5, LARGE, 5], blocks=1)
 
 
 @pytest.mark.parametrize("reduction", TYPES, ids="-".join)
@@ -64,7 +73,7 @@ def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> Non
 
 
 def test_no_race(watched_builds: Builds) -> None:
-    play(watched_builds, 3, [5, 700, LARGE // 4, LARGE])
+    play(watched_builds, 3, [5, 700, SLOTS_NBYTES // 4, SLOTS_NBYTES + 700])
 
 
 def test_where_a_rank_stands() -> None:
@@ -85,35 +94,31 @@ def test_where_a_rank_stands() -> None:
             assert stations_of(rank, exchanges) == expected[rank]
 
 
-_BARRIER = """    __syncwarp(kWarp);
-    // A flag:"""
 MISTAKES = {
-    "release turned relaxed": Change("chain.cu", "store_release(sender", "store_relaxed(sender"),
-    "acquire turned relaxed": Change("channel_words.cuh", "value = load_acquire(word)", "value = load_relaxed(word)"),
-    "flag before the warp has written": Change("chain.cu", _BARRIER, _BARRIER.replace("__syncwarp(kWarp);", "")),
-    "slot read before the flag": Change("chain.cu", "if (!__all_sync(kWarp, ok)) return;", "if (!ok) return;"),
-    "credit for one chunk too many": Change(
-        "chain.cu", "sender ? epoch - kChainSlots : epoch;", "sender ? epoch - kChainSlots - 1 : epoch;"
+    "credit for one slot too many": Change(
+        "chain.cu", "awaited = sent - kChainSlots;", "awaited = sent - kChainSlots - 1;"
     ),
-    "stride of the message": Change("chain.cuh", "% kSlots) * kSlotNbytes;", "% kSlots) * (chunk_nbytes / 2);"),
-}
-WRONG = {
-    "count not advanced": Change(
-        "chain.cu", "if (keeper) *x.count(sender, channel)", "if (false) *x.count(sender, channel)"
+    "credit for a slot of which there is more": Change(
+        "chain.cu", "    if (batch == 0) passing.end_slot();", "    if (batch == 1) passing.end_slot();"
     ),
-    "output not kept": Change("chain.cu", ", piece.also = output;", ";"),
+    "ones not put back": Change("chain.cu", "Wire::give_back(slot + row * kLanes);", ""),
+    "packets looked at once": Change(
+        "chain.cu",
+        "if (!await_together(x.team, x.watch(x.previous, received), lane, have_come)) return false;",
+        "have_come();",
+    ),
+    "own contribution of the next batch": Change(
+        "chain.cu",
+        "    Rows<Packet> out = own;\n",
+        "    load_own(begin + x.stride());\n    Rows<Packet> out = own;\n",
+    ),
+    "count not advanced": Change("chain.cu", "if (lane == 0 && place.sends) *x.count", "if (false) *x.count"),
+    "no credit for a slot that is not full": Change("chain.cu", "  if (batch != 0) passing.end_slot();\n", ""),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_race_is_seen(watched_builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in range(20):
-            play(watched_builds, 3, [700, LARGE], seed=seed, changes=(MISTAKES[name],))
-
-
-@pytest.mark.parametrize("name", WRONG)
 def test_failure_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
         for seed in range(20):
-            play(builds, 3, [700, LARGE], seed=seed, changes=(WRONG[name],))
+            play(builds, 3, [700, LARGE, 5, 5, 5, 5], seed=seed, changes=(MISTAKES[name],))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import Wire
+from tests.helpers.reductions import SENTINELS
 from tests.kernels.build import Builds, Change
 from tests.kernels.collective_calls import Calls
-from tests.kernels.machine import CAUGHT, Machine, RunFailedError
+from tests.kernels.machine import CAUGHT, Array, Machine, RunFailedError
 from tests.kernels.packet_rig import PacketRig
 from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long, run_movements
 
@@ -21,6 +23,13 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 WIRES: list[Wire] = ["flagged", "sentinel"]
+
+
+class SentinelCalls(Calls):
+    """Calls of which all words need escapes."""
+
+    def _bytes(self, nbytes: int) -> Array:
+        return self._rng.choice(SENTINELS, -(-nbytes // 4)).astype(np.uint32).view(np.uint8)[:nbytes]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -35,10 +44,13 @@ def test_hundreds_of_launches_while_numbers_begin_again(builds: Builds, wire: Wi
     run_long(builds, wire, start=STARTS[start], batches=4)
 
 
-@pytest.mark.parametrize("reduction", [("bfloat16", "avg"), ("float64", "max"), ("float8_e5m2", "sum")])
-def test_types_with_numbers_that_packets_cannot_hold(builds: Builds, reduction: tuple[str, str]) -> None:
-    """The samples have many NaN; the one of all ones says that nothing has come."""
-    rig = PacketRig(Machine(builds, 3), "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES)
+def run_reductions(
+    builds: Builds, reduction: tuple[str, str], *, changes: Sequence[Change] = (), timeout_s: float = 20
+) -> None:
+    """All-reduces in one hop and in two."""
+    rig = PacketRig(
+        Machine(builds, 3), "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s
+    )
     calls = Calls(rig, np.random.default_rng(1))
     checks = [
         calls.allreduce(*reduction, count, two_shot=two_shot) for count in (5, 3001) for two_shot in (False, True)
@@ -48,9 +60,68 @@ def test_types_with_numbers_that_packets_cannot_hold(builds: Builds, reduction: 
         check()
 
 
+TYPES = (
+    ("float8_e4m3fn", "max"),
+    ("float8_e5m2", "sum"),
+    ("float16", "sum"),
+    ("bfloat16", "avg"),
+    ("float32", "min"),
+    ("float64", "max"),
+    ("complex64", "sum"),
+    ("complex128", "sum"),
+    ("int16", "sum"),
+    ("uint64", "sum"),
+)
+
+
+@pytest.mark.parametrize("reduction", TYPES, ids="-".join)
+def test_types_of_every_width(builds: Builds, reduction: tuple[str, str]) -> None:
+    run_reductions(builds, reduction)
+
+
 @pytest.mark.parametrize("nbytes", [1, 8, 100, 2000])
-def test_bytes_are_moved(builds: Builds, nbytes: int) -> None:
-    run_movements(builds, "flagged", nbytes)
+@pytest.mark.parametrize("wire", WIRES)
+def test_bytes_are_moved(builds: Builds, wire: Wire, nbytes: int) -> None:
+    run_movements(builds, wire, nbytes)
+
+
+def run_escapes(builds: Builds, *, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
+    """Movements of nothing but words that need escapes."""
+    rig = PacketRig(
+        Machine(builds, 3), "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s
+    )
+    calls = SentinelCalls(rig, np.random.default_rng(3), nap_us=1000)
+    checks = [call(nbytes) for nbytes in (64, 20_000) * 3 for call in (calls.relayed_bcast, calls.allgather)]
+    rig.machine.run(jitter_us=100)
+    for check in checks:
+        check()
+
+
+def test_data_of_nothing_but_what_needs_escapes(builds: Builds) -> None:
+    run_escapes(builds)
+
+
+def test_five_ranks_with_no_more_than_four_steps_of_room(builds: Builds) -> None:
+    rig = PacketRig(Machine(builds, 5), "sentinel", SMALL, inbox_nbytes=4 * SMALL.threads * 16)
+    calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
+    checks = [calls.allreduce("int32", "sum", 3001, two_shot=two_shot) for two_shot in (False, True)]
+    checks.append(calls.reduce_scatter("int32", "sum", [3001] * rig.size, in_place=True))
+    checks += [calls.allgather(9001), calls.relayed_bcast(30001), calls.allgather(9001)]
+    rig.machine.run(seed=5, jitter_us=300)
+    for check in checks:
+        check()
+
+
+def test_a_rank_that_does_not_come_is_missed(builds: Builds) -> None:
+    machine = Machine(builds, 3)
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, timeout_s=0.3)
+    dtype, count = np.dtype(np.int32), 700
+    for rank in range(2):
+        source, target = machine.allocate(rank, 4 * count), machine.allocate(rank, 4 * count)
+        spans = Span(source.address, count), Span(target.address, count)
+        rig.run(rank, patterns.allreduce(rank, 3, dtype, *spans, "sum"), Signature("Allreduce", "int32", count, "sum"))
+    with pytest.raises(RunFailedError, match=r"operation=2, sequence=1, block=\d, peer=12"):
+        machine.run(limit_s=20)
 
 
 def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_in_another_call(builds: Builds) -> None:
@@ -97,7 +168,11 @@ MISTAKES: dict[str, tuple[Wire, Change]] = {
     "old flags not wiped": ("flagged", Change(SOURCE, "wipe(x, launch);", ";")),
     "sentinels not put back": (
         "sentinel",
-        Change("packet_wires.cuh", "store_volatile(slot, {kOnes, kOnes});", "(void)slot;"),
+        Change("packet_wires.cuh", "store_volatile(slot, {absent, absent});", "(void)slot;"),
+    ),
+    "a source that goes on before the relays": (
+        "sentinel",
+        Change(SOURCE, "has_c ? worker", "has_c && (!kRelays || x.sources != 0) ? worker"),
     ),
 }
 
@@ -108,6 +183,33 @@ def test_mistake_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
         for _ in range(5):
             run_long(builds, wire, start=2**30 - 1, batches=4, changes=[change], timeout_s=2)
+
+
+ESCAPES = {
+    "not put back": Change(SOURCE, "store_volatile(escape, 0);", ""),
+    "looked at once": Change(SOURCE, "return code == 0 ? 1u << rank : 0u;", "return 0u;"),
+    "left out": Change("packet_wires.cuh", "return kEscapes && (is_special", "return kEscapes && false && (is_special"),
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_mistake_with_escapes_is_seen(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for _ in range(5):
+            run_escapes(builds, changes=[ESCAPES[name]], timeout_s=2)
+
+
+NANS = {
+    "a number changed with them": Change("packet_wires.cuh", "kSign = 1ull << 63", "kSign = 1ull << 32"),
+    "sent as they are": Change("packet_wires.cuh", "packet.second ^= kSign;\n    return", ";\n    return"),
+}
+
+
+@pytest.mark.parametrize("name", NANS)
+def test_mistake_with_nan_is_seen(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for _ in range(5):
+            run_reductions(builds, ("float16", "prod"), changes=[NANS[name]], timeout_s=2)
 
 
 def test_race_is_seen(watched_builds: Builds) -> None:

@@ -145,9 +145,16 @@ def test_movements_around_the_switch_points(comm: mpicomm.Communicator, xp: Any,
     run(comm, xp, [Case(operation, FLOAT32, count, root=comm.size - 1, form="four") for operation in MOVEMENTS])
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize(
+    ("name", "op"),
+    [
+        *((name, "sum") for name in ("float16", "bfloat16", "float32", "float64", "complex64")),
+        *((name, "max") for name in ("bfloat16", "float32", "float64")),
+        ("float32", "prod"),
+    ],
+)
 def test_reductions_in_rank_order_are_bitwise_the_same_on_every_rank_and_for_every_algorithm(
-    comm: mpicomm.Communicator, xp: Any, name: str
+    comm: mpicomm.Communicator, xp: Any, name: str, op: str
 ) -> None:
     dtype = dtype_or_skip(name)
     for count, in_place in itertools.product((1, 3, 4097, 5 * MIB // 4 // dtype.itemsize), (False, True)):
@@ -159,7 +166,7 @@ def test_reductions_in_rank_order_are_bitwise_the_same_on_every_rank_and_for_eve
         for algorithm in promised * 2:
             # Two runs, and two addresses: neither must show.
             case = Case(
-                "Allreduce", dtype, count, "sum", 0, "plain", in_place, algorithm, 8 * (len(digests) % 2), wild=True
+                "Allreduce", dtype, count, op, 0, "plain", in_place, algorithm, 8 * (len(digests) % 2), wild=True
             )
             digests.append(digest([each.result() for each in run(comm, xp, [case])]))
         everyone = MPI.COMM_WORLD.allgather(digests)

@@ -18,14 +18,13 @@ from mpicomm.errors import HandleError, MpicommError, PeerError
 from mpicomm.mappings import Mappings
 from tests.helpers.tuning import row, table
 
-TUNING = table(row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine"), flagless=True))
+TUNING = table(row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine")))
 
 
 class Engine:
     """Prepares what is not to fail, and says with which algorithm and how many exchanges."""
 
     tuning = TUNING
-    has_lines = True
 
     def __init__(self, **failures: MpicommError) -> None:
         self._failures = failures

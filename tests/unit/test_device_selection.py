@@ -21,16 +21,14 @@ from mpicomm.collectives.device_selection import (
 )
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.collectives.signature import Signature
-from mpicomm.collectives.tuning import BUILT_IN
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packets import (
     FEWEST_LAPS,
     SLOT_NBYTES,
-    carried_nbytes,
     flags_can_carry,
     most_workers,
 )
-from mpicomm.kernels.reductions import REDUCTIONS, sentinels_can_carry
+from mpicomm.kernels.reductions import REDUCTIONS
 from tests.helpers.reductions import dtype_named
 from tests.helpers.tuning import row, table
 
@@ -43,19 +41,15 @@ def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
     size: int, nbytes: int, in_step: bool, dtype: str | None
 ) -> None:
     layout = ArenaLayout(size, 64)
-    room = Room(layout.flagged_inbox_nbytes // 2, layout.sentinel_inbox_nbytes, layout.most_lines_nbytes)
-    wire = packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, room)
+    room = Room(layout.flagged_inbox_nbytes // 2, layout.most_inbox_nbytes)
+    wire = packet_wire(size, in_step, nbytes, (dtype, "sum") if dtype else None, room)
     if wire == "flagged":
         assert 0 < nbytes <= room.flagged
         assert dtype is None or flags_can_carry(dtype)
     if wire == "sentinel":
-        assert dtype is not None and sentinels_can_carry(dtype)
         assert in_step or nbytes <= room.sentinel
-    if wire == "lines":
-        without = packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, room._replace(lines=0))
-        assert without == ("flagged" if dtype and nbytes <= room.flagged else None)
-        assert dtype is None or flags_can_carry(dtype)
-        assert in_step or nbytes <= room.lines
+    if wire is None:
+        assert nbytes == 0 or (nbytes > room.sentinel and not in_step)
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -64,16 +58,14 @@ def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
 def test_inboxes_that_are_used_again_hold_enough_steps(size: int, multiprocessors: int, fan_out: bool) -> None:
     layout = ArenaLayout(size, 64)
     for exponent in range(3, 31):
-        for nbytes in (1 << exponent, (1 << exponent) + 16):
+        share = -(-(1 << exponent) // size)
+        for nbytes in (1 << exponent, (1 << exponent) + 16, share, share - share % 16 or 16):
             geometry = geometry_of(-(-nbytes // 16), min(MAX_BLOCKS, multiprocessors), size, fan_out=fan_out)
             inbox = layout.sentinel_inbox_nbytes
             if nbytes > inbox:
                 inbox = layout.large_inbox_nbytes(nbytes)
             assert nbytes <= inbox or inbox // SLOT_NBYTES // geometry.threads >= FEWEST_LAPS
-            inbox = layout.lines_inbox_nbytes(nbytes)
-            fits = nbytes <= carried_nbytes(inbox, "lines")
-            assert fits or inbox // SLOT_NBYTES // geometry.threads >= FEWEST_LAPS
-            assert fits == (nbytes <= layout.most_lines_nbytes)
+            assert (nbytes <= inbox) == (nbytes <= layout.most_inbox_nbytes)
 
 
 @given(units=st.integers(1, 1 << 32), blocks=st.integers(1, MAX_BLOCKS), size=SIZES, fan_out=st.booleans())
@@ -138,26 +130,12 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
     chosen = []
     for rank in range(4):
         exchanges = exchanges_of(operation, rank, count, two_shot=two_shot)
-        ways = choose_ways(exchanges, signature, rank, 4 * count, Room(MIB // 4, 2 * MIB, 7 * MIB), symmetric=symmetric)
+        ways = choose_ways(exchanges, signature, rank, 4 * count, Room(MIB // 4, 8 * MIB), symmetric=symmetric)
         chosen.append([(way.step, way.merged is not None, way.reduction, way.wire, way.direct) for way in ways])
         assert not any(way.direct for way in ways) or symmetric
     assert chosen == [chosen[0]] * 4
     if operation == "Allgather":
-        assert chosen[0][0][-1] == (symmetric and 4 * count > 4 * MIB // 3)
-
-
-def test_a_reduce_of_integers_in_two_hops_needs_lines() -> None:
-    def chosen(asked: str, *, flagless: bool, has_lines: bool, nbytes: int = MIB) -> str:
-        which = {"flagless": flagless, "registered": False, "has_lines": has_lines, "chainable": False}
-        return choose_algorithm(BUILT_IN, asked, "Reduce", nbytes, 4, **which)
-
-    for asked in ("auto", "two_shot"):
-        assert chosen(asked, flagless=True, has_lines=False) == "two_shot"
-        assert chosen(asked, flagless=False, has_lines=True) == "two_shot"
-        assert chosen(asked, flagless=False, has_lines=False, nbytes=0) == "one_shot"
-    assert chosen("auto", flagless=False, has_lines=False) == "one_shot"
-    with pytest.raises(InvalidUsageError, match=r"Reduce is for floats where not all GPUs .* use \"one_shot\""):
-        chosen("two_shot", flagless=False, has_lines=False)
+        assert chosen[0][0][-1] == (symmetric and 4 * count > 4 * MIB)
 
 
 def test_what_goes_along_a_chain() -> None:
@@ -172,10 +150,10 @@ def test_what_goes_along_a_chain() -> None:
 
 
 def test_a_chain_is_chosen_where_it_is_possible() -> None:
-    tuning = table(row("Reduce", 4, (100, "two_shot"), (1000, "chain"), (9000, "copy_engine"), flagless=True))
+    tuning = table(row("Reduce", 4, (100, "two_shot"), (1000, "chain"), (9000, "copy_engine")))
 
     def chosen(asked: str, nbytes: int, *, chainable: bool) -> str:
-        which = {"flagless": True, "registered": False, "has_lines": True, "chainable": chainable}
+        which = {"registered": False, "chainable": chainable}
         return choose_algorithm(tuning, asked, "Reduce", nbytes, 4, **which)
 
     for nbytes, expected in ((99, "one_shot"), (100, "two_shot"), (1000, "chain"), (9000, "copy_engine")):

@@ -7,7 +7,7 @@ import pytest
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.kernels import chain, direct, exchange, local_reduction, packet_chain, packets, sendrecv, team  # noqa: E402
+from mpicomm.kernels import chain, direct, exchange, local_reduction, packets, sendrecv, team  # noqa: E402
 from mpicomm.kernels.chain import ChainArguments, Place  # noqa: E402
 from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
 from mpicomm.kernels.direct import Cut, DirectArguments  # noqa: E402
@@ -17,6 +17,7 @@ from mpicomm.kernels.packets import PacketArguments  # noqa: E402
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for  # noqa: E402
 from mpicomm.kernels.sendrecv import SendrecvArguments, Side  # noqa: E402
 from mpicomm.kernels.team import Faults, Team  # noqa: E402
+from tests.helpers.reductions import SENTINELS  # noqa: E402
 
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
 CAPABILITIES = [(major, minor) for major, minor in [(8, 0), (9, 0), (12, 0)] if 10 * major + minor in SUPPORTED]
@@ -57,8 +58,7 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "packets.cu": {"mpicomm::Packets": PacketArguments},
     "direct.cu": {"mpicomm::Direct": DirectArguments, "mpicomm::Cut": Cut},
     "local_reduction.cu": {"mpicomm::LocalReduction": LocalReductionArguments},
-    "chain.cu": {"mpicomm::Place": Place, "mpicomm::Chunks": ChainArguments},
-    "packet_chain.cu": {"mpicomm::PacketChain": ChainArguments},
+    "chain.cu": {"mpicomm::Place": Place, "mpicomm::Chain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": Side, "mpicomm::Sendrecv": SendrecvArguments},
 }
 CONSTANTS = {
@@ -82,6 +82,8 @@ CONSTANTS = {
         "kOverseers": packets.OVERSEERS,
         "kStages": packets.STAGES,
         "kSlotNbytes": packets.SLOT_NBYTES,
+        "SentinelWire::kAbsent": packets.ABSENT,
+        "SentinelWire::kEscaped": SENTINELS[1],
     },
     "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
     "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
@@ -89,12 +91,7 @@ CONSTANTS = {
         "kChainThreads": chain.CHAIN_THREADS,
         "kChainSlots": chain.CHAIN_SLOTS,
         "kChainSlotNbytes": chain.CHAIN_SLOT_NBYTES,
-    },
-    "packet_chain.cu": {
-        "kPacketChainThreads": packet_chain.PACKET_CHAIN_THREADS,
-        "kPacketChainSlots": packet_chain.PACKET_CHAIN_SLOTS,
-        "kPacketChainSlotNbytes": packet_chain.PACKET_CHAIN_SLOT_NBYTES,
-        "kBatchNbytes": packet_chain.BATCH_NBYTES,
+        "kBatchNbytes": chain.BATCH_NBYTES,
     },
     "sendrecv.cu": {
         "kSendrecvThreads": sendrecv.SENDRECV_THREADS,
@@ -107,6 +104,7 @@ CONSTANTS = {
 
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: Path) -> None:
+    assert SENTINELS[0] == packets.ABSENT
     lines = [f'#include "{name}"']
     lines += [f"static_assert(mpicomm::{constant} == {value});" for constant, value in CONSTANTS[name].items()]
     # NVRTC brings no header that defines offsetof; this is what its compiler makes of it.
@@ -127,7 +125,7 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
     tmp_path: Path, size: int, fan_out: bool, one_step: bool
 ) -> None:
     workers = packets.most_workers(size, fan_out=fan_out, one_step=one_step)
-    variant = packets.packet_kernel(("int32", "sum"), size, "lines", fan_out=fan_out, one_step=one_step)
+    variant = packets.packet_kernel(("int32", "sum"), size, "sentinel", fan_out=fan_out, one_step=one_step)
     source = tmp_path / "check.cu"
     source.write_text(f'#include "packets.cu"\nstatic_assert(mpicomm::kWorkers == {workers});')
     compile_kernel(source, (9, 0), variant.options)

@@ -15,36 +15,34 @@ EVERY_OPERATION = st.sampled_from([*OPERATIONS, "Gather", "Scan", "Alltoallv"])
 MEASURED = (2, 3, 4, 6, 8)  # ranks
 TWO_SHOT_FROM = {
     "Allreduce": {3: 384 * KIB + 1, 4: 256 * KIB + 1, 6: 152 * KIB + 1, 8: 176 * KIB + 1},
-    "Bcast": {3: 512 * KIB, 4: 512 * KIB, 6: 448 * KIB, 8: 384 * KIB},
+    "Bcast": {6: 448 * KIB, 8: 384 * KIB},
     "Reduce": {3: MIB, 4: MIB, 6: 576 * KIB, 8: 448 * KIB},
 }
 CHAIN_FROM = {
-    ("Bcast", True): {size: 8 * size * MIB for size in (3, 4, 6, 8)},
-    ("Reduce", True): {3: 2560 * KIB, 4: 3584 * KIB, 6: 3584 * KIB, 8: 4608 * KIB},
-    ("Reduce", False): dict.fromkeys((3, 4, 6, 8), 128 * MIB),
+    "Bcast": {3: 896 * KIB, 4: 576 * KIB, 6: 1280 * KIB, 8: 2048 * KIB},
+    "Reduce": {3: 2560 * KIB, 4: 3072 * KIB, 6: 3584 * KIB, 8: 4608 * KIB},
 }
 
 
-@pytest.mark.parametrize("flagless", [True, False])
 @pytest.mark.parametrize("size", MEASURED)
 @pytest.mark.parametrize("operation", [*OPERATIONS, "Gather"])
-def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size: int, flagless: bool) -> None:
+def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size: int) -> None:
     begin = TWO_SHOT_FROM.get(operation, {}).get(size, NEVER)
     near = set() if begin == NEVER else {begin - 1, begin, begin + 1}
     for nbytes in {0, 1, *near, *(1 << exponent for exponent in range(22))}:
-        algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=False)
+        if nbytes >= CHAIN_FROM.get(operation, {}).get(size, NEVER):
+            continue
+        algorithm = BUILT_IN.algorithm(operation, nbytes, size, registered=False)
         assert algorithm == ("two_shot" if begin <= nbytes and begin != NEVER else "one_shot"), nbytes
 
 
 @pytest.mark.parametrize("registered", [True, False])
 @pytest.mark.parametrize("size", MEASURED)
-@pytest.mark.parametrize(("operation", "flagless"), CHAIN_FROM)
-def test_chains_begin_where_they_were_measured_to_be_faster(
-    operation: str, flagless: bool, size: int, registered: bool
-) -> None:
-    begin = CHAIN_FROM[operation, flagless].get(size, NEVER)
+@pytest.mark.parametrize("operation", CHAIN_FROM)
+def test_chains_begin_where_they_were_measured_to_be_faster(operation: str, size: int, registered: bool) -> None:
+    begin = CHAIN_FROM[operation].get(size, NEVER)
     for nbytes in (min(begin, 1 << 30) - 1, min(begin, 1 << 40)):
-        algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
+        algorithm = BUILT_IN.algorithm(operation, nbytes, size, registered=registered)
         assert (algorithm == "chain") == (nbytes >= begin)
 
 
@@ -53,7 +51,7 @@ BLOCKS_FROM = {2: 80, 3: 120, 4: 160, 5: 200, 6: 144, 7: 168, 8: 176}  # 5 and 7
 
 @pytest.mark.parametrize(
     ("operation", "size", "begin"),
-    [("Allreduce", 2, 96), ("Allreduce", 3, 160), ("Allreduce", 4, 160), ("Allreduce", 6, 96), ("Allreduce", 8, 120)]
+    [("Allreduce", 2, 96), ("Allreduce", 3, 112), ("Allreduce", 4, 112), ("Allreduce", 6, 96), ("Allreduce", 8, 120)]
     + [("Bcast", 2, 80)]
     + [(operation, *each) for operation in ("Allgather", "Alltoall") for each in BLOCKS_FROM.items()],
 )
@@ -65,23 +63,22 @@ def test_copies_begin_where_they_were_measured_to_be_faster(operation: str, size
 
 @pytest.mark.parametrize(
     ("operation", "size", "begin"),
-    [("Allreduce", 2, 160), ("Allreduce", 3, 192), ("Allreduce", 4, 160), ("Allreduce", 6, 160), ("Allreduce", 8, 192)]
-    + [(operation, size, 96 * size) for operation in ("Allgather", "Alltoall") for size in (2, *range(4, 9))]
+    [("Allreduce", 2, 160), ("Allreduce", 3, 192), ("Allreduce", 4, 176), ("Allreduce", 6, 160), ("Allreduce", 8, 192)]
+    + [(operation, size, 80 * size) for operation in ("Allgather", "Alltoall") for size in range(4, 9)]
+    + [(operation, 2, 192) for operation in ("Allgather", "Alltoall")]
+    + [(operation, 3, 224) for operation in ("Allgather", "Alltoall", "Gather", "Scatter")]
     + [
-        ("Allgather", 3, 352),
-        ("Alltoall", 3, 352),
         ("Bcast", 2, 144),
         ("Bcast", 3, None),
         ("Gather", 2, 224),
-        ("Gather", 3, None),
         ("Reduce", 2, 160),
         ("Reduce_scatter_block", 2, 240),
         ("Reduce_scatter_block", 4, 240),
         ("Reduce_scatter_block", 8, 176),
         ("Reduce", 4, None),
         ("Scatter", 2, 224),
-        ("Gather", 4, 384),
-        ("Scatter", 4, 384),
+        ("Gather", 4, 320),
+        ("Scatter", 4, 320),
     ],
 )
 def test_copies_into_ordinary_memory_begin_later(operation: str, size: int, begin: int | None) -> None:
@@ -91,28 +88,17 @@ def test_copies_into_ordinary_memory_begin_later(operation: str, size: int, begi
         assert (chosen(BUILT_IN, nbytes, size, operation, registered=False) == "copy_engine") == copies
 
 
-@pytest.mark.parametrize(("operation", "begin"), [("Allreduce", 96), ("Reduce", 160), ("Reduce_scatter_block", 144)])
-def test_copies_save_more_where_packets_have_flags(operation: str, begin: int) -> None:
-    for nbytes in (begin * MIB - KIB, begin * MIB):
-        algorithm = BUILT_IN.algorithm(operation, nbytes, 2, flagless=False, registered=False)
-        assert algorithm == ("copy_engine" if nbytes == begin * MIB else "one_shot")
-
-
-@pytest.mark.parametrize("flagless", [True, False])
 @pytest.mark.parametrize("size", range(2, 9))
-def test_below_the_copies_a_symmetric_output_changes_nothing(size: int, flagless: bool) -> None:
+def test_below_the_copies_a_symmetric_output_changes_nothing(size: int) -> None:
     for operation in OPERATIONS:
         for nbytes in (1 << exponent for exponent in range(26)):
-            both = {
-                BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
-                for registered in (False, True)
-            }
+            both = {BUILT_IN.algorithm(operation, nbytes, size, registered=registered) for registered in (False, True)}
             assert len(both) == 1, (operation, nbytes)
 
 
-@given(EVERY_OPERATION, st.integers(0, 1 << 40), st.integers(1, 8), st.booleans(), st.booleans())
-def test_what_is_built_in_is_possible(operation: str, nbytes: int, size: int, flagless: bool, registered: bool) -> None:
-    algorithm = BUILT_IN.algorithm(operation, nbytes, size, flagless=flagless, registered=registered)
+@given(EVERY_OPERATION, st.integers(0, 1 << 40), st.integers(1, 8), st.booleans())
+def test_what_is_built_in_is_possible(operation: str, nbytes: int, size: int, registered: bool) -> None:
+    algorithm = BUILT_IN.algorithm(operation, nbytes, size, registered=registered)
     assert algorithm in algorithms_of(operation)
     assert algorithm != "ring"
 
@@ -128,7 +114,7 @@ def test_what_each_operation_can_be_carried_out_with() -> None:
 
 
 def test_more_ranks_than_measured_take_scaled_bounds() -> None:
-    measured = table(row("Allreduce", 3, (MIB, "two_shot"), (96 * MIB, "copy_engine"), flagless=True, registered=True))
+    measured = table(row("Allreduce", 3, (MIB, "two_shot"), (96 * MIB, "copy_engine"), registered=True))
     # Between 5 ranks twice as much is sent in one hop, and a copy is 3/5 of the size.
     for nbytes, algorithm in (
         (MIB // 2 - 1, "one_shot"),
@@ -141,9 +127,9 @@ def test_more_ranks_than_measured_take_scaled_bounds() -> None:
 
 def test_the_nearest_row_below_counts() -> None:
     measured = table(
-        row("Allreduce", 2, (100, "ring"), flagless=True),
-        row("Allreduce", 4, (100, "two_shot"), flagless=True),
-        row("Allreduce", 6, (100, "copy_engine"), flagless=True),
+        row("Allreduce", 2, (100, "ring")),
+        row("Allreduce", 4, (100, "two_shot")),
+        row("Allreduce", 6, (100, "copy_engine")),
     )
     found = [chosen(measured, NEVER, size) for size in range(2, 9)]
     # Two ranks are a case of their own.
@@ -151,16 +137,8 @@ def test_the_nearest_row_below_counts() -> None:
 
 
 def test_a_symmetric_output_takes_the_row_of_any_output_where_it_has_none() -> None:
-    measured = table(row("Allreduce", 4, (100, "two_shot"), flagless=True))
+    measured = table(row("Allreduce", 4, (100, "two_shot")))
     assert chosen(measured, 100, 4, registered=True) == "two_shot"
-    assert measured.algorithm("Allreduce", 100, 4, flagless=False, registered=True) == "one_shot"
-
-
-def test_where_nothing_is_reduced_the_type_makes_no_difference() -> None:
-    for flagless in (True, False):
-        measured = table(row("Bcast", 4, (100, "two_shot"), flagless=flagless))
-        for asked in (True, False):
-            assert measured.algorithm("Bcast", 100, 4, flagless=asked, registered=False) == "two_shot"
 
 
 def test_rows_are_replaced_by_those_for_the_same() -> None:
@@ -170,38 +148,36 @@ def test_rows_are_replaced_by_those_for_the_same() -> None:
 
 
 def test_another_table_stands_in_where_there_is_no_row() -> None:
-    own = table(row("Allreduce", 3, (100, "ring"), flagless=True))
+    own = table(row("Allreduce", 3, (100, "ring")))
     both = own.completed(BUILT_IN)
     assert both.source == "here; for the rest built in, measured on H200s"
     assert [chosen(both, NEVER, size) for size in (2, 3, 4, 8)] == ["copy_engine", "ring", "ring", "ring"]
     assert chosen(both, NEVER, 4, registered=True) == "ring"
-    assert chosen(both, 512 * KIB, 4, "Bcast") == "two_shot"
+    assert chosen(both, MIB, 4, "Bcast") == "chain"
     assert BUILT_IN.completed(own) == BUILT_IN
 
 
 def test_a_table_without_an_algorithm() -> None:
     measured = table(
         row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine")),
-        Row(Kind("Bcast", False, False), 3, ((0, "copy_engine"),)),
+        Row(Kind("Bcast", False), 3, ((0, "copy_engine"),)),
     )
     found = measured.without("copy_engine")
-    assert found == table(
-        row("Allreduce", 3, (100, "two_shot")), Row(Kind("Bcast", False, False), 3, ((0, "one_shot"),))
-    )
+    assert found == table(row("Allreduce", 3, (100, "two_shot")), Row(Kind("Bcast", False), 3, ((0, "one_shot"),)))
     assert found.without("copy_engine") == found
     assert not any(name == "copy_engine" for each in BUILT_IN.without("copy_engine").rows for _, name in each.choices)
 
 
 def test_a_description_has_a_line_for_what_is_the_same() -> None:
     rows = (
-        row("Allreduce", 4, (256 * KIB + 1, "two_shot"), (160 * MIB, "copy_engine"), flagless=True, registered=True),
+        row("Allreduce", 4, (256 * KIB + 1, "two_shot"), (160 * MIB, "copy_engine"), registered=True),
         row("Allreduce", 4),
         row("Bcast", 4, (100, "two_shot")),
         row("Bcast", 3, (100, "two_shot")),
     )
     assert table(*rows).describe() == [
         "here",
-        "Allreduce, floats, symmetric output, 4 ranks: one_shot, two_shot from 256 KiB, copy_engine from 160 MiB",
-        "Allreduce, other types, 4 ranks: one_shot",
+        "Allreduce, symmetric output, 4 ranks: one_shot, two_shot from 256 KiB, copy_engine from 160 MiB",
+        "Allreduce, 4 ranks: one_shot",
         "Bcast, 3, 4 ranks: one_shot, two_shot from 0.09766 KiB",
     ]

@@ -37,7 +37,6 @@ def tables(draw: st.DrawFn) -> Tuning:
     rows = []
     for operation in OPERATIONS:
         for registered in (False, True):
-            flagless = draw(st.booleans())
             legal = algorithms_of(operation)
             names = st.sampled_from(legal)
             for size in draw(st.sets(SIZES, max_size=2)):
@@ -46,7 +45,7 @@ def tables(draw: st.DrawFn) -> Tuning:
                 times = st.dictionaries(st.integers(1), st.dictionaries(names, time_us), max_size=2)
                 measured = st.builds(Measured, st.text(), st.text(), st.text(), times)
                 choices = tuple((begin, draw(names)) for begin in begins)
-                kind = kind_of(operation, flagless=flagless, registered=registered)
+                kind = kind_of(operation, registered=registered)
                 rows.append(Row(kind, size, choices, draw(st.none() | measured)))
     return Tuning("", (), draw(st.text())).updated(rows)
 
@@ -68,7 +67,7 @@ def document() -> dict[str, Any]:
     times = {KIB: {"one_shot": 3.2, "two_shot": 4.5}, 2 * KIB: {"one_shot": 6.5}}
     measured = Measured("2026-11-20T00:00:00+00:00", "0.1.0", "float32", times)
     choices = ((0, "one_shot"), (KIB, "two_shot"), (MIB, "copy_engine"))
-    return table(Row(Kind("Allreduce", True, True), 4, choices, measured), row("Bcast", 4, (MIB, "two_shot"))).to_json()
+    return table(Row(Kind("Allreduce", True), 4, choices, measured), row("Bcast", 4, (MIB, "two_shot"))).to_json()
 
 
 def put(*keys: Any) -> Callable[[Any], Any]:
@@ -107,8 +106,8 @@ FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
         (lambda whole: [whole], "the whole", "it must be an object"),
         (lambda whole: 7, "the whole=7", "it must be an object"),
         (without("format"), "the whole", 'it lacks "format"'),
-        (put("format", 2), "format=2", "this mpicomm reads format 1"),
-        (put("format", "1"), "format='1'", "this mpicomm reads format 1"),
+        (put("format", 1), "format=1", "this mpicomm reads format 2"),
+        (put("format", "2"), "format='2'", "this mpicomm reads format 2"),
         (put("device", None), "device=None", "it must be text"),
         (put("rows", {}), "rows", "it must be a list"),
         (put("rows", 0, 7), "rows[0]=7", "it must be an object"),
@@ -119,7 +118,6 @@ FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
         (put(*FIRST, "ranks", 1), "rows[0].ranks=1", "it must be a whole number from 2 up"),
         (put(*FIRST, "ranks", 4.0), "rows[0].ranks=4.0", "it must be a whole number from 2 up"),
         (put(*FIRST, "ranks", True), "rows[0].ranks=True", "it must be a whole number from 2 up"),
-        (put(*FIRST, "flagless", 1), "rows[0].flagless=1", "it must be true or false"),
         (put(*FIRST, "registered", "yes"), "rows[0].registered='yes'", "it must be true or false"),
         (put("rows", 0, "operation", "Gather"), "rows[0].choices[1].algorithm='two_shot'", "use one of one_shot, "),
         (put("rows", 1, "operation", "Alltoall"), "rows[1].choices[1].algorithm='two_shot'", "use one of one_shot, "),
@@ -216,7 +214,7 @@ def write(path: Path, *rows: Row) -> Path:
     return path
 
 
-MINE = row("Allreduce", 4, (100, "ring"), flagless=True)
+MINE = row("Allreduce", 4, (100, "ring"))
 
 
 def test_without_a_file_it_is_the_one_built_in(cache: Path) -> None:
@@ -228,7 +226,7 @@ def test_the_file_for_this_device_is_found(cache: Path) -> None:
     assert tuning.default_file(GPU) == path
     found = find(GPU)
     assert chosen(found, 100, 4) == "ring"
-    assert chosen(found, MIB, 4, "Bcast") == "two_shot"
+    assert chosen(found, MIB, 4, "Bcast") == "chain"
     assert found.describe()[0] == f"{path} (NVIDIA H200); for the rest built in, measured on H200s"
     assert find("NVIDIA H100 80GB HBM3") is BUILT_IN
     assert tuning.default_file("NVIDIA H100 80GB HBM3") == cache / "tuning-nvidia-h100-80gb-hbm3.json"
@@ -236,10 +234,10 @@ def test_the_file_for_this_device_is_found(cache: Path) -> None:
 
 def test_a_file_that_is_named_wins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(cache / "tuning-nvidia-h200.json", MINE)
-    named = write(cache / "named.json", row("Allreduce", 4, (100, "two_shot"), flagless=True))
+    named = write(cache / "named.json", row("Allreduce", 4, (100, "two_shot")))
     monkeypatch.setenv("MPICOMM_TUNING", str(named))
     assert chosen(find(GPU), 100, 4) == "two_shot"
-    assert chosen(find(GPU), MIB, 4, "Bcast") == "two_shot"
+    assert chosen(find(GPU), MIB, 4, "Bcast") == "chain"
     monkeypatch.setenv("MPICOMM_TUNING", "")
     assert chosen(find(GPU), 100, 4) == "ring"
     monkeypatch.setenv("MPICOMM_TUNING", "off")

@@ -34,7 +34,6 @@
 constexpr int warpSize = 32;
 
 #define MPICOMM_YIELD() ::cpu::yield()
-#define MPICOMM_SYNC_WARP() ::__syncwarp()
 
 using dim3 = cpu::Index;
 
