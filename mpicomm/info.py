@@ -7,13 +7,14 @@ import dataclasses
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from mpicomm import command_line
+from mpicomm.backend.base import Link, slowest_gb_s
 from mpicomm.collectives import tuning
 from mpicomm.communicator import Communicator
 from mpicomm.cuda_aware import query_cuda_aware
@@ -24,21 +25,22 @@ _FILE_WIDTH = 1000  # nothing is folded where no terminal sets the width; a tabl
 
 def collect(comm: Communicator) -> dict[str, Any]:
     """Return all there is to show, ready for JSON. Collective."""
-    record = command_line.rank_record(comm.describe())
+    here = comm.describe()
+    record = command_line.rank_record(here)
     record["environment"] = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("MPICOMM_")}
     return {
         "ranks": comm.allgather(record),
         "processor": command_line.processor(),
         "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
-        "tuning": algorithms(comm.describe().device_name) if comm.device != "cpu" else [],
+        "tuning": algorithms(here.device_name, here.links) if comm.device != "cpu" else [],
         "versions": command_line.versions(),
     }
 
 
-def algorithms(device_name: str) -> list[str]:
-    """Return what collectives on GPU arrays choose, or why they cannot."""
+def algorithms(device_name: str, links: Iterable[Link]) -> list[str]:
+    """Return what collectives on GPU arrays choose where the first rank has these links, or why they cannot."""
     try:
-        return tuning.find(device_name).describe()
+        return tuning.find(device_name, lambda: slowest_gb_s(links)).describe()
     except InvalidUsageError as error:
         return [str(error)]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -24,6 +24,13 @@ class Link:
     """Whether the driver says that one device can address the other's memory."""
     native_atomics: bool | None = None
     """Whether atomics on the peer's memory are carried out by the link."""
+    gb_s: float | None = None
+    """What it carries each way by its standard, in GB/s."""
+
+
+def slowest_gb_s(links: Iterable[Link]) -> float | None:
+    """Return what the slowest of the links carries; None where nothing is known of any."""
+    return min((link.gb_s for link in links if link.gb_s is not None), default=None)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import ctypes
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import cupy
@@ -25,7 +26,7 @@ from mpicomm.backend.cuda_faults import Calls, FaultPage
 from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
 from mpicomm.backend.cuda_order import StreamOrder
 from mpicomm.backend.cuda_side_streams import SideStreams
-from mpicomm.backend.nvml_links import nvml_link
+from mpicomm.backend.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
 from mpicomm.backend.streams import resolve_stream
 from mpicomm.descriptor import Descriptor
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
@@ -325,14 +326,22 @@ class CudaBackend:
             return CudaEvent(self._context, call(driver.cuIpcOpenEventHandle, handle))
 
     def link(self, device: bytes, kind: Kind) -> Link:
-        """Say how this GPU reaches memory of the one with that UUID; NVML knows those this process does not see."""
+        """Say how this GPU reaches memory of the one with that UUID."""
         if kind == "staged":
-            return Link("staged")
+            return Link("staged", gb_s=pcie_gb_s(self.info.uuid, device))
         if device == self.info.uuid:
             return Link("same device", access=True, native_atomics=True)
+        link = self._peer_link(device)
+        if link.path == "NVLink":
+            return replace(link, gb_s=nvlink_gb_s(self.info.uuid, device))
+        if link.path == "PCIe":
+            return replace(link, gb_s=pcie_gb_s(self.info.uuid, device))
+        return link
+
+    def _peer_link(self, device: bytes) -> Link:
         peers = [other for other in self._devices if other.uuid == device]
         if not peers:
-            return nvml_link(self.info.uuid, device)
+            return nvml_link(self.info.uuid, device)  # which knows those that this process does not see
         attribute = driver.CUdevice_P2PAttribute
         rank, access, atomics = (
             call(driver.cuDeviceGetP2PAttribute, what, self._ordinal, peers[0].ordinal)

@@ -12,6 +12,7 @@ from weakref import WeakSet
 import cupy
 from cupy.cuda import runtime
 
+from mpicomm.backend.base import slowest_gb_s
 from mpicomm.backend.cuda import CudaBackend
 from mpicomm.backend.cuda_driver import DriverShutDownError
 from mpicomm.backend.cuda_order import Enqueue
@@ -78,13 +79,19 @@ class DeviceEngine:
             lambda: (
                 backend.multiprocessors,
                 backend.total_nbytes,
-                tuning.find(backend.info.name) if node.rank == 0 else None,
                 backend.info.uuid,
             ),
         )
         smallest = min(multiprocessors for multiprocessors, *_ in told)
-        most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, *_ in told) // _STAGED_PART)
-        found = told[0][2]
+        most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, _ in told) // _STAGED_PART)
+
+        def link_gb_s() -> float | None:
+            return slowest_gb_s(backend.link(uuid, kind) for *_, uuid in told[1:])
+
+        def find() -> Tuning | None:
+            return tuning.find(backend.info.name, link_gb_s) if node.rank == 0 else None
+
+        found = node.exchange("collectives: table", find)[0]
         assert found is not None
         self.tuning: Tuning = found
         """The table of the first rank, which all go by."""
@@ -102,6 +109,7 @@ class DeviceEngine:
             node.size,
             self._arena,
             most_staged_nbytes,
+            self.tuning.link_speed,
             ChannelPlanner(team, layout),
             PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early),
             DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),

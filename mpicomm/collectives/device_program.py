@@ -63,6 +63,8 @@ class Planners:
     arena: Arena
     most_staged_nbytes: int
     """Of memory on each rank, at most, that copy engines bring what comes from the others to."""
+    link_speed: float
+    """See `Tuning.link_speed`."""
     channels: ChannelPlanner
     packets: PacketPlanner
     direct: DirectPlanner
@@ -118,6 +120,7 @@ class Program:
                 arena.most_inbox_nbytes,
             ),
             symmetric=self._memory is not None,
+            link_speed=self._planners.link_speed,
             algorithm=self._algorithm,
         )
 

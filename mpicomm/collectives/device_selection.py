@@ -91,11 +91,13 @@ def choose_ways(
     room: Room,
     *,
     symmetric: bool,
+    link_speed: float = 1.0,
     algorithm: str = "one_shot",
 ) -> list[Way]:
     """Return how a collective's exchanges, those of ``algorithm``, are carried out, on all ranks alike.
 
-    ``nbytes`` is the most that one rank sends to another; ``symmetric`` is whether the output is symmetric memory.
+    ``nbytes`` is the most that one rank sends to another; ``symmetric`` is whether the output is symmetric memory;
+    ``link_speed`` scales the sizes that were measured on H200s, as `Tuning.scaled` does.
     Raises `InvalidUsageError` for a reduction that is not defined.
     """
     operation, ways, pending = signature.operation, [], list(enumerate(exchanges))
@@ -114,8 +116,9 @@ def choose_ways(
             in_step = keeps_step(operation, exchange, following)
             # What a Reduce_scatter moves, it moves on the rank itself: no inboxes need to be set up for that.
             alone = reduction is None and operation.startswith("Reduce_scatter") and nbytes > room.flagged
-            if not alone and not (direct and nbytes > _most_copied_nbytes(len(exchange.sends))):
-                wire = packet_wire(len(exchange.sends), in_step, nbytes, reduction, room)
+            if not alone and not (direct and nbytes > _most_copied_nbytes(len(exchange.sends)) * link_speed):
+                most = _most_flagged_nbytes(len(exchange.sends), in_step, reduces=reduction is not None) * link_speed
+                wire = packet_wire(in_step, nbytes, reduction, room, most)
         merged = following if wire is not None or reduction is None else None  # exchange.cu relays what it moves alone
         if merged is not None:
             pending.pop(0)
@@ -160,16 +163,16 @@ def keeps_step(operation: str, exchange: Exchange, following: Exchange | None) -
     return (max(counts) - min(counts)) * exchange.dtype.itemsize <= _EVEN_NBYTES
 
 
-def packet_wire(size: int, in_step: bool, nbytes: int, reduction: tuple[str, str] | None, room: Room) -> Wire | None:
-    """Return how packets.cu carries out an exchange between ``size`` ranks; None if exchange.cu does.
+def packet_wire(
+    in_step: bool, nbytes: int, reduction: tuple[str, str] | None, room: Room, most_flagged_nbytes: float
+) -> Wire | None:
+    """Return how packets.cu carries out an exchange; None if exchange.cu does.
 
-    ``nbytes`` is the most that one rank sends to another. With ``in_step`` all send and take at the same pace, so that
-    inboxes can be used again within one launch.
+    ``nbytes`` is the most that one rank sends to another; up to ``most_flagged_nbytes`` LL packets are faster than
+    others. With ``in_step`` all send and take at the same pace, so that inboxes can be used again within one launch.
     """
     if nbytes == 0:
         return None
-    if reduction is None or flags_can_carry(reduction[0]):
-        most = _most_flagged_nbytes(size, in_step, reduces=reduction is not None)
-        if nbytes <= min(room.flagged, most):
-            return "flagged"
+    if (reduction is None or flags_can_carry(reduction[0])) and nbytes <= min(room.flagged, most_flagged_nbytes):
+        return "flagged"
     return "sentinel" if nbytes <= room.sentinel or in_step else None

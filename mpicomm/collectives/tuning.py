@@ -7,7 +7,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,8 @@ _ALGORITHMS = {
 OPERATIONS = tuple(_ALGORITHMS)
 """The operations that have more than one algorithm."""
 _FORMAT = 2
+_BUILT_IN_LINK_GB_S = 478.0
+"""What the links of an H200 carry each way: 18 NVLinks of 26.6 GB/s."""
 _KIB, _MIB = 1 << 10, 1 << 20
 
 
@@ -103,6 +105,8 @@ class Tuning:
     rows: tuple[Row, ...]
     device: str
     """Name of the GPUs that it was measured on."""
+    link_speed: float = 1.0
+    """Of the slowest link between the ranks, by that of the links that what is built in was measured on."""
 
     def algorithm(self, operation: str, nbytes: int, size: int, *, registered: bool) -> str:
         """Return the algorithm for a call of ``nbytes`` in all, as `Call.nbytes` counts, between ``size`` ranks. Local.
@@ -137,6 +141,20 @@ class Tuning:
             begins = {0: "one_shot", **{begin: name for begin, name in row.choices if name != algorithm}}
             rows.append(replace(row, choices=tuple(begins.items())))
         return replace(self, rows=tuple(rows))
+
+    def scaled(self, link_gb_s: float) -> Tuning:
+        """Return the table for links of this bandwidth, of which it was not measured on any.
+
+        The model: what an algorithm costs more than another to begin with is a time that launches and barriers take,
+        and is as long anywhere; what it saves is time on the links. So bounds are larger the faster the links are.
+        """
+        speed = link_gb_s / _BUILT_IN_LINK_GB_S
+        rows = [
+            replace(row, choices=tuple((round(begin * speed), name) for begin, name in row.choices))
+            for row in self.rows
+        ]
+        source = f"{self.source}, scaled to links of {link_gb_s:.3g} GB/s"
+        return replace(self, source=source, rows=tuple(rows), link_speed=speed)
 
     def describe(self) -> list[str]:
         """Return the table for a person to read, ranks with the same choices on one line."""
@@ -228,20 +246,21 @@ def _built_in() -> Tuning:
 BUILT_IN = _built_in()
 
 
-def find(device_name: str) -> Tuning:
+def find(device_name: str, link_gb_s: Callable[[], float | None]) -> Tuning:
     """Return the table for GPUs of this name: a file's, completed by what is built in, or that alone. Local.
 
     The file is the one that MPICOMM_TUNING names ("off" for none), which has to be there, else the `default_file`, if
-    it is there. Raises as `load`.
+    it is there. What is built in is `scaled` for other GPUs than it was measured on: ``link_gb_s`` is asked then what
+    the slowest link between them carries each way, and may not know. Raises as `load`.
     """
+    bandwidth = None if device_name == BUILT_IN.device else link_gb_s()
+    built_in = BUILT_IN if bandwidth is None else BUILT_IN.scaled(bandwidth)
     named = environment.tuning()
-    if named == "off":
-        return BUILT_IN
-    if named:
-        return load(Path(named)).completed(BUILT_IN)
-    path = default_file(device_name)
+    path = Path(named) if named else default_file(device_name)
     # To Path.exists a home that belongs to somebody else is an error.
-    return load(path).completed(BUILT_IN) if path is not None and os.access(path, os.F_OK) else BUILT_IN
+    if named == "off" or path is None or not (named or os.access(path, os.F_OK)):
+        return built_in
+    return replace(load(path).completed(built_in), link_speed=built_in.link_speed)
 
 
 def default_file(device_name: str) -> Path | None:

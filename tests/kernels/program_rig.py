@@ -93,6 +93,7 @@ class ProgramRig:
                     self.size,
                     arena_here,
                     MOST_STAGED_NBYTES,
+                    1.0,
                     ChannelPlanner(team, layout),
                     PacketPlanner(team, arena_here, BLOCKS),  # type: ignore[arg-type]
                     DirectPlanner(team, layout, BLOCKS, chunk_nbytes=4096),

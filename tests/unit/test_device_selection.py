@@ -13,6 +13,7 @@ from mpicomm.collectives.device_arena import ArenaLayout
 from mpicomm.collectives.device_packets import MAX_BLOCKS, geometry_of
 from mpicomm.collectives.device_selection import (
     Room,
+    Way,
     can_chain,
     choose_algorithm,
     choose_ways,
@@ -33,18 +34,24 @@ from tests.helpers.reductions import dtype_named
 from tests.helpers.tuning import row, table
 
 SIZES = st.integers(2, 8)
-MIB = 1 << 20
+KIB, MIB = 1 << 10, 1 << 20
 
 
-@given(size=SIZES, nbytes=st.integers(0, 1 << 34), in_step=st.booleans(), dtype=st.sampled_from([None, *REDUCTIONS]))
+@given(
+    size=SIZES,
+    nbytes=st.integers(0, 1 << 34),
+    in_step=st.booleans(),
+    dtype=st.sampled_from([None, *REDUCTIONS]),
+    flagged=st.floats(0, 1 << 34),
+)
 def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
-    size: int, nbytes: int, in_step: bool, dtype: str | None
+    size: int, nbytes: int, in_step: bool, dtype: str | None, flagged: float
 ) -> None:
     layout = ArenaLayout(size, 64)
     room = Room(layout.flagged_inbox_nbytes // 2, layout.most_inbox_nbytes)
-    wire = packet_wire(size, in_step, nbytes, (dtype, "sum") if dtype else None, room)
+    wire = packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, room, flagged)
     if wire == "flagged":
-        assert 0 < nbytes <= room.flagged
+        assert 0 < nbytes <= min(room.flagged, flagged)
         assert dtype is None or flags_can_carry(dtype)
     if wire == "sentinel":
         assert in_step or nbytes <= room.sentinel
@@ -136,6 +143,22 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
     assert chosen == [chosen[0]] * 4
     if operation == "Allgather":
         assert chosen[0][0][-1] == (symmetric and 4 * count > 4 * MIB)
+
+
+@pytest.mark.parametrize("link_speed", [0.1, 1, 1.5])
+def test_sizes_are_scaled_by_the_speed_of_the_links(link_speed: float) -> None:
+    signature = Signature("Allgather", "int32", 1)
+
+    def way(nbytes: float) -> Way:
+        exchanges = exchanges_of("Allgather", 0, int(nbytes) // 4, two_shot=False)
+        room = Room(1 << 40, 1 << 40)
+        (found,) = choose_ways(exchanges, signature, 0, int(nbytes), room, symmetric=True, link_speed=link_speed)
+        return found
+
+    assert way(32 * KIB * link_speed).wire == "flagged"
+    assert way(32 * KIB * link_speed + 8).wire == "sentinel"
+    assert way(4 * MIB * link_speed).wire == "sentinel"
+    assert way(4 * MIB * link_speed + 8).direct
 
 
 def test_what_goes_along_a_chain() -> None:

@@ -119,10 +119,10 @@ def test_the_library_that_is_asked_is_the_one_that_is_loaded() -> None:
 
 def test_algorithms_that_collectives_on_gpus_choose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOMM_TUNING", "off")
-    source, *choices = algorithms("NVIDIA H200")
+    source, *choices = algorithms("NVIDIA H200", [])
     assert source.startswith("built in")
     assert any(choice.startswith("Allreduce, ") and "two_shot from" in choice for choice in choices)
     assert all(": " in choice for choice in choices)
     monkeypatch.setenv("MPICOMM_TUNING", str(tmp_path / "none"))
-    (refusal,) = algorithms("NVIDIA H200")
+    (refusal,) = algorithms("NVIDIA H200", [])
     assert str(tmp_path / "none") in refusal

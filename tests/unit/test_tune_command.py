@@ -272,7 +272,7 @@ subjects.algorithms_of = lambda operation: ("one_shot", "two_shot", "magic")
 RANK = command_line.MPI.COMM_WORLD.rank
 allreduce = mpicomm.Communicator.Allreduce
 def changed(self, send, receive, *args, **options):
-    find("this")  # as the engine for GPUs does
+    find("this", lambda: None)  # as the engine for GPUs does
     allreduce(self, send, receive, *args, **options)
     {code}
 mpicomm.Communicator.Allreduce = changed

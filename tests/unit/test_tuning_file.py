@@ -22,7 +22,6 @@ from mpicomm.collectives.tuning import (
     Row,
     Tuning,
     algorithms_of,
-    find,
     kind_of,
     load,
 )
@@ -215,6 +214,11 @@ def write(path: Path, *rows: Row) -> Path:
 
 
 MINE = row("Allreduce", 4, (100, "ring"))
+OTHER = "NVIDIA H100 80GB HBM3"
+
+
+def find(device_name: str, link_gb_s: float | None = None) -> Tuning:
+    return tuning.find(device_name, lambda: link_gb_s)
 
 
 def test_without_a_file_it_is_the_one_built_in(cache: Path) -> None:
@@ -228,8 +232,8 @@ def test_the_file_for_this_device_is_found(cache: Path) -> None:
     assert chosen(found, 100, 4) == "ring"
     assert chosen(found, MIB, 4, "Bcast") == "chain"
     assert found.describe()[0] == f"{path} (NVIDIA H200); for the rest built in, measured on H200s"
-    assert find("NVIDIA H100 80GB HBM3") is BUILT_IN
-    assert tuning.default_file("NVIDIA H100 80GB HBM3") == cache / "tuning-nvidia-h100-80gb-hbm3.json"
+    assert find(OTHER) is BUILT_IN
+    assert tuning.default_file(OTHER) == cache / "tuning-nvidia-h100-80gb-hbm3.json"
 
 
 def test_a_file_that_is_named_wins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +246,31 @@ def test_a_file_that_is_named_wins(cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert chosen(find(GPU), 100, 4) == "ring"
     monkeypatch.setenv("MPICOMM_TUNING", "off")
     assert find(GPU) is BUILT_IN
+
+
+def test_for_other_gpus_what_is_built_in_is_scaled_by_their_links(cache: Path) -> None:
+    scaled = find(OTHER, 239)
+    assert scaled.source == "built in, measured on H200s, scaled to links of 239 GB/s"
+    assert scaled.link_speed == 0.5
+    for mine, theirs in zip(scaled.rows, BUILT_IN.rows, strict=True):
+        assert (mine.kind, mine.size, mine.measured) == (theirs.kind, theirs.size, None)
+        assert [name for _, name in mine.choices] == [name for _, name in theirs.choices]
+        for (begin, _), (other, _) in zip(mine.choices, theirs.choices, strict=True):
+            assert abs(begin - other / 2) <= 0.5
+    assert find(OTHER) is BUILT_IN  # nothing is known of the links
+
+
+def test_what_was_measured_is_not_scaled(cache: Path) -> None:
+    def nobody_asks() -> float:
+        raise AssertionError
+
+    assert tuning.find(GPU, nobody_asks) is BUILT_IN
+    write(cache / "tuning-nvidia-h100-80gb-hbm3.json", MINE)
+    found = find(OTHER, 47.8)
+    assert MINE in found.rows
+    assert found.link_speed == pytest.approx(0.1)
+    assert chosen(found, 58 * KIB, 4, "Bcast") == "chain"  # from 57.6 KiB on
+    assert chosen(found, 57 * KIB, 4, "Bcast") == "one_shot"
 
 
 @pytest.mark.parametrize("name", ["missing.json", "."])
