@@ -67,7 +67,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 
     paths = _table("Paths to memory (row: rank, column: peer)", "rank", *map(str, range(len(ranks))), "handle")
     for info in ranks:
-        paths.add_row(str(info["rank"]), *(link["path"] for link in info["links"]), info["handle"])
+        paths.add_row(str(info["rank"]), *map(_path, info["links"]), info["handle"])
 
     result = [where, paths]
     for title, name, key in (
@@ -102,6 +102,11 @@ def _table(title: str, *columns: str) -> Table:
     for column in columns:
         table.add_column(column, overflow="fold")
     return table
+
+
+def _path(link: Mapping[str, Any]) -> str:
+    carries = "" if link["gb_s"] is None else f" {link['gb_s']:.3g} GB/s"
+    return f"{link['path']}{carries}"
 
 
 def _cell(value: object) -> str:

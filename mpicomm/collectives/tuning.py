@@ -143,7 +143,7 @@ class Tuning:
         return replace(self, rows=tuple(rows))
 
     def scaled(self, link_gb_s: float) -> Tuning:
-        """Return the table for links of this bandwidth, of which it was not measured on any.
+        """Return the table for other links than it was measured on, which carry so much each way.
 
         The model: what an algorithm costs more than another to begin with is a time that launches and barriers take,
         and is as long anywhere; what it saves is time on the links. So bounds are larger the faster the links are.

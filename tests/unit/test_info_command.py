@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -11,10 +12,11 @@ import mpi4py
 import numpy as np
 import pytest
 from mpi4py import MPI
+from rich.console import Console
 
 import mpicomm
 from mpicomm import cuda_aware
-from mpicomm.info import algorithms
+from mpicomm.info import algorithms, tables
 from tests.helpers.mpiexec import run_job
 
 INFO = ("-m", "mpicomm.info", "--device", "cpu")
@@ -46,6 +48,17 @@ def test_tables_for_people() -> None:
     assert job.stdout.count("host memory") == 3 * 2
     assert job.stdout.count("MPICOMM_TIMEOUT") == 1
     assert "MPI is CUDA-aware" in job.stdout
+
+
+def test_paths_show_what_they_carry() -> None:
+    found = json.loads(run_job(2, *INFO, "--json").stdout)
+    assert found["ranks"][1]["links"][0]["gb_s"] is None
+    found["ranks"][0]["links"][1].update(path="NVLink", gb_s=478.116)
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(tables(found)[1])
+    assert "NVLink 478 GB/s" in captured.get()
+    assert captured.get().count("GB/s") == 1
 
 
 def test_a_wrong_variable_is_said_once() -> None:
