@@ -14,8 +14,6 @@ from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange, Reduction, Span
 from mpicomm.kernels.exchange import (
     PACKET_NBYTES,
-    RELAY_CHUNK_NBYTES,
-    RELAY_LAG,
     SLOT_NBYTES,
     THREADS,
     ExchangeArguments,
@@ -47,12 +45,10 @@ class ChannelPlanner:
             )
         )
 
-    def launch(
-        self, exchange: Exchange, call: tuple[int, int], slots: Sequence[int], relay: Exchange | None = None
-    ) -> Launch | None:
-        """Return the launch for an exchange and, with ``relay``, the next, in which ranks send on what they receive.
+    def launch(self, exchange: Exchange, call: tuple[int, int], slots: Sequence[int]) -> Launch | None:
+        """Return the launch for an exchange; None where this rank has nothing to send, receive or reduce.
 
-        ``slots`` is where those of every rank begin. None where this rank has nothing to send, receive or reduce.
+        ``slots`` is where those of every rank begin.
         """
         rank, itemsize = self._team.rank, exchange.dtype.itemsize
         sends, receives, reduction = list(exchange.sends), list(exchange.receives), exchange.reduction
@@ -75,10 +71,6 @@ class ChannelPlanner:
             self._fill(arguments.receives[peer], receives[peer], itemsize, call)
         if reduction is not None:
             self._fill_reduction(arguments, reduction, itemsize, call)
-        if relay is not None:
-            self._add(arguments.sends, relay.sends, itemsize, call)
-            self._add(arguments.receives, relay.receives, itemsize, call)
-        arguments.chunk_nbytes = chunk_nbytes = RELAY_CHUNK_NBYTES if relay is not None else SLOT_NBYTES
         links = [*arguments.sends, *arguments.receives]
         longest = max(link.stride for link in links)
         if longest == 0:
@@ -88,7 +80,7 @@ class ChannelPlanner:
             exchange_kernel(reduction_of(exchange.dtype, reduction.op) if reduction else None),
             arguments,
             blocks=max(-(-link.nbytes // link.stride) for link in links if link.nbytes),
-            threads=threads_for(min(longest, chunk_nbytes), THREADS),
+            threads=threads_for(min(longest, SLOT_NBYTES), THREADS),
         )
 
     def _fill(
@@ -113,12 +105,6 @@ class ChannelPlanner:
         arguments.output = reduction.output.pointer
         arguments.own = reduction.own.pointer if reduction.own else 0
 
-    def _add(self, links: Any, spans: Sequence[Span | None], itemsize: int, call: tuple[int, int]) -> None:
-        for peer, span in enumerate(spans):
-            if span is not None and span.count > 0:
-                self._fill(links[peer], span, itemsize, call)
-                links[peer].lag = RELAY_LAG
-
 
 def stride_of(nbytes: int, channels: int) -> int:
     """Return how much of a message each channel carries, all but the last of those that are needed."""
@@ -129,25 +115,6 @@ def threads_for(nbytes: int, most: int) -> int:
     """Return how many threads move ``nbytes`` at once, in packets."""
     packets = -(-nbytes // PACKET_NBYTES)
     return min(most, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length()))
-
-
-def relays(rank: int, exchange: Exchange, following: Exchange) -> bool:
-    """Whether the second exchange only sends on what the first has brought, between ranks that the first leaves free.
-
-    True on a rank that takes no part in the second.
-    """
-    return (
-        exchange.reduction is None
-        and following.reduction is None
-        and following.sends[rank] is None
-        and all(
-            later is None or (first is None and later in exchange.receives)
-            for first, later in zip(exchange.sends, following.sends, strict=True)
-        )
-        and all(
-            later is None or first is None for first, later in zip(exchange.receives, following.receives, strict=True)
-        )
-    )
 
 
 def reduction_of(dtype: np.dtype[Any], op: str) -> tuple[str, str]:

@@ -11,66 +11,36 @@ from mpicomm.kernels.exchange import PACKET_NBYTES
 from mpicomm.kernels.team import Team
 from mpicomm.mappings import Mapped
 
-CHUNK_NBYTES = 11 << 17
-"""As measured on H200s: smaller ones cost more waits than they save, and from so many on ones of twice the size do."""
 _FEWEST_THREADS = 64  # one for each rank, and one that looks at the state of the team
 _MOST_THREADS_FOR_ALL_BLOCKS = 256
-_MOST_SMALL_CHUNKS = 16
 
 
 class DirectPlanner:
-    """Turns exchanges into launches; ``team`` is what every kernel of this rank is told.
+    """Turns exchanges into launches; ``team`` is what every kernel of this rank is told."""
 
-    ``chunk_nbytes`` is the least that is sent on at once, by all blocks together.
-    """
-
-    def __init__(
-        self,
-        team: Team,
-        layout: ArenaLayout,
-        most_blocks: int,
-        *,
-        early: bool = True,
-        chunk_nbytes: int = CHUNK_NBYTES,
-    ) -> None:
+    def __init__(self, team: Team, layout: ArenaLayout, most_blocks: int, *, early: bool = True) -> None:
         self._team = team
         self._layout = layout
         self._most_blocks = most_blocks
         self._early = early
-        self._chunk_nbytes = chunk_nbytes
 
-    def launch(
-        self, exchange: Exchange, memory: Mapped, tag: int, *, nbytes: int, relay: Exchange | None = None
-    ) -> Launch:
-        """Return the launch for an exchange that moves into ``memory``, at most ``nbytes`` from one rank to another.
-
-        With ``relay``, the next exchange, ranks send on what they receive, chunk by chunk.
-        """
-        rank, size, itemsize = self._team.rank, self._team.size, exchange.dtype.itemsize
+    def launch(self, exchange: Exchange, memory: Mapped, tag: int, *, nbytes: int) -> Launch:
+        """Return the launch for an exchange that moves into ``memory``, at most ``nbytes`` from one rank to another."""
+        rank, itemsize = self._team.rank, exchange.dtype.itemsize
         arguments = self._arguments(tag)
         blocks, threads = self._geometry(-(-nbytes // PACKET_NBYTES))
-        chunks = 1
-        if relay is not None:  # the more chunks, the sooner a rank can send on, and the more often it waits
-            small, large = nbytes // self._chunk_nbytes, nbytes // (2 * self._chunk_nbytes)
-            chunks = max(1, min(_MOST_SMALL_CHUNKS, small), large)
-        arguments.chunks = chunks
-        for each in (exchange, relay) if relay is not None else (exchange,):
-            for peer in range(size):
-                send, receive = each.sends[peer], each.receives[peer]
-                if peer == rank:
-                    target = receive.pointer if receive is not None else 0
-                elif send is not None and send.count:
-                    target = landing_place(each, peer, memory, memory.pointers[rank])
-                    arguments.relays |= (each is relay) << peer
-                if send is not None and send.count and target not in (0, send.pointer):
-                    arguments.sends[peer], arguments.targets[peer] = send.pointer, target
-                    arguments.going[peer] = Cut.of(send.count * itemsize, blocks, chunks)
-                if receive is not None and peer != rank and receive.count:
-                    arguments.coming[peer] = Cut.of(receive.count * itemsize, blocks, chunks)
-        if arguments.relays:
-            assert relay is not None
-            passed_on = next(send for send in relay.sends if send is not None)
-            arguments.source = exchange.receives.index(passed_on)
+        for peer in range(self._team.size):
+            send, receive = exchange.sends[peer], exchange.receives[peer]
+            target = 0
+            if peer == rank:
+                target = receive.pointer if receive is not None else 0
+            elif send is not None and send.count:
+                target = landing_place(exchange, peer, memory, memory.pointers[rank])
+            if send is not None and send.count and target not in (0, send.pointer):
+                arguments.sends[peer], arguments.targets[peer] = send.pointer, target
+                arguments.going[peer] = Cut.of(send.count * itemsize, blocks)
+            if receive is not None and peer != rank and receive.count:
+                arguments.coming[peer] = Cut.of(receive.count * itemsize, blocks)
         return Launch(direct_kernel(), arguments, blocks=blocks, threads=threads, early=self._early)
 
     def barrier(self, tag: int, *, after_copies: bool) -> Launch:

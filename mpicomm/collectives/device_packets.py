@@ -153,6 +153,25 @@ def fans_out(rank: int, exchange: Exchange, following: Exchange) -> bool:
     )
 
 
+def relays(rank: int, exchange: Exchange, following: Exchange) -> bool:
+    """Whether the second exchange only sends on what the first has brought, between ranks that the first leaves free.
+
+    True on a rank that takes no part in the second.
+    """
+    return (
+        exchange.reduction is None
+        and following.reduction is None
+        and following.sends[rank] is None
+        and all(
+            later is None or (first is None and later in exchange.receives)
+            for first, later in zip(exchange.sends, following.sends, strict=True)
+        )
+        and all(
+            later is None or first is None for first, later in zip(exchange.receives, following.receives, strict=True)
+        )
+    )
+
+
 def _ranks_of(spans: Sequence[Span | None]) -> int:
     return sum(1 << rank for rank, span in enumerate(spans) if span is not None)
 

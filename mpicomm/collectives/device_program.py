@@ -131,11 +131,9 @@ class Program:
             if way.direct:
                 assert self._memory is not None
                 tag = tag_of(signature, way.step, self._memory)
-                launch = planners.direct.launch(way.exchange, self._memory, tag, nbytes=nbytes, relay=way.merged)
+                launch = planners.direct.launch(way.exchange, self._memory, tag, nbytes=nbytes)
             elif way.wire is None:
-                launch = planners.channels.launch(
-                    way.exchange, (signature.hash32, way.step), planners.arena.slots(), way.merged
-                )
+                launch = planners.channels.launch(way.exchange, (signature.hash32, way.step), planners.arena.slots())
             else:
                 tag = tag_of(signature, way.step)
                 launch = planners.packets.launch(

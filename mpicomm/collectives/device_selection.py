@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpicomm.collectives.device_channels import reduction_of, relays
-from mpicomm.collectives.device_packets import fans_out
+from mpicomm.collectives.device_channels import reduction_of
+from mpicomm.collectives.device_packets import fans_out, relays
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host_reduction import is_narrow
 from mpicomm.collectives.signature import Signature
@@ -108,8 +108,7 @@ def choose_ways(
         reduction = reduction_of(exchange.dtype, signature.op) if signature.op and reduces else None
         merges = fans_out if reduction else relays
         following = pending[0][1] if pending and merges(rank, exchange, pending[0][1]) else None
-        moves = [each for each in (exchange, following) if each is not None]
-        direct = symmetric and reduction is None and all(each.lands is not None for each in moves)
+        direct = symmetric and reduction is None and following is None and exchange.lands is not None
         wire = None
         # The ring has an order of its own, which packets do not know.
         if len(exchange.sends) > 1 and operation not in _COUNTS_DIFFER and algorithm != "ring":
@@ -119,10 +118,11 @@ def choose_ways(
             if not alone and not (direct and nbytes > _most_copied_nbytes(len(exchange.sends)) * link_speed):
                 most = _most_flagged_nbytes(len(exchange.sends), in_step, reduces=reduction is not None) * link_speed
                 wire = packet_wire(in_step, nbytes, reduction, room, most)
-        merged = following if wire is not None or reduction is None else None  # exchange.cu relays what it moves alone
-        if merged is not None:
+        if wire is None:
+            following = None  # packets.cu alone sends on what it has just reduced or received
+        elif following is not None:
             pending.pop(0)
-        ways.append(Way(step, exchange, merged, reduction, wire, direct and wire is None))
+        ways.append(Way(step, exchange, following, reduction, wire, direct and wire is None))
     return ways
 
 

@@ -2,13 +2,11 @@
 // is no data. Each rank launches one kernel, with as many blocks as the others.
 //
 // A rank stores to a peer once that has announced this launch: what it enqueued before is over then, so that its memory
-// may be written. What goes to a peer is cut into a part for each block, and that into chunks. Block b stores its chunk
-// and tells block b of the peer that it has, which may send it on: relays. The kernel of a rank is over when all of its
-// blocks have been told of all that comes.
+// may be written. What goes to a peer is cut into a part for each block. Block b stores its part and tells block b of the
+// peer that it has. The kernel of a rank is over when all of its blocks have been told of all that comes.
 //
-// Why that cannot deadlock: announcements wait for nothing, arrivals of a rank's own data for announcements alone, and
-// what is sent on for an arrival, whose sender does not wait for relays: who relays to a rank takes nothing from it.
-// Blocks of one rank do not wait for each other.
+// Why that cannot deadlock: announcements wait for nothing, and arrivals for announcements alone. Blocks of one rank do
+// not wait for each other.
 
 #include "team.cuh"
 
@@ -21,8 +19,12 @@ constexpr u32 kDirectThreads = 512;  // of a block, at most
 // The host divides, which would take the kernel a microsecond.
 struct Cut {
   u64 nbytes;
-  u64 part;   // of a block
-  u64 chunk;  // of a part
+  u64 part;  // of a block
+
+  // That of this block; where it does not begin before it ends there is none.
+  MPICOMM_DEVICE u64 begin() const { return blockIdx.x * part; }
+  MPICOMM_DEVICE u64 end() const { return begin() + part < nbytes ? begin() + part : nbytes; }
+  MPICOMM_DEVICE bool has_part() const { return begin() < end(); }
 };
 
 struct Direct {
@@ -32,35 +34,17 @@ struct Direct {
   Cut going[kMaxRanks];
   Cut coming[kMaxRanks];  // from each rank
   u64 arrivals;           // where they begin in every arena
-  u32 chunks;             // of a part, at most
-  u32 source;             // of what is sent on: who stores it here
-  u32 relays;             // to whom it is sent on, bit r for rank r; their `sends` say where it comes to lie
-  u32 unused;
 };
 
-// What is said of a chunk that has been stored: {launch, how many have been}. `sender` says it to `owner`.
+// What `sender` says to `owner` of a part that it has stored there: the launch.
 MPICOMM_DEVICE u64* arrival_of(const Direct& x, u32 owner, u32 sender) {
   return reinterpret_cast<u64*>(x.team.arenas[owner] + x.arrivals) + sender * kMaxBlocks + blockIdx.x;
 }
 
-// A chunk of this block's part; where it does not begin before it ends there is none.
-struct Chunk {
-  u64 begin;
-  u64 end;
-
-  MPICOMM_DEVICE Chunk(const Cut& cut, u32 number) {
-    const u64 part_end = (blockIdx.x + 1) * cut.part, limit = part_end < cut.nbytes ? part_end : cut.nbytes;
-    begin = blockIdx.x * cut.part + number * cut.chunk;
-    end = begin + cut.chunk < limit ? begin + cut.chunk : limit;
-  }
-  MPICOMM_DEVICE bool exists() const { return begin < end; }
-};
-
-MPICOMM_DEVICE bool await_arrival(const Direct& x, u32 launch, u32 sender, u32 number) {
+MPICOMM_DEVICE bool await_arrival(const Direct& x, u32 launch, u32 sender) {
   const auto absent = [&] {
-    const u64 word = load_acquire(arrival_of(x, x.team.rank, sender));
-    const i32 ahead = static_cast<i32>(static_cast<u32>(word >> 32) - launch);  // signed, as numbers wrap
-    return ahead > 0 || (ahead == 0 && static_cast<u32>(word) > number) ? 0u : 1u << sender;
+    const u32 arrived = static_cast<u32>(load_acquire(arrival_of(x, x.team.rank, sender)));
+    return static_cast<i32>(arrived - launch) >= 0 ? 0u : 1u << sender;  // signed, as numbers wrap
   };
   return await_ranks(x.team, launch, absent);
 }
@@ -99,40 +83,23 @@ MPICOMM_DEVICE void run(const Direct& x) {
   if (!__syncthreads_and(ok)) return;
   count_launch(team, count, thread, blockDim.x);
 
-  for (u32 number = 0; number < x.chunks; ++number) {
-    // Each rank begins with the one after it, so that at any time each is written to by one.
-    for (u32 distance = 1; distance <= team.size; ++distance) {
-      const u32 to = (rank + distance) % team.size;
-      const Chunk chunk(x.going[to], number);
-      if (!chunk.exists() || x.relays >> to & 1) continue;
-      copy_bytes(x.targets[to] + chunk.begin, x.sends[to] + chunk.begin, chunk.end - chunk.begin, thread, blockDim.x);
-    }
-    const Chunk relayed(x.coming[x.source], number);
-    if (relayed.exists() && x.relays != 0) {
-      // Pairs with the store_release below at the source. The other threads are ordered after this one by the barrier.
-      const bool arrived = thread != 0 || await_arrival(x, launch, x.source, number);
-      if (!__syncthreads_and(arrived)) return;
-      for (u32 distance = 1; distance < team.size; ++distance) {
-        const u32 to = (rank + distance) % team.size;
-        if (!(x.relays >> to & 1)) continue;
-        copy_bytes(x.targets[to] + relayed.begin, x.sends[to] + relayed.begin, relayed.end - relayed.begin, thread,
-                   blockDim.x);
-      }
-    }
-    __syncthreads();
-    if (has_peer && Chunk(x.going[thread], number).exists()) {
-      // Pairs with the load_acquire of await_arrival in the same block of the peer, and publishes what this block has
-      // stored there, which this thread has seen stored at the barrier. A plain store could arrive before the data, and
-      // the peer would send on, or its next kernel read, what was there before. System scope, the peer being another
-      // device.
-      store_release(arrival_of(x, thread, rank), static_cast<u64>(launch) << 32 | (number + 1));
-    }
+  // Each rank begins with the one after it, so that at any time each is written to by one.
+  for (u32 distance = 1; distance <= team.size; ++distance) {
+    const u32 to = (rank + distance) % team.size;
+    const Cut& cut = x.going[to];
+    if (!cut.has_part()) continue;
+    const u64 begin = cut.begin();
+    copy_bytes(x.targets[to] + begin, x.sends[to] + begin, cut.end() - begin, thread, blockDim.x);
   }
-  if (has_peer) {
-    u32 coming = 0;
-    while (coming < x.chunks && Chunk(x.coming[thread], coming).exists()) ++coming;
-    if (coming > 0) await_arrival(x, launch, thread, coming - 1);
+  __syncthreads();
+  if (!has_peer) return;
+  if (x.going[thread].has_part()) {
+    // Pairs with the load_acquire of await_arrival in the same block of the peer, and publishes what this block has
+    // stored there, which this thread has seen stored at the barrier. A plain store could arrive before the data, and
+    // the peer's next kernel read what was there before. System scope, the peer being another device.
+    store_release(arrival_of(x, thread, rank), launch);
   }
+  if (x.coming[thread].has_part()) await_arrival(x, launch, thread);
 }
 
 }  // namespace mpicomm

@@ -18,13 +18,13 @@ ARRIVALS_NBYTES = MAX_BLOCKS * 8
 class Cut(ctypes.Structure):
     """The host's copy of ``Cut`` in direct.cu."""
 
-    _fields_ = [("nbytes", ctypes.c_uint64), ("part", ctypes.c_uint64), ("chunk", ctypes.c_uint64)]
+    _fields_ = [("nbytes", ctypes.c_uint64), ("part", ctypes.c_uint64)]
 
     @classmethod
-    def of(cls, nbytes: int, blocks: int, chunks: int) -> Cut:
-        """Return what goes one way between two ranks, cut for so many blocks, and a part into so many chunks."""
-        part = _ceil(nbytes, blocks)
-        return cls(nbytes, part, _ceil(part, chunks))
+    def of(cls, nbytes: int, blocks: int) -> Cut:
+        """Return what goes one way between two ranks, cut for so many blocks."""
+        lines = -(-nbytes // (blocks * _LINE_NBYTES))  # parts are whole lines, so that they begin at whole packets
+        return cls(nbytes, lines * _LINE_NBYTES)
 
 
 class DirectArguments(ctypes.Structure):
@@ -37,17 +37,9 @@ class DirectArguments(ctypes.Structure):
         ("going", Cut * MAX_RANKS),
         ("coming", Cut * MAX_RANKS),
         ("arrivals", ctypes.c_uint64),
-        ("chunks", ctypes.c_uint32),
-        ("source", ctypes.c_uint32),
-        ("relays", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
     ]
 
 
 def direct_kernel() -> Variant:
     """Return the kernel."""
     return Variant("direct.cu", "mpicomm_direct", OPTIONS)
-
-
-def _ceil(nbytes: int, pieces: int) -> int:
-    return -(-nbytes // (pieces * _LINE_NBYTES)) * _LINE_NBYTES  # so that pieces begin at whole packets

@@ -20,11 +20,6 @@
 // Chunks. A release waits until all that was stored has arrived. That takes more than a microsecond, in which the links
 // are idle, as all blocks are about as far: chunks are large, so that it comes seldom.
 //
-// Relays. A rank may send on what it receives, in the same launch: with a lag of two steps, since it places chunk k in
-// step k + 1, and a barrier later any thread of the block may read it. The same bytes are cut into the same channels
-// and chunks, so it is the same block. Who receives what was sent on has the same lag; all that is said of steps below
-// is true of steps less the lag.
-//
 // Why that cannot deadlock. In step k a block waits for flags of chunks k - 1, which the same block of a peer raises at
 // the end of its step k - 1, and for credit of chunks k - kSlots, which that gives at the end of its step
 // k - kSlots + 1: not later than step k - 1, as kSlots >= 2. Of all blocks of all ranks that are not done, look at one
@@ -56,7 +51,7 @@ struct Link {
   u64 nbytes;
   u64 stride;
   u32 tag;
-  u32 lag;  // steps that all of it is later: see "Relays" at the top
+  u32 unused;
 };
 
 struct Exchange {
@@ -65,8 +60,7 @@ struct Exchange {
   Link receives[kMaxRanks];
   const u8* own;
   u8* output;
-  u64 chunk_nbytes;  // no more than a slot has
-  u64 counts;        // where they begin in every arena
+  u64 counts;  // where they begin in every arena
   u64 credits;
   u64 flags;
   u8* slots[kMaxRanks];  // every rank's, as mapped here
@@ -86,20 +80,19 @@ struct Part {
   u64 begin;
   u64 nbytes;
   u32 chunks;
-  u32 lag;
   u32 epoch;  // of the last chunk before this kernel
 
-  MPICOMM_DEVICE Range chunk(u32 number, u64 chunk_nbytes) const {
-    const u64 at = number * chunk_nbytes;
-    return {begin + at, nbytes - at < chunk_nbytes ? nbytes - at : chunk_nbytes};
+  MPICOMM_DEVICE Range chunk(u32 number) const {
+    const u64 at = number * kSlotNbytes;
+    return {begin + at, nbytes - at < kSlotNbytes ? nbytes - at : kSlotNbytes};
   }
 };
 
-MPICOMM_DEVICE Part part_of(const Link& link, u32 channel, u64 chunk_nbytes) {
+MPICOMM_DEVICE Part part_of(const Link& link, u32 channel) {
   const u64 begin = channel * link.stride;
-  if (begin >= link.nbytes) return {0, 0, 0, 0, 0};
+  if (begin >= link.nbytes) return {0, 0, 0, 0};
   const u64 nbytes = link.nbytes - begin < link.stride ? link.nbytes - begin : link.stride;
-  return {begin, nbytes, static_cast<u32>((nbytes + chunk_nbytes - 1) / chunk_nbytes), link.lag, 0};
+  return {begin, nbytes, static_cast<u32>((nbytes + kSlotNbytes - 1) / kSlotNbytes), 0};
 }
 
 // Strides depend on the arena alone: were they those of the message, chunks of two messages could overlap.
@@ -157,7 +150,6 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kThreads) mpicomm_exchange
 
 MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) {
   const u32 thread = threadIdx.x, channel = blockIdx.x, rank = exchange.team.rank, size = exchange.team.size;
-  const u64 chunk_nbytes = exchange.chunk_nbytes;
   __shared__ Part parts[2 * kMaxRanks];  // what this channel receives from each rank, then what it sends
 
   // Thread r keeps the channel from rank r, thread kMaxRanks + r the one to it: it alone waits for its words, writes
@@ -167,9 +159,9 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
   const u32 peer = thread % kMaxRanks;
   const bool remote = keeper && peer < size && peer != rank;
   u32* count = nullptr;
-  Part mine{0, 0, 0, 0, 0};
+  Part mine{0, 0, 0, 0};
   if (keeper && peer < size) {
-    mine = mpicomm::part_of(sender ? exchange.sends[peer] : exchange.receives[peer], channel, chunk_nbytes);
+    mine = mpicomm::part_of(sender ? exchange.sends[peer] : exchange.receives[peer], channel);
     const u64 number = (static_cast<u64>(sender ? size + peer : peer)) * exchange.channels + channel;
     count = reinterpret_cast<u32*>(exchange.team.arenas[rank] + exchange.counts) + number;
     mine.epoch = *count;
@@ -184,11 +176,11 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
 
   u32 steps = 0;
   for (const Part& part : parts) {
-    if (part.chunks > 0 && part.chunks + part.lag > steps) steps = part.chunks + part.lag;
+    if (part.chunks > steps) steps = part.chunks;
   }
   for (u32 step = 0; step <= steps; ++step) {
     // The chunk of this thread's channel in this step; before the first it is larger than all numbers.
-    const u32 current = step - mine.lag - (sender ? 0 : 1);
+    const u32 current = sender ? step : step - 1;
     const bool takes = remote && !sender && current < mine.chunks;
     const bool sends = remote && sender && current < mine.chunks;
     const u32 epoch = mine.epoch + current + 1;
@@ -209,27 +201,25 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     for (u32 i = 1; i < size; ++i) {
       const u32 to = (rank + i) % size;
       const Part part = parts[kMaxRanks + to];
-      const u32 number = step - part.lag;
-      if (number >= part.chunks) continue;
-      const Range chunk = part.chunk(number, chunk_nbytes);
-      u8* const slot = mpicomm::slot_of(exchange, to, rank, channel, part.epoch + number + 1);
+      if (step >= part.chunks) continue;
+      const Range chunk = part.chunk(step);
+      u8* const slot = mpicomm::slot_of(exchange, to, rank, channel, part.epoch + step + 1);
       mpicomm::copy_bytes(slot, exchange.sends[to].pointer + chunk.begin, chunk.nbytes, thread, blockDim.x);
     }
+    const u32 taken = step - 1;  // as `current`
     for (u32 from = 0; from < size; ++from) {
       const Part part = parts[from];
       u8* const target = exchange.receives[from].pointer;
-      const u32 number = step - 1 - part.lag;
-      if (target == nullptr || number >= part.chunks) continue;
-      const Range chunk = part.chunk(number, chunk_nbytes);
+      if (target == nullptr || taken >= part.chunks) continue;
+      const Range chunk = part.chunk(taken);
       const u8* const source = from == rank
                                    ? exchange.sends[rank].pointer + chunk.begin
-                                   : mpicomm::slot_of(exchange, rank, from, channel, part.epoch + number + 1);
+                                   : mpicomm::slot_of(exchange, rank, from, channel, part.epoch + taken + 1);
       mpicomm::copy_bytes(target + chunk.begin, source, chunk.nbytes, thread, blockDim.x);
     }
 #if defined(MPICOMM_DTYPE)
-    const u32 taken = step - 1;
     if (exchange.num_sources > 0 && taken < parts[exchange.sources[0]].chunks) {
-      const Range range = parts[exchange.sources[0]].chunk(taken, chunk_nbytes);
+      const Range range = parts[exchange.sources[0]].chunk(taken);
       mpicomm::reduce_chunk({exchange, parts, taken, range});
     }
 #endif

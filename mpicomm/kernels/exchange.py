@@ -13,10 +13,6 @@ THREADS = 512
 SLOTS = 2
 SLOT_NBYTES = 64 * 1024
 PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
-RELAY_LAG = 2
-"""Steps after which a chunk that was received can be sent on."""
-RELAY_CHUNK_NBYTES = 32 * 1024
-"""Of what is sent on: smaller than a slot, as nobody sends on what has not come as a whole."""
 
 
 class Link(ctypes.Structure):
@@ -27,7 +23,7 @@ class Link(ctypes.Structure):
         ("nbytes", ctypes.c_uint64),
         ("stride", ctypes.c_uint64),
         ("tag", ctypes.c_uint32),
-        ("lag", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
     ]
 
 
@@ -40,7 +36,6 @@ class ExchangeArguments(ctypes.Structure):
         ("receives", Link * MAX_RANKS),
         ("own", ctypes.c_uint64),
         ("output", ctypes.c_uint64),
-        ("chunk_nbytes", ctypes.c_uint64),
         ("counts", ctypes.c_uint64),
         ("credits", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),

@@ -75,7 +75,7 @@ def each_way(comm: mpicomm.Communicator) -> None:
 
 
 def symmetric(comm: mpicomm.Communicator) -> None:
-    """Write straight into the memory of the others: kernels, their relays, copy engines with a local reduction."""
+    """Write straight into the memory of the others: kernels, copy engines with a local reduction."""
     size, rank = comm.size, comm.rank
     with comm.zeros(300_007 * size, np.float32) as array:
         for count in (1003, 300_007):
@@ -89,7 +89,7 @@ def symmetric(comm: mpicomm.Communicator) -> None:
             comm.Allreduce(mine, output, algorithm="copy_engine")
             check([(output, reduced("sum", parts))])
             comm.Barrier(stream=cupy.cuda.get_current_stream())
-            for algorithm in ("two_shot", "copy_engine"):
+            for algorithm in ("one_shot", "two_shot", "copy_engine"):
                 output[:] = mine
                 comm.Barrier(stream=cupy.cuda.get_current_stream())
                 comm.Bcast(output, root=0, algorithm=algorithm)

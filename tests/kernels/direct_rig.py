@@ -17,7 +17,6 @@ from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine, Place
 
 _PARITIES = 2
-CHUNK_NBYTES = 4096  # so that little is sent on in several chunks
 
 
 class DirectRig:
@@ -41,9 +40,7 @@ class DirectRig:
         machine.keep()
         self._changes = changes
         self._planners = [
-            DirectPlanner(
-                machine.team(self.arenas, rank, timeout_s), layout, blocks, early=False, chunk_nbytes=CHUNK_NBYTES
-            )
+            DirectPlanner(machine.team(self.arenas, rank, timeout_s), layout, blocks, early=False)
             for rank in range(self.size)
         ]
 
@@ -51,16 +48,15 @@ class DirectRig:
         """Let all ranks have begun and ended this launch."""
         for arena in self.arenas:
             arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 8 : HEAD_NBYTES].view(np.uint64)[:] = launch
-            arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = launch << 32 | 9
+            arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = launch
             announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _PARITIES * 8]
             announcements.view(np.uint64).reshape(self.size, _PARITIES)[:, launch % _PARITIES] = launch << 32
 
     def run(self, rank: int, exchanges: Sequence[Exchange], *, tag: int = 1, nbytes: int, nap_us: int = 0) -> None:
-        """Enqueue a rank's part of an exchange, and its relay, of at most ``nbytes`` between two ranks."""
+        """Enqueue a rank's part of an exchange, of at most ``nbytes`` between two ranks."""
         memory = Mapped(1, 0, tuple(self._addresses(self.outputs, rank)))
-        exchange, relay = (*exchanges, None)[:2]
-        assert exchange is not None
-        launch = self._planners[rank].launch(exchange, memory, tag, nbytes=nbytes, relay=relay)
+        (exchange,) = exchanges
+        launch = self._planners[rank].launch(exchange, memory, tag, nbytes=nbytes)
         self._enqueue(rank, launch, nap_us)
 
     def barrier(self, rank: int, *, tag: int = 1, nap_us: int = 0) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from mpicomm.collectives.device_arena import ArenaLayout
-from mpicomm.collectives.device_channels import ChannelPlanner, relays
+from mpicomm.collectives.device_channels import ChannelPlanner
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
@@ -64,15 +64,9 @@ class ExchangeRig:
         nap_us: int = 0,
     ) -> None:
         """Enqueue a rank's part of a collective; blocks of ``threads`` instead of as many as the package wants."""
-        steps = iter(enumerate(exchanges))
-        for step, exchange in steps:
-            relay = next(iter(exchanges[step + 1 :]), None)
-            if relay is not None and not relays(rank, exchange, relay):
-                relay = None
+        for step, exchange in enumerate(exchanges):
             slots = self.machine.addresses(self._slots, rank)
-            launch = self._planners[rank].launch(exchange, (signature.hash32, step), slots, relay)
-            if relay is not None:
-                next(steps)
+            launch = self._planners[rank].launch(exchange, (signature.hash32, step), slots)
             if launch is not None:
                 self._enqueue(rank, launch, threads, nap_us)
 

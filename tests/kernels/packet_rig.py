@@ -10,8 +10,8 @@ from typing import Any, cast
 import numpy as np
 
 from mpicomm.collectives.device_arena import ArenaLayout, Inboxes
-from mpicomm.collectives.device_channels import reduction_of, relays
-from mpicomm.collectives.device_packets import Geometry, PacketPlanner, fans_out
+from mpicomm.collectives.device_channels import reduction_of
+from mpicomm.collectives.device_packets import Geometry, PacketPlanner, fans_out, relays
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import ABSENT, Wire

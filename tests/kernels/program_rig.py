@@ -96,7 +96,7 @@ class ProgramRig:
                     1.0,
                     ChannelPlanner(team, layout),
                     PacketPlanner(team, arena_here, BLOCKS),  # type: ignore[arg-type]
-                    DirectPlanner(team, layout, BLOCKS, chunk_nbytes=4096),
+                    DirectPlanner(team, layout, BLOCKS),
                     ChainPlanner(team, CHAIN_BLOCKS),
                 )
             )

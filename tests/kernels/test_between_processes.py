@@ -42,8 +42,6 @@ def test_every_size_at_which_something_changes(builds: Builds, size: int, channe
     sizes = sizes_around(*limits(channels))
     checks = [calls.alltoallv(random_counts(rng, size, sizes)) for _ in range(12)]
     checks += [calls.bcast(nbytes) for nbytes in sizes]
-    if size > 1:
-        checks += [calls.relayed_bcast(nbytes) for nbytes in sizes]
     for count, two_shot in itertools.product(sizes_around(*limits(channels), itemsize=4), (False, True)):
         checks.append(calls.allreduce("float32", "sum", count, two_shot=two_shot))
     rig.machine.run(seed=size, jitter_us=300)

@@ -62,17 +62,6 @@ class Calls:
             self._run(rank, patterns.bcast(rank, rig.size, BYTES, buffer, root), nbytes)
         return self._check([content] * rig.size)
 
-    def relayed_bcast(self, nbytes: int) -> Check:
-        """All get what one has, each a shard of it from that one, which it sends on."""
-        rig, root = self._rig, int(self._rng.integers(self._rig.size))
-        content = self._rng.integers(0, 256, nbytes, dtype=np.uint8)
-        rig.outputs[root].bytes[:nbytes] = content
-        for rank in range(rig.size):
-            buffer = Span(rig.outputs[rank].address, nbytes)
-            exchanges = patterns.relayed_bcast(rank, rig.size, BYTES, buffer, root)
-            self._run(rank, exchanges, -(-nbytes // (rig.size - 1)))
-        return self._check([content] * rig.size)
-
     def _blocks(self, rank: int, block: int) -> list[Span]:
         rig = self._rig
         return patterns.blocks(rig.outputs[rank].address, [block] * rig.size, self._starts(block), 1)
@@ -102,7 +91,7 @@ def test_every_size_at_which_something_changes(builds: Builds, size: int) -> Non
     rig = DirectRig(Machine(builds, size), NBYTES * size)
     calls = Calls(rig, np.random.default_rng(size), nap_us=2000)
     for nbytes in (1, 15, 16, 1000, 3 * 64 * 16, 3 * 64 * 16 + 1, 3 * 256 * 16 - 1, 4 * 3 * 256 * 16, NBYTES):
-        for call in (calls.allgather, calls.alltoall, calls.bcast, calls.relayed_bcast):
+        for call in (calls.allgather, calls.alltoall, calls.bcast):
             check = call(nbytes)
             rig.machine.run(seed=nbytes, jitter_us=300)
             check()
@@ -140,30 +129,6 @@ def run_long(
     machine.run(seed=start, jitter_us=300, limit_s=30)
     for number, result in enumerate(results):
         require_same(result.view(np.int32).copy(), expected[number // 3])
-
-
-def run_relays(
-    builds: Builds, *, rounds: int = 25, changes: Sequence[Change] = (), timeout_s: float = 20, seed: int = 0
-) -> None:
-    """Broadcasts of several chunks a block, one after the other into the same memory."""
-    machine = Machine(builds, 3)
-    rig = DirectRig(machine, NBYTES, blocks=2, changes=changes, timeout_s=timeout_s)
-    rig.start_at(2**32 - 10)
-    rng = np.random.default_rng(seed)
-    calls = Calls(rig, rng, nap_us=2000)
-    for number in range(rounds):
-        check = calls.relayed_bcast(int(rng.choice((NBYTES, 33333, 100))))
-        machine.run(seed=number + seed, jitter_us=300, limit_s=30)
-        check()
-        machine.clear()
-
-
-def test_relays(builds: Builds) -> None:
-    run_relays(builds)
-
-
-def test_relays_have_no_race(watched_builds: Builds) -> None:
-    run_relays(watched_builds, rounds=5)
 
 
 @pytest.mark.parametrize("start", [0, 2**32 - 20])
@@ -235,7 +200,7 @@ def test_ranks_in_different_calls_are_told(builds: Builds) -> None:
 SOURCE = "direct.cu"
 MISTAKES = {
     "no wait for the peers": Change(SOURCE, "    ok = await_ranks(team, launch, absent);\n", ""),
-    "no wait for what comes": Change(SOURCE, "if (coming > 0) await_arrival(x, launch, thread, coming - 1);", ""),
+    "no wait for what comes": Change(SOURCE, "if (x.coming[thread].has_part()) await_arrival(x, launch, thread);", ""),
 }
 RACES = {
     **MISTAKES,
@@ -244,7 +209,7 @@ RACES = {
     "announcement read relaxed": Change(SOURCE, "= acquire_announcements(team,", "= load_announcements(team,"),
     "acquire turned relaxed": Change(SOURCE, "load_acquire(arrival_of(x,", "load_relaxed(arrival_of(x,"),
     "arrival before the block has stored": Change(
-        SOURCE, "    __syncthreads();\n    if (has_peer &&", "    if (has_peer &&"
+        SOURCE, "  __syncthreads();\n  if (!has_peer) return;", "  if (!has_peer) return;"
     ),
 }
 
@@ -267,19 +232,3 @@ def test_barrier_without_a_wait_is_seen(builds: Builds) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
         for _ in range(5):
             run_with_barriers(builds, [MISTAKES["no wait for the peers"]], timeout_s=2)
-
-
-RELAY_MISTAKES = {
-    "sent on before it has come": Change(SOURCE, "thread != 0 || await_arrival(x, launch, x.source, number)", "true"),
-    "sent on before the block knows": Change(
-        SOURCE, "if (!__syncthreads_and(arrived)) return;", "if (!arrived) return;"
-    ),
-    "chunk not counted": Change(SOURCE, "static_cast<u32>(word) > number)", "true)"),
-}
-
-
-@pytest.mark.parametrize("name", RELAY_MISTAKES)
-def test_mistake_in_relays_is_seen(watched_builds: Builds, name: str) -> None:
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for seed in range(5):
-            run_relays(watched_builds, rounds=5, changes=[RELAY_MISTAKES[name]], timeout_s=2, seed=seed)
