@@ -7,9 +7,9 @@
 // Sentinel: 16 bytes of data, no flag. A slot that has not been written holds the word kAbsent in the upper half of each
 // of its two halves, each of which is stored as a whole; whoever has taken a packet puts that back. Data that has the word
 // there itself is sent with kEscaped in its place. As a number that is another NaN, which will do where a reduction makes
-// one NaN of all. All else has to arrive as it was: a packet with either of the words has an escape, a byte beside the slots
-// of which zero says that it has not come, and which says else what the words stand for. The byte is put back with the slot.
-// What needs that is rare.
+// one NaN of all (and where it has a single contribution, which goes to one rank alone). All else has to arrive as it was: a
+// packet with either of the words has an escape, a byte beside the slots of which zero says that it has not come, and which
+// says else what the words stand for. The byte is put back with the slot. What needs that is rare.
 #pragma once
 
 #include "bytes.cuh"
