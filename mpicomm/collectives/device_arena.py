@@ -206,6 +206,7 @@ class DeviceArena:
         self._segments = share(node, backend, "collectives", allocate, lambda: layout.nbytes)
         self._more: dict[tuple[str, int], SharedSegments] = {}
         self._large: set[int] = set()  # sizes of large inboxes that there are
+        self._chains: set[ChannelMemory] = set()  # as for chains
         self.pointers = _pointers(self._segments, node.size)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
         """The inboxes of the LL wire."""
@@ -226,9 +227,13 @@ class DeviceArena:
         """Return where the slots of every rank begin, for exchange.cu."""
         return self._on_demand("collectives: slots", self.layout.slots_nbytes)
 
-    def chain(self, layout: ChannelMemory) -> tuple[int, ...]:
-        """Return where the memory of every rank begins, for chain.cu; the layout is always the same."""
-        return self._with_escapes("collectives: chain", layout.slots, layout.nbytes - layout.slots)
+    def chain(self, layout: ChannelMemory) -> tuple[ChannelMemory, tuple[int, ...]]:
+        """Return where the memory of every rank begins, for chain.cu, and its layout: this or larger slots."""
+        # The same on all ranks, as above.
+        layout = min((other for other in self._chains if other.nbytes >= layout.nbytes), key=_nbytes, default=layout)
+        pointers = self._with_escapes("collectives: chain", layout.slots, layout.nbytes - layout.slots)
+        self._chains.add(layout)
+        return layout, pointers
 
     def messages(self, nbytes: int) -> tuple[int, ...]:
         """Return where the memory for messages of every rank begins, for sendrecv.cu; always of the same size."""
@@ -289,6 +294,10 @@ class DeviceArena:
 
     def _at(self, offset: int, nbytes: int) -> Inboxes:
         return Inboxes(tuple(pointer + offset for pointer in self.pointers), nbytes)
+
+
+def _nbytes(layout: ChannelMemory) -> int:
+    return layout.nbytes
 
 
 def _pointers(segments: SharedSegments, size: int) -> tuple[int, ...]:

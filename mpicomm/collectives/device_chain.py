@@ -10,7 +10,6 @@ from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.kernels.chain import (
     BATCH_NBYTES,
-    CHAIN_SLOT_NBYTES,
     CHAIN_SLOTS,
     CHAIN_THREADS,
     ChainArguments,
@@ -22,6 +21,7 @@ from mpicomm.kernels.team import LANES, Team
 
 # Of one launch, as measured on H200s: half as many where a batch would not be whole, or a rank stands in two places.
 _MOST_BLOCKS = 128
+_MOST_SLOT_NBYTES = 32 * 1024  # credit is given for a slot: as rarely as this, on H200s, or it is in the way of data
 _WARPS = CHAIN_THREADS // LANES
 _UNIT_NBYTES = LANES * PACKET_NBYTES  # a packet for each lane
 
@@ -47,21 +47,35 @@ class ChainPlanner:
         self._early = early
         # A multiprocessor holds two blocks: all run at once, of both places.
         self._most_blocks = min(_MOST_BLOCKS, multiprocessors)
-        self.layout = ChannelMemory(1, self._most_blocks * _WARPS, CHAIN_SLOTS * CHAIN_SLOT_NBYTES)
-        """Of each rank's memory, whose channels are all of one neighbour each way; escapes follow it."""
+
+    def layout(self, nbytes: int) -> ChannelMemory:
+        """Return that of each rank's memory for messages of ``nbytes``: slots hold twice as much, up to a limit.
+
+        Channels are all of one neighbour each way. Escapes follow the slots.
+        """
+        channels = self._most_blocks * _WARPS
+        part = -(-nbytes // channels)
+        slot_nbytes = max(BATCH_NBYTES, min(_MOST_SLOT_NBYTES, 1 << (part - 1).bit_length()))
+        return ChannelMemory(1, channels, CHAIN_SLOTS * slot_nbytes)
 
     def launch(
-        self, exchanges: Sequence[Exchange], reduction: tuple[str, str] | None, tag: int, memory: Sequence[int]
+        self,
+        exchanges: Sequence[Exchange],
+        reduction: tuple[str, str] | None,
+        tag: int,
+        layout: ChannelMemory,
+        memory: Sequence[int],
     ) -> Launch:
         """Return the launch for all ``exchanges``, of something, between two ranks or more.
 
-        ``memory`` is that of every rank; ``tag`` is what they have to agree on.
+        ``memory`` is that of every rank, of a ``layout`` of this planner; ``tag`` is what they have to agree on.
         """
-        layout, rank, size = self.layout, self._team.rank, self._team.size
+        rank, size = self._team.rank, self._team.size
         stations = stations_of(rank, exchanges)
         nbytes = max(span.count for each in stations for span in (each.own, each.output) if span)
         nbytes *= exchanges[0].dtype.itemsize
         blocks, batch_nbytes = self._cut(nbytes, comes_back=len(exchanges) == size)
+        slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
         arguments = ChainArguments(
             team=self._team,
             nbytes=nbytes,
@@ -69,6 +83,8 @@ class ChainPlanner:
             credits=layout.credits,
             flags=layout.flags,
             slots=layout.slots,
+            slot_nbytes=slot_nbytes,
+            batches=slot_nbytes // BATCH_NBYTES,
             channels=layout.channels,
             blocks=blocks,
             previous=(rank - 1) % size,

@@ -47,8 +47,8 @@ class Arena(Protocol):
     def slots(self) -> tuple[int, ...]:
         """Return where the slots of every rank begin, for exchange.cu."""
 
-    def chain(self, layout: ChannelMemory) -> tuple[int, ...]:
-        """Return where the memory of every rank begins, for chain.cu."""
+    def chain(self, layout: ChannelMemory) -> tuple[ChannelMemory, tuple[int, ...]]:
+        """Return where the memory of every rank begins, for chain.cu, and its layout: this or larger slots."""
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""
@@ -104,8 +104,8 @@ class Program:
         """Yield what is launched and copied, in order; raises as the arena's methods do."""
         if self._algorithm == "chain":
             planners, tag = self._planners, tag_of(self._signature, 0)
-            memory = planners.arena.chain(planners.chain.layout)
-            return iter((planners.chain.launch(self._exchanges, self._reduction, tag, memory),))
+            layout, memory = planners.arena.chain(planners.chain.layout(self._nbytes))
+            return iter((planners.chain.launch(self._exchanges, self._reduction, tag, layout, memory),))
         return self._copied() if self._algorithm == "copy_engine" else self._launched()
 
     def _chosen(self) -> list[Way]:

@@ -53,10 +53,8 @@ namespace mpicomm {
 constexpr u32 kChainThreads = 256;
 constexpr u32 kChainBlocks = 2;  // of a multiprocessor
 constexpr u32 kChainSlots = 2;
-constexpr u64 kChainSlotNbytes = 32 * 1024;
 constexpr u64 kBatchNbytes = 2 * 1024;
 constexpr u32 kRows = kBatchNbytes / (kLanes * kPacketNbytes);  // of a batch, each a packet for each lane
-constexpr u32 kBatches = kChainSlotNbytes / kBatchNbytes;        // of a slot
 
 // Where a rank stands in the chain: what it adds, if anything, where it keeps what comes of that, if it does, and on
 // which sides it has a neighbour.
@@ -76,12 +74,13 @@ struct Chain {
   u64 credits;            // where they begin in it
   u64 flags;
   u64 slots;
+  u64 slot_nbytes;
+  u32 batches;   // of a slot
   u32 channels;  // that a memory has
   u32 blocks;    // of one place
   u32 previous;
   u32 next;
   u32 tag;
-  u32 unused;
 
   MPICOMM_DEVICE u32* count(bool sends, u32 channel) const {
     return reinterpret_cast<u32*>(memory[team.rank]) + (sends ? channels : 0) + channel;
@@ -93,12 +92,12 @@ struct Chain {
     return reinterpret_cast<u64*>(memory[owner] + flags + channel * kLineNbytes) + epoch % kChainSlots;
   }
   MPICOMM_DEVICE u8* slot(u32 owner, u32 channel, u32 epoch) const {
-    return memory[owner] + slots + (static_cast<u64>(channel) * kChainSlots + epoch % kChainSlots) * kChainSlotNbytes;
+    return memory[owner] + slots + (static_cast<u64>(channel) * kChainSlots + epoch % kChainSlots) * slot_nbytes;
   }
   // That of a packet in a slot: they follow all slots.
   MPICOMM_DEVICE u8* escape(u32 owner, const Pair* packet) const {
     const u64 begin = reinterpret_cast<const u8*>(packet) - (memory[owner] + slots);
-    return memory[owner] + slots + channels * kChainSlots * kChainSlotNbytes + begin / kPacketNbytes;
+    return memory[owner] + slots + channels * kChainSlots * slot_nbytes + begin / kPacketNbytes;
   }
 
   MPICOMM_DEVICE const Place& place() const { return places[blockIdx.x / blocks]; }
@@ -305,7 +304,7 @@ MPICOMM_DEVICE void run(const Chain& x) {
     if (batch == 0 && !passing.begin_slot(begin == first)) return;
     const bool ok = passing.is_whole(begin) ? passing.pass_on<true>(begin, batch) : passing.pass_on<false>(begin, batch);
     if (!ok) return;
-    batch = (batch + 1) % kBatches;
+    if (++batch == x.batches) batch = 0;
     if (batch == 0) passing.end_slot();
   }
   if (batch != 0) passing.end_slot();

@@ -11,7 +11,6 @@ from mpicomm.kernels.team import MAX_RANKS, Team
 # Constants and structures of chain.cu; a test compares them.
 CHAIN_THREADS = 256
 CHAIN_SLOTS = 2
-CHAIN_SLOT_NBYTES = 32 * 1024
 BATCH_NBYTES = 2 * 1024
 
 
@@ -38,12 +37,13 @@ class ChainArguments(ctypes.Structure):
         ("credits", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
         ("slots", ctypes.c_uint64),
+        ("slot_nbytes", ctypes.c_uint64),
+        ("batches", ctypes.c_uint32),
         ("channels", ctypes.c_uint32),
         ("blocks", ctypes.c_uint32),
         ("previous", ctypes.c_uint32),
         ("next", ctypes.c_uint32),
         ("tag", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
     ]
 
 

@@ -19,15 +19,22 @@ from tests.kernels.memory_rig import MemoryRig
 
 
 class ChainRig(MemoryRig[ChainPlanner]):
-    """``blocks`` is how many a kernel has for one place at most."""
+    """``blocks`` is how many a kernel has for one place at most; slots are those for messages of ``nbytes``."""
 
     def __init__(
-        self, builds: Builds, size: int, blocks: int, *, changes: Sequence[Change] = (), timeout_s: float = 20
+        self,
+        builds: Builds,
+        size: int,
+        blocks: int,
+        *,
+        nbytes: int = 1 << 30,
+        changes: Sequence[Change] = (),
+        timeout_s: float = 20,
     ) -> None:
         def planner(team: Team, layout: ChannelMemory) -> ChainPlanner:
             return ChainPlanner(team, blocks)
 
-        layout = ChainPlanner(Team(), blocks).layout
+        layout = ChainPlanner(Team(), blocks).layout(nbytes)
         super().__init__(builds, size, layout, planner, changes=changes, timeout_s=timeout_s)
         for place in self.memory:
             place.bytes[layout.slots : layout.nbytes].view(np.uint32)[:] = ABSENT
@@ -45,5 +52,5 @@ class ChainRig(MemoryRig[ChainPlanner]):
         assert threads is None
         reduction = reduction_of(exchanges[0].dtype, signature.op) if signature.op else None
         memory = self.machine.addresses(self.memory, rank)
-        launch = self.planners[rank].launch(exchanges, reduction, tag_of(signature, 0), memory)
+        launch = self.planners[rank].launch(exchanges, reduction, tag_of(signature, 0), self.layout, memory)
         self.launch(rank, launch, threads=None, nap_us=nap_us)

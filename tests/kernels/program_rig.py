@@ -39,12 +39,14 @@ class SimulatedArena:
         slots: Sequence[int],
         staging: Sequence[int],
         chain: Sequence[int],
+        *,
+        chain_layout: ChannelMemory,
     ) -> None:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
         self._slots, self._staging = tuple(slots), tuple(staging)
-        self._chain = tuple(chain)
+        self._chain = chain_layout, tuple(chain)
         self.most_inbox_nbytes = INBOX_NBYTES
 
     def large_inboxes(self, nbytes: int) -> Inboxes:
@@ -54,7 +56,8 @@ class SimulatedArena:
     def slots(self) -> tuple[int, ...]:
         return self._slots
 
-    def chain(self, layout: ChannelMemory) -> tuple[int, ...]:
+    def chain(self, layout: ChannelMemory) -> tuple[ChannelMemory, tuple[int, ...]]:
+        assert layout.nbytes <= self._chain[0].nbytes
         return self._chain
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
@@ -72,7 +75,7 @@ class ProgramRig:
         arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
         slots = [machine.allocate(rank, layout.slots_nbytes) for rank in range(self.size)]
         staging = [machine.allocate(rank, STAGING_NBYTES) for rank in range(self.size)]
-        chain_layout = ChainPlanner(Team(), CHAIN_BLOCKS).layout
+        chain_layout = ChainPlanner(Team(), CHAIN_BLOCKS).layout(1 << 30)
         chain_nbytes = chain_layout.nbytes + escapes_nbytes(chain_layout.nbytes - chain_layout.slots)
         chain = [machine.allocate(rank, chain_nbytes) for rank in range(self.size)]
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
@@ -85,8 +88,8 @@ class ProgramRig:
         for rank in range(self.size):
             bases = machine.addresses(arenas, rank)
             team = machine.team(arenas, rank, timeout_s)
-            more = (machine.addresses(each, rank) for each in (slots, staging, chain))
-            arena_here = SimulatedArena(layout, bases, *more)
+            here = [machine.addresses(each, rank) for each in (slots, staging, chain)]
+            arena_here = SimulatedArena(layout, bases, *here, chain_layout=chain_layout)
             self._planners.append(
                 Planners(
                     rank,

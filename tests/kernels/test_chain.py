@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 from mpicomm.collectives import patterns
 from mpicomm.collectives.device_chain import Station, stations_of
 from mpicomm.collectives.exchange import Span
-from mpicomm.kernels.chain import BATCH_NBYTES, CHAIN_SLOT_NBYTES, CHAIN_SLOTS
+from mpicomm.kernels.chain import BATCH_NBYTES, CHAIN_SLOTS
 from tests.kernels.build import Builds, Change
 from tests.kernels.chain_rig import ChainRig
 from tests.kernels.collective_calls import Calls, sizes_around
@@ -20,7 +20,7 @@ from tests.kernels.machine import CAUGHT
 UNIT_NBYTES = 512  # of a batch
 CHANNELS = 8  # one block has as many warps
 LIMITS = (16, UNIT_NBYTES, CHANNELS * UNIT_NBYTES, CHANNELS * BATCH_NBYTES)
-SLOTS_NBYTES = CHANNELS * CHAIN_SLOT_NBYTES  # one of each channel
+SLOTS_NBYTES = CHANNELS * 32 * 1024  # one of each channel, the largest there are
 LARGE = SLOTS_NBYTES * (CHAIN_SLOTS + 1) + 12  # every slot is used again
 TYPES = (
     ("int8", "sum"),
@@ -34,11 +34,18 @@ TYPES = (
 
 
 def play(
-    builds: Builds, size: int, sizes: list[int], *, blocks: int = 1, seed: int = 0, changes: tuple[Change, ...] = ()
+    builds: Builds,
+    size: int,
+    sizes: list[int],
+    *,
+    blocks: int = 1,
+    room: int = 1 << 30,
+    seed: int = 0,
+    changes: tuple[Change, ...] = (),
 ) -> None:
     rng = np.random.default_rng([size, seed])
     # ThreadSanitizer makes everything slow; without it what waits for two seconds waits for ever.
-    rig = ChainRig(builds, size, blocks, changes=changes, timeout_s=20 if builds.sanitize else 2)
+    rig = ChainRig(builds, size, blocks, nbytes=room, changes=changes, timeout_s=20 if builds.sanitize else 2)
     rig.start_at(2**32 - 3)
     calls = Calls(rig, rng, nap_us=1000)
     # ThreadSanitizer does not know that a store which depends on a load comes after it: see chain.cu.
@@ -60,6 +67,13 @@ def test_every_size_at_which_something_changes_past_the_end_of_32_bits(builds: B
     limits = (*LIMITS, blocks * LIMITS[-1])
     play(builds, size, [nbytes for nbytes in sizes_around(*limits) if nbytes], blocks=blocks)
     play(builds, size, [SLOTS_NBYTES, 5, SLOTS_NBYTES + 4, 5, LARGE, 5], blocks=1)
+
+
+@pytest.mark.parametrize("batches", [1, 2, 4])
+def test_slots_of_few_batches(builds: Builds, batches: int) -> None:
+    slots_nbytes = CHANNELS * batches * BATCH_NBYTES
+    sizes = [slots_nbytes - 4, slots_nbytes, slots_nbytes + 4, 5, (CHAIN_SLOTS + 1) * slots_nbytes + 12, 5]
+    play(builds, 3, sizes, room=slots_nbytes, seed=batches)
 
 
 @pytest.mark.parametrize("reduction", TYPES, ids="-".join)
@@ -101,6 +115,7 @@ MISTAKES = {
     "credit for a slot of which there is more": Change(
         "chain.cu", "    if (batch == 0) passing.end_slot();", "    if (batch == 1) passing.end_slot();"
     ),
+    "a batch more than a slot holds": Change("chain.cu", "if (++batch == x.batches)", "if (++batch > x.batches)"),
     "ones not put back": Change("chain.cu", "Wire::give_back(slot + row * kLanes);", ""),
     "packets looked at once": Change(
         "chain.cu",

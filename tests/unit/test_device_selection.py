@@ -10,6 +10,7 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 from mpicomm.collectives import patterns
 from mpicomm.collectives.device_arena import ArenaLayout
+from mpicomm.collectives.device_chain import ChainPlanner
 from mpicomm.collectives.device_packets import MAX_BLOCKS, geometry_of
 from mpicomm.collectives.device_selection import (
     Room,
@@ -23,6 +24,7 @@ from mpicomm.collectives.device_selection import (
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.chain import BATCH_NBYTES, CHAIN_SLOTS
 from mpicomm.kernels.packets import (
     FEWEST_LAPS,
     SLOT_NBYTES,
@@ -30,6 +32,7 @@ from mpicomm.kernels.packets import (
     most_workers,
 )
 from mpicomm.kernels.reductions import REDUCTIONS
+from mpicomm.kernels.team import Team
 from tests.helpers.reductions import dtype_named
 from tests.helpers.tuning import row, table
 
@@ -82,6 +85,17 @@ def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int, fan_out: 
     assert 1 <= geometry.blocks <= blocks
     assert 32 <= geometry.workers <= most and geometry.workers % 32 == 0
     assert geometry.threads < units + 2 * geometry.workers  # none is idle but in the last block
+
+
+@given(nbytes=st.integers(1, 1 << 34), multiprocessors=st.integers(1, 200))
+def test_slots_of_a_chain_hold_no_more_than_its_messages_need(nbytes: int, multiprocessors: int) -> None:
+    layout = ChainPlanner(Team(), multiprocessors).layout(nbytes)
+    slots_nbytes = layout.nbytes - layout.slots
+    assert slots_nbytes <= max(4 * nbytes + 4 * layout.channels, 4 * MIB)
+    assert slots_nbytes <= 64 * MIB
+    slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
+    assert slot_nbytes % BATCH_NBYTES == 0
+    assert slot_nbytes * layout.channels >= nbytes or slot_nbytes == 32 * KIB
 
 
 def test_an_arena_takes_no_more_than_it_says() -> None:

@@ -90,7 +90,6 @@ CONSTANTS = {
     "chain.cu": {
         "kChainThreads": chain.CHAIN_THREADS,
         "kChainSlots": chain.CHAIN_SLOTS,
-        "kChainSlotNbytes": chain.CHAIN_SLOT_NBYTES,
         "kBatchNbytes": chain.BATCH_NBYTES,
     },
     "sendrecv.cu": {
