@@ -48,15 +48,18 @@ class ChainPlanner:
         # A multiprocessor holds two blocks: all run at once, of both places.
         self._most_blocks = min(_MOST_BLOCKS, multiprocessors)
 
-    def layout(self, nbytes: int) -> ChannelMemory:
-        """Return that of each rank's memory for messages of ``nbytes``: slots hold twice as much, up to a limit.
+    def layout(self, nbytes: int, *, comes_back: bool) -> ChannelMemory:
+        """Return that of each rank's memory for messages of ``nbytes``: a slot holds what a channel carries of one.
 
-        Channels are all of one neighbour each way. Escapes follow the slots.
+        Or a part of that, where it would be too large. Channels are all of one neighbour each way. Escapes follow the
+        slots. ``comes_back`` is whether the chain ends where it begins.
         """
-        channels = self._most_blocks * _WARPS
-        part = -(-nbytes // channels)
-        slot_nbytes = max(BATCH_NBYTES, min(_MOST_SLOT_NBYTES, 1 << (part - 1).bit_length()))
-        return ChannelMemory(1, channels, CHAIN_SLOTS * slot_nbytes)
+        blocks, batch_nbytes = self._cut(nbytes, comes_back=comes_back)
+        batches = -(-nbytes // (blocks * _WARPS * batch_nbytes))
+        slot_nbytes = BATCH_NBYTES
+        while slot_nbytes < min(batches * BATCH_NBYTES, _MOST_SLOT_NBYTES):
+            slot_nbytes *= 4  # few sizes: what there is of smaller ones stays
+        return ChannelMemory(1, self._most_blocks * _WARPS, CHAIN_SLOTS * slot_nbytes)
 
     def launch(
         self,

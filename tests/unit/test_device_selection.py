@@ -24,7 +24,7 @@ from mpicomm.collectives.device_selection import (
 from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.chain import BATCH_NBYTES, CHAIN_SLOTS
+from mpicomm.kernels.chain import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
 from mpicomm.kernels.packets import (
     FEWEST_LAPS,
     SLOT_NBYTES,
@@ -32,7 +32,7 @@ from mpicomm.kernels.packets import (
     most_workers,
 )
 from mpicomm.kernels.reductions import REDUCTIONS
-from mpicomm.kernels.team import Team
+from mpicomm.kernels.team import LANES, Team
 from tests.helpers.reductions import dtype_named
 from tests.helpers.tuning import row, table
 
@@ -87,15 +87,27 @@ def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int, fan_out: 
     assert geometry.threads < units + 2 * geometry.workers  # none is idle but in the last block
 
 
-@given(nbytes=st.integers(1, 1 << 34), multiprocessors=st.integers(1, 200))
-def test_slots_of_a_chain_hold_no_more_than_its_messages_need(nbytes: int, multiprocessors: int) -> None:
-    layout = ChainPlanner(Team(), multiprocessors).layout(nbytes)
-    slots_nbytes = layout.nbytes - layout.slots
-    assert slots_nbytes <= max(4 * nbytes + 4 * layout.channels, 4 * MIB)
-    assert slots_nbytes <= 64 * MIB
+@given(nbytes=st.integers(1, 1 << 30), multiprocessors=st.sampled_from([1, 16, 60, 100, 132]), comes_back=st.booleans())
+def test_a_slot_of_a_chain_holds_what_a_channel_carries(nbytes: int, multiprocessors: int, comes_back: bool) -> None:
+    planner = ChainPlanner(Team(size=3), multiprocessors)
+    layout = planner.layout(nbytes, comes_back=comes_back)
     slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
-    assert slot_nbytes % BATCH_NBYTES == 0
-    assert slot_nbytes * layout.channels >= nbytes or slot_nbytes == 32 * KIB
+    assert slot_nbytes in (BATCH_NBYTES, 4 * BATCH_NBYTES, 32 * KIB)
+    blocks, batch_nbytes = planner._cut(nbytes, comes_back=comes_back)
+    carried = -(-nbytes // (blocks * CHAIN_THREADS // LANES * batch_nbytes)) * BATCH_NBYTES
+    assert slot_nbytes >= min(carried, 32 * KIB)
+    assert slot_nbytes < 4 * carried
+
+
+def test_slots_of_a_chain_grow_with_its_messages() -> None:
+    planner = ChainPlanner(Team(), 132)
+
+    def nbytes_of(nbytes: int, *, comes_back: bool = False) -> int:
+        layout = planner.layout(nbytes, comes_back=comes_back)
+        return layout.nbytes - layout.slots
+
+    assert [nbytes_of(size * MIB) // MIB for size in (1, 2, 3, 8, 9, 1024)] == [4, 4, 16, 16, 64, 64]
+    assert [nbytes_of(size * MIB, comes_back=True) // MIB for size in (1, 2, 4, 5)] == [4, 16, 16, 64]
 
 
 def test_an_arena_takes_no_more_than_it_says() -> None:
