@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from mpicomm.backend.base import Segment
@@ -196,17 +196,12 @@ class DeviceArena:
         self.most_inbox_nbytes = layout.most_inbox_nbytes
         """How many bytes from each rank inboxes of the sentinel wire hold at most."""
 
-        def allocate() -> Segment:
-            segment = backend.allocate(kind, layout.nbytes)
-            # Before the exchange that tells the peers of this memory: their first flags could be wiped out.
-            backend.fill(segment.pointer, layout.nbytes, 0)
-            backend.fill_words(segment.pointer + layout.sentinels, layout.escapes - layout.sentinels, ABSENT)
-            return segment
-
+        absent = (layout.sentinels, layout.escapes)
+        allocate = partial(self._allocate, layout.nbytes, absent)
         self._segments = share(node, backend, "collectives", allocate, lambda: layout.nbytes)
         self._more: dict[tuple[str, int], SharedSegments] = {}
         self._large: set[int] = set()  # sizes of large inboxes that there are
-        self._chains: set[ChannelMemory] = set()  # as for chains
+        self._chains: set[int] = set()  # sizes of a channel's slots in memory for chains that there is
         self.pointers = _pointers(self._segments, node.size)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
         """The inboxes of the LL wire."""
@@ -217,8 +212,7 @@ class DeviceArena:
         """Return inboxes of the sentinel wire for ``nbytes`` from each rank, or for a part of that, many times."""
         inboxes = _PARITIES * STAGES * self._node.size
         least = inboxes * self.layout.large_inbox_nbytes(nbytes)
-        # The same on all ranks: whatever there is was set up by all of them together.
-        slots_nbytes = min((size for size in self._large if size >= least), default=least)
+        slots_nbytes = _enough(self._large, least)
         pointers = self._with_escapes("collectives: large messages", 0, slots_nbytes)
         self._large.add(slots_nbytes)
         return Inboxes(pointers, slots_nbytes // inboxes)
@@ -229,10 +223,9 @@ class DeviceArena:
 
     def chain(self, layout: ChannelMemory) -> tuple[ChannelMemory, tuple[int, ...]]:
         """Return where the memory of every rank begins, for chain.cu, and its layout: this or larger slots."""
-        # The same on all ranks, as above.
-        layout = min((other for other in self._chains if other.nbytes >= layout.nbytes), key=_nbytes, default=layout)
+        layout = replace(layout, channel_nbytes=_enough(self._chains, layout.channel_nbytes))
         pointers = self._with_escapes("collectives: chain", layout.slots, layout.nbytes - layout.slots)
-        self._chains.add(layout)
+        self._chains.add(layout.channel_nbytes)
         return layout, pointers
 
     def messages(self, nbytes: int) -> tuple[int, ...]:
@@ -247,33 +240,33 @@ class DeviceArena:
     def staging(self, nbytes: int) -> tuple[int, ...]:
         """Return where ``nbytes`` or more of every rank begin, for copy engines."""
         whole = 1 << max(0, nbytes - 1).bit_length()  # so that few sizes are ever asked for
-        known = (size for what, size in self._more if what == _COPIES and size >= whole)
-        return self._on_demand(_COPIES, min(known, default=whole))
+        return self._on_demand(_COPIES, _enough((size for what, size in self._more if what == _COPIES), whole))
 
     def _with_escapes(self, what: str, slots: int, slots_nbytes: int) -> tuple[int, ...]:
         """Return where memory of every rank begins that has ``slots_nbytes`` of slots from ``slots`` on."""
         nbytes = slots + slots_nbytes + escapes_nbytes(slots_nbytes)
-        return self._on_demand(what, nbytes, absent=(slots, slots_nbytes))
+        return self._on_demand(what, nbytes, absent=(slots, slots + slots_nbytes))
 
     def _on_demand(self, what: str, nbytes: int, *, absent: tuple[int, int] = (0, 0)) -> tuple[int, ...]:
-        """Return where memory of ``nbytes`` of every rank begins.
-
-        At first it is zero, but for what holds `ABSENT`: ``absent`` is where that begins, and its size.
-        """
+        """Return where memory of ``nbytes`` of every rank begins, which holds at first what `_allocate` says."""
         if (what, nbytes) not in self._more:
             self._before_more()
-
-            def allocate() -> Segment:
-                segment = self._backend.allocate(self._kind, nbytes)
-                self._backend.fill(segment.pointer, nbytes, 0)
-                begin, absent_nbytes = absent
-                self._backend.fill_words(segment.pointer + begin, absent_nbytes, ABSENT)
-                return segment
-
+            allocate = partial(self._allocate, nbytes, absent)
             # It allocates and waits, which a thread that captures a graph may not otherwise.
             with self._backend.loading():
                 self._more[what, nbytes] = share(self._node, self._backend, what, allocate, lambda: nbytes)
         return _pointers(self._more[what, nbytes], self._node.size)
+
+    def _allocate(self, nbytes: int, absent: tuple[int, int]) -> Segment:
+        """Return memory that holds zeros, and `ABSENT` from the first to the second of these offsets.
+
+        Before the exchange that tells the peers of it: what they write first could be wiped out.
+        """
+        segment, (begin, end) = self._backend.allocate(self._kind, nbytes), absent
+        self._backend.fill(segment.pointer, begin, 0)
+        self._backend.fill_words(segment.pointer + begin, end - begin, ABSENT)
+        self._backend.fill(segment.pointer + end, nbytes - end, 0)
+        return segment
 
     def abort(self) -> None:
         """Let kernels of all ranks give up, as one does that finds a rank in another call. Local, blocking."""
@@ -296,8 +289,12 @@ class DeviceArena:
         return Inboxes(tuple(pointer + offset for pointer in self.pointers), nbytes)
 
 
-def _nbytes(layout: ChannelMemory) -> int:
-    return layout.nbytes
+def _enough(known: Iterable[int], least: int) -> int:
+    """Return the smallest size that there is and that is enough, or the least that is.
+
+    The same on all ranks: whatever there is was set up by all of them together.
+    """
+    return min((size for size in known if size >= least), default=least)
 
 
 def _pointers(segments: SharedSegments, size: int) -> tuple[int, ...]:

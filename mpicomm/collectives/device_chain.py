@@ -48,13 +48,13 @@ class ChainPlanner:
         # A multiprocessor holds two blocks: all run at once, of both places.
         self._most_blocks = min(_MOST_BLOCKS, multiprocessors)
 
-    def layout(self, nbytes: int, *, comes_back: bool) -> ChannelMemory:
+    def layout(self, nbytes: int, hops: int) -> ChannelMemory:
         """Return that of each rank's memory for messages of ``nbytes``: a slot holds what a channel carries of one.
 
         Or a part of that, where it would be too large. Channels are all of one neighbour each way. Escapes follow the
-        slots. ``comes_back`` is whether the chain ends where it begins.
+        slots. ``hops`` is how many exchanges the chain is.
         """
-        blocks, batch_nbytes = self._cut(nbytes, comes_back=comes_back)
+        blocks, batch_nbytes = self._cut(nbytes, hops)
         batches = -(-nbytes // (blocks * _WARPS * batch_nbytes))
         slot_nbytes = BATCH_NBYTES
         while slot_nbytes < min(batches * BATCH_NBYTES, _MOST_SLOT_NBYTES):
@@ -77,7 +77,7 @@ class ChainPlanner:
         stations = stations_of(rank, exchanges)
         nbytes = max(span.count for each in stations for span in (each.own, each.output) if span)
         nbytes *= exchanges[0].dtype.itemsize
-        blocks, batch_nbytes = self._cut(nbytes, comes_back=len(exchanges) == size)
+        blocks, batch_nbytes = self._cut(nbytes, len(exchanges))
         slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
         arguments = ChainArguments(
             team=self._team,
@@ -106,13 +106,13 @@ class ChainPlanner:
             early=self._early,
         )
 
-    def _cut(self, nbytes: int, *, comes_back: bool) -> tuple[int, int]:
+    def _cut(self, nbytes: int, hops: int) -> tuple[int, int]:
         """Return the blocks for one place and the size of a batch: the same on all ranks, as both sides cut alike.
 
-        A chain that comes back to the first rank has two places there.
+        A chain of as many hops as ranks comes back to the first one, which has two places then.
         """
         half = _MOST_BLOCKS // 2
-        wanted = half if comes_back else max(half, min(_MOST_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES)))
+        wanted = half if hops == self._team.size else max(half, min(_MOST_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES)))
         blocks = min(wanted, self._most_blocks)
         batch_nbytes = min(BATCH_NBYTES, -(-nbytes // (blocks * _WARPS * _UNIT_NBYTES)) * _UNIT_NBYTES)
         return min(blocks, -(-nbytes // batch_nbytes)), batch_nbytes

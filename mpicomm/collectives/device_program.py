@@ -104,8 +104,7 @@ class Program:
         """Yield what is launched and copied, in order; raises as the arena's methods do."""
         if self._algorithm == "chain":
             planners, tag = self._planners, tag_of(self._signature, 0)
-            comes_back = len(self._exchanges) == planners.size
-            layout, memory = planners.arena.chain(planners.chain.layout(self._nbytes, comes_back=comes_back))
+            layout, memory = planners.arena.chain(planners.chain.layout(self._nbytes, len(self._exchanges)))
             return iter((planners.chain.launch(self._exchanges, self._reduction, tag, layout, memory),))
         return self._copied() if self._algorithm == "copy_engine" else self._launched()
 

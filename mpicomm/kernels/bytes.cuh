@@ -90,8 +90,7 @@ MPICOMM_DEVICE void copy_each_byte(u8* to, const u8* from, u64 nbytes, u32 threa
 MPICOMM_DEVICE void copy_bytes(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads) {
   // Byte by byte to where a line of the target begins. It may be a peer's: what a warp stores is whole lines then, which a
   // link carries as such. Where not both are aligned, it is the loads that are narrow.
-  constexpr u64 kLine = 128;
-  const u64 unaligned = -reinterpret_cast<u64>(to) % kLine, head = nbytes < unaligned ? nbytes : unaligned;
+  const u64 unaligned = -reinterpret_cast<u64>(to) % kLineNbytes, head = nbytes < unaligned ? nbytes : unaligned;
   copy_each_byte(to, from, head, thread, threads);
   to += head, from += head, nbytes -= head;
   const u64 rest = nbytes % kPacketNbytes;

@@ -181,13 +181,14 @@ struct Passing {
       u8* const escape = x.escape(x.team.rank, slot + row * kLanes);
       u32 code = 0;
       const auto has_come = [&] {
-        if (escaped) code = load_volatile(escape);
+        if (escaped) code = load_volatile(escape);  // pairs with the store of it in store_escaped: it says everything
         return !escaped || code != 0;
       };
       ok = ok && await_together(x.team, x.watch(x.previous, received), lane, has_come);
       if (!ok || !escaped) continue;
       in.of[row] = unescaped(in.of[row], code);
-      store_volatile(escape, 0);  // before the slot is free, as what is put back there
+      // Before the credit for the slot, with what is put back there: a later escape of it could else be wiped out.
+      store_volatile(escape, 0);
     }
     return ok;
   }

@@ -44,6 +44,7 @@ struct alignas(16) Pair {
 
 constexpr u32 kLanes = 32;  // threads of a warp
 constexpr u32 kWarp = ~0u;  // all of them
+constexpr u64 kLineNbytes = 128;  // what different ranks or channels write never shares a line
 
 #if defined(__CUDACC__)
 

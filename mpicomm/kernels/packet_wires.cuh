@@ -86,8 +86,9 @@ struct SentinelWire {
 };
 static_assert((SentinelWire::kEscaped | 1u << 31) == SentinelWire::kAbsent, "they differ in the sign");
 
-// Stores a packet that needs an escape. In whichever order the two arrive: who sees the one waits for the other. Out of
-// line, as is all that comes after it: a kernel waits for code that it jumps over.
+// Stores a packet that needs an escape, in no order: who has seen the packet waits for the escape, whose byte is zero
+// until then, as it was put back before the slot was free. Out of line, as is all that comes after it: a kernel waits for
+// code that it jumps over.
 MPICOMM_DEVICE_CALL void store_escaped(Pair* slot, u8* escape, Pair packet) {
   using Wire = SentinelWire;
   u32 code = Wire::kCome;

@@ -155,11 +155,12 @@ struct Outgoing {
 MPICOMM_DEVICE_CALL u32 take_escape(const Team& team, u32 launch, u32 rank, u8* escape) {
   u32 code = 0;
   const auto absent = [&] {
-    code = load_volatile(escape);
+    code = load_volatile(escape);  // pairs with the store of it in store_escaped: it says everything
     return code == 0 ? 1u << rank : 0u;
   };
   if (!await_ranks(team, launch, absent)) return 0;
-  store_volatile(escape, 0);  // before the slot is free, as what is put back there
+  // Before the slot is free, with what is put back there: a later escape of the slot could else be wiped out.
+  store_volatile(escape, 0);
   return code;
 }
 

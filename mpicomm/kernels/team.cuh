@@ -10,7 +10,6 @@ namespace mpicomm {
 // The host's copies of these constants and of Team are in team.py; a test compares them.
 constexpr u32 kMaxRanks = 8;
 constexpr u32 kMaxBlocks = 256;
-constexpr u64 kLineNbytes = 128;   // what different ranks or channels write never shares a line
 constexpr u64 kAnnouncements = kLineNbytes;  // where they begin in an arena; the abort word lies before them
 constexpr u64 kNumbers = kAnnouncements + kMaxRanks * 2 * sizeof(u64);
 constexpr u64 kHeadNbytes = kNumbers + kMaxBlocks * sizeof(u64);

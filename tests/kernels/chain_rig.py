@@ -34,7 +34,7 @@ class ChainRig(MemoryRig[ChainPlanner]):
         def planner(team: Team, layout: ChannelMemory) -> ChainPlanner:
             return ChainPlanner(team, blocks)
 
-        layout = ChainPlanner(Team(), blocks).layout(nbytes, comes_back=False)
+        layout = ChainPlanner(Team(), blocks).layout(nbytes, hops=1)
         super().__init__(builds, size, layout, planner, changes=changes, timeout_s=timeout_s)
         for place in self.memory:
             place.bytes[layout.slots : layout.nbytes].view(np.uint32)[:] = ABSENT

@@ -75,7 +75,7 @@ class ProgramRig:
         arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
         slots = [machine.allocate(rank, layout.slots_nbytes) for rank in range(self.size)]
         staging = [machine.allocate(rank, STAGING_NBYTES) for rank in range(self.size)]
-        chain_layout = ChainPlanner(Team(), CHAIN_BLOCKS).layout(1 << 30, comes_back=False)
+        chain_layout = ChainPlanner(Team(), CHAIN_BLOCKS).layout(1 << 30, hops=1)
         chain_nbytes = chain_layout.nbytes + escapes_nbytes(chain_layout.nbytes - chain_layout.slots)
         chain = [machine.allocate(rank, chain_nbytes) for rank in range(self.size)]
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]

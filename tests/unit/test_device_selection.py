@@ -87,27 +87,27 @@ def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int, fan_out: 
     assert geometry.threads < units + 2 * geometry.workers  # none is idle but in the last block
 
 
-@given(nbytes=st.integers(1, 1 << 30), multiprocessors=st.sampled_from([1, 16, 60, 100, 132]), comes_back=st.booleans())
-def test_a_slot_of_a_chain_holds_what_a_channel_carries(nbytes: int, multiprocessors: int, comes_back: bool) -> None:
+@given(nbytes=st.integers(1, 1 << 30), multiprocessors=st.sampled_from([1, 16, 60, 100, 132]), hops=st.integers(2, 3))
+def test_a_slot_of_a_chain_holds_what_a_channel_carries(nbytes: int, multiprocessors: int, hops: int) -> None:
     planner = ChainPlanner(Team(size=3), multiprocessors)
-    layout = planner.layout(nbytes, comes_back=comes_back)
+    layout = planner.layout(nbytes, hops)
     slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
     assert slot_nbytes in (BATCH_NBYTES, 4 * BATCH_NBYTES, 32 * KIB)
-    blocks, batch_nbytes = planner._cut(nbytes, comes_back=comes_back)
+    blocks, batch_nbytes = planner._cut(nbytes, hops)
     carried = -(-nbytes // (blocks * CHAIN_THREADS // LANES * batch_nbytes)) * BATCH_NBYTES
     assert slot_nbytes >= min(carried, 32 * KIB)
     assert slot_nbytes < 4 * carried
 
 
 def test_slots_of_a_chain_grow_with_its_messages() -> None:
-    planner = ChainPlanner(Team(), 132)
+    planner = ChainPlanner(Team(size=4), 132)
 
-    def nbytes_of(nbytes: int, *, comes_back: bool = False) -> int:
-        layout = planner.layout(nbytes, comes_back=comes_back)
+    def nbytes_of(nbytes: int, hops: int) -> int:
+        layout = planner.layout(nbytes, hops)
         return layout.nbytes - layout.slots
 
-    assert [nbytes_of(size * MIB) // MIB for size in (1, 2, 3, 8, 9, 1024)] == [4, 4, 16, 16, 64, 64]
-    assert [nbytes_of(size * MIB, comes_back=True) // MIB for size in (1, 2, 4, 5)] == [4, 16, 16, 64]
+    assert [nbytes_of(size * MIB, 3) // MIB for size in (1, 2, 3, 8, 9, 1024)] == [4, 4, 16, 16, 64, 64]
+    assert [nbytes_of(size * MIB, 4) // MIB for size in (1, 2, 4, 5)] == [4, 16, 16, 64]
 
 
 def test_an_arena_takes_no_more_than_it_says() -> None:
