@@ -44,7 +44,7 @@
 #include "channel_words.cuh"
 #include "packet_wires.cuh"
 #if defined(MPICOMM_DTYPE)
-#include "reduce_bytes.cuh"
+#include "reduce_packets.cuh"
 #endif
 
 namespace mpicomm {
@@ -54,7 +54,8 @@ constexpr u32 kChainThreads = 256;
 constexpr u32 kChainBlocks = 2;  // of a multiprocessor
 constexpr u32 kChainSlots = 2;
 constexpr u64 kBatchNbytes = 2 * 1024;
-constexpr u32 kRows = kBatchNbytes / (kLanes * kPacketNbytes);  // of a batch, each a packet for each lane
+constexpr u32 kBatchPackets = kBatchNbytes / kPacketNbytes;
+constexpr u32 kRows = kBatchPackets / kLanes;  // of a batch, each a packet for each lane
 
 // Where a rank stands in the chain: what it adds, if anything, where it keeps what comes of that, if it does, and on
 // which sides it has a neighbour.
@@ -123,6 +124,8 @@ struct Passing {
   const u32 lane, channel;
   u32 received, sent;  // slots
   u32 credit = sent - kChainSlots;  // that there is, at least
+  Pair* incoming{};    // where this lane's packets of the next batch begin
+  Pair* outgoing{};
   Rows<Packet> own{};  // of the next batch
 
   MPICOMM_DEVICE u64 end(u64 begin) const { return x.nbytes - begin < x.batch_nbytes ? x.nbytes : begin + x.batch_nbytes; }
@@ -154,8 +157,8 @@ struct Passing {
     else load_own<false>(begin);
   }
 
-  MPICOMM_DEVICE Pair* packets(u32 owner, u32 epoch, u32 batch) const {
-    return reinterpret_cast<Pair*>(x.slot(owner, channel, epoch) + batch * kBatchNbytes) + lane;
+  MPICOMM_DEVICE Pair* packets(u32 owner, u32 epoch) const {
+    return reinterpret_cast<Pair*>(x.slot(owner, channel, epoch)) + lane;
   }
 
   // Waits until the slot `sent` may be written.
@@ -172,13 +175,13 @@ struct Passing {
 
   // Takes the escapes of those packets of a batch that have one; false as below.
   template <bool whole>
-  MPICOMM_DEVICE bool take_escapes(u64 begin, const Pair* slot, Rows<Pair>& in) const {
+  MPICOMM_DEVICE bool take_escapes(u64 begin, Rows<Pair>& in) const {
     bool ok = true;
 #pragma unroll
     for (u32 row = 0; row < kRows; ++row) {
       const u64 at = begin + (row * kLanes + lane) * kPacketNbytes;
       const bool escaped = (whole || at < end(begin)) && Wire::has_escape(in.of[row]);
-      u8* const escape = x.escape(x.team.rank, slot + row * kLanes);
+      u8* const escape = x.escape(x.team.rank, incoming + row * kLanes);
       u32 code = 0;
       const auto has_come = [&] {
         if (escaped) code = load_volatile(escape);  // pairs with the store of it in store_escaped: it says everything
@@ -198,24 +201,24 @@ struct Passing {
     else store_volatile(slot, packet);
   }
 
-  // Passes on batch number `batch` of a slot. False means that the kernel must leave.
+  // Passes on the batch that begins at `begin`. False means that the kernel must leave.
   template <bool whole>
-  MPICOMM_DEVICE bool pass_on(u64 begin, u32 batch) {
+  MPICOMM_DEVICE bool pass_on(u64 begin) {
     Rows<Packet> out = own;
     if (place.receives) {
-      Pair* const slot = packets(x.team.rank, received, batch);
       Rows<Pair> in;
       const auto have_come = [&] {
         bool come = true;
-        for_packets<whole>(begin, [&](u32 row, u64) { in.of[row] = load_volatile(slot + row * kLanes); });
+        for_packets<whole>(begin, [&](u32 row, u64) { in.of[row] = load_volatile(incoming + row * kLanes); });
         for_packets<whole>(begin, [&](u32 row, u64) { come &= Wire::has_come(in.of[row], {}); });
         return come;
       };
       if (!await_together(x.team, x.watch(x.previous, received), lane, have_come)) return false;
       bool escaped = false;
       for_packets<whole>(begin, [&](u32 row, u64) { escaped |= Wire::has_escape(in.of[row]); });
-      if (__any_sync(kWarp, escaped) && !take_escapes<whole>(begin, slot, in)) return false;
-      for_packets<whole>(begin, [&](u32 row, u64) { Wire::give_back(slot + row * kLanes); });
+      if (__any_sync(kWarp, escaped) && !take_escapes<whole>(begin, in)) return false;
+      for_packets<whole>(begin, [&](u32 row, u64) { Wire::give_back(incoming + row * kLanes); });
+      incoming += kBatchPackets;
       for_packets<whole>(begin, [&](u32 row, u64) {
         out.of[row] = Wire::unit(in.of[row]);
         // What comes is reduced over the ranks before: with what this one adds, the order of all is that of the ranks.
@@ -226,7 +229,6 @@ struct Passing {
     }
     load_own(begin + x.stride());  // under way while the rest of this batch is
     if (place.sends) {
-      Pair* const slot = packets(x.next, sent, batch);
       Rows<Pair> going;
       bool escapes = false;
       for_packets<whole>(begin, [&](u32 row, u64) {
@@ -234,10 +236,11 @@ struct Passing {
         escapes |= Wire::has_escape(going.of[row]);
       });
       if (!escapes) {
-        for_packets<whole>(begin, [&](u32 row, u64) { store_volatile(slot + row * kLanes, going.of[row]); });
+        for_packets<whole>(begin, [&](u32 row, u64) { store_volatile(outgoing + row * kLanes, going.of[row]); });
       } else {
-        for_packets<whole>(begin, [&](u32 row, u64) { send(slot + row * kLanes, going.of[row]); });
+        for_packets<whole>(begin, [&](u32 row, u64) { send(outgoing + row * kLanes, going.of[row]); });
       }
+      outgoing += kBatchPackets;
     }
     if (place.output != nullptr) {
       for_packets<whole>(begin, [&](u32 row, u64 at) {
@@ -252,6 +255,8 @@ struct Passing {
   MPICOMM_DEVICE bool begin_slot(bool first) {
     received += place.receives;
     sent += place.sends;
+    if (place.receives) incoming = packets(x.team.rank, received);
+    if (place.sends) outgoing = packets(x.next, sent);
     if (place.sends && !await_credit()) return false;
     if (!first) return true;
     // Pairs with the load of it by the next rank, in await_epoch below. Relaxed: nothing is published with it, and whoever
@@ -303,7 +308,7 @@ MPICOMM_DEVICE void run(const Chain& x) {
   u32 batch = 0;
   for (u64 begin = first; begin < x.nbytes; begin += x.stride()) {
     if (batch == 0 && !passing.begin_slot(begin == first)) return;
-    const bool ok = passing.is_whole(begin) ? passing.pass_on<true>(begin, batch) : passing.pass_on<false>(begin, batch);
+    const bool ok = passing.is_whole(begin) ? passing.pass_on<true>(begin) : passing.pass_on<false>(begin);
     if (!ok) return;
     if (++batch == x.batches) batch = 0;
     if (batch == 0) passing.end_slot();

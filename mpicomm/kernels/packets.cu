@@ -39,6 +39,9 @@
 
 #include "packet_wires.cuh"
 #include "team.cuh"
+#if defined(MPICOMM_DTYPE)
+#include "reduce_packets.cuh"
+#endif
 
 namespace mpicomm {
 
@@ -104,36 +107,13 @@ MPICOMM_DEVICE Packet single(const Packet (&units)[kRanks], u32 sources) {
   return {};
 }
 
-#if defined(MPICOMM_DTYPE)
-constexpr u32 kElements = kUnitNbytes / sizeof(Element);
-
-struct Elements {
-  Element of[kPacketNbytes / sizeof(Element)];
-};
-
-// The reduction of one unit of each source, in rank order.
+// What of all sources becomes one result.
 MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
-  if ((sources & (sources - 1)) == 0) return single(units, sources);
-  typename Op::State states[kElements];
-  u32 count = 0;
-#pragma unroll
-  for (u32 rank = 0; rank < kRanks; ++rank) {
-    if (!(sources >> rank & 1)) continue;
-    const Elements elements = __builtin_bit_cast(Elements, units[rank]);
-#pragma unroll
-    for (u32 e = 0; e < kElements; ++e) {
-      states[e] = count == 0 ? Op::first(elements.of[e]) : Op::next(states[e], elements.of[e]);
-    }
-    ++count;
-  }
-  Elements result{};
-#pragma unroll
-  for (u32 e = 0; e < kElements; ++e) result.of[e] = Op::last(states[e], count);
-  return __builtin_bit_cast(Packet, result);
-}
-#else
-MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) { return single(units, sources); }
+#if defined(MPICOMM_DTYPE)
+  if ((sources & (sources - 1)) != 0) return reduce_packets<kUnitNbytes>(units, sources);
 #endif
+  return single(units, sources);
+}
 
 // What a thread sends in a turn, on its way through registers: by distance from this rank, as each begins with the
 // next, so that at any time each is written to by one.

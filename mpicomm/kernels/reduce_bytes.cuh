@@ -2,25 +2,9 @@
 // reduction: MPICOMM_DTYPE and MPICOMM_OP.
 #pragma once
 
-#include "bytes.cuh"
-#include "element.cuh"
+#include "reduce_packets.cuh"
 
 namespace mpicomm {
-
-constexpr u32 kElements = kPacketNbytes / sizeof(Element);
-
-struct Elements {
-  Element of[kElements];
-};
-
-// The reduction of two contributions.
-MPICOMM_DEVICE Packet reduce_packets(const Packet& first, const Packet& second) {
-  const Elements one = __builtin_bit_cast(Elements, first), other = __builtin_bit_cast(Elements, second);
-  Elements result;
-#pragma unroll
-  for (u32 e = 0; e < kElements; ++e) result.of[e] = Op::last(Op::next(Op::first(one.of[e]), other.of[e]), 2);
-  return __builtin_bit_cast(Packet, result);
-}
 
 // Bytes `begin` to `end`, `at_once` packets a thread; `aligned` if they all are. `source(i)` is the address of source i.
 template <u32 at_once, bool aligned, class Source>

@@ -116,7 +116,7 @@ MISTAKES = {
         "chain.cu", "    if (batch == 0) passing.end_slot();", "    if (batch == 1) passing.end_slot();"
     ),
     "a batch more than a slot holds": Change("chain.cu", "if (++batch == x.batches)", "if (++batch > x.batches)"),
-    "ones not put back": Change("chain.cu", "Wire::give_back(slot + row * kLanes);", ""),
+    "ones not put back": Change("chain.cu", "Wire::give_back(incoming + row * kLanes);", ""),
     "packets looked at once": Change(
         "chain.cu",
         "if (!await_together(x.team, x.watch(x.previous, received), lane, have_come)) return false;",
