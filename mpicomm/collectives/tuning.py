@@ -228,7 +228,7 @@ def _built_in() -> Tuning:
         *(
             row(name, size, (begin * _MIB, "copy_engine"))
             for name in blocks
-            for size, begin in ((2, 192), (3, 224), (4, 320))
+            for size, begin in ((2, 208), (3, 224), (4, 320))
         ),
         *(
             row(name, size, (begin * _MIB, "copy_engine"))
