@@ -41,16 +41,20 @@ def mpi_call(comm: MPI.Intracomm, case: Case, buffers: Buffers, options: dict[st
         return lambda: comm.Alltoall(send, receive, **options)
     if name == "alltoallv":
         places = case.exchanged()
-        parts = [[part[0], places, *part[2:]] if isinstance(part, list) else [part, places] for part in (send, receive)]
+        parts = [[part[0], places, part[1]] if isinstance(part, list) else [part, places] for part in (send, receive)]
         return lambda: comm.Alltoallv(*parts, **options)
     if name == "sendrecv":
-        to, source = case.following, case.previous
-        return lambda: comm.Sendrecv(send, to, recvbuf=receive, source=source, **options)
+        # As bytes: messages of host arrays are MPI's, which does not know all types.
+        sent, received, to, source = buffers.send, buffers.receive, case.following, case.previous
+        return lambda: comm.Sendrecv(sent, to, recvbuf=received, source=source, **options)
     return lambda: comm.Barrier(**options)
 
 
 def _typed(array: Any, case: Case) -> Any:
-    """Return bytes as elements; of a type that is not NumPy's own as a buffer with a count and the type's name."""
+    """Return bytes as elements; of a type that is not NumPy's own as a buffer with the type's name.
+
+    Without a count, which would be that of one block where there is a block for each rank.
+    """
     if array is None or case.dtype.isbuiltin == 1:
         return None if array is None else array.view(case.dtype)
-    return [array, array.nbytes // case.dtype.itemsize, case.dtype.name]
+    return [array, case.dtype.name]

@@ -57,14 +57,14 @@ def test_every_collective_runs(tmp_path: Path) -> None:
     driver.write_text(
         "import sys\nfrom mpicomm.bench import __main__ as bench\nfrom mpicomm.bench.operations import OPERATIONS\n"
         f"from mpicomm import command_line\noptions = {[*SHORT, '-b', '24', '-e', '48K', '-f', '2048']}\n"
-        "def main():\n    status = 0\n    for name in OPERATIONS:\n"
-        "        sys.argv = ['bench', name, *options, '-d', 'int32', '--compare', 'mpi']\n"
-        "        status = max(status, bench.main())\n    return status\ncommand_line.run(main)\n"
+        "def main():\n    status = 0\n    for name in OPERATIONS:\n        for dtype in 'int32', 'bfloat16':\n"
+        "            sys.argv = ['bench', name, *options, '-d', dtype, '--compare', 'mpi']\n"
+        "            status = max(status, bench.main())\n    return status\ncommand_line.run(main)\n"
     )
     job = run_job(3, str(driver))
     assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.count("# OK") == 11
-    assert [row[0] for row in rows(job.stdout)] == ["24", "49152"] * 10 + ["0"]
+    assert job.stdout.count("# OK") == 2 * 11
+    assert [row[0] for row in rows(job.stdout)] == 2 * 10 * ["24", "49152"] + 2 * ["0"]
 
 
 @pytest.mark.parametrize(
