@@ -50,7 +50,7 @@ class DirectPlanner:
 
     def _arguments(self, tag: int) -> DirectArguments:
         arguments = DirectArguments(team=self._team, arrivals=self._layout.arrivals)
-        arguments.team.tag = tag
+        arguments.team.tags[:] = [tag] * len(arguments.team.tags)
         return arguments
 
     def _geometry(self, packets: int) -> tuple[int, int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -37,6 +39,10 @@ class Geometry:
     def threads(self) -> int:
         """All threads that move data."""
         return self.blocks * self.workers
+
+    def steps(self, units: int) -> int:
+        """Return the steps for messages of ``units`` packets; one is taken in any case, to meet the others."""
+        return max(1, -(-units // self.threads))
 
 
 def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
@@ -78,34 +84,32 @@ class PacketPlanner:
         """Return the launch for an exchange and, with ``fan_out``, the next one, in which ranks send on their results,
         or what they have received.
 
-        ``reduction`` is (dtype, op) if any rank reduces; ``nbytes`` is the most that one rank sends to another. All but
-        the exchanges themselves is the same on all ranks.
+        ``reduction`` is (dtype, op) if any rank reduces; ``nbytes`` is the most that one rank sends to another, or more
+        than that. All but the exchanges themselves is the same on all ranks.
         """
-        size, rank = self._team.size, self._team.rank
+        size = self._team.size
         units = packets_of(nbytes, wire)
         shape = geometry or geometry_of(units, self._most_blocks, size, fan_out=fan_out is not None)
-        arguments = PacketArguments(team=self._team, steps=-(-units // shape.threads))
-        arguments.team.tag = tag
+        arguments = PacketArguments(team=self._team, steps=shape.steps(units))
         self._fill_inboxes(arguments, self._inboxes(wire, nbytes))
         slots = arguments.inbox_nbytes // SLOT_NBYTES
         arguments.laps = arguments.steps if units <= slots else slots // shape.threads
         if arguments.steps > arguments.laps and (arguments.laps < FEWEST_LAPS or wire == "flagged"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {arguments.inbox_nbytes} bytes")
-        itemsize = exchange.dtype.itemsize
-        sends = list(exchange.sends)
-        receives = list((fan_out or exchange).receives)
-        if fan_out is not None or receives[rank] in (None, sends[rank]):
-            sends[rank] = receives[rank] = None  # nothing to copy
+        if arguments.steps == arguments.laps and fan_out is None:
+            # No slot is used again, so that nobody has to keep step: each takes as many as it has data for.
+            arguments.steps = shape.steps(packets_of(exchange.longest_nbytes, wire))
+        self._fill_messages(arguments, exchange, fan_out)
+        moves = reduction is None and fan_out is None
         for peer in range(size):
-            arguments.sends[peer], arguments.send_nbytes[peer] = _extent(sends[peer], itemsize)
-            arguments.receives[peer], arguments.receive_nbytes[peer] = _extent(receives[peer], itemsize)
+            arguments.team.tags[peer] = _tag_of_pair(tag, arguments, peer) if moves else tag
         mine = exchange.reduction
         if mine is not None and mine.output.count > 0:
             if list(mine.sources) != sorted(mine.sources):
                 raise InvalidUsageError(f"sources {mine.sources} are not in the order of ranks")
             arguments.sources = sum(1 << source for source in mine.sources)
             arguments.own = mine.own.pointer if mine.own else 0
-            arguments.output, arguments.output_nbytes = _extent(mine.output, itemsize)
+            arguments.output, arguments.output_nbytes = _extent(mine.output, exchange.dtype.itemsize)
             if fan_out is not None:
                 arguments.targets = _ranks_of(fan_out.sends)
         if reduction is None and fan_out is not None:
@@ -117,6 +121,15 @@ class PacketPlanner:
             threads=shape.workers + OVERSEERS,
             early=self._early,
         )
+
+    def _fill_messages(self, arguments: PacketArguments, exchange: Exchange, fan_out: Exchange | None) -> None:
+        rank, itemsize = self._team.rank, exchange.dtype.itemsize
+        sends, receives = list(exchange.sends), list((fan_out or exchange).receives)
+        if fan_out is not None or receives[rank] in (None, sends[rank]):
+            sends[rank] = receives[rank] = None  # nothing to copy
+        for peer in range(self._team.size):
+            arguments.sends[peer], arguments.send_nbytes[peer] = _extent(sends[peer], itemsize)
+            arguments.receives[peer], arguments.receive_nbytes[peer] = _extent(receives[peer], itemsize)
 
     def _fill_relay(self, arguments: PacketArguments, exchange: Exchange, fan_out: Exchange) -> None:
         for source, span in enumerate(exchange.receives):
@@ -141,6 +154,16 @@ class PacketPlanner:
         arguments.inbox_nbytes = inboxes.nbytes
         arguments.flagged = self._arena.layout.flagged
         arguments.flagged_nbytes = self._arena.layout.flagged_inbox_nbytes
+
+
+def _tag_of_pair(tag: int, arguments: PacketArguments, peer: int) -> int:
+    """Return what this rank and ``peer`` must agree on: the bytes that go each way, too, whatever MPI lets them pass.
+
+    A packet that is sent and not taken would be left in its slot, to be taken for one of another call.
+    """
+    sent, received = arguments.send_nbytes[peer], arguments.receive_nbytes[peer]
+    pair = (sent, received) if arguments.team.rank < peer else (received, sent)
+    return zlib.crc32(struct.pack("<IQQ", tag, *pair))
 
 
 def fans_out(rank: int, exchange: Exchange, following: Exchange) -> bool:

@@ -28,7 +28,7 @@ from mpicomm.collectives.device_direct import DirectPlanner
 from mpicomm.collectives.device_landing import InOutput, InStaging, Landing
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import PacketPlanner
-from mpicomm.collectives.device_selection import Room, Way, choose_ways, longest_nbytes
+from mpicomm.collectives.device_selection import Room, Way, choose_ways
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import carried_nbytes
@@ -92,7 +92,7 @@ class Program:
         self._algorithm = algorithm
         op = signature.op
         self._reduction = reduction_of(exchanges[0].dtype, op) if op is not None and exchanges else None
-        self._nbytes = max((longest_nbytes(exchange) for exchange in exchanges), default=0)
+        self._nbytes = max((exchange.longest_nbytes for exchange in exchanges), default=0)
         self._ways = [] if algorithm in ("chain", "copy_engine") else self._chosen()
 
     def __str__(self) -> str:
@@ -117,6 +117,7 @@ class Program:
             self._nbytes,
             Room(
                 carried_nbytes(arena.flagged.nbytes, "flagged"),
+                arena.sentinels.nbytes,
                 arena.most_inbox_nbytes,
             ),
             symmetric=self._memory is not None,
@@ -125,19 +126,19 @@ class Program:
         )
 
     def _launched(self) -> Iterator[Launch]:
-        planners, signature, nbytes = self._planners, self._signature, self._nbytes
+        planners, signature = self._planners, self._signature
         for way in self._ways:
             launch: Launch | None
             if way.direct:
                 assert self._memory is not None
                 tag = tag_of(signature, way.step, self._memory)
-                launch = planners.direct.launch(way.exchange, self._memory, tag, nbytes=nbytes)
+                launch = planners.direct.launch(way.exchange, self._memory, tag, nbytes=way.nbytes)
             elif way.wire is None:
                 launch = planners.channels.launch(way.exchange, (signature.hash32, way.step), planners.arena.slots())
             else:
                 tag = tag_of(signature, way.step)
                 launch = planners.packets.launch(
-                    way.exchange, way.reduction, tag, way.wire, nbytes=nbytes, fan_out=way.merged
+                    way.exchange, way.reduction, tag, way.wire, nbytes=way.nbytes, fan_out=way.merged
                 )
             if launch is not None:
                 yield launch

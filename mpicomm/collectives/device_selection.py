@@ -17,16 +17,17 @@ from mpicomm.collectives.tuning import Tuning
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packets import Wire, flags_can_carry
 
-_COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")  # no rank knows what the others send: they cannot choose alike
+_COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")  # no rank knows what the others send each other
 _IN_STEP = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Allgather", "Allgatherv", "Alltoall")  # all to all
 _EVEN_NBYTES = 4096  # less than a step of packets.cu in any launch that uses inboxes again
 
 
 class Room(NamedTuple):
-    """How many bytes from each rank the inboxes of each wire hold at most."""
+    """How many bytes from each rank inboxes hold: of the LL wire, and of the sentinel wire at first and at most."""
 
     flagged: int
     sentinel: int
+    most_sentinel: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,7 @@ class Way:
     """How one exchange is carried out, or two of which the second sends on what the first has brought.
 
     By packets.cu if there is a ``wire``, by direct.cu if ``direct``, else by exchange.cu.
+    ``nbytes`` is the most that one rank sends to another, as far as all ranks know.
     """
 
     step: int
@@ -42,6 +44,7 @@ class Way:
     reduction: tuple[str, str] | None
     wire: Wire | None
     direct: bool
+    nbytes: int
 
 
 def can_chain(dtype: np.dtype[Any], op: str | None, root: int, size: int) -> bool:
@@ -103,6 +106,13 @@ def choose_ways(
     operation, ways, pending = signature.operation, [], list(enumerate(exchanges))
     while pending:
         step, exchange = pending.pop(0)
+        if operation in _COUNTS_DIFFER and len(exchange.sends) > 1:
+            # So all launch the kernel of packets, as for all that there is room for; what two ranks send each other
+            # beyond that, of which they alone know, goes in chunks.
+            head, rest = exchange.cut(room.sentinel)
+            ways.append(Way(step, head, None, None, "sentinel", False, room.sentinel))
+            ways.append(Way(step, rest, None, None, None, False, nbytes))
+            continue
         # Where not all ranks reduce, it is in the first exchange: the kernel is the same on all.
         reduces = signature.op is not None and (step == 0 or exchange.reduction is not None)
         reduction = reduction_of(exchange.dtype, signature.op) if signature.op and reduces else None
@@ -111,7 +121,7 @@ def choose_ways(
         direct = symmetric and reduction is None and following is None and exchange.lands is not None
         wire = None
         # The ring has an order of its own, which packets do not know.
-        if len(exchange.sends) > 1 and operation not in _COUNTS_DIFFER and algorithm != "ring":
+        if len(exchange.sends) > 1 and algorithm != "ring":
             in_step = keeps_step(operation, exchange, following)
             # What a Reduce_scatter moves, it moves on the rank itself: no inboxes need to be set up for that.
             alone = reduction is None and operation.startswith("Reduce_scatter") and nbytes > room.flagged
@@ -122,7 +132,7 @@ def choose_ways(
             following = None  # packets.cu alone sends on what it has just reduced or received
         elif following is not None:
             pending.pop(0)
-        ways.append(Way(step, exchange, following, reduction, wire, direct and wire is None))
+        ways.append(Way(step, exchange, following, reduction, wire, direct and wire is None, nbytes))
     return ways
 
 
@@ -140,12 +150,6 @@ def _most_flagged_nbytes(size: int, in_step: bool, *, reduces: bool) -> int:
         return 16 << 10
     # In step, each rank sends to all and takes from all; else mostly one does either.
     return (96 << 10 if in_step else 192 << 10) // (size - 1)
-
-
-def longest_nbytes(exchange: Exchange) -> int:
-    """Return the most that one rank sends to another, as far as this one can know."""
-    spans = [*exchange.sends, *exchange.receives, exchange.reduction.output if exchange.reduction else None]
-    return max((span.count for span in spans if span is not None), default=0) * exchange.dtype.itemsize
 
 
 def keeps_step(operation: str, exchange: Exchange, following: Exchange | None) -> bool:
@@ -175,4 +179,4 @@ def packet_wire(
         return None
     if (reduction is None or flags_can_carry(reduction[0])) and nbytes <= min(room.flagged, most_flagged_nbytes):
         return "flagged"
-    return "sentinel" if nbytes <= room.sentinel or in_step else None
+    return "sentinel" if nbytes <= room.most_sentinel or in_step else None

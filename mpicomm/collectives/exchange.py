@@ -63,3 +63,27 @@ class Exchange:
     lands: tuple[Span | None, ...] | None = None
     """Where what goes to each rank belongs there, as it would on this rank, if the place is the same on all: known
     where all ranks have buffers of one form. For engines that store into symmetric memory."""
+
+    @property
+    def longest_nbytes(self) -> int:
+        """The most that one rank sends to another, as far as this one can know."""
+        spans = [*self.sends, *self.receives, self.reduction.output if self.reduction else None]
+        return max((span.count for span in spans if span is not None), default=0) * self.dtype.itemsize
+
+    def cut(self, nbytes: int) -> tuple[Exchange, Exchange]:
+        """Return up to ``nbytes``, a multiple of the element's size, of what goes to each rank, and the rest.
+
+        For exchanges that only move data.
+        """
+        count = nbytes // self.dtype.itemsize
+
+        def head(span: Span | None) -> Span | None:
+            return span and Span(span.pointer, min(span.count, count))
+
+        def rest(span: Span | None) -> Span | None:
+            return Span(span.pointer + nbytes, span.count - count) if span and span.count > count else None
+
+        first, second = (
+            Exchange(self.dtype, tuple(map(part, self.sends)), tuple(map(part, self.receives))) for part in (head, rest)
+        )
+        return first, second

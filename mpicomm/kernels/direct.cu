@@ -60,11 +60,11 @@ MPICOMM_DEVICE void run(const Direct& x) {
   const u32 launch = static_cast<u32>(count);
   const bool has_peer = thread < team.size && thread != rank;
   Announcements ours{};
-  if (has_peer) ours = load_announcements(team, rank);
+  if (has_peer) ours = load_said(team, thread);
   // Before anything depends on one of the loads above, which a warp waits for as a whole.
   Health health;
   if (thread == kMaxRanks) health = load_health(team);
-  if (blockIdx.x == 0 && thread < team.size) announce_all_before(team, thread, launch);
+  if (blockIdx.x == 0 && has_peer) announce_all_before(team, thread, launch);
   bool ok = true;
   if (has_peer) {
     // All that was enqueued there before is over. Without it the peer's memory would be written while a kernel ahead

@@ -303,7 +303,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
   const bool has_peer = overseer < kRanks && overseer != rank;
   Announcements ours{}, theirs{};
   if (has_peer) {
-    ours = load_announcements(team, rank);
+    ours = load_said(team, overseer);
     theirs = load_announcements(team, overseer);
   }
   // Before anything depends on one of the loads above, which a warp waits for as a whole.
@@ -314,8 +314,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
   if (thread < workers) out.load(x, a_at);
 
   if (blockIdx.x == 0 && (launch & ((1u << kFlagBits) - 1)) < 2) wipe(x, launch);
-  // To itself too: the next launch compares what it said of this one with what the others did.
-  if (blockIdx.x == 0 && overseer < kRanks) announce(team, overseer, launch);
+  if (blockIdx.x == 0 && has_peer) announce(team, overseer, launch);
   bool ok = true;
   const auto is_behind = [&] { return static_cast<i32>(theirs.last_launch() - (launch - 1)) < 0; };
   if (has_peer && is_behind()) {

@@ -11,7 +11,8 @@ namespace mpicomm {
 constexpr u32 kMaxRanks = 8;
 constexpr u32 kMaxBlocks = 256;
 constexpr u64 kAnnouncements = kLineNbytes;  // where they begin in an arena; the abort word lies before them
-constexpr u64 kNumbers = kAnnouncements + kMaxRanks * 2 * sizeof(u64);
+constexpr u64 kSaid = kAnnouncements + kMaxRanks * 2 * sizeof(u64);
+constexpr u64 kNumbers = kSaid + kMaxRanks * 2 * sizeof(u64);
 constexpr u64 kHeadNbytes = kNumbers + kMaxBlocks * sizeof(u64);
 
 struct Team {
@@ -21,8 +22,7 @@ struct Team {
   u32 names[kMaxRanks];  // the ranks as the user's communicator counts them, for records
   u32 size;
   u32 rank;
-  u32 tag;  // a hash of what this rank calls
-  u32 unused;
+  u32 tags[kMaxRanks];  // hashes of what this rank calls, each with what it and that rank are to agree on
 };
 
 // A rank that gives up says so in the first word of every arena: {operation:8, rank at fault:24, epoch:32}, never zero.
@@ -86,17 +86,29 @@ MPICOMM_DEVICE u64* announcements(const Team& team, u32 owner, u32 announcer) {
   return reinterpret_cast<u64*>(team.arenas[owner] + kAnnouncements) + announcer * 2;
 }
 
+// What this rank has said to `peer` of its own, likewise: its next launch compares that with what the peer says.
+MPICOMM_DEVICE u64* said(const Team& team, u32 peer) {
+  return reinterpret_cast<u64*>(team.arenas[team.rank] + kSaid) + peer * 2;
+}
+
+// Notes what this rank says to `peer` of `launch` and returns it.
+MPICOMM_DEVICE u64 say(const Team& team, u32 peer, u32 launch) {
+  const u64 word = static_cast<u64>(launch) << 32 | team.tags[peer];
+  store_relaxed(said(team, peer) + launch % 2, word);  // for this device alone, and the next kernel
+  return word;
+}
+
 // Tells `peer` that `launch` has begun here, and hence that the one before is over. Relaxed: that one was another
 // kernel, whose accesses were performed when it ended, and nothing of this one is published.
 MPICOMM_DEVICE void announce(const Team& team, u32 peer, u32 launch) {
-  store_relaxed(announcements(team, peer, team.rank) + launch % 2, static_cast<u64>(launch) << 32 | team.tag);
+  store_relaxed(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
 }
 
 // As `announce`, where the peer may go on to read what was written before `launch`, by whatever kernel or copy, or write
 // what was read. Pairs with `acquire_announcements` and publishes all that. That an earlier kernel is over says so to
 // this device alone.
 MPICOMM_DEVICE void announce_all_before(const Team& team, u32 peer, u32 launch) {
-  store_release(announcements(team, peer, team.rank) + launch % 2, static_cast<u64>(launch) << 32 | team.tag);
+  store_release(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
 }
 
 // What a rank has said of its last two launches: both, so as not to wait for the number of this one.
@@ -115,6 +127,12 @@ struct Announcements {
     return word != other && static_cast<u32>(word >> 32) == launch && static_cast<u32>(other >> 32) == launch;
   }
 };
+
+// What this rank has said to `peer`.
+MPICOMM_DEVICE Announcements load_said(const Team& team, u32 peer) {
+  const u64* const words = said(team, peer);
+  return {{load_relaxed(words), load_relaxed(words + 1)}};
+}
 
 MPICOMM_DEVICE Announcements load_announcements(const Team& team, u32 announcer) {
   const u64* const words = announcements(team, team.rank, announcer);
@@ -135,7 +153,7 @@ MPICOMM_DEVICE Announced look_at(const Team& team, u32 peer, u32 launch) {
   const u32 said = static_cast<u32>(word >> 32);
   // A peer that is two ahead has written over it: it cannot be, unless it was content with this launch.
   if (static_cast<i32>(said - launch) < 0) return kAbsent;
-  return said != launch || static_cast<u32>(word) == team.tag ? kSame : kDifferent;
+  return said != launch || static_cast<u32>(word) == team.tags[peer] ? kSame : kDifferent;
 }
 
 // Gives up, as `peer` was in another call than this rank in `launch`.

@@ -9,7 +9,7 @@ LANES = 32  # of a warp: kLanes in memory_order.cuh
 MAX_RANKS = 8
 MAX_BLOCKS = 256
 LINE_NBYTES = 128
-HEAD_NBYTES = 2304
+HEAD_NBYTES = 2432
 """What lies at the start of an arena: the abort word, announcements, and numbers of launches. All zero at first."""
 EXCHANGE, MISMATCH, MESSAGE = 2, 3, 4
 """``enum Operation`` of faults.cuh, but for signals."""
@@ -33,6 +33,5 @@ class Team(ctypes.Structure):
         ("names", ctypes.c_uint32 * MAX_RANKS),
         ("size", ctypes.c_uint32),
         ("rank", ctypes.c_uint32),
-        ("tag", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("tags", ctypes.c_uint32 * MAX_RANKS),
     ]

@@ -139,6 +139,24 @@ def test_a_rank_with_nothing_to_take_learns_in_the_next_launch_that_others_were_
         machine.run()
 
 
+@pytest.mark.parametrize("expected", [0, 99, 101])
+def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expected: int) -> None:
+    machine = Machine(builds, 3)
+    rig = PacketRig(machine, "sentinel", SMALL, timeout_s=5)
+    dtype, nothing = np.dtype(np.uint8), [Span(0, 0)] * 3
+    sent, taken = (Span(machine.allocate(rank, nbytes).address, nbytes) for rank, nbytes in ((0, 100), (1, expected)))
+    sends = [[nothing[0], sent, Span(sent.pointer, 5)], nothing, nothing]
+    receives = [nothing, [taken, *nothing[1:]], [Span(machine.allocate(2, 5).address, 5), *nothing[1:]]]
+    for rank in range(3):
+        exchanges = patterns.alltoall(rank, 3, dtype, sends[rank], receives[rank])
+        rig.run(rank, exchanges, Signature("Alltoallv", "uint8"))
+    if expected == 0:  # nobody waits for anything
+        machine.run()
+        Calls(rig, np.random.default_rng(0)).allreduce("float32", "sum", 100)
+    with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
+        machine.run()
+
+
 def test_a_rank_that_gives_up_leaves_what_another_was_told_before(builds: Builds) -> None:
     machine = Machine(builds, 3)
     rig = PacketRig(machine, "flagged", SMALL)

@@ -59,6 +59,28 @@ def test_different_roots_are_an_error_on_all_ranks(device: str, operation: str) 
     require_a_new_one_works(device)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("expected", [4, 6, 10**7])
+def test_two_ranks_that_disagree_on_counts_are_told(device: str, expected: int) -> None:
+    comm = communicator(device, timeout_s=10)
+    rank, size = comm.rank, comm.size
+    sent, received = [5] * size, [5] * size
+    if rank == size - 1:
+        received[0] = expected
+    with array_module(comm) as xp:
+        blocks, target = xp.zeros(sum(sent), FLOAT32), xp.zeros(sum(received), FLOAT32)
+        after = Prepared(Case("Allreduce", FLOAT32, 3, algorithm="one_shot"), rank, size, xp)
+        told = "what rank . sent is of another call|rank 0 sends 20 bytes where"
+        with pytest.raises(PeerError, match=told):
+            comm.Alltoallv([blocks, sent], [target, received], algorithm="one_shot")
+            comm.check()
+            after.run(comm)  # as above
+            comm.check()
+        require_unusable(comm, after, PeerError)
+    comm.Free()
+    require_a_new_one_works(device)
+
+
 def told_on_every_rank(comm: mpicomm.Communicator, case: Case) -> str:
     """Return what all ranks are told when each calls its ``case``; the communicator is unusable then."""
     with array_module(comm) as xp:

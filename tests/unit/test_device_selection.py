@@ -51,15 +51,15 @@ def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
     size: int, nbytes: int, in_step: bool, dtype: str | None, flagged: float
 ) -> None:
     layout = ArenaLayout(size, 64)
-    room = Room(layout.flagged_inbox_nbytes // 2, layout.most_inbox_nbytes)
+    room = Room(layout.flagged_inbox_nbytes // 2, layout.sentinel_inbox_nbytes, layout.most_inbox_nbytes)
     wire = packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, room, flagged)
     if wire == "flagged":
         assert 0 < nbytes <= min(room.flagged, flagged)
         assert dtype is None or flags_can_carry(dtype)
     if wire == "sentinel":
-        assert in_step or nbytes <= room.sentinel
+        assert in_step or nbytes <= room.most_sentinel
     if wire is None:
-        assert nbytes == 0 or (nbytes > room.sentinel and not in_step)
+        assert nbytes == 0 or (nbytes > room.most_sentinel and not in_step)
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -163,12 +163,39 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
     chosen = []
     for rank in range(4):
         exchanges = exchanges_of(operation, rank, count, two_shot=two_shot)
-        ways = choose_ways(exchanges, signature, rank, 4 * count, Room(MIB // 4, 8 * MIB), symmetric=symmetric)
+        ways = choose_ways(exchanges, signature, rank, 4 * count, Room(MIB // 4, 2 * MIB, 8 * MIB), symmetric=symmetric)
         chosen.append([(way.step, way.merged is not None, way.reduction, way.wire, way.direct) for way in ways])
         assert not any(way.direct for way in ways) or symmetric
     assert chosen == [chosen[0]] * 4
     if operation == "Allgather":
         assert chosen[0][0][-1] == (symmetric and 4 * count > 4 * MIB)
+
+
+@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 0, 1000], [1000, 1001, 5000]])
+def test_what_only_two_ranks_know_goes_in_packets_as_far_as_there_is_room(counts: list[int]) -> None:
+    dtype, room = np.dtype(np.int32), Room(400, 4000, 16000)
+    (exchange,) = patterns.alltoall(
+        0,
+        3,
+        dtype,
+        patterns.blocks(0, counts, [0, 10**4, 2 * 10**4], dtype.itemsize),
+        patterns.blocks(1 << 20, counts[::-1], [0, 10**4, 2 * 10**4], dtype.itemsize),
+    )
+    nbytes = exchange.longest_nbytes
+    assert nbytes == 4 * max(counts)
+    packets, chunks = choose_ways([exchange], Signature("Alltoallv", "int32"), 0, nbytes, room, symmetric=False)
+    assert (packets.wire, packets.nbytes) == ("sentinel", 4000)
+    assert chunks.wire is None and not chunks.direct
+    assert packets.exchange.longest_nbytes == min(nbytes, 4000)
+    for whole, head, rest in zip(
+        (*exchange.sends, *exchange.receives),
+        (*packets.exchange.sends, *packets.exchange.receives),
+        (*chunks.exchange.sends, *chunks.exchange.receives),
+        strict=True,
+    ):
+        assert whole is not None and head is not None
+        assert head == Span(whole.pointer, min(whole.count, 1000))
+        assert rest == (Span(whole.pointer + 4000, whole.count - 1000) if whole.count > 1000 else None)
 
 
 @pytest.mark.parametrize("link_speed", [0.1, 1, 1.5])
@@ -177,7 +204,7 @@ def test_sizes_are_scaled_by_the_speed_of_the_links(link_speed: float) -> None:
 
     def way(nbytes: float) -> Way:
         exchanges = exchanges_of("Allgather", 0, int(nbytes) // 4, two_shot=False)
-        room = Room(1 << 40, 1 << 40)
+        room = Room(1 << 40, 1 << 40, 1 << 40)
         (found,) = choose_ways(exchanges, signature, 0, int(nbytes), room, symmetric=True, link_speed=link_speed)
         return found
 
