@@ -107,11 +107,11 @@ def choose_ways(
     while pending:
         step, exchange = pending.pop(0)
         if operation in _COUNTS_DIFFER and len(exchange.sends) > 1:
-            # So all launch the kernel of packets, as for all that there is room for; what two ranks send each other
-            # beyond that, of which they alone know, goes in chunks.
-            head, rest = exchange.cut(room.sentinel)
-            ways.append(Way(step, head, None, None, "sentinel", False, room.sentinel))
-            ways.append(Way(step, rest, None, None, None, False, nbytes))
+            # So all launch the kernel of packets, as for all that there is room for. Of a longer message its two ranks
+            # alone know: it goes in chunks, as a whole, since packets for some of it would only be ahead of them.
+            short, long = exchange.by_length(room.sentinel)
+            ways.append(Way(step, short, None, None, "sentinel", False, room.sentinel))
+            ways.append(Way(step, long, None, None, None, False, nbytes))
             continue
         # Where not all ranks reduce, it is in the first exchange: the kernel is the same on all.
         reduces = signature.op is not None and (step == 0 or exchange.reduction is not None)

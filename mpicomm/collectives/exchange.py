@@ -70,20 +70,17 @@ class Exchange:
         spans = [*self.sends, *self.receives, self.reduction.output if self.reduction else None]
         return max((span.count for span in spans if span is not None), default=0) * self.dtype.itemsize
 
-    def cut(self, nbytes: int) -> tuple[Exchange, Exchange]:
-        """Return up to ``nbytes``, a multiple of the element's size, of what goes to each rank, and the rest.
+    def by_length(self, most_nbytes: int) -> tuple[Exchange, Exchange]:
+        """Return the messages of up to ``most_nbytes`` and the longer ones, where nothing is reduced.
 
-        For exchanges that only move data.
+        Both ranks of a message cut alike, whatever the others send.
         """
-        count = nbytes // self.dtype.itemsize
+        count = most_nbytes // self.dtype.itemsize
 
-        def head(span: Span | None) -> Span | None:
-            return span and Span(span.pointer, min(span.count, count))
+        def part(spans: tuple[Span | None, ...], longer: bool) -> tuple[Span | None, ...]:
+            return tuple(span if span is not None and (span.count > count) == longer else None for span in spans)
 
-        def rest(span: Span | None) -> Span | None:
-            return Span(span.pointer + nbytes, span.count - count) if span and span.count > count else None
-
-        first, second = (
-            Exchange(self.dtype, tuple(map(part, self.sends)), tuple(map(part, self.receives))) for part in (head, rest)
+        short, long = (
+            Exchange(self.dtype, part(self.sends, longer), part(self.receives, longer)) for longer in (False, True)
         )
-        return first, second
+        return short, long
