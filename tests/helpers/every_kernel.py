@@ -74,6 +74,17 @@ def each_way(comm: mpicomm.Communicator) -> None:
                 check([(got, reduced("sum", parts))])
 
 
+def uneven(comm: mpicomm.Communicator) -> None:
+    """Exchange messages of which two ranks alone know how long they are: short ones in packets, long ones in chunks."""
+    counts = [[1_400_003 if (source + target) % 2 else 5 for target in range(comm.size)] for source in range(comm.size)]
+    sent, received = counts[comm.rank], [row[comm.rank] for row in counts]
+    parts = [cupy.full(count, 10 * comm.rank + target, np.int32) for target, count in enumerate(sent)]
+    got = cupy.zeros(sum(received), np.int32)
+    comm.Alltoallv([cupy.concatenate(parts), sent], [got, received])
+    come = [np.full(count, 10 * source + comm.rank, np.int32) for source, count in enumerate(received)]
+    check([(got, np.concatenate(come))])
+
+
 def symmetric(comm: mpicomm.Communicator) -> None:
     """Write straight into the memory of the others: kernels, copy engines with a local reduction."""
     size, rank = comm.size, comm.rank
@@ -247,6 +258,7 @@ def main() -> None:
         for seed, count in enumerate((*COUNTS, 300007)):
             check(movements(comm, count, seed))
         each_way(comm)
+        uneven(comm)
         symmetric(comm)
         signals(comm)
         messages(comm)

@@ -89,7 +89,7 @@ def test_allreduce_of_any_size_anywhere(rig: Rig, count: int, offset: int) -> No
 def test_alltoallv_of_odd_and_zero_counts(rig: Rig, seed: int) -> None:
     rng = np.random.default_rng(seed)
     dtype = np.dtype(("u1", "i2", "f4", "f8", "c16", "V3")[seed])
-    choices = (0, 0, 1, 3, 4097, 70001, 300007)
+    choices = (0, 0, 1, 3, 4097, 70001, 300007, 1_400_003)
     for _ in range(3):
         counts = rng.choice(choices, (rig.size, rig.size))  # [from][to]
         data = [
