@@ -222,3 +222,8 @@ def _elsewhere(array: Any, place: str, name: str) -> InvalidUsageError:
 def _class(array: Any) -> str:
     cls = type(array)
     return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def array_of(spec: Any) -> Any:
+    """Return the array of a buffer argument, which may come with counts and a type."""
+    return spec[0] if isinstance(spec, (list, tuple)) and spec else spec

@@ -20,7 +20,7 @@ from mpicomm.backend.host import HostBackend
 from mpicomm.collectives import tuning, types
 from mpicomm.collectives.arguments import Operand, parse
 from mpicomm.collectives.board import Board
-from mpicomm.collectives.buffers import read
+from mpicomm.collectives.buffers import array_of, read
 from mpicomm.collectives.calls import FORMS, Arguments, Call
 from mpicomm.collectives.exchange import Exchange, Message, Span
 from mpicomm.collectives.host_copies import announce, through_host
@@ -363,8 +363,3 @@ def refuse_stream(operation: str, stream: Any) -> None:
     """Raise for a stream given with host arrays."""
     if stream is not None:
         raise InvalidUsageError(f"{operation}: stream={stream!r} is for device arrays: calls on host arrays block")
-
-
-def array_of(spec: Any) -> Any:
-    """Return the array of a buffer argument."""
-    return spec[0] if isinstance(spec, (list, tuple)) and spec else spec

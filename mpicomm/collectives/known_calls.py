@@ -6,7 +6,10 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from mpi4py import MPI
+
+from mpicomm.collectives.buffers import array_of
 
 if TYPE_CHECKING:
     from mpicomm.collectives.device_engine import DeviceEngine
@@ -20,8 +23,9 @@ class KnownCalls:
     """Plans by the arguments of the calls they carry out, all of what a plan depends on.
 
     To read and check the arguments takes ten times as long as to enqueue a kernel, and programs call the same again and
-    again. Only CuPy's and PyTorch's arrays are recognised, passed as they are, by what they say of their memory: the
-    objects themselves are often new, and can be changed in place.
+    again. Only CuPy's and PyTorch's arrays are recognised, by what they say of their memory: the objects themselves are
+    often new, and can be changed in place. Of what comes with them, counts and displacements are, and types by their
+    name or as one of MPI's own: what a derived one is, its handle does not say for good.
     """
 
     def __init__(self, domain: Domain, engine: DeviceEngine) -> None:
@@ -65,7 +69,7 @@ class KnownCalls:
         """
         domain = self._domain
         domain.require_usable(plan.text)
-        resolved = domain.backend.stream(stream, receive if send is None or send is MPI.IN_PLACE else send)
+        resolved = domain.backend.stream(stream, array_of(receive if send is None or send is MPI.IN_PLACE else send))
         return self._engine.enqueue(plan, resolved, again=True)
 
     def begin(self, plan: Plan, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
@@ -91,9 +95,7 @@ class KnownCalls:
         counts: Sequence[int] | None,
     ) -> Hashable:
         """Return what a call is known by, None if it cannot be."""
-        if counts is not None:
-            return None
-        if type(send) is type(receive) is self._cupy:
+        if type(send) is type(receive) is self._cupy and operation != "Reduce_scatter":
             # As below, spelled out: it is on the way of nearly every call, and takes half the time.
             return (
                 operation,
@@ -109,11 +111,21 @@ class KnownCalls:
                 root,
                 algorithm,
             )
-        identify_send = self._identify.get(type(send)) or self._find(type(send))
-        identify_receive = self._identify.get(type(receive)) or self._find(type(receive))
-        if identify_send is None or identify_receive is None:
+        if operation == "Reduce_scatter" and counts is None and send is not MPI.IN_PLACE:
+            return None  # the ranks tell each other, in every call, how much they want
+        sent, received, shares = self._identity_of(send), self._identity_of(receive), _identify_said(counts)
+        if sent is None or received is None or shares is None:
             return None
-        return operation, identify_send(send), identify_receive(receive), id(op), root, algorithm
+        return operation, sent, received, shares, id(op), root, algorithm
+
+    def _identity_of(self, argument: Any) -> Hashable:
+        """Return what a buffer argument is known by, None if it cannot be."""
+        if type(argument) in (list, tuple) and argument:
+            array = self._identity_of(argument[0])
+            said = None if array is None else _identify_said(tuple(argument[1:]))
+            return None if said is None else (array, said)
+        identify = self._identify.get(type(argument)) or self._find(type(argument))
+        return None if identify is None else identify(argument)
 
     def _find(self, array: type) -> Callable[[Any], Hashable] | None:
         if array is _of_library("torch", "Tensor"):
@@ -140,3 +152,16 @@ def _identify_torch(tensor: Any) -> Hashable:
         # One of these is refused, although its memory may be that of another tensor, which is known.
         tensor.requires_grad or tensor.is_conj() or tensor.is_neg(),
     )
+
+
+def _identify_said(said: Any) -> Hashable:
+    """Return what counts, displacements and types are known by, None if they cannot be: as they are now."""
+    kind = type(said)
+    if kind in (list, tuple):  # which mean different things
+        parts = tuple(map(_identify_said, said))
+        return None if None in parts else (kind, parts)
+    if kind is np.ndarray:
+        return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
+    if kind is MPI.Datatype:
+        return (kind, said.handle) if said.is_predefined else None
+    return (kind, said) if said is None or kind in (int, str) or isinstance(said, np.integer) else None

@@ -14,7 +14,8 @@ from mpi4py import MPI
 
 from mpicomm.backend.base import Backend
 from mpicomm.collectives.arguments import parse
-from mpicomm.collectives.dispatcher import array_of, is_on_device, refuse_stream
+from mpicomm.collectives.buffers import array_of
+from mpicomm.collectives.dispatcher import is_on_device, refuse_stream
 from mpicomm.collectives.host_copies import announce
 from mpicomm.collectives.requests import Completer, DeferredRequest, Work
 from mpicomm.errors import InvalidUsageError

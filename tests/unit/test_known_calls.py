@@ -194,6 +194,8 @@ def test_a_known_call_is_on_the_current_stream_of_its_input() -> None:
         (arguments(MPI.IN_PLACE, receive), receive),
         (arguments(None, receive), receive),
         (arguments(send, None), send),
+        (arguments([send, 4], receive), send),
+        (arguments(MPI.IN_PLACE, (receive, 4)), receive),
     ):
         known.add("Reduce", given)
         for stream, where in ((None, expected), (5, 5)):
@@ -218,15 +220,80 @@ def test_a_known_call_is_refused_where_the_communicator_is_unusable() -> None:
     assert known.enqueued == []
 
 
-def test_what_says_more_than_an_array_is_never_known() -> None:
+SAID = (
+    (4,),
+    (5,),
+    ("bfloat16",),
+    (4, "bfloat16"),
+    (4, MPI.FLOAT),
+    (4, MPI.INT),
+    (None, MPI.INT),
+    ((4, 0),),
+    ([4, 0],),
+    ([4, 1],),
+    ([4, 0], [0, 4]),
+    ([4, 0], [0, 5]),
+    (([4, 0], [0, 4]), MPI.FLOAT),
+    (np.array([4, 0]),),
+    (np.array([4, 1]),),
+    (np.array([[4, 0]]),),
+)
+
+
+@pytest.mark.parametrize("kind", [Array, Tensor])
+@pytest.mark.parametrize("said", SAID, ids=str)
+def test_what_comes_with_an_array_is_told_apart(said: tuple[Any, ...], kind: Any) -> None:
     known = Known()
-    for given in (
-        arguments([Array(16), 4], Array(64)),
-        arguments(Array(16), np.zeros(4)),
-        arguments(Array(16), Array(64), counts=[1, 3]),
+    for others in (each for each in SAID if each is not said):
+        known.add("Alltoallv", arguments([kind(16), *others], [kind(64), *said], None))
+        known.add("Alltoallv", arguments([kind(16), *said], [kind(64), *others], None))
+    given = arguments([kind(16), *said], (kind(64), *said), None)
+    assert known.find("Alltoallv", given) is None
+    plan = known.add("Alltoallv", given)
+    assert known.find("Alltoallv", arguments((kind(16), *said), [kind(64), *said], None)) is plan
+    assert known.find("Alltoallv", arguments([kind(32), *said], [kind(64), *said], None)) is None
+
+
+def test_counts_that_were_changed_in_place_are_others() -> None:
+    counts: Any
+    for counts in ([4, 0], np.array([4, 0])):
+        known = Known()
+        given = arguments([Array(16), counts], [Array(64), counts], None)
+        known.add("Alltoallv", given)
+        assert known.find("Alltoallv", given) is not None
+        counts[1] = 1
+        assert known.find("Alltoallv", given) is None
+
+
+def test_shares_of_a_reduce_scatter_are_told_apart() -> None:
+    known = Known()
+    for send in (Array(16), MPI.IN_PLACE):
+        plan = known.add("Reduce_scatter", arguments(send, Array(64), counts=[1, 3]))
+        assert known.find("Reduce_scatter", arguments(send, Array(64), counts=[1, 3])) is plan
+        assert known.find("Reduce_scatter", arguments(send, Array(64), counts=[2, 2])) is None
+
+
+def test_a_reduce_scatter_that_asks_the_ranks_for_their_shares_is_never_known() -> None:
+    """To one rank it would look like the one before where others take more and less now."""
+    known, given = Known(), arguments(Array(16), Array(64))
+    known.add("Reduce_scatter", given)
+    assert known.find("Reduce_scatter", given) is None
+
+
+def test_what_cannot_be_told_apart_is_never_known() -> None:
+    known = Known()
+    derived = MPI.FLOAT.Create_contiguous(2)
+    for argument in (
+        [],
+        [Array(16), derived],
+        [Array(16), [0.5]],
+        [Array(16), np.zeros(2)],
+        [np.zeros(4), 4],
+        np.zeros(4),
     ):
-        known.add("Allreduce", given)
-        assert known.find("Allreduce", given) is None
+        known.add("Allreduce", arguments(argument, Array(64)))
+        assert known.find("Allreduce", arguments(argument, Array(64))) is None
+    derived.Free()
 
 
 def test_calls_are_forgotten_with_every_change_of_symmetric_memory() -> None:
