@@ -222,6 +222,36 @@ def test_reduce_scatter_takes_parts_of_any_size(
         assert receive.get().tolist() == reduced("sum", parts)[start : start + counts[comm.rank]].tolist()
 
 
+@pytest.mark.mpi(min_size=3)
+def test_reduce_scatter_takes_parts_that_only_others_have_changed(comm: mpicomm.Communicator, xp: Any) -> None:
+    """The first rank passes the same each time; were its call taken for the last one, the others would wait for it."""
+    ones = [1] * (comm.size - 3)
+    whole, room = xp.arange(12 + len(ones), dtype=FLOAT32), xp.zeros(5, FLOAT32)
+    for counts in ([5, 3, 4, *ones], [5, 4, 3, *ones], [5, 3, 4, *ones]):
+        mine = room[: counts[comm.rank]]
+        comm.Reduce_scatter(whole, mine)
+        comm.check()
+        start = sum(counts[: comm.rank])
+        assert mine.tolist() == [comm.size * (start + index) for index in range(len(mine))]
+
+
+def test_calls_again_with_counts_that_were_changed_in_place(comm: mpicomm.Communicator, xp: Any) -> None:
+    rank, size = comm.rank, comm.size
+    sent, received, places = [0] * size, [0] * size, [index * 9 for index in range(size)]
+    data, target = xp.zeros(9 * size, FLOAT32), xp.zeros(9 * size, FLOAT32)
+    for call in range(8):
+        sent[:] = [
+            (rank + peer + call // 4) % 9 for peer in range(size)
+        ]  # each for four calls, of which the last are graphs
+        received[:] = sent
+        data[:] = 100 * call + rank
+        target[:] = -1
+        comm.Alltoallv([data, sent, places, MPI.FLOAT], [target, (received, places)])
+        comm.check()
+        blocks = target.reshape(size, 9).tolist()
+        assert blocks == [[100 * call + peer] * count + [-1] * (9 - count) for peer, count in enumerate(received)]
+
+
 def test_bytes_are_moved_and_combined_bit_by_bit(comm: mpicomm.Communicator, xp: Any) -> None:
     parts = [values(FLOAT32, 501, rank, wild=True) for rank in range(comm.size)]
     send, receive = Placed(xp, parts[comm.rank]), Placed(xp, np.zeros_like(parts[0]))
