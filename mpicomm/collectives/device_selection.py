@@ -35,7 +35,7 @@ class Way:
     """How one exchange is carried out, or two of which the second sends on what the first has brought.
 
     By packets.cu if there is a ``wire``, by direct.cu if ``direct``, else by exchange.cu.
-    ``nbytes`` is the most that one rank sends to another, as far as all ranks know.
+    ``nbytes`` is the most that one rank sends to another: of the first two what all ranks take it for.
     """
 
     step: int

@@ -64,8 +64,8 @@ struct Packets {
   u64 inbox_nbytes;        // of one source
   u64 flagged;             // where the inboxes of the LL wire begin in this rank's arena
   u64 flagged_nbytes;      // of one source
-  u32 steps;
-  u32 laps;  // steps that an inbox holds
+  u32 steps;  // of this rank; where slots are used again, of all
+  u32 laps;   // steps that an inbox holds
   u32 sources;  // of the reduction, bit r for rank r
   u32 targets;  // of the fan-out
 };

@@ -10,7 +10,8 @@ MAX_RANKS = 8
 MAX_BLOCKS = 256
 LINE_NBYTES = 128
 HEAD_NBYTES = 2432
-"""What lies at the start of an arena: the abort word, announcements, and numbers of launches. All zero at first."""
+"""What lies at the start of an arena: the abort word, what others have announced and what was announced to them, and
+numbers of launches. All zero at first."""
 EXCHANGE, MISMATCH, MESSAGE = 2, 3, 4
 """``enum Operation`` of faults.cuh, but for signals."""
 ABORT_OPERATION = 7
