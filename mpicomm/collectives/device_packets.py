@@ -79,15 +79,17 @@ class PacketPlanner:
         *,
         nbytes: int,
         fan_out: Exchange | None = None,
+        later: Exchange | None = None,
         geometry: Geometry | None = None,
     ) -> Launch:
         """Return the launch for an exchange and, with ``fan_out``, the next one, in which ranks send on their results,
         or what they have received.
 
         ``reduction`` is (dtype, op) if any rank reduces; ``nbytes`` is the most that one rank sends to another, or more
-        than that. All but the exchanges themselves is the same on all ranks.
+        than that. All but the exchanges themselves is the same on all ranks. ``later`` is what another kernel brings:
+        its senders have to say here that they agree on that, as they may send nothing then.
         """
-        size = self._team.size
+        size, rank = self._team.size, self._team.rank
         units = packets_of(nbytes, wire)
         shape = geometry or geometry_of(units, self._most_blocks, size, fan_out=fan_out is not None)
         arguments = PacketArguments(team=self._team, steps=shape.steps(units))
@@ -101,8 +103,9 @@ class PacketPlanner:
             arguments.steps = shape.steps(packets_of(exchange.longest_nbytes, wire))
         self._fill_messages(arguments, exchange, fan_out)
         moves = reduction is None and fan_out is None
+        messages = [exchange] if later is None else [exchange, later]
         for peer in range(size):
-            arguments.team.tags[peer] = _tag_of_pair(tag, arguments, peer) if moves else tag
+            arguments.team.tags[peer] = _tag_of_pair(tag, rank, peer, messages) if moves else tag
         mine = exchange.reduction
         if mine is not None and mine.output.count > 0:
             if list(mine.sources) != sorted(mine.sources):
@@ -114,6 +117,8 @@ class PacketPlanner:
                 arguments.targets = _ranks_of(fan_out.sends)
         if reduction is None and fan_out is not None:
             self._fill_relay(arguments, exchange, fan_out)
+        if later is not None:
+            arguments.sources = _ranks_of(later.receives)
         return Launch(
             packet_kernel(reduction, size, wire, fan_out=fan_out is not None, one_step=arguments.steps == 1),
             arguments,
@@ -156,14 +161,13 @@ class PacketPlanner:
         arguments.flagged_nbytes = self._arena.layout.flagged_inbox_nbytes
 
 
-def _tag_of_pair(tag: int, arguments: PacketArguments, peer: int) -> int:
-    """Return what this rank and ``peer`` must agree on: the bytes that go each way, too, whatever MPI lets them pass.
+def _tag_of_pair(tag: int, rank: int, peer: int, exchanges: Sequence[Exchange]) -> int:
+    """Return what two ranks must agree on: the bytes that go each way, too, whatever MPI lets them pass.
 
     A packet that is sent and not taken would be left in its slot, to be taken for one of another call.
     """
-    sent, received = arguments.send_nbytes[peer], arguments.receive_nbytes[peer]
-    pair = (sent, received) if arguments.team.rank < peer else (received, sent)
-    return zlib.crc32(struct.pack("<IQQ", tag, *pair))
+    ways = [sum(way) for way in zip(*(exchange.nbytes_with(peer) for exchange in exchanges), strict=True)]
+    return zlib.crc32(struct.pack("<IQQ", tag, *(ways if rank < peer else reversed(ways))))
 
 
 def fans_out(rank: int, exchange: Exchange, following: Exchange) -> bool:

@@ -138,7 +138,7 @@ class Program:
             else:
                 tag = tag_of(signature, way.step)
                 launch = planners.packets.launch(
-                    way.exchange, way.reduction, tag, way.wire, nbytes=way.nbytes, fan_out=way.merged
+                    way.exchange, way.reduction, tag, way.wire, nbytes=way.nbytes, fan_out=way.merged, later=way.later
                 )
             if launch is not None:
                 yield launch

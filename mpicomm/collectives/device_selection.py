@@ -36,6 +36,7 @@ class Way:
 
     By packets.cu if there is a ``wire``, by direct.cu if ``direct``, else by exchange.cu.
     ``nbytes`` is the most that one rank sends to another: of the first two what all ranks take it for.
+    ``later`` is what else of the same messages another kernel brings.
     """
 
     step: int
@@ -45,6 +46,7 @@ class Way:
     wire: Wire | None
     direct: bool
     nbytes: int
+    later: Exchange | None = None
 
 
 def can_chain(dtype: np.dtype[Any], op: str | None, root: int, size: int) -> bool:
@@ -107,10 +109,10 @@ def choose_ways(
     while pending:
         step, exchange = pending.pop(0)
         if operation in _COUNTS_DIFFER and len(exchange.sends) > 1:
-            # So all launch the kernel of packets, as for all that there is room for. Of a longer message its two ranks
+            # All launch the kernel of packets, as for all that there is room for. Of a longer message its two ranks
             # alone know: it goes in chunks, as a whole, since packets for some of it would only be ahead of them.
             short, long = exchange.by_length(room.sentinel)
-            ways.append(Way(step, short, None, None, "sentinel", False, room.sentinel))
+            ways.append(Way(step, short, None, None, "sentinel", False, room.sentinel, later=long))
             ways.append(Way(step, long, None, None, None, False, nbytes))
             continue
         # Where not all ranks reduce, it is in the first exchange: the kernel is the same on all.

@@ -70,6 +70,11 @@ class Exchange:
         spans = [*self.sends, *self.receives, self.reduction.output if self.reduction else None]
         return max((span.count for span in spans if span is not None), default=0) * self.dtype.itemsize
 
+    def nbytes_with(self, peer: int) -> tuple[int, int]:
+        """Return how much goes to ``peer`` and how much comes from it; of what is reduced the latter is not known."""
+        sent, received = (span.count if span else 0 for span in (self.sends[peer], self.receives[peer]))
+        return sent * self.dtype.itemsize, received * self.dtype.itemsize
+
     def by_length(self, most_nbytes: int) -> tuple[Exchange, Exchange]:
         """Return the messages of up to ``most_nbytes`` and the longer ones, where nothing is reduced.
 

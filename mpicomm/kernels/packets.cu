@@ -66,7 +66,7 @@ struct Packets {
   u64 flagged_nbytes;      // of one source
   u32 steps;  // of this rank; where slots are used again, of all
   u32 laps;   // steps that an inbox holds
-  u32 sources;  // of the reduction, bit r for rank r
+  u32 sources;  // of the reduction, bit r for rank r; where there is none, ranks to hear from though nothing comes here
   u32 targets;  // of the fan-out
 };
 

@@ -128,7 +128,8 @@ struct Announcements {
   }
 };
 
-// What this rank has said to `peer`.
+// What this rank has said to `peer`. Pairs with the stores in `say`, of earlier launches, which are over; the word of this
+// one, which another block may be writing, is the other of the two.
 MPICOMM_DEVICE Announcements load_said(const Team& team, u32 peer) {
   const u64* const words = said(team, peer);
   return {{load_relaxed(words), load_relaxed(words + 1)}};

@@ -14,7 +14,7 @@ from mpicomm.collectives.signature import Signature
 from tests.helpers.reductions import reduced, require_same, samples
 from tests.kernels.build import Builds
 from tests.kernels.collective_calls import Calls, random_counts
-from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.machine import CAUGHT, Machine, RunFailedError
 from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
 
 COUNTS = (1, 700, 4096, INBOX_NBYTES // 4 - 1, INBOX_NBYTES // 4 + 1, 2 * INBOX_NBYTES // 4)  # of 4 bytes each
@@ -63,6 +63,21 @@ def test_inboxes_used_again_where_ranks_take_unevenly_are_seen(builds: Builds, m
     with pytest.raises(AssertionError, match=CAUGHT):
         for _ in range(5):
             run_uneven(builds, timeout_s=2)
+
+
+@pytest.mark.parametrize("sent", [0, 100])
+def test_a_rank_that_expects_more_than_packets_carry_learns_that_it_is_sent_less(builds: Builds, sent: int) -> None:
+    """Packets bring nothing of that, and chunks never come: it has to hear of it in the launch for packets."""
+    rig = ProgramRig(Machine(builds, 2), 16, timeout_s=5)
+    nothing, expected = Span(0, 0), 2 * INBOX_NBYTES
+    source, target = rig.machine.allocate(0, 100), rig.machine.allocate(1, expected)
+    sends = [[nothing, Span(source.address, sent)], [nothing] * 2]
+    receives = [[nothing] * 2, [Span(target.address, expected), nothing]]
+    for rank in range(2):
+        exchanges = patterns.alltoall(rank, 2, np.dtype(np.uint8), sends[rank], receives[rank])
+        rig.run(rank, exchanges, Signature("Alltoallv", "uint8"))
+    with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
+        rig.machine.run(limit_s=20)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
