@@ -87,20 +87,25 @@ class PacketPlanner:
 
         ``reduction`` is (dtype, op) if any rank reduces; ``nbytes`` is the most that one rank sends to another, or more
         than that. All but the exchanges themselves is the same on all ranks. ``later`` is what another kernel brings:
-        its senders have to say here that they agree on that, as they may send nothing then.
+        both ranks of it have to hear here that they agree on that, as one may have no part in it.
         """
         size, rank = self._team.size, self._team.rank
         units = packets_of(nbytes, wire)
         shape = geometry or geometry_of(units, self._most_blocks, size, fan_out=fan_out is not None)
-        arguments = PacketArguments(team=self._team, steps=shape.steps(units))
+        arguments = PacketArguments(team=self._team)
         self._fill_inboxes(arguments, self._inboxes(wire, nbytes))
-        slots = arguments.inbox_nbytes // SLOT_NBYTES
-        arguments.laps = arguments.steps if units <= slots else slots // shape.threads
-        if arguments.steps > arguments.laps and (arguments.laps < FEWEST_LAPS or wire == "flagged"):
+        slots, steps = arguments.inbox_nbytes // SLOT_NBYTES, shape.steps(units)
+        laps = steps if units <= slots else slots // shape.threads
+        if steps > laps and (laps < FEWEST_LAPS or wire == "flagged"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {arguments.inbox_nbytes} bytes")
-        if arguments.steps == arguments.laps and fan_out is None:
-            # No slot is used again, so that nobody has to keep step: each takes as many as it has data for.
-            arguments.steps = shape.steps(packets_of(exchange.longest_nbytes, wire))
+        if fan_out is None:
+            # As many as there is data for between this rank and another, whatever there is between others.
+            packets = [[packets_of(way, wire) for way in exchange.nbytes_with(peer)] for peer in range(size)]
+            steps = shape.steps(max(map(max, packets)))
+            for peer, (sent, taken) in enumerate(packets):
+                if peer != rank and sent != taken and shape.steps(max(sent, taken)) > laps:
+                    arguments.paced |= 1 << peer
+        arguments.steps, arguments.laps = steps, laps
         self._fill_messages(arguments, exchange, fan_out)
         moves = reduction is None and fan_out is None
         messages = [exchange] if later is None else [exchange, later]
@@ -118,9 +123,11 @@ class PacketPlanner:
         if reduction is None and fan_out is not None:
             self._fill_relay(arguments, exchange, fan_out)
         if later is not None:
-            arguments.sources = _ranks_of(later.receives)
+            arguments.sources = _ranks_of(later.receives) | _ranks_of(later.sends)
         return Launch(
-            packet_kernel(reduction, size, wire, fan_out=fan_out is not None, one_step=arguments.steps == 1),
+            packet_kernel(
+                reduction, size, wire, fan_out=fan_out is not None, one_step=steps == 1, paced=arguments.paced != 0
+            ),
             arguments,
             blocks=shape.blocks,
             threads=shape.workers + OVERSEERS,

@@ -41,7 +41,6 @@ class Arena(Protocol):
     """What a program asks of the ranks' arenas."""
 
     flagged: Inboxes
-    sentinels: Inboxes
     most_inbox_nbytes: int
 
     def slots(self) -> tuple[int, ...]:
@@ -117,7 +116,6 @@ class Program:
             self._nbytes,
             Room(
                 carried_nbytes(arena.flagged.nbytes, "flagged"),
-                arena.sentinels.nbytes,
                 arena.most_inbox_nbytes,
             ),
             symmetric=self._memory is not None,

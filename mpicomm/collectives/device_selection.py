@@ -18,16 +18,16 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packets import Wire, flags_can_carry
 
 _COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")  # no rank knows what the others send each other
-_IN_STEP = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Allgather", "Allgatherv", "Alltoall")  # all to all
-_EVEN_NBYTES = 4096  # less than a step of packets.cu in any launch that uses inboxes again
+_TO_ALL = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Allgather", "Allgatherv", "Alltoall")  # from all
+_MOST_PACED_NBYTES = 48 << 20
+"""Up to where packets between two ranks are faster than chunks, where others send other lengths."""
 
 
 class Room(NamedTuple):
-    """How many bytes from each rank inboxes hold: of the LL wire, and of the sentinel wire at first and at most."""
+    """How many bytes from each rank inboxes hold: of the LL wire, and of the sentinel wire at most."""
 
     flagged: int
     sentinel: int
-    most_sentinel: int
 
 
 @dataclass(frozen=True)
@@ -109,10 +109,11 @@ def choose_ways(
     while pending:
         step, exchange = pending.pop(0)
         if operation in _COUNTS_DIFFER and len(exchange.sends) > 1:
-            # All launch the kernel of packets, as for all that there is room for. Of a longer message its two ranks
+            # All launch the kernel of packets, as for the most that goes that way. Of a longer message its two ranks
             # alone know: it goes in chunks, as a whole, since packets for some of it would only be ahead of them.
-            short, long = exchange.by_length(room.sentinel)
-            ways.append(Way(step, short, None, None, "sentinel", False, room.sentinel, later=long))
+            most = int(_MOST_PACED_NBYTES * link_speed)
+            short, long = exchange.by_length(most)
+            ways.append(Way(step, short, None, None, "sentinel", False, most, later=long))
             ways.append(Way(step, long, None, None, None, False, nbytes))
             continue
         # Where not all ranks reduce, it is in the first exchange: the kernel is the same on all.
@@ -124,12 +125,12 @@ def choose_ways(
         wire = None
         # The ring has an order of its own, which packets do not know.
         if len(exchange.sends) > 1 and algorithm != "ring":
-            in_step = keeps_step(operation, exchange, following)
+            to_all = following is not None or operation in _TO_ALL
             # What a Reduce_scatter moves, it moves on the rank itself: no inboxes need to be set up for that.
             alone = reduction is None and operation.startswith("Reduce_scatter") and nbytes > room.flagged
             if not alone and not (direct and nbytes > _most_copied_nbytes(len(exchange.sends)) * link_speed):
-                most = _most_flagged_nbytes(len(exchange.sends), in_step, reduces=reduction is not None) * link_speed
-                wire = packet_wire(in_step, nbytes, reduction, room, most)
+                flagged = _most_flagged_nbytes(len(exchange.sends), to_all, reduces=reduction is not None) * link_speed
+                wire = packet_wire(to_all, nbytes, reduction, room, flagged)
         if wire is None:
             following = None  # packets.cu alone sends on what it has just reduced or received
         elif following is not None:
@@ -146,39 +147,24 @@ def _most_copied_nbytes(size: int) -> int:
     return (36 << 20) // (size - 1) ** 2
 
 
-def _most_flagged_nbytes(size: int, in_step: bool, *, reduces: bool) -> int:
+def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
     """Return up to where LL packets are faster than others, which take half the bytes on the links."""
     if reduces:
         return 16 << 10
-    # In step, each rank sends to all and takes from all; else mostly one does either.
-    return (96 << 10 if in_step else 192 << 10) // (size - 1)
-
-
-def keeps_step(operation: str, exchange: Exchange, following: Exchange | None) -> bool:
-    """Return whether all ranks send and take packets at the same pace; the same on all ranks.
-
-    With ``following`` they send on what they reduce, or receive. A rank that took less than it sends would not learn
-    from what it takes that another is behind.
-    """
-    if following is not None:
-        return True
-    if operation not in _IN_STEP:
-        return False
-    output = exchange.reduction.output if exchange.reduction else None
-    counts = [span.count for span in (*exchange.sends, *exchange.receives, output) if span is not None]
-    return (max(counts) - min(counts)) * exchange.dtype.itemsize <= _EVEN_NBYTES
+    # Each rank sends to all and takes from all; else mostly one does either.
+    return (96 << 10 if to_all else 192 << 10) // (size - 1)
 
 
 def packet_wire(
-    in_step: bool, nbytes: int, reduction: tuple[str, str] | None, room: Room, most_flagged_nbytes: float
+    to_all: bool, nbytes: int, reduction: tuple[str, str] | None, room: Room, most_flagged_nbytes: float
 ) -> Wire | None:
     """Return how packets.cu carries out an exchange; None if exchange.cu does.
 
     ``nbytes`` is the most that one rank sends to another; up to ``most_flagged_nbytes`` LL packets are faster than
-    others. With ``in_step`` all send and take at the same pace, so that inboxes can be used again within one launch.
+    others. Where all send ``to_all``, that is so of any size; else chunks are faster than inboxes that are used again.
     """
     if nbytes == 0:
         return None
     if (reduction is None or flags_can_carry(reduction[0])) and nbytes <= min(room.flagged, most_flagged_nbytes):
         return "flagged"
-    return "sentinel" if nbytes <= room.most_sentinel or in_step else None
+    return "sentinel" if nbytes <= room.sentinel or to_all else None

@@ -71,8 +71,11 @@ class Exchange:
         return max((span.count for span in spans if span is not None), default=0) * self.dtype.itemsize
 
     def nbytes_with(self, peer: int) -> tuple[int, int]:
-        """Return how much goes to ``peer`` and how much comes from it; of what is reduced the latter is not known."""
-        sent, received = (span.count if span else 0 for span in (self.sends[peer], self.receives[peer]))
+        """Return how much goes to ``peer`` and how much comes from it."""
+        place = self.receives[peer]
+        if self.reduction is not None and peer in self.reduction.sources:
+            place = self.reduction.output
+        sent, received = (span.count if span else 0 for span in (self.sends[peer], place))
         return sent * self.dtype.itemsize, received * self.dtype.itemsize
 
     def by_length(self, most_nbytes: int) -> tuple[Exchange, Exchange]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mpicomm.domain import Domain
 
 _MOST = 1024  # calls that are kept
+_PLAIN = frozenset((int, str, type(None)))  # types of what is known by itself; no subclasses, to which True belongs
 
 
 class KnownCalls:
@@ -157,11 +158,13 @@ def _identify_torch(tensor: Any) -> Hashable:
 def _identify_said(said: Any) -> Hashable:
     """Return what counts, displacements and types are known by, None if they cannot be: as they are now."""
     kind = type(said)
-    if kind in (list, tuple):  # which mean different things
+    if kind is list or kind is tuple:  # which mean different things
+        if _PLAIN.issuperset(map(type, said)):
+            return kind, *said
         parts = tuple(map(_identify_said, said))
         return None if None in parts else (kind, parts)
     if kind is np.ndarray:
         return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
     if kind is MPI.Datatype:
         return (kind, said.handle) if said.is_predefined else None
-    return (kind, said) if said is None or kind in (int, str) or isinstance(said, np.integer) else None
+    return (kind, said) if kind in _PLAIN or isinstance(said, np.integer) else None

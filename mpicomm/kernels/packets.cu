@@ -20,6 +20,9 @@
 // With more steps than an inbox holds ("laps"), packets of step k go where those of k - L were. On the sentinel wire one
 // turn in every L - 3 ends with a fence: what was put back in a turn is performed L - 4 turns later at the latest, before
 // anything more is stored. Without it that could arrive after the next packet and wipe it out. The LL wire has no laps.
+// Two ranks may have more to send one way than the other ("paced", without fan-out): whoever has nothing at a unit that
+// the other sends stores an empty packet there in turns that follow a fence, F + 1, and in no others. It is taken as any
+// other: what is said below of the packet of step k - 2 then holds of that of F + 1, which is k - 2 or less.
 //   first inbox: A of step k is in turn k. Turn k - 1 ended with C of step k - 3, which the peer stored in its turn
 //   k - 2, after the fence that followed its B of step k - L, in turn k - L + 1.
 //   Without fan-out, B of step k - 2 ended turn k - 1, which the peer had stored in its turn k - 2, likewise.
@@ -64,10 +67,12 @@ struct Packets {
   u64 inbox_nbytes;        // of one source
   u64 flagged;             // where the inboxes of the LL wire begin in this rank's arena
   u64 flagged_nbytes;      // of one source
-  u32 steps;  // of this rank; where slots are used again, of all
+  u32 steps;  // of this rank; with fan-out, of all
   u32 laps;   // steps that an inbox holds
   u32 sources;  // of the reduction, bit r for rank r; where there is none, ranks to hear from though nothing comes here
   u32 targets;  // of the fan-out
+  u32 paced;    // ranks to or from which more goes than an inbox holds, and not as much as the other way
+  u32 unused;
 };
 
 #if defined(MPICOMM_FAN_OUT)
@@ -82,6 +87,14 @@ constexpr bool kFanOut = false;
 constexpr bool kOneStep = true;
 #else
 constexpr bool kOneStep = false;
+#endif
+
+// Whether slots are used again by two ranks of which one sends more than the other.
+#if defined(MPICOMM_PACED)
+constexpr bool kPaced = true;
+static_assert(Wire::kGivesBack && !kFanOut && !kOneStep, "else nobody waits for the word of a rank that sends nothing");
+#else
+constexpr bool kPaced = false;
 #endif
 
 // Threads of a block, at most, as there are registers; those that move data.
@@ -244,14 +257,29 @@ struct Worker {
     }
   }
 
-  // The ranks, but this one, that receive has a unit at `at` from.
-  MPICOMM_DEVICE u32 senders_of(u64 at) const {
+  // The ranks, but this one, of which messages of so many bytes have a unit at `at`.
+  MPICOMM_DEVICE u32 ranks_at(const u64 (&nbytes)[kMaxRanks], u64 at) const {
     u32 ranks = 0;
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
-      if (at < x.receive_nbytes[rank] && rank != x.team.rank) ranks |= 1u << rank;
+      if (at < nbytes[rank] && rank != x.team.rank) ranks |= 1u << rank;
     }
     return ranks;
+  }
+
+  // Those whose unit at `at` this thread takes in stage B.
+  MPICOMM_DEVICE u32 senders_at(u64 at) const {
+    if constexpr (kReduces) return at < x.output_nbytes ? x.sources & ~(1u << x.team.rank) : 0;
+    return ranks_at(x.receive_nbytes, at);
+  }
+
+  // Tells those who send at `at` and are sent nothing there how far this rank is.
+  MPICOMM_DEVICE void pace(u64 at, u64 place) const {
+    const u32 ranks = x.paced & senders_at(at) & ~ranks_at(x.send_nbytes, at);
+#pragma unroll
+    for (u32 rank = 0; rank < kRanks; ++rank) {
+      if (ranks >> rank & 1) send(rank, 0, place, Packet{}, Wire::flag(count));
+    }
   }
 };
 
@@ -338,7 +366,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
   const Worker worker{x, count, launch};
   u64 b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
-  const u32 others = x.sources & ~(1u << rank);
+  bool paces = false, paced = false;  // whether this turn, and the last one, follow a fence
 
   const u32 steps = kOneStep ? 1 : x.steps;
 #pragma unroll(kOneStep ? 3 : 1)
@@ -349,8 +377,10 @@ MPICOMM_DEVICE void run(const Packets& x) {
     const u64 c_place = c_lap * threads + number;
     // All loads of the turn, before anything waits for one of them; what goes out was loaded in the turn before.
     const bool reduces = kReduces && has_b && b_at < x.output_nbytes;
-    const u32 b_ranks = !has_b ? 0 : !kReduces ? worker.senders_of(b_at) : reduces ? others : 0;
-    const u32 c_ranks = has_c ? worker.senders_of(c_at) : 0;
+    const u32 b_senders = has_b ? worker.senders_at(b_at) : 0;
+    u32 b_ranks = b_senders;
+    if (kPaced && has_b && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
+    const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
     Pair b[kRanks], c[kRanks];
     [[maybe_unused]] Packet in{};
     worker.look(b, 0, b_ranks, b_place);
@@ -358,6 +388,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     if constexpr (kFanOut) worker.look(c, 1, c_ranks, c_place);
 
     if (!kOneStep || turn == 0) worker.push(out, a_at, a_place);
+    if (kPaced && paces) worker.pace(a_at, a_place);
     if (!kOneStep) out.load(x, a_at + step_nbytes);
     if (turn == 0) {
       // What would otherwise hold the first packets up, while nothing can have come yet.
@@ -382,14 +413,16 @@ MPICOMM_DEVICE void run(const Packets& x) {
       }
       if (x.output != nullptr) store_unit(x.output, width_of(x.output), b_at, x.output_nbytes, result);
     }
-    if constexpr (!kReduces) worker.place(b, b_ranks, b_at);
+    if constexpr (!kReduces) worker.place(b, b_senders, b_at);
     if constexpr (kFanOut) {
       if (c_ranks != 0 && !worker.take(c, 1, c_ranks, c_place)) return;
       worker.place(c, c_ranks, c_at);
     }
 
     // See "laps" at the top.
-    if (Wire::kGivesBack && x.steps > x.laps && turn % (x.laps - 3) == 0) fence_device();
+    paced = paces;
+    paces = Wire::kGivesBack && !kOneStep && x.steps > x.laps && turn % (x.laps - 3) == 0;
+    if (paces) fence_device();
     c_at = b_at, b_at = a_at, a_at += step_nbytes;
     c_lap = b_lap, b_lap = a_lap, a_lap = a_lap + 1 == x.laps ? 0 : a_lap + 1;
   }

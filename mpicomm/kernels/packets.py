@@ -44,6 +44,8 @@ class PacketArguments(ctypes.Structure):
         ("laps", ctypes.c_uint32),
         ("sources", ctypes.c_uint32),
         ("targets", ctypes.c_uint32),
+        ("paced", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
     ]
 
 
@@ -57,12 +59,12 @@ def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
 
 
 def packet_kernel(
-    reduction: tuple[str, str] | None, size: int, wire: Wire, *, fan_out: bool, one_step: bool
+    reduction: tuple[str, str] | None, size: int, wire: Wire, *, fan_out: bool, one_step: bool, paced: bool
 ) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the one that does not reduce; as `options_for`."""
-    stages = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
-    steps = ("-DMPICOMM_ONE_STEP",) if one_step else ()
-    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_MACROS[wire], *stages, *steps)
+    which = {"FAN_OUT": fan_out, "ONE_STEP": one_step, "PACED": paced}
+    macros = [f"-DMPICOMM_{name}" for name, is_so in which.items() if is_so]
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_MACROS[wire], *macros)
     return Variant("packets.cu", "mpicomm_packets", options)
 
 

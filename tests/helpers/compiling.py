@@ -18,7 +18,8 @@ def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]
     variants = [exchange_kernel(pair) for pair in pairs]
     for pair, fan_out, one_step in itertools.product(pairs, (False, True), (False, True)):
         wires: tuple[Wire, ...] = ("flagged", "sentinel") if flags_can_carry(pair[0]) else ("sentinel",)
-        variants += [packet_kernel(pair, comm.size, wire, fan_out=fan_out, one_step=one_step) for wire in wires]
+        which = {"fan_out": fan_out, "one_step": one_step, "paced": False}
+        variants += [packet_kernel(pair, comm.size, wire, **which) for wire in wires]
     with ThreadPoolExecutor() as pool:
         compiled = [
             pool.submit(compile_kernel, KERNELS / variant.source, capability, variant.options)

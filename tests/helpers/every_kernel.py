@@ -75,8 +75,8 @@ def each_way(comm: mpicomm.Communicator) -> None:
 
 
 def uneven(comm: mpicomm.Communicator) -> None:
-    """Exchange messages of which two ranks alone know how long they are: short ones in packets, long ones in chunks."""
-    counts = [[1_400_003 if (source + target) % 2 else 5 for target in range(comm.size)] for source in range(comm.size)]
+    """Exchange messages of which two ranks alone know how long they are, and of which far more go one way."""
+    counts = [[5_000_003 if source < target else 5 for target in range(comm.size)] for source in range(comm.size)]
     sent, received = counts[comm.rank], [row[comm.rank] for row in counts]
     parts = [cupy.full(count, 10 * comm.rank + target, np.int32) for target, count in enumerate(sent)]
     got = cupy.zeros(sum(received), np.int32)

@@ -9,7 +9,7 @@ import numpy as np
 from mpicomm.collectives.device_packets import Geometry
 from mpicomm.kernels.packets import Wire, carried_nbytes
 from tests.kernels.build import Builds, Change
-from tests.kernels.collective_calls import Calls, sizes_around
+from tests.kernels.collective_calls import Calls, random_counts, sizes_around
 from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import PacketRig
 
@@ -32,9 +32,7 @@ def run_every_size(builds: Builds, wire: Wire, size: int) -> None:
         if 0 < count * 4 <= most:
             checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
             checks.append(calls.relayed_reduce("float32", "sum", count))
-        if 0 < count * 4 <= min(most, room):  # beyond that all have to send and take in step
             checks.append(calls.scan("float32", "sum", count))
-        if 0 < count * 4 <= most:
             checks += [calls.allgather(4 * count), calls.relayed_bcast(4 * count - 1)]
     rig.machine.run(seed=size, jitter_us=300)
     for check in checks:
@@ -47,6 +45,25 @@ def run_movements(builds: Builds, wire: Wire, nbytes: int) -> None:
     calls = Calls(rig, np.random.default_rng(nbytes))
     checks = [call(nbytes) for call in (calls.bcast, calls.relayed_bcast, calls.allgather)]
     rig.machine.run(jitter_us=100)
+    for check in checks:
+        check()
+
+
+def run_uneven(
+    builds: Builds, size: int, *, seed: int = 0, changes: Sequence[Change] = (), timeout_s: float = 20
+) -> None:
+    """What uses inboxes again between ranks of which one sends more than the other, or alone."""
+    machine = Machine(builds, size)
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s)
+    rng = np.random.default_rng((size, seed))
+    calls = Calls(rig, rng, nap_us=1000)
+    lengths = (0, 5, _STEP_NBYTES - 1, INBOX_NBYTES, INBOX_NBYTES + 1, 2 * INBOX_NBYTES + 100, 5 * INBOX_NBYTES - 7)
+    checks = []
+    for turn in range(4):
+        checks += [calls.alltoallv(random_counts(rng, size, lengths)) for _ in range(3)]
+        checks += [calls.bcast(20_000 + turn), calls.scan("float32", "sum", 5000 + turn)]
+        checks.append(calls.reduce_scatter("int32", "sum", [int(length) // 4 for length in rng.choice(lengths, size)]))
+    machine.run(seed=seed, jitter_us=300, limit_s=30)
     for check in checks:
         check()
 

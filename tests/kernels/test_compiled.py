@@ -36,10 +36,11 @@ BANDWIDTH = [
     exchange_kernel(reduction)
     for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "sum"), ("complex128", "prod"))
 ] + [
-    packet_kernel(reduction, size, "sentinel", fan_out=fan_out, one_step=one_step)
-    for one_step in (False, True)
+    packet_kernel(reduction, size, "sentinel", fan_out=fan_out, one_step=steps == "one", paced=steps == "paced")
+    for steps in ("one", "more", "paced")
     for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("int64", "max"), ("complex128", "prod"))
-    for size, fan_out in ((2, False), (4, False), (4, True), (8, True))
+    for size, fan_out in ((2, False), (4, False), (8, False), (4, True), (8, True))
+    if not (fan_out and steps == "paced")
 ]
 BANDWIDTH += [
     chain_kernel(reduction)

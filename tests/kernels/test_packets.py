@@ -17,7 +17,7 @@ from tests.kernels.build import Builds, Change
 from tests.kernels.collective_calls import Calls
 from tests.kernels.machine import CAUGHT, Array, Machine, RunFailedError
 from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long, run_movements
+from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long, run_movements, run_uneven
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -36,6 +36,12 @@ class SentinelCalls(Calls):
 @pytest.mark.parametrize("wire", WIRES)
 def test_every_size_at_which_something_changes(builds: Builds, wire: Wire, size: int) -> None:
     run_every_size(builds, wire, size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_ranks_of_which_one_sends_more_than_the_other(builds: Builds, size: int) -> None:
+    for seed in range(3):
+        run_uneven(builds, size, seed=seed)
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -177,6 +183,10 @@ def test_no_race(watched_builds: Builds, wire: Wire) -> None:
     run_long(watched_builds, wire, start=0, batches=1)
 
 
+def test_no_race_between_ranks_that_send_unevenly(watched_builds: Builds) -> None:
+    run_uneven(watched_builds, 3)
+
+
 SOURCE = "packets.cu"
 NO_BARRIER = Change(SOURCE, "if (!__syncthreads_and(ok)) return;", "if (!ok) return;")
 MISTAKES: dict[str, tuple[Wire, Change]] = {
@@ -228,6 +238,20 @@ def test_mistake_with_nan_is_seen(builds: Builds, name: str) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
         for _ in range(5):
             run_reductions(builds, ("float16", "prod"), changes=[NANS[name]], timeout_s=2)
+
+
+PACES = {
+    "not said": Change(SOURCE, "worker.pace(a_at, a_place);", ";"),
+    "not heard": Change(SOURCE, "b_ranks |= x.paced", "b_ranks |= 0"),
+    "half as often": Change(SOURCE, "turn % (x.laps - 3) == 0;", "turn % (2 * (x.laps - 3)) == 0;"),
+}
+
+
+@pytest.mark.parametrize("name", PACES)
+def test_mistake_with_ranks_that_send_unevenly_is_seen(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for seed in range(5):
+            run_uneven(builds, 3, seed=seed, changes=[PACES[name]], timeout_s=2)
 
 
 def test_race_is_seen(watched_builds: Builds) -> None:

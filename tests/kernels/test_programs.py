@@ -14,7 +14,7 @@ from mpicomm.collectives.signature import Signature
 from tests.helpers.reductions import reduced, require_same, samples
 from tests.kernels.build import Builds
 from tests.kernels.collective_calls import Calls, random_counts
-from tests.kernels.machine import CAUGHT, Machine, RunFailedError
+from tests.kernels.machine import Machine, RunFailedError
 from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
 
 COUNTS = (1, 700, 4096, INBOX_NBYTES // 4 - 1, INBOX_NBYTES // 4 + 1, 2 * INBOX_NBYTES // 4)  # of 4 bytes each
@@ -43,11 +43,7 @@ def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["float32", "int32"])
 def test_reduce_scatter_of_parts_of_any_size(builds: Builds, name: str) -> None:
-    run_uneven(builds, name)
-
-
-def run_uneven(builds: Builds, name: str = "float32", *, timeout_s: float = 20) -> None:
-    rig = ProgramRig(Machine(builds, 3), 16, timeout_s=timeout_s)
+    rig = ProgramRig(Machine(builds, 3), 16)
     calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
     large = 2 * INBOX_NBYTES // 4
     for counts in ([1, 1, large], [large, 0, 5], [large, large, large - 3], [large, large // 2, 7], [3, 4, 5]):
@@ -58,19 +54,29 @@ def run_uneven(builds: Builds, name: str = "float32", *, timeout_s: float = 20) 
         rig.machine.clear()
 
 
-def test_inboxes_used_again_where_ranks_take_unevenly_are_seen(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_selection, "keeps_step", lambda operation, exchange, following: True)
-    with pytest.raises(AssertionError, match=CAUGHT):
-        for _ in range(5):
-            run_uneven(builds, timeout_s=2)
+def test_what_packets_do_not_carry_of_uneven_messages_goes_in_chunks(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_selection, "_MOST_PACED_NBYTES", 2 * INBOX_NBYTES)
+    rig, rng = ProgramRig(Machine(builds, 3), 16), np.random.default_rng(0)
+    calls = Calls(rig, rng, nap_us=1000)
+    lengths = (0, 1, 2 * INBOX_NBYTES, 2 * INBOX_NBYTES + 1, 5 * INBOX_NBYTES)
+    checks = [calls.alltoallv(random_counts(rng, 3, lengths)) for _ in range(12)]
+    rig.machine.run(jitter_us=300)
+    for check in checks:
+        check()
 
 
-@pytest.mark.parametrize("sent", [0, 100])
-def test_a_rank_that_expects_more_than_packets_carry_learns_that_it_is_sent_less(builds: Builds, sent: int) -> None:
-    """Packets bring nothing of that, and chunks never come: it has to hear of it in the launch for packets."""
+@pytest.mark.parametrize("most_paced", [INBOX_NBYTES, 1 << 20], ids=["chunks", "packets"])
+@pytest.mark.parametrize(("sent", "expected"), [(0, 200_000), (100, 200_000), (200_000, 0), (200_000, 100)])
+def test_two_ranks_that_disagree_on_a_long_message_notice(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, sent: int, expected: int, most_paced: int
+) -> None:
+    """Of chunks that never come, or are never taken, they have to hear in the launch for packets."""
+    monkeypatch.setattr(device_selection, "_MOST_PACED_NBYTES", most_paced)
     rig = ProgramRig(Machine(builds, 2), 16, timeout_s=5)
-    nothing, expected = Span(0, 0), 2 * INBOX_NBYTES
-    source, target = rig.machine.allocate(0, 100), rig.machine.allocate(1, expected)
+    nothing = Span(0, 0)
+    source, target = rig.machine.allocate(0, sent), rig.machine.allocate(1, expected)
     sends = [[nothing, Span(source.address, sent)], [nothing] * 2]
     receives = [[nothing] * 2, [Span(target.address, expected), nothing]]
     for rank in range(2):

@@ -107,6 +107,32 @@ def test_alltoallv_of_odd_and_zero_counts(rig: Rig, seed: int) -> None:
             assert received.get().tobytes() == data[frm][rig.rank].tobytes()
 
 
+def test_long_messages_of_which_more_go_one_way(rig: Rig) -> None:
+    """Of more than inboxes hold, in packets, and of more than go in packets."""
+    dtype, rank, size = np.dtype(np.int32), rig.rank, rig.size
+    lengths = (5, 3_000_001, 5_000_003, 9_000_007, 13_000_001)
+    for call in range(3):
+        counts = [[lengths[(2 * a + b + call) % 5] for b in range(size)] for a in range(size)]  # [from][to]
+        sends = [Memory(np.arange(rank + to, rank + to + counts[rank][to], dtype=dtype)) for to in range(size)]
+        receives = [Memory(np.zeros(counts[frm][rank], dtype)) for frm in range(size)]
+        spans = [[each.span for each in memories] for memories in (sends, receives)]
+        rig.run(patterns.alltoall(rank, size, dtype, *spans), Signature("Alltoallv", "int32"))
+        shares = counts[0]
+        starts = [0, *itertools.accumulate(shares)]
+        source = Memory(np.arange(starts[-1], dtype=dtype))
+        blocks = patterns.blocks(source.span.pointer, shares, starts[:-1], 4)
+        result = Memory(np.zeros(shares[rank], dtype))
+        exchanges = patterns.reduce_scatter(rank, size, dtype, blocks, result.span, "sum")
+        rig.run(exchanges, Signature("Reduce_scatter", "int32", starts[-1], "sum"))
+        whole = Memory(np.zeros(starts[-1], dtype))
+        blocks = patterns.blocks(whole.span.pointer, shares, starts[:-1], 4)
+        rig.run(patterns.allgather(rank, size, dtype, result.span, blocks), Signature("Allgatherv", "int32"))
+        rig.finish()
+        for frm, received in enumerate(receives):
+            require_same(received.get(), np.arange(frm + rank, frm + rank + counts[frm][rank], dtype=dtype))
+        require_same(whole.get(), size * source.get())
+
+
 @pytest.mark.parametrize("count", SIZES)
 def test_the_other_patterns(rig: Rig, count: int) -> None:
     dtype = np.dtype(np.int32)

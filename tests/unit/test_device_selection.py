@@ -18,7 +18,6 @@ from mpicomm.collectives.device_selection import (
     can_chain,
     choose_algorithm,
     choose_ways,
-    keeps_step,
     packet_wire,
 )
 from mpicomm.collectives.exchange import Exchange, Span
@@ -43,23 +42,23 @@ KIB, MIB = 1 << 10, 1 << 20
 @given(
     size=SIZES,
     nbytes=st.integers(0, 1 << 34),
-    in_step=st.booleans(),
+    to_all=st.booleans(),
     dtype=st.sampled_from([None, *REDUCTIONS]),
     flagged=st.floats(0, 1 << 34),
 )
 def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
-    size: int, nbytes: int, in_step: bool, dtype: str | None, flagged: float
+    size: int, nbytes: int, to_all: bool, dtype: str | None, flagged: float
 ) -> None:
     layout = ArenaLayout(size, 64)
-    room = Room(layout.flagged_inbox_nbytes // 2, layout.sentinel_inbox_nbytes, layout.most_inbox_nbytes)
-    wire = packet_wire(in_step, nbytes, (dtype, "sum") if dtype else None, room, flagged)
+    room = Room(layout.flagged_inbox_nbytes // 2, layout.most_inbox_nbytes)
+    wire = packet_wire(to_all, nbytes, (dtype, "sum") if dtype else None, room, flagged)
     if wire == "flagged":
         assert 0 < nbytes <= min(room.flagged, flagged)
         assert dtype is None or flags_can_carry(dtype)
     if wire == "sentinel":
-        assert in_step or nbytes <= room.most_sentinel
+        assert to_all or nbytes <= room.sentinel
     if wire is None:
-        assert nbytes == 0 or (nbytes > room.most_sentinel and not in_step)
+        assert nbytes == 0 or (nbytes > room.sentinel and not to_all)
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -115,23 +114,6 @@ def test_an_arena_takes_no_more_than_it_says() -> None:
         assert ArenaLayout(size, 64).nbytes <= 64 * MIB
 
 
-@pytest.mark.parametrize("rank", range(3))
-def test_inboxes_are_used_again_only_where_all_take_as_much(rank: int) -> None:
-    dtype = np.dtype(np.float32)
-
-    def keeps(operation: str, counts: list[int]) -> bool:
-        blocks = patterns.blocks(0, counts, [0, 10**7, 2 * 10**7], dtype.itemsize)
-        output = Span(1, counts[rank])
-        (exchange,) = patterns.reduce_scatter(rank, 3, dtype, blocks, output, "sum")
-        return keeps_step(operation, exchange, None)
-
-    assert keeps("Reduce_scatter", [10**6] * 3)
-    assert keeps("Reduce_scatter", [10**6, 10**6, 10**6 - 100])
-    assert not keeps("Reduce_scatter", [1, 1, 10**6])
-    assert not keeps("Reduce_scatter", [0, 10**6, 10**6])
-    assert not keeps("Scan", [10**6] * 3)
-
-
 def exchanges_of(operation: str, rank: int, count: int, *, two_shot: bool) -> list[Exchange]:
     dtype, span = np.dtype(np.int32), Span(4096, count)
     if operation == "Bcast":
@@ -163,7 +145,7 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
     chosen = []
     for rank in range(4):
         exchanges = exchanges_of(operation, rank, count, two_shot=two_shot)
-        ways = choose_ways(exchanges, signature, rank, 4 * count, Room(MIB // 4, 2 * MIB, 8 * MIB), symmetric=symmetric)
+        ways = choose_ways(exchanges, signature, rank, 4 * count, Room(MIB // 4, 8 * MIB), symmetric=symmetric)
         chosen.append([(way.step, way.merged is not None, way.reduction, way.wire, way.direct) for way in ways])
         assert not any(way.direct for way in ways) or symmetric
     assert chosen == [chosen[0]] * 4
@@ -171,9 +153,10 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
         assert chosen[0][0][-1] == (symmetric and 4 * count > 4 * MIB)
 
 
-@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 0, 1000], [1000, 1001, 5000]])
-def test_what_only_two_ranks_know_goes_in_packets_where_there_is_room(counts: list[int]) -> None:
-    dtype, room = np.dtype(np.int32), Room(400, 4000, 16000)
+@pytest.mark.parametrize("link_speed", [0.5, 1.0])
+@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 0, 6 * MIB], [6 * MIB, 6 * MIB + 1, 13 * MIB]])
+def test_what_only_two_ranks_know_goes_in_packets_up_to_a_length(counts: list[int], link_speed: float) -> None:
+    dtype, room, most = np.dtype(np.int32), Room(400, 4000), int(48 * MIB * link_speed)
     (exchange,) = patterns.alltoall(
         0,
         3,
@@ -183,8 +166,9 @@ def test_what_only_two_ranks_know_goes_in_packets_where_there_is_room(counts: li
     )
     nbytes = exchange.longest_nbytes
     assert nbytes == 4 * max(counts)
-    packets, chunks = choose_ways([exchange], Signature("Alltoallv", "int32"), 0, nbytes, room, symmetric=False)
-    assert (packets.wire, packets.nbytes) == ("sentinel", 4000)
+    signature = Signature("Alltoallv", "int32")
+    packets, chunks = choose_ways([exchange], signature, 0, nbytes, room, symmetric=False, link_speed=link_speed)
+    assert (packets.wire, packets.nbytes) == ("sentinel", most)
     assert chunks.wire is None and not chunks.direct
     for whole, short, long in zip(
         (*exchange.sends, *exchange.receives),
@@ -193,7 +177,19 @@ def test_what_only_two_ranks_know_goes_in_packets_where_there_is_room(counts: li
         strict=True,
     ):
         assert whole is not None
-        assert (short, long) == ((whole, None) if whole.count <= 1000 else (None, whole))
+        assert (short, long) == ((whole, None) if 4 * whole.count <= most else (None, whole))
+
+
+@pytest.mark.parametrize("counts", [[10**7, 10**7, 10**7], [10**7, 5, 0], [1, 10**7, 10**6]])
+def test_parts_of_any_lengths_are_reduced_in_packets(counts: list[int]) -> None:
+    dtype, signature = np.dtype(np.float32), Signature("Reduce_scatter", "float32", sum(counts), "sum")
+    blocks = patterns.blocks(0, counts, [0, 10**7, 2 * 10**7], dtype.itemsize)
+    for rank in range(3):
+        exchanges = patterns.reduce_scatter(rank, 3, dtype, blocks, Span(1, counts[rank]), "sum")
+        nbytes = exchanges[0].longest_nbytes
+        assert nbytes == 4 * 10**7
+        (way,) = choose_ways(exchanges, signature, rank, nbytes, Room(400, 4000), symmetric=False)
+        assert (way.wire, way.nbytes) == ("sentinel", nbytes)
 
 
 @pytest.mark.parametrize("link_speed", [0.1, 1, 1.5])
@@ -202,7 +198,7 @@ def test_sizes_are_scaled_by_the_speed_of_the_links(link_speed: float) -> None:
 
     def way(nbytes: float) -> Way:
         exchanges = exchanges_of("Allgather", 0, int(nbytes) // 4, two_shot=False)
-        room = Room(1 << 40, 1 << 40, 1 << 40)
+        room = Room(1 << 40, 1 << 40)
         (found,) = choose_ways(exchanges, signature, 0, int(nbytes), room, symmetric=True, link_speed=link_speed)
         return found
 

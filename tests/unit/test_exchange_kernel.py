@@ -124,7 +124,7 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
     tmp_path: Path, size: int, fan_out: bool, one_step: bool
 ) -> None:
     workers = packets.most_workers(size, fan_out=fan_out, one_step=one_step)
-    variant = packets.packet_kernel(("int32", "sum"), size, "sentinel", fan_out=fan_out, one_step=one_step)
+    variant = packets.packet_kernel(("int32", "sum"), size, "sentinel", fan_out=fan_out, one_step=one_step, paced=False)
     source = tmp_path / "check.cu"
     source.write_text(f'#include "packets.cu"\nstatic_assert(mpicomm::kWorkers == {workers});')
     compile_kernel(source, (9, 0), variant.options)
