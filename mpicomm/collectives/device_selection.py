@@ -112,7 +112,7 @@ def choose_ways(
             # All launch the kernel of packets, as for the most that goes that way. Of a longer message its two ranks
             # alone know: it goes in chunks, as a whole, since packets for some of it would only be ahead of them.
             most = int(_MOST_PACED_NBYTES * link_speed)
-            short, long = exchange.by_length(most)
+            short, long = exchange.by_length(most, rank)
             ways.append(Way(step, short, None, None, "sentinel", False, most, later=long))
             ways.append(Way(step, long, None, None, None, False, nbytes))
             continue

@@ -78,17 +78,26 @@ class Exchange:
         sent, received = (span.count if span else 0 for span in (self.sends[peer], place))
         return sent * self.dtype.itemsize, received * self.dtype.itemsize
 
-    def by_length(self, most_nbytes: int) -> tuple[Exchange, Exchange]:
+    def by_length(self, most_nbytes: int, rank: int) -> tuple[Exchange, Exchange]:
         """Return the messages of up to ``most_nbytes`` and the longer ones, where nothing is reduced.
 
-        Both ranks of a message cut alike, whatever the others send.
+        Both ranks of a message cut alike, whatever the others send. What this ``rank`` sends to itself goes with the
+        longer ones, if there are any: beside them it takes no time of its own.
         """
         count = most_nbytes // self.dtype.itemsize
 
-        def part(spans: tuple[Span | None, ...], longer: bool) -> tuple[Span | None, ...]:
-            return tuple(span if span is not None and (span.count > count) == longer else None for span in spans)
+        def is_long(span: Span | None) -> bool:
+            return span is not None and span.count > count
+
+        others = (span for spans in (self.sends, self.receives) for peer, span in enumerate(spans) if peer != rank)
+        own = any(map(is_long, others))
+
+        def part(spans: tuple[Span | None, ...], long: bool) -> tuple[Span | None, ...]:
+            return tuple(
+                span if (own if peer == rank else is_long(span)) == long else None for peer, span in enumerate(spans)
+            )
 
         short, long = (
-            Exchange(self.dtype, part(self.sends, longer), part(self.receives, longer)) for longer in (False, True)
+            Exchange(self.dtype, part(self.sends, long), part(self.receives, long)) for long in (False, True)
         )
         return short, long

@@ -170,14 +170,12 @@ def test_what_only_two_ranks_know_goes_in_packets_up_to_a_length(counts: list[in
     packets, chunks = choose_ways([exchange], signature, 0, nbytes, room, symmetric=False, link_speed=link_speed)
     assert (packets.wire, packets.nbytes) == ("sentinel", most)
     assert chunks.wire is None and not chunks.direct
-    for whole, short, long in zip(
-        (*exchange.sends, *exchange.receives),
-        (*packets.exchange.sends, *packets.exchange.receives),
-        (*chunks.exchange.sends, *chunks.exchange.receives),
-        strict=True,
-    ):
-        assert whole is not None
-        assert (short, long) == ((whole, None) if 4 * whole.count <= most else (None, whole))
+    any_long = max(*counts[1:], *counts[:-1]) * 4 > most  # of those to and from others
+    for spans in ("sends", "receives"):
+        parts = (getattr(each, spans) for each in (exchange, packets.exchange, chunks.exchange))
+        for peer, (whole, short, long) in enumerate(zip(*parts, strict=True)):
+            is_long = any_long if peer == 0 else 4 * whole.count > most
+            assert (short, long) == ((None, whole) if is_long else (whole, None))
 
 
 @pytest.mark.parametrize("counts", [[10**7, 10**7, 10**7], [10**7, 5, 0], [1, 10**7, 10**6]])
