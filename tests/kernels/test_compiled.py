@@ -36,11 +36,15 @@ BANDWIDTH = [
     exchange_kernel(reduction)
     for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "sum"), ("complex128", "prod"))
 ] + [
-    packet_kernel(reduction, size, "sentinel", fan_out=fan_out, one_step=steps == "one", paced=steps == "paced")
-    for steps in ("one", "more", "paced")
+    packet_kernel(reduction, size, "sentinel", fan_out=fan_out, one_step=one_step, paced=False)
+    for one_step in (False, True)
     for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("int64", "max"), ("complex128", "prod"))
-    for size, fan_out in ((2, False), (4, False), (8, False), (4, True), (8, True))
-    if not (fan_out and steps == "paced")
+    for size, fan_out in ((2, False), (4, False), (4, True), (8, True))
+]
+BANDWIDTH += [
+    packet_kernel(reduction, size, "sentinel", fan_out=False, one_step=False, paced=True)
+    for reduction in (None, ("float32", "sum"), ("complex128", "prod"))
+    for size in (2, 4, 8)
 ]
 BANDWIDTH += [
     chain_kernel(reduction)
