@@ -122,9 +122,9 @@ class KnownCalls:
     def _identity_of(self, argument: Any) -> Hashable:
         """Return what a buffer argument is known by, None if it cannot be."""
         if type(argument) in (list, tuple) and argument:
-            array = self._identity_of(argument[0])
-            said = None if array is None else _identify_said(tuple(argument[1:]))
-            return None if said is None else (array, said)
+            array, length = self._identity_of(argument[0]), len(argument)
+            said = None if array is None else _identify_said(argument[1] if length == 2 else tuple(argument[1:]))
+            return None if said is None else (array, length, said)
         identify = self._identify.get(type(argument)) or self._find(type(argument))
         return None if identify is None else identify(argument)
 
