@@ -20,7 +20,7 @@ from mpicomm.kernels.packets import Wire, flags_can_carry
 _COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")  # no rank knows what the others send each other
 _TO_ALL = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Allgather", "Allgatherv", "Alltoall")  # from all
 _MOST_PACED_NBYTES = 48 << 20
-"""Up to where packets between two ranks are faster than chunks, where others send other lengths."""
+"""Up to where packets between two ranks are faster than chunks, where each has some for others."""
 
 
 class Room(NamedTuple):
@@ -111,7 +111,7 @@ def choose_ways(
         if operation in _COUNTS_DIFFER and len(exchange.sends) > 1:
             # All launch the kernel of packets, as for the most that goes that way. Of a longer message its two ranks
             # alone know: it goes in chunks, as a whole, since packets for some of it would only be ahead of them.
-            most = int(_MOST_PACED_NBYTES * link_speed)
+            most = int(_MOST_PACED_NBYTES * link_speed) if operation == "Alltoallv" else room.sentinel
             short, long = exchange.by_length(most, rank)
             ways.append(Way(step, short, None, None, "sentinel", False, most, later=long))
             ways.append(Way(step, long, None, None, None, False, nbytes))

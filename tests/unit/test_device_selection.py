@@ -153,10 +153,15 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
         assert chosen[0][0][-1] == (symmetric and 4 * count > 4 * MIB)
 
 
-@pytest.mark.parametrize("link_speed", [0.5, 1.0])
-@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 0, 6 * MIB], [6 * MIB, 6 * MIB + 1, 13 * MIB]])
-def test_what_only_two_ranks_know_goes_in_packets_up_to_a_length(counts: list[int], link_speed: float) -> None:
-    dtype, room, most = np.dtype(np.int32), Room(400, 4000), int(48 * MIB * link_speed)
+@pytest.mark.parametrize(
+    ("operation", "link_speed", "most"),
+    [("Alltoallv", 1.0, 48 * MIB), ("Alltoallv", 0.5, 24 * MIB), ("Gatherv", 1.0, 8 * MIB)],
+)
+@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 2 * MIB, 6 * MIB], [6 * MIB, 6 * MIB + 1, 13 * MIB]])
+def test_what_only_two_ranks_know_goes_in_packets_up_to_a_length(
+    counts: list[int], operation: str, link_speed: float, most: int
+) -> None:
+    dtype, room = np.dtype(np.int32), Room(400, 8 * MIB)
     (exchange,) = patterns.alltoall(
         0,
         3,
@@ -166,7 +171,7 @@ def test_what_only_two_ranks_know_goes_in_packets_up_to_a_length(counts: list[in
     )
     nbytes = exchange.longest_nbytes
     assert nbytes == 4 * max(counts)
-    signature = Signature("Alltoallv", "int32")
+    signature = Signature(operation, "int32")
     packets, chunks = choose_ways([exchange], signature, 0, nbytes, room, symmetric=False, link_speed=link_speed)
     assert (packets.wire, packets.nbytes) == ("sentinel", most)
     assert chunks.wire is None and not chunks.direct
