@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +19,10 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.packets import Wire, flags_can_carry
 
 _COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")  # no rank knows what the others send each other
-_TO_ALL = ("Allreduce", "Reduce_scatter", "Reduce_scatter_block", "Allgather", "Allgatherv", "Alltoall")  # from all
+_ALIKE = ("Allreduce", "Reduce_scatter_block", "Allgather", "Alltoall")  # all ranks send all others as much
+_UNLIKE = ("Reduce_scatter", "Allgatherv", "Alltoallv")  # they may send some more than others
 _MOST_PACED_NBYTES = 48 << 20
-"""Up to where packets between two ranks are faster than chunks, where each has some for others."""
+"""Up to where packets are faster than chunks, where ranks pace each other."""
 
 
 class Room(NamedTuple):
@@ -111,7 +113,7 @@ def choose_ways(
         if operation in _COUNTS_DIFFER and len(exchange.sends) > 1:
             # All launch the kernel of packets, as for the most that goes that way. Of a longer message its two ranks
             # alone know: it goes in chunks, as a whole, since packets for some of it would only be ahead of them.
-            most = int(_MOST_PACED_NBYTES * link_speed) if operation == "Alltoallv" else room.sentinel
+            most = int(_most_unlike_nbytes(operation, room, link_speed))
             short, long = exchange.by_length(most, rank)
             ways.append(Way(step, short, None, None, "sentinel", False, most, later=long))
             ways.append(Way(step, long, None, None, None, False, nbytes))
@@ -125,12 +127,14 @@ def choose_ways(
         wire = None
         # The ring has an order of its own, which packets do not know.
         if len(exchange.sends) > 1 and algorithm != "ring":
-            to_all = following is not None or operation in _TO_ALL
+            alike = following is not None or operation in _ALIKE
             # What a Reduce_scatter moves, it moves on the rank itself: no inboxes need to be set up for that.
             alone = reduction is None and operation.startswith("Reduce_scatter") and nbytes > room.flagged
             if not alone and not (direct and nbytes > _most_copied_nbytes(len(exchange.sends)) * link_speed):
+                to_all = alike or operation in _UNLIKE
                 flagged = _most_flagged_nbytes(len(exchange.sends), to_all, reduces=reduction is not None) * link_speed
-                wire = packet_wire(to_all, nbytes, reduction, room, flagged)
+                sentinel = inf if alike else _most_unlike_nbytes(operation, room, link_speed)
+                wire = packet_wire(nbytes, reduction, min(room.flagged, flagged), sentinel)
         if wire is None:
             following = None  # packets.cu alone sends on what it has just reduced or received
         elif following is not None:
@@ -155,16 +159,24 @@ def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
     return (96 << 10 if to_all else 192 << 10) // (size - 1)
 
 
+def _most_unlike_nbytes(operation: str, room: Room, link_speed: float) -> float:
+    """Return up to where packets are faster than chunks, where ranks do not send each other as much.
+
+    What goes one way alone is slower where inboxes are used again.
+    """
+    return max(room.sentinel, _MOST_PACED_NBYTES * link_speed) if operation in _UNLIKE else room.sentinel
+
+
 def packet_wire(
-    to_all: bool, nbytes: int, reduction: tuple[str, str] | None, room: Room, most_flagged_nbytes: float
+    nbytes: int, reduction: tuple[str, str] | None, most_flagged_nbytes: float, most_sentinel_nbytes: float
 ) -> Wire | None:
     """Return how packets.cu carries out an exchange; None if exchange.cu does.
 
-    ``nbytes`` is the most that one rank sends to another; up to ``most_flagged_nbytes`` LL packets are faster than
-    others. Where all send ``to_all``, that is so of any size; else chunks are faster than inboxes that are used again.
+    ``nbytes`` is the most that one rank sends to another: up to ``most_flagged_nbytes`` LL packets are the fastest, up
+    to ``most_sentinel_nbytes`` the others.
     """
     if nbytes == 0:
         return None
-    if (reduction is None or flags_can_carry(reduction[0])) and nbytes <= min(room.flagged, most_flagged_nbytes):
+    if (reduction is None or flags_can_carry(reduction[0])) and nbytes <= most_flagged_nbytes:
         return "flagged"
-    return "sentinel" if nbytes <= room.sentinel or to_all else None
+    return "sentinel" if nbytes <= most_sentinel_nbytes else None

@@ -40,25 +40,22 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @given(
-    size=SIZES,
     nbytes=st.integers(0, 1 << 34),
-    to_all=st.booleans(),
     dtype=st.sampled_from([None, *REDUCTIONS]),
     flagged=st.floats(0, 1 << 34),
+    sentinel=st.floats(0, 1 << 34),
 )
-def test_a_wire_carries_the_type_and_its_inboxes_hold_the_message(
-    size: int, nbytes: int, to_all: bool, dtype: str | None, flagged: float
+def test_a_wire_carries_the_type_and_as_much_as_it_may(
+    nbytes: int, dtype: str | None, flagged: float, sentinel: float
 ) -> None:
-    layout = ArenaLayout(size, 64)
-    room = Room(layout.flagged_inbox_nbytes // 2, layout.most_inbox_nbytes)
-    wire = packet_wire(to_all, nbytes, (dtype, "sum") if dtype else None, room, flagged)
+    wire = packet_wire(nbytes, (dtype, "sum") if dtype else None, flagged, sentinel)
     if wire == "flagged":
-        assert 0 < nbytes <= min(room.flagged, flagged)
+        assert 0 < nbytes <= flagged
         assert dtype is None or flags_can_carry(dtype)
     if wire == "sentinel":
-        assert to_all or nbytes <= room.sentinel
+        assert 0 < nbytes <= sentinel
     if wire is None:
-        assert nbytes == 0 or (nbytes > room.sentinel and not to_all)
+        assert nbytes == 0 or nbytes > sentinel
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -183,16 +180,21 @@ def test_what_only_two_ranks_know_goes_in_packets_up_to_a_length(
             assert (short, long) == ((None, whole) if is_long else (whole, None))
 
 
-@pytest.mark.parametrize("counts", [[10**7, 10**7, 10**7], [10**7, 5, 0], [1, 10**7, 10**6]])
-def test_parts_of_any_lengths_are_reduced_in_packets(counts: list[int]) -> None:
-    dtype, signature = np.dtype(np.float32), Signature("Reduce_scatter", "float32", sum(counts), "sum")
-    blocks = patterns.blocks(0, counts, [0, 10**7, 2 * 10**7], dtype.itemsize)
+@pytest.mark.parametrize("largest", [10**6, 12 * MIB, 12 * MIB + 1])
+@pytest.mark.parametrize("least", [0, 5, 10**6])
+def test_parts_of_any_lengths_go_in_packets_up_to_a_length(least: int, largest: int) -> None:
+    dtype, room, counts = np.dtype(np.float32), Room(400, 8 * MIB), [largest, least, least]
+    blocks = patterns.blocks(0, counts, [0, largest, largest + least], dtype.itemsize)
     for rank in range(3):
-        exchanges = patterns.reduce_scatter(rank, 3, dtype, blocks, Span(1, counts[rank]), "sum")
-        nbytes = exchanges[0].longest_nbytes
-        assert nbytes == 4 * 10**7
-        (way,) = choose_ways(exchanges, signature, rank, nbytes, Room(400, 4000), symmetric=False)
-        assert (way.wire, way.nbytes) == ("sentinel", nbytes)
+        output = Span(1 << 40, counts[rank])
+        scattered = patterns.reduce_scatter(rank, 3, dtype, blocks, output, "sum")
+        gathered = patterns.allgather(rank, 3, dtype, output, blocks)
+        for operation, op, exchanges in (("Reduce_scatter", "sum", scattered), ("Allgatherv", None, gathered)):
+            nbytes = exchanges[0].longest_nbytes
+            assert nbytes == 4 * largest
+            signature = Signature(operation, "float32", sum(counts), op)
+            (way,) = choose_ways(exchanges, signature, rank, nbytes, room, symmetric=False)
+            assert way.wire == ("sentinel" if nbytes <= 48 * MIB else None)
 
 
 @pytest.mark.parametrize("link_speed", [0.1, 1, 1.5])
