@@ -50,14 +50,14 @@ def run_movements(builds: Builds, wire: Wire, nbytes: int) -> None:
 
 
 def run_uneven(
-    builds: Builds, size: int, *, seed: int = 0, changes: Sequence[Change] = (), timeout_s: float = 20
+    builds: Builds, size: int, *, laps: int = 5, seed: int = 0, changes: Sequence[Change] = (), timeout_s: float = 20
 ) -> None:
     """What uses inboxes again between ranks of which one sends more than the other, or alone."""
-    machine = Machine(builds, size)
-    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s)
+    machine, inbox_nbytes = Machine(builds, size), laps * _STEP_NBYTES
+    rig = PacketRig(machine, "sentinel", SMALL, inbox_nbytes=inbox_nbytes, changes=changes, timeout_s=timeout_s)
     rng = np.random.default_rng((size, seed))
     calls = Calls(rig, rng, nap_us=1000)
-    lengths = (0, 5, _STEP_NBYTES - 1, INBOX_NBYTES, INBOX_NBYTES + 1, 2 * INBOX_NBYTES + 100, 5 * INBOX_NBYTES - 7)
+    lengths = (0, 5, _STEP_NBYTES - 1, inbox_nbytes, inbox_nbytes + 1, 2 * inbox_nbytes + 100, 5 * inbox_nbytes - 7)
     checks = []
     for turn in range(3):
         checks += [calls.alltoallv(random_counts(rng, size, lengths)) for _ in range(3)]
