@@ -14,7 +14,6 @@ from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange, Reduction, Span
 from mpicomm.kernels.exchange import (
     PACKET_NBYTES,
-    SLOT_NBYTES,
     THREADS,
     ExchangeArguments,
     Link,
@@ -42,6 +41,7 @@ class ChannelPlanner:
                 credits=layout.credits,
                 flags=layout.flags,
                 channels=layout.channels,
+                slot_nbytes=layout.slot_nbytes,
             )
         )
 
@@ -80,7 +80,7 @@ class ChannelPlanner:
             exchange_kernel(reduction_of(exchange.dtype, reduction.op) if reduction else None),
             arguments,
             blocks=max(-(-link.nbytes // link.stride) for link in links if link.nbytes),
-            threads=threads_for(min(longest, SLOT_NBYTES), THREADS),
+            threads=threads_for(min(longest, self._layout.slot_nbytes), THREADS),
         )
 
     def _fill(

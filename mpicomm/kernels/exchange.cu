@@ -14,8 +14,8 @@
 //     __syncthreads()                                    __syncthreads()
 //     store_release(flag, e)                             store_release(credit, e)
 //
-// Steps. In step k a block waits, sends chunk k to each rank that gets one, takes chunk k - 1 from each rank that sends
-// one, and then raises its flags and gives its credit.
+// Steps. In step k a block waits, sends chunk k to each rank that gets one, this one too, takes chunk k - 1 from each
+// other that sends one, and then raises its flags and gives its credit.
 //
 // Chunks. A release waits until all that was stored has arrived. That takes more than a microsecond, in which the links
 // are idle, as all blocks are about as far: chunks are large, so that it comes seldom.
@@ -43,7 +43,6 @@ namespace mpicomm {
 // The host's copies of these constants and structures are in exchange.py; a test compares them.
 constexpr u32 kThreads = 512;
 constexpr u32 kSlots = 2;
-constexpr u64 kSlotNbytes = 64 * 1024;
 
 // What goes to, or comes from, one rank; all of a channel's part lies at [channel * stride, (channel + 1) * stride).
 struct Link {
@@ -64,6 +63,7 @@ struct Exchange {
   u64 credits;
   u64 flags;
   u8* slots[kMaxRanks];  // every rank's, as mapped here
+  u64 slot_nbytes;       // whole cache lines
   u32 channels;  // that an arena has
   u32 num_sources;
   u32 sources[kMaxRanks];  // in the order of the reduction, own among them
@@ -82,23 +82,23 @@ struct Part {
   u32 chunks;
   u32 epoch;  // of the last chunk before this kernel
 
-  MPICOMM_DEVICE Range chunk(u32 number) const {
-    const u64 at = number * kSlotNbytes;
-    return {begin + at, nbytes - at < kSlotNbytes ? nbytes - at : kSlotNbytes};
+  MPICOMM_DEVICE Range chunk(u32 number, u64 slot_nbytes) const {
+    const u64 at = number * slot_nbytes;
+    return {begin + at, nbytes - at < slot_nbytes ? nbytes - at : slot_nbytes};
   }
 };
 
-MPICOMM_DEVICE Part part_of(const Link& link, u32 channel) {
+MPICOMM_DEVICE Part part_of(const Link& link, u32 channel, u64 slot_nbytes) {
   const u64 begin = channel * link.stride;
   if (begin >= link.nbytes) return {0, 0, 0, 0};
   const u64 nbytes = link.nbytes - begin < link.stride ? link.nbytes - begin : link.stride;
-  return {begin, nbytes, static_cast<u32>((nbytes + kSlotNbytes - 1) / kSlotNbytes), 0};
+  return {begin, nbytes, static_cast<u32>((nbytes + slot_nbytes - 1) / slot_nbytes), 0};
 }
 
 // Strides depend on the arena alone: were they those of the message, chunks of two messages could overlap.
 MPICOMM_DEVICE u8* slot_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
   const u64 number = (static_cast<u64>(sender) * exchange.channels + channel) * kSlots + epoch % kSlots;
-  return exchange.slots[owner] + number * kSlotNbytes;
+  return exchange.slots[owner] + number * exchange.slot_nbytes;
 }
 MPICOMM_DEVICE u64* flag_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
   const u64 line = static_cast<u64>(sender) * exchange.channels + channel;
@@ -161,7 +161,7 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
   u32* count = nullptr;
   Part mine{0, 0, 0, 0};
   if (keeper && peer < size) {
-    mine = mpicomm::part_of(sender ? exchange.sends[peer] : exchange.receives[peer], channel);
+    mine = mpicomm::part_of(sender ? exchange.sends[peer] : exchange.receives[peer], channel, exchange.slot_nbytes);
     const u64 number = (static_cast<u64>(sender ? size + peer : peer)) * exchange.channels + channel;
     count = reinterpret_cast<u32*>(exchange.team.arenas[rank] + exchange.counts) + number;
     mine.epoch = *count;
@@ -202,7 +202,7 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
       const u32 to = (rank + i) % size;
       const Part part = parts[kMaxRanks + to];
       if (step >= part.chunks) continue;
-      const Range chunk = part.chunk(step);
+      const Range chunk = part.chunk(step, exchange.slot_nbytes);
       u8* const slot = mpicomm::slot_of(exchange, to, rank, channel, part.epoch + step + 1);
       mpicomm::copy_bytes(slot, exchange.sends[to].pointer + chunk.begin, chunk.nbytes, thread, blockDim.x);
     }
@@ -210,16 +210,18 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     for (u32 from = 0; from < size; ++from) {
       const Part part = parts[from];
       u8* const target = exchange.receives[from].pointer;
-      if (target == nullptr || taken >= part.chunks) continue;
-      const Range chunk = part.chunk(taken);
+      // What this rank sends itself waits for nobody: a step later, the last of it would be all that is left to do.
+      const u32 number = from == rank ? step : taken;
+      if (target == nullptr || number >= part.chunks) continue;
+      const Range chunk = part.chunk(number, exchange.slot_nbytes);
       const u8* const source = from == rank
                                    ? exchange.sends[rank].pointer + chunk.begin
-                                   : mpicomm::slot_of(exchange, rank, from, channel, part.epoch + taken + 1);
+                                   : mpicomm::slot_of(exchange, rank, from, channel, part.epoch + number + 1);
       mpicomm::copy_bytes(target + chunk.begin, source, chunk.nbytes, thread, blockDim.x);
     }
 #if defined(MPICOMM_DTYPE)
     if (exchange.num_sources > 0 && taken < parts[exchange.sources[0]].chunks) {
-      const Range range = parts[exchange.sources[0]].chunk(taken);
+      const Range range = parts[exchange.sources[0]].chunk(taken, exchange.slot_nbytes);
       mpicomm::reduce_chunk({exchange, parts, taken, range});
     }
 #endif

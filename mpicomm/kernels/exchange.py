@@ -11,7 +11,6 @@ from mpicomm.kernels.team import MAX_RANKS, Team
 # Constants and structures of exchange.cu; a test compares them.
 THREADS = 512
 SLOTS = 2
-SLOT_NBYTES = 64 * 1024
 PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
 
 
@@ -40,6 +39,7 @@ class ExchangeArguments(ctypes.Structure):
         ("credits", ctypes.c_uint64),
         ("flags", ctypes.c_uint64),
         ("slots", ctypes.c_uint64 * MAX_RANKS),
+        ("slot_nbytes", ctypes.c_uint64),
         ("channels", ctypes.c_uint32),
         ("num_sources", ctypes.c_uint32),
         ("sources", ctypes.c_uint32 * MAX_RANKS),

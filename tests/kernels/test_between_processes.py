@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.device_channels import CHANNEL_NBYTES
-from mpicomm.kernels.exchange import SLOT_NBYTES, SLOTS
+from mpicomm.kernels.exchange import SLOTS
 from tests.kernels.build import Builds
 from tests.kernels.collective_calls import Calls, random_counts, sizes_around
 from tests.kernels.exchange_rig import ExchangeRig
@@ -29,9 +29,10 @@ REDUCTIONS = [
 ]
 
 
-def limits(channels: int) -> tuple[int, ...]:
+def limits(rig: ExchangeRig) -> tuple[int, ...]:
     """Bytes at which a message gets a further block, a further chunk, or chunks that reuse a slot."""
-    return (16, CHANNEL_NBYTES, channels * CHANNEL_NBYTES, channels * SLOT_NBYTES, channels * SLOT_NBYTES * SLOTS)
+    channels, slots_nbytes = rig.layout.channels, rig.layout.channels * rig.layout.slot_nbytes
+    return (16, CHANNEL_NBYTES, channels * CHANNEL_NBYTES, slots_nbytes, slots_nbytes * SLOTS)
 
 
 @pytest.mark.parametrize(("size", "channels"), [(1, 2), (2, 3), (3, 1), (4, 2)])
@@ -39,10 +40,10 @@ def test_every_size_at_which_something_changes(builds: Builds, size: int, channe
     rng = np.random.default_rng([size, channels])
     rig = ExchangeRig(Machine(builds, size), channels)
     calls = Calls(rig, rng, threads=(None, 64, 96, 512), nap_us=2000)
-    sizes = sizes_around(*limits(channels))
+    sizes = sizes_around(*limits(rig))
     checks = [calls.alltoallv(random_counts(rng, size, sizes)) for _ in range(12)]
     checks += [calls.bcast(nbytes) for nbytes in sizes]
-    for count, two_shot in itertools.product(sizes_around(*limits(channels), itemsize=4), (False, True)):
+    for count, two_shot in itertools.product(sizes_around(*limits(rig), itemsize=4), (False, True)):
         checks.append(calls.allreduce("float32", "sum", count, two_shot=two_shot))
     rig.machine.run(seed=size, jitter_us=300)
     for check in checks:
@@ -70,7 +71,7 @@ def test_thousands_of_chunks_across_the_end_of_32_bits(builds: Builds, size: int
     calls = Calls(rig, rng, threads=(64,), nap_us=3000)
     for batch in range(6):
         rig.machine.clear()
-        checks = [calls.bcast(2 * SLOT_NBYTES * 75)]  # 75 chunks at once, or a part of them each
+        checks = [calls.bcast(9_830_400)]  # dozens of chunks at once
         for _ in range(250):
             checks.append(calls.allreduce("float32", "sum", int(rng.integers(1, 300))))
             checks.append(calls.alltoallv(random_counts(rng, size, (0, 0, 1, 200, 20000))))

@@ -33,7 +33,7 @@ RACES = {
     ),
     "stride of the message": Change(
         "exchange.cu",
-        "exchange.slots[owner] + number * kSlotNbytes;",
+        "exchange.slots[owner] + number * exchange.slot_nbytes;",
         "exchange.slots[owner] + number *\n"
         "(owner == exchange.team.rank ? exchange.receives[sender] : exchange.sends[owner]).stride;",
     ),

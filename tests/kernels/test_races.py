@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.device_channels import CHANNEL_NBYTES
-from mpicomm.kernels.exchange import SLOT_NBYTES
 from tests.kernels.build import Builds
 from tests.kernels.collective_calls import Calls, random_counts, sizes_around
 from tests.kernels.exchange_rig import ExchangeRig
@@ -21,7 +20,8 @@ def test_no_race(watched_builds: Builds, size: int, channels: int) -> None:
     rng = np.random.default_rng(size)
     rig = ExchangeRig(Machine(watched_builds, size), channels)
     calls = Calls(rig, rng, threads=(64, 96), nap_us=2000)  # ThreadSanitizer knows 8000 threads at most
-    sizes = sizes_around(16, CHANNEL_NBYTES, channels * SLOT_NBYTES, 3 * channels * SLOT_NBYTES)
+    slots_nbytes = channels * rig.layout.slot_nbytes
+    sizes = sizes_around(16, CHANNEL_NBYTES, slots_nbytes, 3 * slots_nbytes)
     checks = [calls.alltoallv(random_counts(rng, size, sizes)) for _ in range(8)]
     checks += [calls.bcast(nbytes) for nbytes in sizes[::2]]
     for count in (1, 5, 1000, 4097, 40000):

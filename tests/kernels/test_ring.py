@@ -9,7 +9,6 @@ from mpicomm.collectives import patterns
 from mpicomm.collectives.device_channels import CHANNEL_NBYTES
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.exchange import SLOT_NBYTES
 from tests.helpers.reductions import dtype_named, require_same, samples
 from tests.helpers.ring_order import ring_reduced
 from tests.kernels.build import Builds
@@ -55,7 +54,7 @@ def test_every_size_at_which_something_changes(builds: Builds, size: int, in_pla
     rng = np.random.default_rng([size, in_place])
     rig = ExchangeRig(Machine(builds, size), CHANNELS)
     # Of all, and of a shard.
-    limits = [128, CHANNEL_NBYTES, CHANNELS * CHANNEL_NBYTES, CHANNELS * SLOT_NBYTES]
+    limits = [128, CHANNEL_NBYTES, CHANNELS * CHANNEL_NBYTES, CHANNELS * rig.layout.slot_nbytes]
     counts = sizes_around(4 * size, *limits, *(size * limit for limit in limits), itemsize=4)
     checks = [ring_allreduce(rig, rng, "float32", "sum", count, in_place=in_place) for count in counts]
     rig.machine.run(seed=size, jitter_us=300)

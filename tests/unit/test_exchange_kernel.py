@@ -75,7 +75,6 @@ CONSTANTS = {
     "exchange.cu": {
         "kThreads": exchange.THREADS,
         "kSlots": exchange.SLOTS,
-        "kSlotNbytes": exchange.SLOT_NBYTES,
         "kPacketNbytes": exchange.PACKET_NBYTES,
     },
     "packets.cu": {
