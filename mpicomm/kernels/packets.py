@@ -9,7 +9,7 @@ from mpicomm.kernels.load import Variant
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
 
-# Constants and structures of packets.cu; a test compares them.
+# Constants and structures of packet_worker.cuh; a test compares them.
 OVERSEERS = 32
 STAGES = 2
 SLOT_NBYTES = 16
@@ -25,7 +25,7 @@ Wire = Literal["flagged", "sentinel"]
 
 
 class PacketArguments(ctypes.Structure):
-    """The host's copy of ``Packets`` in packets.cu."""
+    """The host's copy of ``Packets`` in packet_worker.cuh."""
 
     _fields_ = [
         ("team", Team),
@@ -50,7 +50,7 @@ class PacketArguments(ctypes.Structure):
 
 
 def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
-    """Return how many threads of a block can move data between ``size`` ranks: ``kWorkers`` in packets.cu."""
+    """Return how many threads of a block can move data between ``size`` ranks: ``kWorkers`` in packet_worker.cuh."""
     if one_step:
         threads = 512 if size > 4 else 768
     else:

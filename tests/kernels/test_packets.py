@@ -187,11 +187,11 @@ def test_no_race_between_ranks_that_send_unevenly(watched_builds: Builds) -> Non
     run_uneven(watched_builds, 3)
 
 
-SOURCE = "packets.cu"
+SOURCE, WORKER = "packets.cu", "packet_worker.cuh"
 NO_BARRIER = Change(SOURCE, "if (!__syncthreads_and(ok)) return;", "if (!ok) return;")
 MISTAKES: dict[str, tuple[Wire, Change]] = {
-    "one set of inboxes": ("flagged", Change(SOURCE, "((launch % 2) * kStages + stage)", "(stage)")),
-    "one set of inboxes of sentinels": ("sentinel", Change(SOURCE, "((launch % 2) * kStages + stage)", "(stage)")),
+    "one set of inboxes": ("flagged", Change(WORKER, "((launch % 2) * kStages + stage)", "(stage)")),
+    "one set of inboxes of sentinels": ("sentinel", Change(WORKER, "((launch % 2) * kStages + stage)", "(stage)")),
     "no wait for the last launch": ("flagged", Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
     "old flags not wiped": ("flagged", Change(SOURCE, "wipe(x, launch);", ";")),
     "sentinels not put back": (
@@ -214,8 +214,8 @@ def test_mistake_is_seen(builds: Builds, name: str) -> None:
 
 
 ESCAPES = {
-    "not put back": Change(SOURCE, "store_volatile(escape, 0);", ""),
-    "looked at once": Change(SOURCE, "return code == 0 ? 1u << rank : 0u;", "return 0u;"),
+    "not put back": Change(WORKER, "store_volatile(escape, 0);", ""),
+    "looked at once": Change(WORKER, "return code == 0 ? 1u << rank : 0u;", "return 0u;"),
     "left out": Change("packet_wires.cuh", "return kEscapes && (is_special", "return kEscapes && false && (is_special"),
 }
 
