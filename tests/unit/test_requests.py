@@ -91,6 +91,73 @@ def test_there_is_one_thread_and_none_in_the_end() -> None:
     settle(lambda: completers() == 0)
 
 
+def test_the_thread_leaves_alone_what_another_one_drives() -> None:
+    asked: list[str] = []
+
+    def ask() -> bool:
+        asked.append(threading.current_thread().name)
+        return True
+
+    completer, work = Completer(), Work(ask, nothing)
+    work.driven = True
+    completer.add(work, nothing)
+    for _ in range(3):  # it looks at all there is before it looks again
+        complete(completer.add(done_after(1), nothing).request)
+    assert asked == []
+    work.driven = False  # who was interrupted drives it no more
+    complete(work.request)
+    assert asked == ["mpicomm completer"]
+
+
+def test_who_drives_work_says_so_for_as_long() -> None:
+    said: list[bool] = []
+
+    def ask() -> bool:
+        said.append(work.driven)
+        if len(said) == 3:
+            raise KeyboardInterrupt
+        return False
+
+    work = Work(ask, nothing)
+    work.drive()
+    assert said == [False, True, True]
+    assert not work.driven
+    with pytest.raises(KeyboardInterrupt):
+        work.require_success()
+
+
+def test_pauses_grow_while_there_is_nothing_to_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, pauses, done = 0.0, [], False
+
+    class EndOfTestError(Exception):
+        """Ends the thread, which this one plays."""
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            return now
+
+        @staticmethod
+        def sleep(pause_s: float) -> None:
+            nonlocal now, done
+            now += pause_s
+            pauses.append(pause_s)
+            done = len(pauses) == 300
+            if len(pauses) == 302:
+                raise EndOfTestError
+
+    monkeypatch.setattr(requests, "time", Clock)
+    completer = Completer()
+    completer._pending += [Work(lambda: False, nothing), Work(lambda: done, nothing)]
+    with pytest.raises(EndOfTestError):
+        completer._run(nothing)
+    assert pauses[:300] == sorted(pauses[:300])
+    assert pauses[:30] == [50e-6] * 30
+    # At the end as long as before a thread would end that has no work at all; and short again when it was of use.
+    assert pauses[299] == pytest.approx(0.05 / 32)
+    assert pauses[300:] == [50e-6] * 2
+
+
 @pytest.mark.parametrize("where", ["done", "finish"])
 def test_what_went_wrong_is_raised_by_wait_and_test(where: str) -> None:
     def fail() -> bool:
