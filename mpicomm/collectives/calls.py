@@ -140,15 +140,12 @@ class Call:
     @property
     def scratch_nbytes(self) -> int:
         """Bytes of scratch memory that `exchanges` needs on this rank."""
-        if not self.in_place or not self.operation.startswith("Reduce_scatter") or self._reduces_in_parts:
+        if not self.in_place or not self.operation.startswith("Reduce_scatter"):
             return 0
+        if self.operation == "Reduce_scatter_block" and self.on_device:
+            return 0  # equal blocks, of which the engine of GPUs sends parts: see `patterns.reduce_scatter`
         assert self.dtype is not None and self.send is not None
         return max(1, self.send.total * self.dtype.itemsize)
-
-    @property
-    def _reduces_in_parts(self) -> bool:
-        """See `patterns.reduce_scatter`: whether blocks are equal, and the engine is that of GPUs."""
-        return self.operation == "Reduce_scatter_block" and self.on_device
 
     def exchanges(
         self, piece_nbytes: int | None, scratch: Span | None = None, *, algorithm: str = ""
@@ -169,8 +166,7 @@ class Call:
             assert send is not None and output is not None
             blocks = self._reduce_blocks(send)
             result = Span(output.pointer, blocks[rank].count)
-            in_parts = self._reduces_in_parts
-            return patterns.reduce_scatter(rank, size, dtype, blocks, result, op, scratch=scratch, in_parts=in_parts)
+            return patterns.reduce_scatter(rank, size, dtype, blocks, result, op, scratch=scratch)
         assert send is not None
         if algorithm == "chain":
             return patterns.chained_reduce(rank, size, dtype, send.whole(), output, op, root)
@@ -230,8 +226,8 @@ class Call:
             return None, parse(arguments.receive, writable=not at_root, name="buf")
         has_send = form.rooted != "send" or at_root
         has_receive = form.rooted != "receive" or at_root
-        send_in_place = has_send and _is_in_place(arguments.send)
-        receive_in_place = has_receive and _is_in_place(arguments.receive) and form.rooted == "send" and at_root
+        send_in_place = has_send and is_in_place(arguments.send)
+        receive_in_place = has_receive and is_in_place(arguments.receive) and form.rooted == "send" and at_root
         if send_in_place and form.rooted == "receive" and not at_root:
             raise InvalidUsageError(f"{self.operation}: sendbuf=MPI.IN_PLACE is for the root alone: pass a buffer")
         send = receive = None
@@ -244,7 +240,8 @@ class Call:
             send = self._read(arguments.send, form.send, writable=False, name="sendbuf")
         if send is not None and receive is not None:
             require_separate(send, receive, reduction=form.reduces)
-            if form.reduces and send.pointer == receive.pointer and send.total:  # the same memory given twice
+            same = form.reduces and send.pointer == receive.pointer
+            if same and send.total and receive.total:  # the same memory given twice
                 send_in_place, self.arguments = True, replace(arguments, send=MPI.IN_PLACE)
         if send_in_place and form.reduces:
             send = receive
@@ -314,7 +311,8 @@ class Call:
         return patterns.blocks(send.pointer, counts, starts, self.dtype.itemsize)
 
 
-def _is_in_place(buffer: Any) -> bool:
+def is_in_place(buffer: Any) -> bool:
+    """Whether a buffer argument says that the data is in the other one."""
     return buffer is MPI.IN_PLACE or buffer is None  # None says the same in mpi4py
 
 

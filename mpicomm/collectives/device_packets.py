@@ -107,10 +107,9 @@ class PacketPlanner:
                     arguments.paced |= 1 << peer
         arguments.steps, arguments.laps = steps, laps
         self._fill_messages(arguments, exchange, fan_out)
-        moves = reduction is None and fan_out is None
         messages = [exchange] if later is None else [exchange, later]
         for peer in range(size):
-            arguments.team.tags[peer] = _tag_of_pair(tag, rank, peer, messages) if moves else tag
+            arguments.team.tags[peer] = _tag_of_pair(tag, rank, peer, messages) if fan_out is None else tag
         mine = exchange.reduction
         if mine is not None and mine.output.count > 0:
             if list(mine.sources) != sorted(mine.sources):

@@ -123,9 +123,12 @@ class Program:
             algorithm=self._algorithm,
         )
 
-    def _launched(self) -> Iterator[Launch]:
+    def _launched(self) -> Iterator[Step]:
         planners, signature = self._planners, self._signature
         for way in self._ways:
+            if way.alone:
+                yield from self._moved(way.exchange)
+                continue
             launch: Launch | None
             if way.direct:
                 assert self._memory is not None
@@ -140,6 +143,12 @@ class Program:
                 )
             if launch is not None:
                 yield launch
+
+    def _moved(self, exchange: Exchange) -> Iterator[Copy]:
+        """What this rank sends to itself, in the order of its kernels."""
+        source, target = exchange.sends[self._planners.rank], exchange.receives[self._planners.rank]
+        if source is not None and target is not None and target.count:
+            yield Copy(target.pointer, source.pointer, target.count * exchange.dtype.itemsize, local=True)
 
     def _copied(self) -> Iterator[Step]:
         barriers = 0  # counted, as ranks with nothing to copy or reduce have fewer actions

@@ -36,7 +36,8 @@ class Room(NamedTuple):
 class Way:
     """How one exchange is carried out, or two of which the second sends on what the first has brought.
 
-    By packets.cu if there is a ``wire``, by direct.cu if ``direct``, else by exchange.cu.
+    By packets.cu if there is a ``wire``, by direct.cu if ``direct``, else by exchange.cu; by a copy if the rank is
+    ``alone`` with it, as others may not have such an exchange.
     ``nbytes`` is the most that one rank sends to another: of the first two what all ranks take it for.
     ``later`` is what else of the same messages another kernel brings.
     """
@@ -49,6 +50,7 @@ class Way:
     direct: bool
     nbytes: int
     later: Exchange | None = None
+    alone: bool = False
 
 
 def can_chain(dtype: np.dtype[Any], op: str | None, root: int, size: int) -> bool:
@@ -121,6 +123,9 @@ def choose_ways(
         # Where not all ranks reduce, it is in the first exchange: the kernel is the same on all.
         reduces = signature.op is not None and (step == 0 or exchange.reduction is not None)
         reduction = reduction_of(exchange.dtype, signature.op) if signature.op and reduces else None
+        if reduction is None and operation.startswith("Reduce_scatter"):
+            ways.append(Way(step, exchange, None, None, None, False, nbytes, alone=True))
+            continue
         merges = fans_out if reduction else relays
         following = pending[0][1] if pending and merges(rank, exchange, pending[0][1]) else None
         direct = symmetric and reduction is None and following is None and exchange.lands is not None
@@ -128,9 +133,7 @@ def choose_ways(
         # The ring has an order of its own, which packets do not know.
         if len(exchange.sends) > 1 and algorithm != "ring":
             alike = following is not None or operation in _ALIKE
-            # What a Reduce_scatter moves, it moves on the rank itself: no inboxes need to be set up for that.
-            alone = reduction is None and operation.startswith("Reduce_scatter") and nbytes > room.flagged
-            if not alone and not (direct and nbytes > _most_copied_nbytes(len(exchange.sends)) * link_speed):
+            if not (direct and nbytes > _most_copied_nbytes(len(exchange.sends)) * link_speed):
                 to_all = alike or operation in _UNLIKE
                 flagged = _most_flagged_nbytes(len(exchange.sends), to_all, reduces=reduction is not None) * link_speed
                 sentinel = inf if alike else _most_unlike_nbytes(operation, room, link_speed)

@@ -21,9 +21,9 @@ from mpicomm.collectives import tuning, types
 from mpicomm.collectives.arguments import Operand, parse
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.buffers import array_of, read
-from mpicomm.collectives.calls import FORMS, Arguments, Call
+from mpicomm.collectives.calls import FORMS, Arguments, Call, is_in_place
 from mpicomm.collectives.exchange import Exchange, Message, Span
-from mpicomm.collectives.host_copies import announce, through_host
+from mpicomm.collectives.host_copies import announce, out_of_place, through_host
 from mpicomm.collectives.host_engine import HostEngine
 from mpicomm.collectives.host_selection import piece_nbytes, use_mapped
 from mpicomm.collectives.known_calls import KnownCalls
@@ -144,7 +144,9 @@ class Collectives:
             self._require_device(operation)
         else:
             refuse_stream(operation, stream)
-            if _mpi_knows(call) and algorithm in ("auto", "mpi"):
+            # A copy of the input, which `_mpi` then gives it, would be one of what was there when it was prepared.
+            with_copy = call.operation == "Reduce_scatter" and call.in_place
+            if _mpi_knows(call) and not with_copy and algorithm in ("auto", "mpi"):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
                 return prepared
 
@@ -287,6 +289,11 @@ class Collectives:
         if arguments.op is AVG:
             raise InvalidUsageError(f"{operation}: MPI has no AVG; use MPI.SUM and divide, or one node")
         form = FORMS[operation]
+        if operation == "Reduce_scatter" and is_in_place(arguments.send) and arguments.counts is not None:
+            # MPICH 5 ends the program where a block overlaps its result. No other way than MPI's can be taken for that:
+            # ranks that receive nothing need not be in place.
+            send, receive = out_of_place(arguments.receive, arguments.counts[self._rank])
+            arguments = replace(arguments, send=send, receive=receive)
         passed: list[Any] = [arguments.receive] if operation == "Bcast" else [arguments.send, arguments.receive]
         if operation == "Reduce_scatter":
             passed.append(arguments.counts)
@@ -338,8 +345,6 @@ def _mpi_knows(call: Call) -> bool:
     if call.dtype is None:
         return True
     if call.op == "avg" or (call.reduces and call.dtype == np.float16):  # MPI would round after every step
-        return False
-    if call.operation == "Reduce_scatter" and call.in_place:  # MPICH 5 ends the program if a block overlaps its result
         return False
     return types.mpi_datatype(call.dtype) is not None
 

@@ -11,7 +11,9 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.backend.base import Backend
+from mpicomm.backend.host import array_at
 from mpicomm.collectives import types
+from mpicomm.collectives.arguments import parse
 from mpicomm.collectives.buffers import Memory, read
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
@@ -81,6 +83,19 @@ def through_host(
     result = call(*specs)
     copies.back()
     return result
+
+
+def out_of_place(receive: Any, count: int) -> tuple[Any, Any]:
+    """Return the input of a reduction that is in host memory, copied, and that memory for ``count`` elements of output.
+
+    Where elements are of a type of the user's own it stays in place.
+    """
+    operand = parse(receive, writable=True, name="recvbuf")
+    datatype = None if operand.dtype is None else types.mpi_datatype(operand.dtype)
+    if operand.dtype is None or datatype is None:
+        return MPI.IN_PLACE, receive
+    memory = array_at(operand.pointer, operand.total, operand.dtype)
+    return [memory.copy(), datatype], [memory[:count], datatype]
 
 
 def _with_buffer(spec: Any, host: npt.NDArray[np.uint8], memory: Memory, name: str) -> Any:

@@ -148,17 +148,17 @@ def reduce_scatter(
     op: str,
     *,
     scratch: Span | None = None,
-    in_parts: bool = False,
 ) -> list[Exchange]:
     """Rank r's ``output`` is the reduction of all ranks' block r; blocks of equal counts make it the block variant.
 
     In place MPI wants the result at the start of block 0, where other ranks' input is, and the rest left alone: it is
-    reduced into ``scratch``, of as many elements as the output has, and moved in a second exchange. An engine that goes
-    ``in_parts`` sends a part of each of the blocks, which have to be equal, before it overwrites that part of block 0.
+    reduced into ``scratch``, of as many elements as the output has, and moved in a second exchange, in which no other
+    rank has a part: those that receive nothing need not be in place. None is needed where blocks are equal and an
+    engine sends a part of each of them before it overwrites that part of block 0.
     """
-    if in_parts or output.pointer != blocks[0].pointer:
+    if scratch is None:
         return [_reduce_blocks(rank, size, dtype, blocks, output, op)]
-    result = Span(_needed(scratch).pointer, output.count)
+    result = Span(scratch.pointer, output.count)
     move = Exchange(dtype, _only(rank, result, size), _only(rank, output, size))
     return [_reduce_blocks(rank, size, dtype, blocks, result, op), move]
 

@@ -181,7 +181,7 @@ class Calls:
         for rank, source in enumerate(sources):
             blocks = patterns.blocks(source.address, counts, starts, dtype.itemsize)
             output = Span(targets[rank].address, counts[rank])
-            exchanges = patterns.reduce_scatter(rank, size, dtype, blocks, output, op, in_parts=in_place)
+            exchanges = patterns.reduce_scatter(rank, size, dtype, blocks, output, op)
             self._run(rank, exchanges, Signature("Reduce_scatter", dtype.name, sum(counts), op))
         return lambda: _require(targets, expected)
 

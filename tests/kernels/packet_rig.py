@@ -63,7 +63,9 @@ class PacketRig:
             numbers = arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 8 : HEAD_NBYTES]
             numbers.view(np.uint64)[:] = launch
             announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _PARITIES * 8]
-            announcements.view(np.uint64).reshape(self.size, _PARITIES)[:, launch % _PARITIES] = launch << 32
+            words = announcements.view(np.uint64).reshape(self.size, _PARITIES)
+            for begun in (max(0, launch - 1), launch):
+                words[:, begun % _PARITIES] = begun << 32
 
     def fill_with_old_flags(self, rng: np.random.Generator) -> None:
         """Let the inboxes of the LL wire hold wrong data with flags of launches 2 to 99 of a round of numbers."""

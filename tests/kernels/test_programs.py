@@ -54,6 +54,37 @@ def test_reduce_scatter_of_parts_of_any_size(builds: Builds, name: str) -> None:
         rig.machine.clear()
 
 
+@pytest.mark.parametrize("first", [100, 6000])
+def test_counts_of_a_reduce_scatter_that_differ_between_ranks_are_noticed(builds: Builds, first: int) -> None:
+    """Their sum is the same. What is sent and not taken would be left for a later call."""
+    rig = ProgramRig(Machine(builds, 2), 16)
+    for rank, counts in enumerate(([first, 6100 - first], [6100 - first, first])):
+        source = rig.machine.place(rank, np.ones(6100, np.int32))
+        output = Span(rig.machine.allocate(rank, 4 * counts[rank]).address, counts[rank])
+        blocks = patterns.blocks(source.address, counts, [0, counts[0]], 4)
+        exchanges = patterns.reduce_scatter(rank, 2, np.dtype(np.int32), blocks, output, "sum")
+        rig.run(rank, exchanges, Signature("Reduce_scatter", "int32", 6100, "sum"))
+    with pytest.raises(RunFailedError, match="operation=3"):
+        rig.machine.run()
+
+
+@pytest.mark.parametrize("count", [5, 3 * INBOX_NBYTES // 4])
+def test_some_ranks_alone_are_in_place_in_a_reduce_scatter(builds: Builds, count: int) -> None:
+    rig = ProgramRig(Machine(builds, 3), 16)
+    dtype, counts = np.dtype(np.int32), [0, count, 0]
+    parts = [samples(dtype, count, np.random.default_rng(rank)) for rank in range(3)]
+    sources = [rig.machine.place(rank, part) for rank, part in enumerate(parts)]
+    for rank, source in enumerate(sources):
+        blocks = patterns.blocks(source.address, counts, [0, 0, count], 4)
+        scratch = Span(rig.machine.allocate(rank, 4 * count).address, 0) if rank == 1 else None
+        output = Span(source.address, counts[rank])
+        exchanges = patterns.reduce_scatter(rank, 3, dtype, blocks, output, "sum", scratch=scratch)
+        rig.run(rank, exchanges, Signature("Reduce_scatter", "int32", count, "sum"))
+    rig.machine.run()
+    for rank, source in enumerate(sources):
+        require_same(source.view(dtype), reduced("sum", parts) if rank == 1 else parts[rank])
+
+
 def test_what_packets_do_not_carry_of_uneven_messages_goes_in_chunks(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:

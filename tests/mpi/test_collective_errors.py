@@ -163,6 +163,33 @@ def test_reduce_scatter_in_place_of_parts_of_any_size(comm: mpicomm.Communicator
         assert set(buffer.get()[: counts[comm.rank]].tolist()) == {comm.size}
 
 
+@pytest.mark.parametrize("count", [100, 1 << 20])
+@pytest.mark.parametrize("nonblocking", [False, True])
+def test_who_receives_nothing_of_a_reduce_scatter_need_not_be_in_place(
+    comm: mpicomm.Communicator, xp: Any, nonblocking: bool, count: int
+) -> None:
+    counts = [0] * (comm.size - 1) + [count]
+    for same_memory in {False, xp is not np}:  # MPI refuses it, of no bytes even
+        buffer = Placed(xp, np.ones(count, np.float32))
+        arguments = (MPI.IN_PLACE, buffer.array)
+        if comm.rank < comm.size - 1:
+            arguments = (buffer.array, buffer.array[:0] if same_memory else Placed(xp, np.ones(0, np.float32)).array)
+        if nonblocking:
+            comm.Ireduce_scatter(*arguments, counts).Wait()
+        else:
+            comm.Reduce_scatter(*arguments, counts)
+        comm.check()
+        assert set(buffer.get().tolist()) == {comm.size if comm.rank == comm.size - 1 else 1}
+
+
+@pytest.mark.parametrize("algorithm", ["auto", "one_shot"])
+def test_a_reduce_scatter_of_nothing_does_nothing(comm: mpicomm.Communicator, xp: Any, algorithm: str) -> None:
+    nothing = Placed(xp, np.zeros(0, np.float32)).array
+    for send in (nothing, nothing[:0], MPI.IN_PLACE):
+        comm.Reduce_scatter(send, nothing, [0] * comm.size, algorithm=algorithm)
+    comm.check()
+
+
 def bad_arguments(xp: Any, size: int, count: int) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]]:
     """Calls by what is wrong with them: operation, arguments, and what the error has to say."""
     send, receive = Placed(xp, np.ones(count, np.float32)).array, Placed(xp, np.zeros(count, np.float32)).array

@@ -142,8 +142,9 @@ def test_reduce_scatter(comm_world: MPI.Intracomm, engine: HostEngine, shape: st
         send = parts[rank].copy()
         out = send[: counts[rank]] if in_place else np.zeros(counts[rank], np.float32)
         output = Span(send.ctypes.data if in_place else out.ctypes.data, counts[rank])
-        scratch = np.zeros(counts[rank], np.float32)
-        steps = patterns.reduce_scatter(rank, size, FLOAT32, spans(send, counts), output, "sum", scratch=span(scratch))
+        memory = np.zeros(counts[rank], np.float32)
+        scratch = span(memory) if in_place else None
+        steps = patterns.reduce_scatter(rank, size, FLOAT32, spans(send, counts), output, "sum", scratch=scratch)
         engine.run(steps, CALL)
         start = sum(counts[:rank])
         require_same(out, wanted("sum", parts)[start : start + counts[rank]])

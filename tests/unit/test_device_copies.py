@@ -265,7 +265,7 @@ def test_reduce_scatter(size: int, in_place: bool, number: int) -> None:
             memory[source : source + value.nbytes] = value.view(np.uint8).ravel()
             blocks = patterns.blocks(source, [count] * size, [index * count for index in range(size)], 4)
             output = Span(base(rank, OUTPUT), count)
-            (exchange,) = patterns.reduce_scatter(rank, size, FLOAT32, blocks, output, SUM, in_parts=True)
+            (exchange,) = patterns.reduce_scatter(rank, size, FLOAT32, blocks, output, SUM)
             programs.append(movement(rank, exchange, cut, landing_of(rank, size, cut, staged=True)))
         require_balanced(programs)
         before = memory.copy()
