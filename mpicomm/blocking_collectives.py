@@ -165,7 +165,7 @@ class BlockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> None:
-        """As Reduce_scatter_block, with blocks of ``recvcounts`` elements."""
+        """As Reduce_scatter_block, with blocks of ``recvcounts`` elements; who receives none need not be in place."""
         if (
             stream is None
             and algorithm == "auto"

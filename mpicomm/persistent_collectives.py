@@ -139,7 +139,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Reduce_scatter."""
+        """Prepare a persistent Reduce_scatter; of host arrays all ranks are in place, or none."""
         return self._collectives.prepare(
             "Reduce_scatter",
             Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op),
