@@ -272,14 +272,17 @@ class Call:
 
     def _require_agreeing_counts(self) -> None:
         """Raise where this rank's own two buffers contradict each other; what others pass, the engines compare."""
-        if self.dtype is None or self.send is None or self.receive is None or self.in_place:
+        if self.dtype is None or self.send is None or self.receive is None:
+            return
+        if self.operation == "Reduce_scatter":
+            self._require_recvcounts(self.send, self.receive)
+            return
+        if self.in_place:
             return
         if self.operation in ("Alltoall", "Alltoallv"):
             sent, room = self.send.block(self._rank).count, self.receive.block(self._rank).count
         elif self._form.send == "one" and self._form.receive != "one":
             sent, room = self.send.total, self.receive.block(self._rank).count
-        elif self.operation == "Reduce_scatter":
-            return  # compared with recvcounts
         else:
             sent, room = (
                 self.send.block(self._rank).count if self._form.send != "one" else self.send.count,
@@ -290,23 +293,27 @@ class Call:
                 f"{self.operation}: sendbuf holds {sent} elements where recvbuf has room for {room}: they must be equal"
             )
 
-    def _reduce_blocks(self, send: Operand) -> list[Span]:
-        assert self.dtype is not None and self.receive is not None
-        if self.operation == "Reduce_scatter_block":
-            return [send.block(peer) for peer in range(self._size)]
+    def _require_recvcounts(self, send: Operand, receive: Operand) -> None:
         if self.arguments.counts is None:
             raise InvalidUsageError("Reduce_scatter: recvcounts is needed with MPI.IN_PLACE")
-        counts = [operator.index(count) for count in self.arguments.counts]  # NumPy's integers are no addresses
+        counts = [operator.index(count) for count in self.arguments.counts]
         if len(counts) != self._size or sum(counts) != send.total or min(counts) < 0:
             raise InvalidUsageError(
                 f"Reduce_scatter: recvcounts={counts} must be {self._size} counts that add up to the "
                 f"{send.total} elements of the input"
             )
-        if self.receive.total < counts[self._rank]:
+        if receive.total < counts[self._rank]:
             raise InvalidUsageError(
-                f"Reduce_scatter: recvbuf has room for {self.receive.total} elements, this rank receives "
+                f"Reduce_scatter: recvbuf has room for {receive.total} elements, this rank receives "
                 f"{counts[self._rank]}"
             )
+
+    def _reduce_blocks(self, send: Operand) -> list[Span]:
+        assert self.dtype is not None
+        if self.operation == "Reduce_scatter_block":
+            return [send.block(peer) for peer in range(self._size)]
+        assert self.arguments.counts is not None
+        counts = [operator.index(count) for count in self.arguments.counts]  # NumPy's integers are no addresses
         starts = [sum(counts[:peer]) for peer in range(self._size)]
         return patterns.blocks(send.pointer, counts, starts, self.dtype.itemsize)
 

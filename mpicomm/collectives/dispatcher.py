@@ -292,7 +292,7 @@ class Collectives:
         if operation == "Reduce_scatter" and is_in_place(arguments.send) and arguments.counts is not None:
             # MPICH 5 ends the program where a block overlaps its result. No other way than MPI's can be taken for that:
             # ranks that receive nothing need not be in place.
-            send, receive = out_of_place(arguments.receive, arguments.counts[self._rank])
+            send, receive = out_of_place(arguments.receive, arguments.counts, self._rank)
             arguments = replace(arguments, send=send, receive=receive)
         passed: list[Any] = [arguments.receive] if operation == "Bcast" else [arguments.send, arguments.receive]
         if operation == "Reduce_scatter":

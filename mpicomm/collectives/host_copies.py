@@ -85,8 +85,8 @@ def through_host(
     return result
 
 
-def out_of_place(receive: Any, count: int) -> tuple[Any, Any]:
-    """Return the input of a reduction that is in host memory, copied, and that memory for ``count`` elements of output.
+def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, Any]:
+    """Return the input of a Reduce_scatter that is in place in host memory, copied, and that memory as its output.
 
     Where elements are of a type of the user's own it stays in place.
     """
@@ -95,7 +95,7 @@ def out_of_place(receive: Any, count: int) -> tuple[Any, Any]:
     if operand.dtype is None or datatype is None:
         return MPI.IN_PLACE, receive
     memory = array_at(operand.pointer, operand.total, operand.dtype)
-    return [memory.copy(), datatype], [memory[:count], datatype]
+    return [memory.copy(), datatype], [memory[: counts[rank]], datatype]
 
 
 def _with_buffer(spec: Any, host: npt.NDArray[np.uint8], memory: Memory, name: str) -> Any:

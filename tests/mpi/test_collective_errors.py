@@ -190,6 +190,14 @@ def test_a_reduce_scatter_of_nothing_does_nothing(comm: mpicomm.Communicator, xp
     comm.check()
 
 
+@pytest.mark.parametrize("wrong", [None, "one too few", "sum"])
+def test_recvcounts_in_place_are_checked(comm: mpicomm.Communicator, xp: Any, wrong: str | None) -> None:
+    buffer = Placed(xp, np.ones(4 * comm.size, np.float32)).array
+    counts = {None: None, "one too few": [4] * (comm.size - 1), "sum": [5] * comm.size}[wrong]
+    with pytest.raises(mpicomm.InvalidUsageError, match="recvcounts"):
+        comm.Reduce_scatter(MPI.IN_PLACE, buffer, counts)
+
+
 def bad_arguments(xp: Any, size: int, count: int) -> dict[str, tuple[str, tuple[Any, ...], dict[str, Any], str]]:
     """Calls by what is wrong with them: operation, arguments, and what the error has to say."""
     send, receive = Placed(xp, np.ones(count, np.float32)).array, Placed(xp, np.zeros(count, np.float32)).array
