@@ -56,7 +56,7 @@ class Work:
         self._turn = threading.Lock()  # who waits and the completer's thread both advance it
         self.over = False
         self.driven = False
-        """Whether a thread waits for it, and needs no other to complete it."""
+        """Whether a thread waits for it, and needs no other to complete it; one that misses this may do so."""
 
     def advance(self) -> bool:
         """Return whether the work is done; complete the request if it is."""
