@@ -23,6 +23,11 @@ _ALIKE = ("Allreduce", "Reduce_scatter_block", "Allgather", "Alltoall")  # all r
 _UNLIKE = ("Reduce_scatter", "Allgatherv", "Alltoallv")  # they may send some more than others
 _MOST_PACED_NBYTES = 48 << 20
 """Up to where packets are faster than chunks, where ranks pace each other."""
+_MOST_BESIDE_CHUNKS_NBYTES = 30 << 20
+"""The same where others may go in chunks at once, which begin when the packets of both their ranks are over.
+
+Packets of 32 MiB take a hundred microseconds, in which a rank that has none of them waits for its peers.
+"""
 
 
 class Room(NamedTuple):
@@ -115,7 +120,7 @@ def choose_ways(
         if operation in _COUNTS_DIFFER and len(exchange.sends) > 1:
             # All launch the kernel of packets, as for the most that goes that way. Of a longer message its two ranks
             # alone know: it goes in chunks, as a whole, since packets for some of it would only be ahead of them.
-            most = int(_most_unlike_nbytes(operation, room, link_speed))
+            most = int(_most_unlike_nbytes(operation, len(exchange.sends), room, link_speed))
             short, long = exchange.by_length(most, rank)
             ways.append(Way(step, short, None, None, "sentinel", False, most, later=long))
             ways.append(Way(step, long, None, None, None, False, nbytes))
@@ -136,7 +141,7 @@ def choose_ways(
             if not (direct and nbytes > _most_copied_nbytes(len(exchange.sends)) * link_speed):
                 to_all = alike or operation in _UNLIKE
                 flagged = _most_flagged_nbytes(len(exchange.sends), to_all, reduces=reduction is not None) * link_speed
-                sentinel = inf if alike else _most_unlike_nbytes(operation, room, link_speed)
+                sentinel = inf if alike else _most_unlike_nbytes(operation, len(exchange.sends), room, link_speed)
                 wire = packet_wire(nbytes, reduction, min(room.flagged, flagged), sentinel)
         if wire is None:
             following = None  # packets.cu alone sends on what it has just reduced or received
@@ -162,12 +167,16 @@ def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
     return (96 << 10 if to_all else 192 << 10) // (size - 1)
 
 
-def _most_unlike_nbytes(operation: str, room: Room, link_speed: float) -> float:
+def _most_unlike_nbytes(operation: str, size: int, room: Room, link_speed: float) -> float:
     """Return up to where packets are faster than chunks, where ranks do not send each other as much.
 
     What goes one way alone is slower where inboxes are used again.
     """
-    return max(room.sentinel, _MOST_PACED_NBYTES * link_speed) if operation in _UNLIKE else room.sentinel
+    if operation not in _UNLIKE:
+        return room.sentinel
+    # Of two ranks all goes one way or the other, as it does where all ranks know all lengths.
+    mixed = operation in _COUNTS_DIFFER and size > 2
+    return max(room.sentinel, (_MOST_BESIDE_CHUNKS_NBYTES if mixed else _MOST_PACED_NBYTES) * link_speed)
 
 
 def packet_wire(

@@ -88,7 +88,7 @@ def test_some_ranks_alone_are_in_place_in_a_reduce_scatter(builds: Builds, count
 def test_what_packets_do_not_carry_of_uneven_messages_goes_in_chunks(
     builds: Builds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_selection, "_MOST_PACED_NBYTES", 2 * INBOX_NBYTES)
+    monkeypatch.setattr(device_selection, "_MOST_BESIDE_CHUNKS_NBYTES", 2 * INBOX_NBYTES)
     rig, rng = ProgramRig(Machine(builds, 3), 16), np.random.default_rng(0)
     calls = Calls(rig, rng, nap_us=1000)
     lengths = (0, 1, 2 * INBOX_NBYTES, 2 * INBOX_NBYTES + 1, 5 * INBOX_NBYTES)

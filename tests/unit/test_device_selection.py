@@ -151,20 +151,26 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
 
 
 @pytest.mark.parametrize(
-    ("operation", "link_speed", "most"),
-    [("Alltoallv", 1.0, 48 * MIB), ("Alltoallv", 0.5, 24 * MIB), ("Gatherv", 1.0, 8 * MIB)],
+    ("operation", "size", "link_speed", "most"),
+    [
+        ("Alltoallv", 2, 1.0, 48 * MIB),
+        ("Alltoallv", 3, 1.0, 30 * MIB),
+        ("Alltoallv", 3, 0.5, 15 * MIB),
+        ("Gatherv", 3, 1.0, 8 * MIB),
+    ],
 )
-@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 2 * MIB, 6 * MIB], [6 * MIB, 6 * MIB + 1, 13 * MIB]])
+@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 2 * MIB, 6 * MIB], [15 * MIB // 2, 15 * MIB // 2 + 1, 13 * MIB]])
 def test_what_only_two_ranks_know_goes_in_packets_up_to_a_length(
-    counts: list[int], operation: str, link_speed: float, most: int
+    counts: list[int], operation: str, size: int, link_speed: float, most: int
 ) -> None:
     dtype, room = np.dtype(np.int32), Room(400, 8 * MIB)
+    counts = counts[-size:]
     (exchange,) = patterns.alltoall(
         0,
-        3,
+        size,
         dtype,
-        patterns.blocks(0, counts, [0, 10**4, 2 * 10**4], dtype.itemsize),
-        patterns.blocks(1 << 20, counts[::-1], [0, 10**4, 2 * 10**4], dtype.itemsize),
+        patterns.blocks(0, counts, [0, 10**4, 2 * 10**4][:size], dtype.itemsize),
+        patterns.blocks(1 << 20, counts[::-1], [0, 10**4, 2 * 10**4][:size], dtype.itemsize),
     )
     nbytes = exchange.longest_nbytes
     assert nbytes == 4 * max(counts)
@@ -172,11 +178,12 @@ def test_what_only_two_ranks_know_goes_in_packets_up_to_a_length(
     packets, chunks = choose_ways([exchange], signature, 0, nbytes, room, symmetric=False, link_speed=link_speed)
     assert (packets.wire, packets.nbytes) == ("sentinel", most)
     assert chunks.wire is None and not chunks.direct
-    any_long = max(*counts[1:], *counts[:-1]) * 4 > most  # of those to and from others
+    pairs = zip(counts, counts[::-1], strict=True)
+    are_long = [max(pair) * 4 > most for pair in pairs]  # both ways as the longer one
+    are_long[0] = any(are_long[1:])  # what a rank sends itself goes beside the others
     for spans in ("sends", "receives"):
         parts = (getattr(each, spans) for each in (exchange, packets.exchange, chunks.exchange))
-        for peer, (whole, short, long) in enumerate(zip(*parts, strict=True)):
-            is_long = any_long if peer == 0 else 4 * whole.count > most
+        for whole, short, long, is_long in zip(*parts, are_long, strict=True):
             assert (short, long) == ((None, whole) if is_long else (whole, None))
 
 
