@@ -49,6 +49,11 @@ class Operand:
     spec: Any = field(repr=False)
     """The argument as it was passed."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements; 0 where ``dtype`` is None."""
+        return 0 if self.dtype is None else self.total * self.dtype.itemsize
+
     def block(self, rank: int) -> Span:
         """Return the part that goes to or comes from ``rank``; ``dtype`` is not None."""
         assert self.dtype is not None

@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.backend.base import Backend
-from mpicomm.collectives.arguments import parse
+from mpicomm.collectives.arguments import Operand, parse
 from mpicomm.collectives.buffers import array_of
 from mpicomm.collectives.dispatcher import is_on_device, refuse_stream
 from mpicomm.collectives.host_copies import announce
@@ -58,22 +58,28 @@ class Messages:
     def send(self, operation: str, send: Send, buf: Any, dest: int, tag: int, stream: Any) -> None:
         """Send a device array as ``send`` does; its memory may be used again by later work of the stream."""
         device = self._ready(operation)
-        outgoing = self._outgoing(device, buf, dest, self._stream(operation, device, stream, buf))
+        operand = parse(buf, writable=False, name="buf")
+        outgoing = self._outgoing(device, operand, dest, self._stream(operation, device, stream, buf))
         with outgoing.withdrawn_on_failure():
             send(outgoing.spec, dest, tag)
 
     def start_send(self, operation: str, send: Send, buf: Any, dest: int, tag: int, stream: Any) -> DeferredRequest:
         """Start to send a device array as ``send`` does; the request is complete when its memory may be used again."""
         device = self._ready(operation)
-        streams = device.side_streams
-        side = streams.take(streams.mark(self._stream(operation, device, stream, buf)))
+        operand = parse(buf, writable=False, name="buf")
+        resolved = self._stream(operation, device, stream, buf)
+        side = None
+        if operand.nbytes > LEAST_PIECE_NBYTES:  # as in `exchange`: what comes later on the stream goes on meanwhile
+            side = device.side_streams.take(device.side_streams.mark(resolved))
+            resolved = side
         try:
-            outgoing = self._outgoing(device, buf, dest, side)
+            outgoing = self._outgoing(device, operand, dest, resolved)
             with outgoing.withdrawn_on_failure():
                 request = send(outgoing.spec, dest, tag)
-            sending = Sending(outgoing, request, device.completion(side))
+            sending = Sending(outgoing, request, device.completion(resolved))
         finally:
-            streams.give_back(side)
+            if side is not None:
+                device.side_streams.give_back(side)
         return self._request(Work(sending.done, device.check), device)
 
     def receive(
@@ -149,7 +155,8 @@ class Messages:
             outgoing = Outgoing(sendbuf)
             if is_on_device(sendbuf):
                 assert resolved is not None
-                outgoing = self._outgoing(device, sendbuf, dest, resolved)
+                operand = parse(sendbuf, writable=False, name="sendbuf")
+                outgoing = self._outgoing(device, operand, dest, resolved)
             with outgoing.withdrawn_on_failure():
                 request = MPI.Intracomm.Isend(self._comm, outgoing.spec, dest, tag)
             status = MPI.Status() if status is None else status
@@ -194,12 +201,11 @@ class Messages:
         device = self._ready(operation)
         return Landing(buf, device, self.memory.transfers(device), self._secret, replace=replace), device
 
-    def _outgoing(self, device: MessageDevice, buf: Any, dest: int, stream: int) -> Outgoing:
-        operand = parse(buf, writable=False, name="buf")
+    def _outgoing(self, device: MessageDevice, operand: Operand, dest: int, stream: int) -> Outgoing:
         transfers = self.memory.transfers(device)
         if operand.dtype is None:
-            return copied(device, buf, stream)
-        nbytes = operand.total * operand.dtype.itemsize
+            return copied(device, operand.spec, stream)
+        nbytes = operand.nbytes
         if nbytes > THRESHOLD_NBYTES and dest >= 0:  # not MPI.PROC_NULL
             if dest not in self._near:
                 announce("Send", "the ranks are on several nodes")

@@ -96,5 +96,4 @@ def _message(
 
 
 def _span(operand: Operand) -> Span:
-    assert operand.dtype is not None
-    return Span(operand.pointer, operand.total * operand.dtype.itemsize)
+    return Span(operand.pointer, operand.nbytes)

@@ -44,7 +44,7 @@ class Landing:
         self._direct = not (derived or self.on_device or replace)
         self._pointer = operand.pointer
         if operand.dtype is not None:
-            self.nbytes = operand.total * operand.dtype.itemsize
+            self.nbytes = operand.nbytes
         elif datatype is not None:
             self.nbytes = datatype.Pack_size(operand.total, MPI.COMM_SELF)
         else:

@@ -40,17 +40,24 @@ class Outgoing:
             raise
 
 
-@dataclass
 class Sending:
-    """A message under way: kept, with all that it needs, by the request that asks whether it is `done`."""
+    """A message under way: kept, with all that it needs, by the request that asks whether it is `done`.
 
-    outgoing: Outgoing
-    request: MPI.Request
-    copied: Callable[[], bool]
+    ``copied`` says whether the device is done with the buffer; it is not called again then.
+    """
+
+    def __init__(self, outgoing: Outgoing, request: MPI.Request, copied: Callable[[], bool]) -> None:
+        self._outgoing = outgoing
+        # A description is sent at once, as a rule. To ask MPI later may take long: a thread that waits in MPI keeps
+        # others out.
+        self._request = None if request.Test() else request
+        self._copied = copied
 
     def done(self) -> bool:
         """Return whether the buffer may be used again."""
-        return bool(self.request.Test()) and self.copied()
+        if self._request is not None and self._request.Test():
+            self._request = None
+        return self._request is None and self._copied()
 
 
 def describe(
