@@ -55,7 +55,7 @@ class DeviceEngine:
 
     Messages go in packets (kernels/packets.cu), larger ones straight into symmetric memory (kernels/direct.cu) or from
     rank to rank (kernels/chain.cu), the largest by copy engines. Chunk by chunk (kernels/exchange.cu) goes what does
-    not fit into inboxes where not all send to all, and the longest of messages that two ranks alone know of.
+    not fit into inboxes and goes one way alone.
 
     Construction is collective over ``node`` and raises as ``share`` does. What was enqueued and could not be done is
     raised by the backend's `check`: `CollectiveTimeoutError` naming the rank that did not come, `PeerError` with what

@@ -16,6 +16,7 @@ from mpicomm.kernels.packets import (
     OVERSEERS,
     SLOT_NBYTES,
     PacketArguments,
+    Steps,
     Wire,
     most_workers,
     packet_kernel,
@@ -79,15 +80,13 @@ class PacketPlanner:
         *,
         nbytes: int,
         fan_out: Exchange | None = None,
-        later: Exchange | None = None,
         geometry: Geometry | None = None,
     ) -> Launch:
         """Return the launch for an exchange and, with ``fan_out``, the next one, in which ranks send on their results,
         or what they have received.
 
         ``reduction`` is (dtype, op) if any rank reduces; ``nbytes`` is the most that one rank sends to another, or more
-        than that. All but the exchanges themselves is the same on all ranks. ``later`` is what another kernel brings:
-        both ranks of it have to hear here that they agree on that, as one may have no part in it.
+        than that. All but the exchanges themselves is the same on all ranks.
         """
         size, rank = self._team.size, self._team.rank
         units = packets_of(nbytes, wire)
@@ -107,9 +106,8 @@ class PacketPlanner:
                     arguments.paced |= 1 << peer
         arguments.steps, arguments.laps = steps, laps
         self._fill_messages(arguments, exchange, fan_out)
-        messages = [exchange] if later is None else [exchange, later]
         for peer in range(size):
-            arguments.team.tags[peer] = _tag_of_pair(tag, rank, peer, messages) if fan_out is None else tag
+            arguments.team.tags[peer] = _tag_of_pair(tag, rank, peer, exchange) if fan_out is None else tag
         mine = exchange.reduction
         if mine is not None and mine.output.count > 0:
             if list(mine.sources) != sorted(mine.sources):
@@ -121,12 +119,8 @@ class PacketPlanner:
                 arguments.targets = _ranks_of(fan_out.sends)
         if reduction is None and fan_out is not None:
             self._fill_relay(arguments, exchange, fan_out)
-        if later is not None:
-            arguments.sources = _ranks_of(later.receives) | _ranks_of(later.sends)
         return Launch(
-            packet_kernel(
-                reduction, size, wire, fan_out=fan_out is not None, one_step=steps == 1, paced=arguments.paced != 0
-            ),
+            packet_kernel(reduction, size, wire, _kind_of(arguments), fan_out=fan_out is not None),
             arguments,
             blocks=shape.blocks,
             threads=shape.workers + OVERSEERS,
@@ -167,12 +161,21 @@ class PacketPlanner:
         arguments.flagged_nbytes = self._arena.layout.flagged_inbox_nbytes
 
 
-def _tag_of_pair(tag: int, rank: int, peer: int, exchanges: Sequence[Exchange]) -> int:
+def _kind_of(arguments: PacketArguments) -> Steps:
+    """Return which of the kernels takes these steps: the more there are, the more there is to see to in each."""
+    if arguments.steps == 1:
+        return "one"
+    if arguments.steps <= arguments.laps:
+        return "few"
+    return "paced" if arguments.paced else "laps"
+
+
+def _tag_of_pair(tag: int, rank: int, peer: int, exchange: Exchange) -> int:
     """Return what two ranks must agree on: the bytes that go each way, too, whatever MPI lets them pass.
 
     A packet that is sent and not taken would be left in its slot, to be taken for one of another call.
     """
-    ways = [sum(way) for way in zip(*(exchange.nbytes_with(peer) for exchange in exchanges), strict=True)]
+    ways = exchange.nbytes_with(peer)
     return zlib.crc32(struct.pack("<IQQ", tag, *(ways if rank < peer else reversed(ways))))
 
 

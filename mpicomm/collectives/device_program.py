@@ -139,7 +139,7 @@ class Program:
             else:
                 tag = tag_of(signature, way.step)
                 launch = planners.packets.launch(
-                    way.exchange, way.reduction, tag, way.wire, nbytes=way.nbytes, fan_out=way.merged, later=way.later
+                    way.exchange, way.reduction, tag, way.wire, nbytes=way.nbytes, fan_out=way.merged
                 )
             if launch is not None:
                 yield launch

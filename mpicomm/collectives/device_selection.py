@@ -21,13 +21,8 @@ from mpicomm.kernels.packets import Wire, flags_can_carry
 _COUNTS_DIFFER = ("Alltoallv", "Gatherv", "Scatterv")  # no rank knows what the others send each other
 _ALIKE = ("Allreduce", "Reduce_scatter_block", "Allgather", "Alltoall")  # all ranks send all others as much
 _UNLIKE = ("Reduce_scatter", "Allgatherv", "Alltoallv")  # they may send some more than others
-_MOST_PACED_NBYTES = 48 << 20
-"""Up to where packets are faster than chunks, where ranks pace each other."""
-_MOST_BESIDE_CHUNKS_NBYTES = 30 << 20
-"""The same where others may go in chunks at once, which begin when the packets of both their ranks are over.
-
-Packets of 32 MiB take a hundred microseconds, in which a rank that has none of them waits for its peers.
-"""
+_ANY_NBYTES = 1 << 62
+"""What all ranks take messages for where they do not know what others send each other."""
 
 
 class Room(NamedTuple):
@@ -44,7 +39,6 @@ class Way:
     By packets.cu if there is a ``wire``, by direct.cu if ``direct``, else by exchange.cu; by a copy if the rank is
     ``alone`` with it, as others may not have such an exchange.
     ``nbytes`` is the most that one rank sends to another: of the first two what all ranks take it for.
-    ``later`` is what else of the same messages another kernel brings.
     """
 
     step: int
@@ -54,7 +48,6 @@ class Way:
     wire: Wire | None
     direct: bool
     nbytes: int
-    later: Exchange | None = None
     alone: bool = False
 
 
@@ -118,12 +111,8 @@ def choose_ways(
     while pending:
         step, exchange = pending.pop(0)
         if operation in _COUNTS_DIFFER and len(exchange.sends) > 1:
-            # All launch the kernel of packets, as for the most that goes that way. Of a longer message its two ranks
-            # alone know: it goes in chunks, as a whole, since packets for some of it would only be ahead of them.
-            most = int(_most_unlike_nbytes(operation, len(exchange.sends), room, link_speed))
-            short, long = exchange.by_length(most, rank)
-            ways.append(Way(step, short, None, None, "sentinel", False, most, later=long))
-            ways.append(Way(step, long, None, None, None, False, nbytes))
+            # One kernel for all lengths: of two, the second would wait for those who are in the first.
+            ways.append(Way(step, exchange, None, None, "sentinel", False, _ANY_NBYTES))
             continue
         # Where not all ranks reduce, it is in the first exchange: the kernel is the same on all.
         reduces = signature.op is not None and (step == 0 or exchange.reduction is not None)
@@ -141,7 +130,8 @@ def choose_ways(
             if not (direct and nbytes > _most_copied_nbytes(len(exchange.sends)) * link_speed):
                 to_all = alike or operation in _UNLIKE
                 flagged = _most_flagged_nbytes(len(exchange.sends), to_all, reduces=reduction is not None) * link_speed
-                sentinel = inf if alike else _most_unlike_nbytes(operation, len(exchange.sends), room, link_speed)
+                # What goes one way alone is faster in chunks where inboxes would be used again.
+                sentinel = inf if to_all else room.sentinel
                 wire = packet_wire(nbytes, reduction, min(room.flagged, flagged), sentinel)
         if wire is None:
             following = None  # packets.cu alone sends on what it has just reduced or received
@@ -165,18 +155,6 @@ def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
         return 16 << 10
     # Each rank sends to all and takes from all; else mostly one does either.
     return (96 << 10 if to_all else 192 << 10) // (size - 1)
-
-
-def _most_unlike_nbytes(operation: str, size: int, room: Room, link_speed: float) -> float:
-    """Return up to where packets are faster than chunks, where ranks do not send each other as much.
-
-    What goes one way alone is slower where inboxes are used again.
-    """
-    if operation not in _UNLIKE:
-        return room.sentinel
-    # Of two ranks all goes one way or the other, as it does where all ranks know all lengths.
-    mixed = operation in _COUNTS_DIFFER and size > 2
-    return max(room.sentinel, (_MOST_BESIDE_CHUNKS_NBYTES if mixed else _MOST_PACED_NBYTES) * link_speed)
 
 
 def packet_wire(

@@ -77,23 +77,3 @@ class Exchange:
             place = self.reduction.output
         sent, received = (span.count if span else 0 for span in (self.sends[peer], place))
         return sent * self.dtype.itemsize, received * self.dtype.itemsize
-
-    def by_length(self, most_nbytes: int, rank: int) -> tuple[Exchange, Exchange]:
-        """Return the messages of up to ``most_nbytes`` and the longer ones, where nothing is reduced.
-
-        What two ranks send each other is not parted, so that both ways are under way at once. They cut alike, as they
-        know both, whatever others send. What this ``rank`` sends to itself goes with the longer ones, if there are any:
-        beside them it takes no time of its own.
-        """
-        count = most_nbytes // self.dtype.itemsize
-        pairs = zip(self.sends, self.receives, strict=True)
-        long_ones = [any(span is not None and span.count > count for span in pair) for pair in pairs]
-        long_ones[rank] = any(is_long for peer, is_long in enumerate(long_ones) if peer != rank)
-
-        def part(spans: tuple[Span | None, ...], long: bool) -> tuple[Span | None, ...]:
-            return tuple(span if is_long == long else None for span, is_long in zip(spans, long_ones, strict=True))
-
-        short, long = (
-            Exchange(self.dtype, part(self.sends, long), part(self.receives, long)) for long in (False, True)
-        )
-        return short, long

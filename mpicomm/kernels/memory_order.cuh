@@ -1,8 +1,9 @@
 // Every memory-ordering instruction of mpicomm, and the clock that bounds its spins. Nothing else in this package
 // writes one, so this is the only file to read (or to port) when the question is who sees what, and when.
 //
-// Scope: all of it is at *system* scope. The other side is another GPU, another process on this GPU, or the host;
-// gpu scope would let a flag stay in an L2 cache that a peer across the link does not look into.
+// Scope: all of it is at *system* scope, but for what says "device" or "in block". The other side is another GPU, another
+// process on this GPU, or the host; gpu scope would let a flag stay in an L2 cache that a peer across the link does not
+// look into.
 //
 // How a flag works, here and on the peer:
 //
@@ -69,6 +70,16 @@ MPICOMM_DEVICE void store_release(u32* p, u32 value) {
 }
 MPICOMM_DEVICE void store_release(u64* p, u64 value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+
+// The same between the threads of one block, in its shared memory.
+MPICOMM_DEVICE u32 load_acquire_in_block(const u32* p) {
+  u32 value;
+  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  return value;
+}
+MPICOMM_DEVICE void store_release_in_block(u32* p, u32 value) {
+  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
 // Whole and fresh, but ordering nothing: for words whose reader needs no data beside them.
@@ -144,6 +155,9 @@ MPICOMM_DEVICE void let_successor_start() {
 #endif
 }
 
+// Leaves the multiprocessor to others for two microseconds.
+MPICOMM_DEVICE void pause() { __nanosleep(2000); }
+
 // Returns what the word held; the word is `value` afterwards if that was `expected`. Orders nothing.
 MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
   u32 before;
@@ -184,6 +198,8 @@ MPICOMM_DEVICE u32 load_acquire(const u32* p) { return yield_and_load(p, __ATOMI
 MPICOMM_DEVICE u64 load_acquire(const u64* p) { return yield_and_load(p, __ATOMIC_ACQUIRE); }
 MPICOMM_DEVICE void store_release(u32* p, u32 value) { yield_and_store(p, value, __ATOMIC_RELEASE); }
 MPICOMM_DEVICE void store_release(u64* p, u64 value) { yield_and_store(p, value, __ATOMIC_RELEASE); }
+MPICOMM_DEVICE u32 load_acquire_in_block(const u32* p) { return load_acquire(p); }
+MPICOMM_DEVICE void store_release_in_block(u32* p, u32 value) { store_release(p, value); }
 MPICOMM_DEVICE u32 load_relaxed(const u32* p) { return yield_and_load(p, __ATOMIC_RELAXED); }
 MPICOMM_DEVICE u64 load_relaxed(const u64* p) { return yield_and_load(p, __ATOMIC_RELAXED); }
 MPICOMM_DEVICE void store_relaxed(u32* p, u32 value) { yield_and_store(p, value, __ATOMIC_RELAXED); }
@@ -200,6 +216,7 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   store_relaxed(&p->second, value.second);
 }
 MPICOMM_DEVICE void fence_device() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+MPICOMM_DEVICE void pause() {}
 MPICOMM_DEVICE void wait_for_predecessor() {}
 MPICOMM_DEVICE void let_successor_start() {}
 MPICOMM_DEVICE void fence_system() { std::atomic_thread_fence(std::memory_order_seq_cst); }

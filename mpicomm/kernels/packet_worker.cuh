@@ -31,7 +31,7 @@ struct Packets {
   u64 flagged_nbytes;      // of one source
   u32 steps;  // of this rank; with fan-out, of all
   u32 laps;   // steps that an inbox holds
-  u32 sources;  // of the reduction, bit r for rank r; where there is none, ranks to hear from though nothing comes here
+  u32 sources;  // of the reduction or relay, bit r for rank r
   u32 targets;  // of the fan-out
   u32 paced;    // ranks to or from which more goes than an inbox holds, and not as much as the other way
   u32 unused;
@@ -51,10 +51,18 @@ constexpr bool kOneStep = true;
 constexpr bool kOneStep = false;
 #endif
 
+// Whether slots are used again.
+#if defined(MPICOMM_LAPS)
+constexpr bool kLaps = true;
+static_assert(Wire::kGivesBack && !kOneStep, "there are as many slots as steps");
+#else
+constexpr bool kLaps = false;
+#endif
+
 // Whether slots are used again by two ranks of which one sends more than the other.
 #if defined(MPICOMM_PACED)
 constexpr bool kPaced = true;
-static_assert(Wire::kGivesBack && !kFanOut && !kOneStep, "else nobody waits for the word of a rank that sends nothing");
+static_assert(kLaps && !kFanOut, "else nobody waits for the word of a rank that sends nothing");
 #else
 constexpr bool kPaced = false;
 #endif

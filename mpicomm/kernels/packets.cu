@@ -17,12 +17,14 @@
 // Why a slot is free when it is written. There are two sets of inboxes, used in turns by the parity of the launch. A
 // rank begins launch n only when all others have begun launch n - 1 (`announce`), hence have finished n - 2, whose
 // packets lay where those of n go. Were there one set, a fast rank would write over packets that are still to be read.
-// With more steps than an inbox holds ("laps"), packets of step k go where those of k - L were. On the sentinel wire one
-// turn in every L - 3 ends with a fence: what was put back in a turn is performed L - 4 turns later at the latest, before
-// anything more is stored. Without it that could arrive after the next packet and wipe it out. The LL wire has no laps.
+// With more steps than an inbox holds ("laps"), packets of step k go where those of k - L were. What is put back there
+// needs a fence, or it could arrive after the next packet and wipe it out. On the sentinel wire (the LL wire has no laps) a
+// thread asks for one every P turns, see fences.cuh, and S turns after that, before turn F, waits until it is over. As P + S
+// is L - 3, what was put back in a turn is performed before anything is stored L - 3 turns later.
 // Two ranks may have more to send one way than the other ("paced", without fan-out): whoever has nothing at a unit that
-// the other sends stores an empty packet there in turns that follow a fence, F + 1, and in no others. It is taken as any
-// other: what is said below of the packet of step k - 2 then holds of that of F + 1, which is k - 2 or less.
+// the other sends stores an empty packet there in turns F, and in no others. It is taken as any other: what is said below
+// of the packet of step k - 2 then holds of that of the last F up to k - 2, which is later than k - 2 - P: the fence was
+// asked for in turn F - S, k - L + 2 or later.
 //   first inbox: A of step k is in turn k. Turn k - 1 ended with C of step k - 3, which the peer stored in its turn
 //   k - 2, after the fence that followed its B of step k - L, in turn k - L + 1.
 //   Without fan-out, B of step k - 2 ended turn k - 1, which the peer had stored in its turn k - 2, likewise.
@@ -38,11 +40,18 @@
 //
 // Why that cannot deadlock: of all threads that wait, look at one with the earliest launch and in it the smallest turn.
 // What it waits for was stored by another rank's thread in an earlier turn, or earlier in the same turn before that
-// waited. It needs all blocks of a launch to run at once, which the host sees to.
+// waited. Or it is a fence, for which others of its block have to come to a turn that is earlier. It needs all blocks of a
+// launch to run at once, which the host sees to.
 
+#include "fences.cuh"
 #include "packet_worker.cuh"
 
 namespace mpicomm {
+
+// How many turns after it was asked for a fence has to be over, and the turns between two of them: see "laps" at the top.
+// They add up to laps - 3, and the slack is the shorter one: some ten microseconds, which fences take at most.
+MPICOMM_DEVICE u32 slack_of(const Packets& x) { return (x.laps - 2) / 4; }
+MPICOMM_DEVICE u32 period_of(const Packets& x) { return x.laps - 3 - slack_of(x); }
 
 // What the threads that move no data do, beside those that do: they cost nothing, if they are not the last to end.
 // `ours` and `theirs` know the last launch.
@@ -118,21 +127,33 @@ MPICOMM_DEVICE void run(const Packets& x) {
   // Before anything is stored to a peer, which could not tell it from what it waits for.
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
   // All leave or none: and all have read their number before it is advanced.
+  __shared__ Fences<kLaps ? kWorkers : 1> fences;
+  if constexpr (kLaps) fences.begin(thread, workers);
   if (!__syncthreads_and(ok)) return;
+  const u32 steps = kOneStep ? 1 : x.steps, turns = steps + 1 + kFanOut;
   if (thread >= workers) {
     if (blockIdx.x == 0 && has_peer) oversee(x, launch, overseer, ours, theirs);
+    if constexpr (kLaps) fences.serve(overseer, workers, period_of(x), turns - 1 - slack_of(x));
     return;
   }
 
   const Worker worker{x, count, launch};
-  u64 b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
-  bool paces = false, paced = false;  // whether this turn, and the last one, follow a fence
+  u32 paces_at = slack_of(x);  // the next turn before which a fence must be over
 
-  const u32 steps = kOneStep ? 1 : x.steps;
 #pragma unroll(kOneStep ? 3 : 1)
-  for (u32 turn = 0; turn < steps + 1 + kFanOut; ++turn) {
-    const bool has_b = turn >= 1 && turn < steps + 1, has_c = kFanOut && turn >= 2;
+  for (u32 turn = 0; turn < turns; ++turn) {
+    const bool has_b = turn >= 1 && turn < turns - kFanOut, has_c = kFanOut && turn >= 2;
+    const bool paces = kLaps && turn == paces_at, paced = kPaced && turn == paces_at - period_of(x) + 1;
+    if constexpr (kLaps) {
+      if (paces) {
+        fences.await(thread, turn - slack_of(x));
+        paces_at += period_of(x);
+      } else if (turn + slack_of(x) == paces_at) {
+        fences.say(thread, turn);
+      }
+    }
+    const u64 b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
     const u64 a_place = a_lap * threads + number;
     const u64 b_place = b_lap * threads + number;
     const u64 c_place = c_lap * threads + number;
@@ -142,7 +163,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     u32 b_ranks = b_senders;
     // Pairs with `pace` of those to whom this rank sends at b_at: until that has come, they may not have taken what lies in
     // the slots that this rank goes on to store in.
-    if (kPaced && has_b && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
+    if (has_b && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
     const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
     Pair b[kRanks], c[kRanks];
     [[maybe_unused]] Packet in{};
@@ -159,7 +180,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
       count_launch(team, count, thread, workers);
     }
 
-    if (b_ranks != 0 && !worker.take(b, 0, b_ranks, b_place)) return;
+    if (b_ranks != 0 && !worker.take(b, 0, b_ranks, b_place)) break;
     if (reduces) {
       Packet units[kRanks];
 #pragma unroll
@@ -178,17 +199,14 @@ MPICOMM_DEVICE void run(const Packets& x) {
     }
     if constexpr (!kReduces) worker.place(b, b_senders, b_at);
     if constexpr (kFanOut) {
-      if (c_ranks != 0 && !worker.take(c, 1, c_ranks, c_place)) return;
+      if (c_ranks != 0 && !worker.take(c, 1, c_ranks, c_place)) break;
       worker.place(c, c_ranks, c_at);
     }
 
-    // See "laps" at the top.
-    paced = paces;
-    paces = Wire::kGivesBack && !kOneStep && x.steps > x.laps && turn % (x.laps - 3) == 0;
-    if (paces) fence_device();
-    c_at = b_at, b_at = a_at, a_at += step_nbytes;
+    a_at += step_nbytes;
     c_lap = b_lap, b_lap = a_lap, a_lap = a_lap + 1 == x.laps ? 0 : a_lap + 1;
   }
+  if constexpr (kLaps) fences.say(thread, fences.kLeft);
 }
 
 }  // namespace mpicomm

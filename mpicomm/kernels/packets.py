@@ -16,12 +16,20 @@ SLOT_NBYTES = 16
 ABSENT = 0xFFF5A3C6
 """What words of a slot of the sentinel wire hold that nothing has come to."""
 _UNIT_NBYTES = {"flagged": 8, "sentinel": 16}  # what a packet of each wire in packet_wires.cuh carries
-_MACROS = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
-FEWEST_LAPS = 4
+_WIRES = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
+_STEPS = {
+    "one": ("-DMPICOMM_ONE_STEP",),
+    "few": (),
+    "laps": ("-DMPICOMM_LAPS",),
+    "paced": ("-DMPICOMM_LAPS", "-DMPICOMM_PACED"),
+}
+FEWEST_LAPS = 6
 """Steps that an inbox must hold where there are more of them: see packets.cu."""
 
 Wire = Literal["flagged", "sentinel"]
 """LL, and what needs no flag: see packet_wires.cuh."""
+Steps = Literal["one", "few", "laps", "paced"]
+"""One; no more than inboxes hold; more; and more where two ranks do not send each other as much. See packets.cu."""
 
 
 class PacketArguments(ctypes.Structure):
@@ -58,13 +66,10 @@ def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
     return threads - OVERSEERS
 
 
-def packet_kernel(
-    reduction: tuple[str, str] | None, size: int, wire: Wire, *, fan_out: bool, one_step: bool, paced: bool
-) -> Variant:
+def packet_kernel(reduction: tuple[str, str] | None, size: int, wire: Wire, steps: Steps, *, fan_out: bool) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the one that does not reduce; as `options_for`."""
-    which = {"FAN_OUT": fan_out, "ONE_STEP": one_step, "PACED": paced}
-    macros = [f"-DMPICOMM_{name}" for name, is_so in which.items() if is_so]
-    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_MACROS[wire], *macros)
+    fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_WIRES[wire], *_STEPS[steps], *fans)
     return Variant("packets.cu", "mpicomm_packets", options)
 
 

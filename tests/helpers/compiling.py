@@ -13,13 +13,13 @@ def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]
     """Let each rank compile some of the kernels for these ``(dtype, op)``, for all. Collective."""
     from mpicomm.kernels.compile import KERNELS, compile_kernel
     from mpicomm.kernels.exchange import exchange_kernel
-    from mpicomm.kernels.packets import Wire, flags_can_carry, packet_kernel
+    from mpicomm.kernels.packets import Steps, Wire, flags_can_carry, packet_kernel
 
     variants = [exchange_kernel(pair) for pair in pairs]
-    for pair, fan_out, one_step in itertools.product(pairs, (False, True), (False, True)):
-        wires: tuple[Wire, ...] = ("flagged", "sentinel") if flags_can_carry(pair[0]) else ("sentinel",)
-        which = {"fan_out": fan_out, "one_step": one_step, "paced": False}
-        variants += [packet_kernel(pair, comm.size, wire, **which) for wire in wires]
+    kinds: list[tuple[Wire, Steps]] = [("sentinel", "one"), ("sentinel", "few"), ("sentinel", "laps")]
+    for pair, fan_out in itertools.product(pairs, (False, True)):
+        flagged: list[tuple[Wire, Steps]] = [("flagged", "one"), ("flagged", "few")] if flags_can_carry(pair[0]) else []
+        variants += [packet_kernel(pair, comm.size, *kind, fan_out=fan_out) for kind in kinds + flagged]
     with ThreadPoolExecutor() as pool:
         compiled = [
             pool.submit(compile_kernel, KERNELS / variant.source, capability, variant.options)

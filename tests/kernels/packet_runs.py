@@ -15,7 +15,7 @@ from tests.kernels.packet_rig import PacketRig
 
 SMALL = Geometry(blocks=2, workers=32)
 _STEP_NBYTES = SMALL.threads * 16
-INBOX_NBYTES = 5 * _STEP_NBYTES  # so that a message of more than five steps uses inboxes again
+INBOX_NBYTES = 6 * _STEP_NBYTES  # so that a message of more than six steps uses inboxes again
 STARTS = {"2^30": 2**30 - 1, "2^32": 2**32 - 100}
 """Launches after which numbers begin again."""
 
@@ -50,7 +50,7 @@ def run_movements(builds: Builds, wire: Wire, nbytes: int) -> None:
 
 
 def run_uneven(
-    builds: Builds, size: int, *, laps: int = 5, seed: int = 0, changes: Sequence[Change] = (), timeout_s: float = 20
+    builds: Builds, size: int, *, laps: int = 6, seed: int = 0, changes: Sequence[Change] = (), timeout_s: float = 20
 ) -> None:
     """What uses inboxes again between ranks of which one sends more than the other, or alone."""
     machine, inbox_nbytes = Machine(builds, size), laps * _STEP_NBYTES

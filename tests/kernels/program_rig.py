@@ -24,7 +24,7 @@ from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout
 
 BLOCKS, CHANNELS, CHAIN_BLOCKS = 2, 2, 1
-INBOX_NBYTES = 96 << 10  # four steps of packets in as many blocks, and a little
+INBOX_NBYTES = 144 << 10  # six steps of packets in as many blocks, and a little
 STAGING_NBYTES = 1 << 20
 MOST_STAGED_NBYTES = 96 << 10  # less than a message: regions are used again
 

@@ -18,7 +18,7 @@ from mpicomm.kernels.direct import direct_kernel  # noqa: E402
 from mpicomm.kernels.exchange import exchange_kernel  # noqa: E402
 from mpicomm.kernels.load import Variant  # noqa: E402
 from mpicomm.kernels.local_reduction import local_reduction_kernel  # noqa: E402
-from mpicomm.kernels.packets import packet_kernel  # noqa: E402
+from mpicomm.kernels.packets import Steps, packet_kernel  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from tests.helpers.mpiexec import ROOT  # noqa: E402
 
@@ -31,18 +31,19 @@ PAIRS = [
     ((dtype, ops[number % len(ops)]), CAPABILITIES[number % len(CAPABILITIES)])
     for number, (dtype, ops) in enumerate(REDUCTIONS.items())
 ]
+PLAIN_STEPS: list[Steps] = ["one", "few", "laps"]
 # What large messages go through; a thread of each holds as much in registers as its type makes it.
 BANDWIDTH = [
     exchange_kernel(reduction)
     for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "sum"), ("complex128", "prod"))
 ] + [
-    packet_kernel(reduction, size, "sentinel", fan_out=fan_out, one_step=one_step, paced=False)
-    for one_step in (False, True)
+    packet_kernel(reduction, size, "sentinel", steps, fan_out=fan_out)
+    for steps in PLAIN_STEPS
     for reduction in (None, ("float32", "sum"), ("bfloat16", "avg"), ("int64", "max"), ("complex128", "prod"))
     for size, fan_out in ((2, False), (4, False), (4, True), (8, True))
 ]
 BANDWIDTH += [
-    packet_kernel(reduction, size, "sentinel", fan_out=False, one_step=False, paced=True)
+    packet_kernel(reduction, size, "sentinel", "paced", fan_out=False)
     for reduction in (None, ("float32", "sum"), ("complex128", "prod"))
     for size in (2, 4, 8)
 ]

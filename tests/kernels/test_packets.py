@@ -38,7 +38,7 @@ def test_every_size_at_which_something_changes(builds: Builds, wire: Wire, size:
     run_every_size(builds, wire, size)
 
 
-@pytest.mark.parametrize(("size", "laps"), [(2, 5), (3, 4), (4, 9)])
+@pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 6), (4, 10)])
 def test_ranks_of_which_one_sends_more_than_the_other(builds: Builds, size: int, laps: int) -> None:
     for seed in range(2):
         run_uneven(builds, size, laps=laps, seed=seed)
@@ -107,8 +107,8 @@ def test_data_of_nothing_but_what_needs_escapes(builds: Builds) -> None:
     run_escapes(builds)
 
 
-def test_five_ranks_with_no_more_than_four_steps_of_room(builds: Builds) -> None:
-    rig = PacketRig(Machine(builds, 5), "sentinel", SMALL, inbox_nbytes=4 * SMALL.threads * 16)
+def test_five_ranks_with_no_more_than_six_steps_of_room(builds: Builds) -> None:
+    rig = PacketRig(Machine(builds, 5), "sentinel", SMALL, inbox_nbytes=6 * SMALL.threads * 16)
     calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
     checks = [calls.allreduce("int32", "sum", 3001, two_shot=two_shot) for two_shot in (False, True)]
     checks.append(calls.reduce_scatter("int32", "sum", [3001] * rig.size, in_place=True))
@@ -243,7 +243,7 @@ def test_mistake_with_nan_is_seen(builds: Builds, name: str) -> None:
 PACES = {
     "not said": Change(SOURCE, "worker.pace(a_at, a_place);", ";"),
     "not heard": Change(SOURCE, "b_ranks |= x.paced", "b_ranks |= 0"),
-    "half as often": Change(SOURCE, "turn % (x.laps - 3) == 0;", "turn % (2 * (x.laps - 3)) == 0;"),
+    "a quarter as often": Change(SOURCE, "return x.laps - 3 - slack_of(x);", "return 2 * (x.laps - 3);"),
 }
 
 
@@ -252,6 +252,77 @@ def test_mistake_with_ranks_that_send_unevenly_is_seen(builds: Builds, name: str
     with pytest.raises(AssertionError, match=CAUGHT):
         for seed in range(5):
             run_uneven(builds, 3, seed=seed, changes=[PACES[name]], timeout_s=2)
+
+
+# What is put back arrives when a fence that was asked for afterwards is over, and no sooner.
+LATE = [
+    Change(
+        "fences.cuh",
+        "// In the shared memory of a block of",
+        """struct Late { u32 worker; Pair* slot; bool asked; };
+inline std::vector<Late>& late() {
+  static thread_local std::vector<Late> all;  // of a block
+  return all;
+}
+inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
+  std::vector<Late> left, now;  // first, as others have their turn in each store
+  for (const Late& each : late()) (arrives(each, who) ? now : left).push_back(each);
+  late() = left;
+  for (const Late& each : now) SentinelWire::give_back(each.slot);
+}
+
+// In the shared memory of a block of""",
+    ),
+    Change("fences.cuh", '#include "memory_order.cuh"', '#include <vector>\n#include "packet_wires.cuh"'),
+    Change(
+        "fences.cuh",
+        "void say(u32 worker, u32 turns) {",
+        """void say(u32 worker, u32 turns) {
+    for (Late& each : late()) each.asked |= each.worker == worker;
+    if (turns == kLeft) put_back([](const Late& each, u32 me) { return each.worker == me; }, worker);""",
+    ),
+    Change(
+        "fences.cuh",
+        "      fence_device();",
+        "      for (int turn = 0; turn < 20; ++turn) MPICOMM_YIELD();\n"
+        "      put_back([](const Late& each, u32 me) { return each.asked && each.worker % kLanes == me; }, overseer);",
+    ),
+    Change(
+        WORKER,
+        "if (ranks >> rank & 1) Wire::give_back(slot(x.team.rank, stage, rank, place));",
+        """if (!(ranks >> rank & 1)) continue;
+      Pair* const taken = slot(x.team.rank, stage, rank, place);
+      if constexpr (kLaps) {
+        late().push_back({threadIdx.x, taken, false});
+      } else {
+        Wire::give_back(taken);
+      }""",
+    ),
+]
+
+
+def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
+    run_long(builds, "sentinel", start=0, changes=LATE)
+    for laps in (6, 7, 10):
+        run_uneven(builds, 3, laps=laps, changes=LATE)
+
+
+FENCES = {
+    "not waited for": Change(SOURCE, "fences.await(thread, turn - slack_of(x));", ""),
+    "half as often": Change(SOURCE, "return x.laps - 3 - slack_of(x);", "return x.laps - 3;"),
+    "asked for too soon": Change(
+        SOURCE,
+        "(turn + slack_of(x) == paces_at) {\n        fences.say(thread, turn);",
+        "(turn + slack_of(x) + 1 == paces_at) {\n        fences.say(thread, turn + 1);",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FENCES)
+def test_mistake_with_fences_is_seen(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        for seed in range(5):
+            run_uneven(builds, 3, seed=seed, changes=[*LATE, FENCES[name]], timeout_s=2)
 
 
 def test_race_is_seen(watched_builds: Builds) -> None:

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives import device_selection, patterns
+from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
 from tests.helpers.reductions import reduced, require_same, samples
@@ -85,26 +85,18 @@ def test_some_ranks_alone_are_in_place_in_a_reduce_scatter(builds: Builds, count
         require_same(source.view(dtype), reduced("sum", parts) if rank == 1 else parts[rank])
 
 
-def test_what_packets_do_not_carry_of_uneven_messages_goes_in_chunks(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_selection, "_MOST_BESIDE_CHUNKS_NBYTES", 2 * INBOX_NBYTES)
+def test_uneven_messages_of_any_length_go_in_packets(builds: Builds) -> None:
     rig, rng = ProgramRig(Machine(builds, 3), 16), np.random.default_rng(0)
     calls = Calls(rig, rng, nap_us=1000)
-    lengths = (0, 1, 2 * INBOX_NBYTES, 2 * INBOX_NBYTES + 1, 5 * INBOX_NBYTES)
+    lengths = (0, 1, INBOX_NBYTES, INBOX_NBYTES + 1, 5 * INBOX_NBYTES)
     checks = [calls.alltoallv(random_counts(rng, 3, lengths)) for _ in range(12)]
     rig.machine.run(jitter_us=300)
     for check in checks:
         check()
 
 
-@pytest.mark.parametrize("most_paced", [INBOX_NBYTES, 1 << 20], ids=["chunks", "packets"])
 @pytest.mark.parametrize(("sent", "expected"), [(0, 200_000), (100, 200_000), (200_000, 0), (200_000, 100)])
-def test_two_ranks_that_disagree_on_a_long_message_notice(
-    builds: Builds, monkeypatch: pytest.MonkeyPatch, sent: int, expected: int, most_paced: int
-) -> None:
-    """Of chunks that never come, or are never taken, they have to hear in the launch for packets."""
-    monkeypatch.setattr(device_selection, "_MOST_PACED_NBYTES", most_paced)
+def test_two_ranks_that_disagree_on_a_long_message_notice(builds: Builds, sent: int, expected: int) -> None:
     rig = ProgramRig(Machine(builds, 2), 16, timeout_s=5)
     nothing = Span(0, 0)
     source, target = rig.machine.allocate(0, sent), rig.machine.allocate(1, expected)

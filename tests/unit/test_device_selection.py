@@ -150,46 +150,22 @@ def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool,
         assert chosen[0][0][-1] == (symmetric and 4 * count > 4 * MIB)
 
 
-@pytest.mark.parametrize(
-    ("operation", "size", "link_speed", "most"),
-    [
-        ("Alltoallv", 2, 1.0, 48 * MIB),
-        ("Alltoallv", 3, 1.0, 30 * MIB),
-        ("Alltoallv", 3, 0.5, 15 * MIB),
-        ("Gatherv", 3, 1.0, 8 * MIB),
-    ],
-)
-@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 2 * MIB, 6 * MIB], [15 * MIB // 2, 15 * MIB // 2 + 1, 13 * MIB]])
-def test_what_only_two_ranks_know_goes_in_packets_up_to_a_length(
-    counts: list[int], operation: str, size: int, link_speed: float, most: int
-) -> None:
-    dtype, room = np.dtype(np.int32), Room(400, 8 * MIB)
-    counts = counts[-size:]
-    (exchange,) = patterns.alltoall(
-        0,
-        size,
-        dtype,
-        patterns.blocks(0, counts, [0, 10**4, 2 * 10**4][:size], dtype.itemsize),
-        patterns.blocks(1 << 20, counts[::-1], [0, 10**4, 2 * 10**4][:size], dtype.itemsize),
-    )
-    nbytes = exchange.longest_nbytes
-    assert nbytes == 4 * max(counts)
-    signature = Signature(operation, "int32")
-    packets, chunks = choose_ways([exchange], signature, 0, nbytes, room, symmetric=False, link_speed=link_speed)
-    assert (packets.wire, packets.nbytes) == ("sentinel", most)
-    assert chunks.wire is None and not chunks.direct
-    pairs = zip(counts, counts[::-1], strict=True)
-    are_long = [max(pair) * 4 > most for pair in pairs]  # both ways as the longer one
-    are_long[0] = any(are_long[1:])  # what a rank sends itself goes beside the others
-    for spans in ("sends", "receives"):
-        parts = (getattr(each, spans) for each in (exchange, packets.exchange, chunks.exchange))
-        for whole, short, long, is_long in zip(*parts, are_long, strict=True):
-            assert (short, long) == ((None, whole) if is_long else (whole, None))
+@pytest.mark.parametrize("operation", ["Alltoallv", "Gatherv", "Scatterv"])
+@pytest.mark.parametrize("counts", [[0, 0, 0], [5, 2 * MIB, 6 * MIB], [MIB, 60 * MIB, 300 * MIB]])
+def test_what_only_two_ranks_know_goes_in_packets(counts: list[int], operation: str) -> None:
+    """In one kernel, of which nothing but the messages themselves depends on their lengths."""
+    dtype = np.dtype(np.int32)
+    blocks = patterns.blocks(0, counts, [0, 10**4, 2 * 10**4], dtype.itemsize)
+    exchanges = patterns.alltoall(0, 3, dtype, blocks, blocks[::-1])
+    (way,) = choose_ways(exchanges, Signature(operation, "int32"), 0, 4 * max(counts), Room(400, 8), symmetric=False)
+    assert way.exchange is exchanges[0]
+    assert (way.step, way.merged, way.reduction, way.wire, way.direct) == (0, None, None, "sentinel", False)
+    assert way.nbytes == 1 << 62
 
 
-@pytest.mark.parametrize("largest", [10**6, 12 * MIB, 12 * MIB + 1])
+@pytest.mark.parametrize("largest", [10**6, 100 * MIB])
 @pytest.mark.parametrize("least", [0, 5, 10**6])
-def test_parts_of_any_lengths_go_in_packets_up_to_a_length(least: int, largest: int) -> None:
+def test_parts_of_any_lengths_go_in_packets(least: int, largest: int) -> None:
     dtype, room, counts = np.dtype(np.float32), Room(400, 8 * MIB), [largest, least, least]
     blocks = patterns.blocks(0, counts, [0, largest, largest + least], dtype.itemsize)
     for rank in range(3):
@@ -197,11 +173,9 @@ def test_parts_of_any_lengths_go_in_packets_up_to_a_length(least: int, largest: 
         scattered = patterns.reduce_scatter(rank, 3, dtype, blocks, output, "sum")
         gathered = patterns.allgather(rank, 3, dtype, output, blocks)
         for operation, op, exchanges in (("Reduce_scatter", "sum", scattered), ("Allgatherv", None, gathered)):
-            nbytes = exchanges[0].longest_nbytes
-            assert nbytes == 4 * largest
             signature = Signature(operation, "float32", sum(counts), op)
-            (way,) = choose_ways(exchanges, signature, rank, nbytes, room, symmetric=False)
-            assert way.wire == ("sentinel" if nbytes <= 48 * MIB else None)
+            (way,) = choose_ways(exchanges, signature, rank, 4 * largest, room, symmetric=False)
+            assert way.wire == "sentinel"
 
 
 @pytest.mark.parametrize("link_speed", [0.1, 1, 1.5])

@@ -116,14 +116,14 @@ def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: 
     compile_kernel(source, (9, 0), (*options_for(("float32", "sum")), "-DMPICOMM_RANKS=4"))
 
 
-@pytest.mark.parametrize("one_step", [False, True])
+@pytest.mark.parametrize("steps", ["one", "few", "laps"])
 @pytest.mark.parametrize("fan_out", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4, 5])  # more are as many as 5
 def test_host_and_kernel_agree_on_the_threads_of_a_block(
-    tmp_path: Path, size: int, fan_out: bool, one_step: bool
+    tmp_path: Path, size: int, fan_out: bool, steps: packets.Steps
 ) -> None:
-    workers = packets.most_workers(size, fan_out=fan_out, one_step=one_step)
-    variant = packets.packet_kernel(("int32", "sum"), size, "sentinel", fan_out=fan_out, one_step=one_step, paced=False)
+    workers = packets.most_workers(size, fan_out=fan_out, one_step=steps == "one")
+    variant = packets.packet_kernel(("int32", "sum"), size, "sentinel", steps, fan_out=fan_out)
     source = tmp_path / "check.cu"
     source.write_text(f'#include "packets.cu"\nstatic_assert(mpicomm::kWorkers == {workers});')
     compile_kernel(source, (9, 0), variant.options)
