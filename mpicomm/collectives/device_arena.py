@@ -12,9 +12,9 @@ from mpicomm.bootstrap import Group
 from mpicomm.handle import Kind
 from mpicomm.kernels.direct import ARRIVALS_NBYTES
 from mpicomm.kernels.exchange import SLOTS
-from mpicomm.kernels.packets import ABSENT, STAGES
+from mpicomm.kernels.packets import ABSENT, FENCES_NBYTES, STAGES
 from mpicomm.kernels.packets import SLOT_NBYTES as PACKET_SLOT_NBYTES
-from mpicomm.kernels.team import ABORT_OPERATION, HEAD_NBYTES, LINE_NBYTES, MISMATCH
+from mpicomm.kernels.team import ABORT_OPERATION, HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MISMATCH
 from mpicomm.shared_segments import SharedSegments, share
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ class ArenaLayout:
     """A pure function of ranks and channels, so that all ranks have the same.
 
     First the head and what blocks of direct.cu say of their arrival. Then what packets.cu needs: the inboxes of its LL
-    wire, those of its sentinel wire, each for both parities, all stages and every rank, and escapes for the latter.
-    Then what exchange.cu needs: `ChannelWords`. Its slots are memory of their own.
+    wire, those of its sentinel wire, each for both parities, all stages and every rank, escapes for the latter, and the
+    words of fences. Then what exchange.cu needs: `ChannelWords`. Its slots are memory of their own.
     """
 
     size: int
@@ -135,9 +135,14 @@ class ArenaLayout:
         return self.sentinels + _PARITIES * STAGES * self.size * self.sentinel_inbox_nbytes
 
     @cached_property
+    def fences(self) -> int:
+        """The offset of what the threads of each block of packets.cu tell each other of fences."""
+        return -(-(self.escapes + escapes_nbytes(self.escapes - self.sentinels)) // LINE_NBYTES) * LINE_NBYTES
+
+    @cached_property
     def counts(self) -> int:
         """The offset of the counts."""
-        return -(-(self.escapes + escapes_nbytes(self.escapes - self.sentinels)) // LINE_NBYTES) * LINE_NBYTES
+        return self.fences + MAX_BLOCKS * FENCES_NBYTES
 
     @cached_property
     def credits(self) -> int:

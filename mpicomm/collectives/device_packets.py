@@ -159,6 +159,7 @@ class PacketPlanner:
         arguments.inbox_nbytes = inboxes.nbytes
         arguments.flagged = self._arena.layout.flagged
         arguments.flagged_nbytes = self._arena.layout.flagged_inbox_nbytes
+        arguments.fences = self._team.arenas[self._team.rank] + self._arena.layout.fences
 
 
 def _kind_of(arguments: PacketArguments) -> Steps:

@@ -18,13 +18,14 @@
 
 namespace mpicomm {
 
-// In the shared memory of a block of `kWorkers` workers at most, and of a warp of overseers.
-template <u32 kWorkers>
+// Of a block with a warp of overseers. In memory of the device, though it is the block's alone: a racecheck takes words
+// of shared memory that order others for a race themselves.
 struct Fences {
-  u32 done[kWorkers];  // turns of each worker, as it last said
-  u32 fenced[kLanes];  // turns that each overseer has had a fence for: those of workers with its number modulo kLanes
-
+  static constexpr u32 kMostWorkers = 736;
   static constexpr u32 kLeft = ~0u;
+
+  u32 done[kMostWorkers];  // turns of each worker, as it last said
+  u32 fenced[kLanes];  // turns that each overseer has had a fence for: those of workers with its number modulo kLanes
 
   // By every thread, before a barrier of the block.
   MPICOMM_DEVICE void begin(u32 thread, u32 workers) {

@@ -72,14 +72,14 @@ MPICOMM_DEVICE void store_release(u64* p, u64 value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// The same between the threads of one block, in its shared memory.
+// The same between the threads of one block.
 MPICOMM_DEVICE u32 load_acquire_in_block(const u32* p) {
   u32 value;
-  asm volatile("ld.acquire.cta.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
+  asm volatile("ld.acquire.cta.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
   return value;
 }
 MPICOMM_DEVICE void store_release_in_block(u32* p, u32 value) {
-  asm volatile("st.release.cta.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
+  asm volatile("st.release.cta.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
 // Whole and fresh, but ordering nothing: for words whose reader needs no data beside them.

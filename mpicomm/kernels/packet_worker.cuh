@@ -2,6 +2,7 @@
 // of others and taken from its own. Stages, steps, laps and why a slot is free: see the top of packets.cu.
 #pragma once
 
+#include "fences.cuh"
 #include "packet_wires.cuh"
 #include "team.cuh"
 #if defined(MPICOMM_DTYPE)
@@ -15,6 +16,7 @@ constexpr u32 kRanks = MPICOMM_RANKS;
 constexpr u32 kOverseers = 32;   // threads of a block that look after the others
 constexpr u32 kStages = 2;       // inboxes of a parity
 constexpr u32 kSlotNbytes = 16;  // a packet
+constexpr u32 kFencesNbytes = sizeof(Fences);
 
 struct Packets {
   Team team;
@@ -29,6 +31,7 @@ struct Packets {
   u64 inbox_nbytes;        // of one source
   u64 flagged;             // where the inboxes of the LL wire begin in this rank's arena
   u64 flagged_nbytes;      // of one source
+  Fences* fences;          // of each block
   u32 steps;  // of this rank; with fan-out, of all
   u32 laps;   // steps that an inbox holds
   u32 sources;  // of the reduction or relay, bit r for rank r
@@ -72,6 +75,7 @@ constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
 constexpr u32 kMostOfMore = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
 constexpr u32 kThreads = kOneStep ? kMostOfOneStep : kMostOfMore;
 constexpr u32 kWorkers = kThreads - kOverseers;
+static_assert(kWorkers <= Fences::kMostWorkers && kOverseers == kLanes, "one overseer for each lane of the workers");
 
 #if defined(MPICOMM_DTYPE)
 constexpr bool kRelays = false;

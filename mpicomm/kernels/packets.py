@@ -13,6 +13,7 @@ from mpicomm.kernels.team import MAX_RANKS, Team
 OVERSEERS = 32
 STAGES = 2
 SLOT_NBYTES = 16
+FENCES_NBYTES = 3072  # of a block, see fences.cuh
 ABSENT = 0xFFF5A3C6
 """What words of a slot of the sentinel wire hold that nothing has come to."""
 _UNIT_NBYTES = {"flagged": 8, "sentinel": 16}  # what a packet of each wire in packet_wires.cuh carries
@@ -48,6 +49,7 @@ class PacketArguments(ctypes.Structure):
         ("inbox_nbytes", ctypes.c_uint64),
         ("flagged", ctypes.c_uint64),
         ("flagged_nbytes", ctypes.c_uint64),
+        ("fences", ctypes.c_uint64),
         ("steps", ctypes.c_uint32),
         ("laps", ctypes.c_uint32),
         ("sources", ctypes.c_uint32),

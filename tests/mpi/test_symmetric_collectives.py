@@ -19,8 +19,8 @@ from tests.helpers.reductions import reduced, require_same
 
 FLOAT32 = np.dtype(np.float32)
 COUNTS = (1, 5, 4097, 70_001, 1_050_000)
-STORED = 10_000_000
-"""As many elements from each of 2, 3 or 4 GPUs are stored right into symmetric memory."""
+STORED = 20_000_000
+"""As many elements from each of 2, 3 or 4 GPUs are stored or copied right into symmetric memory."""
 Check = Callable[[], None]
 
 

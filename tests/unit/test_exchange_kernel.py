@@ -81,6 +81,7 @@ CONSTANTS = {
         "kOverseers": packets.OVERSEERS,
         "kStages": packets.STAGES,
         "kSlotNbytes": packets.SLOT_NBYTES,
+        "kFencesNbytes": packets.FENCES_NBYTES,
         "SentinelWire::kAbsent": packets.ABSENT,
         "SentinelWire::kEscaped": SENTINELS[1],
     },
