@@ -28,7 +28,7 @@ Array = npt.NDArray[Any]
 # a race by its address. Each process has addresses of its own, so that an address of a rank is no use to another.
 _FIRST_ADDRESS = 0x7EA0_0000_0000
 _ADDRESSES = 0x1_0000_0000
-_RANK_NBYTES = 1 << 26
+_RANK_NBYTES = 1 << 27
 _GAP = 64  # around everything that is allocated, to see whether a kernel writes where it should not
 _GAP_BYTE = 0xA5
 
