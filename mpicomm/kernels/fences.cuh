@@ -1,6 +1,6 @@
-// Fences for threads that have no time for one. A fence waits for all that was stored before, to peers too: two
-// microseconds in which its warp stores nothing. So threads that move data ("workers") say how far they are, a warp that
-// moves none ("overseers") has a fence for them, and only turns later do they look whether that is over: as a rule it is.
+// Fences for threads that have no time for one: it takes two microseconds, in which its warp stores nothing. So threads
+// that move data ("workers") say how far they are, a warp that moves none ("overseers") has a fence for them, and only
+// turns later do they look whether that is over: as a rule it is.
 //
 //     worker                                   overseer
 //     ... = data                               while (load_acquire_in_block(done) < turns) {}

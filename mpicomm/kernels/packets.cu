@@ -19,47 +19,52 @@
 // packets lay where those of n go. Were there one set, a fast rank would write over packets that are still to be read.
 // With more steps than an inbox holds ("laps"), packets of step k go where those of k - L were. What is put back there
 // needs a fence, or it could arrive after the next packet and wipe it out. On the sentinel wire (the LL wire has no laps) a
-// thread asks for one every P turns, see fences.cuh, and S turns after that, before turn F, waits until it is over. As P + S
-// is L - 3, what was put back in a turn is performed before anything is stored L - 3 turns later.
+// thread asks for one in turns P, 2 P and so on, see fences.cuh, and S turns after that, before turn F, waits until it is
+// over. As P + S is L - 3, what was put back in a turn is performed before anything is stored L - 3 turns later.
 // Two ranks may have more to send one way than the other ("paced", without fan-out): whoever has nothing at a unit that
 // the other sends stores an empty packet there in turns F, and in no others. It is taken as any other: what is said below
 // of the packet of step k - 2 then holds of that of the last F up to k - 2, which is later than k - 2 - P: the fence was
 // asked for in turn F - S, k - L + 2 or later.
 //   first inbox: A of step k is in turn k. Turn k - 1 ended with C of step k - 3, which the peer stored in its turn
 //   k - 2, after the fence that followed its B of step k - L, in turn k - L + 1.
-//   Without fan-out, B of step k - 2 ended turn k - 1, which the peer had stored in its turn k - 2, likewise.
+//   Without fan-out, B of step k - 2 ended turn k - 1, which the peer had stored in its turn k - 2, likewise. So it is
+//   between two that fan out to a third alone, as shards are of as many steps as each other, or one more.
 //   second inbox: B of step k, in turn k + 1, takes what the peer stored in its turn k, after the fence that followed
 //   its C of step k - L, in turn k - L + 2.
 //   In relays the source takes part in stage C, though it needs nothing but the flags: they tell how far the others are.
 //   A relay stores B of step k for another in turn k + 1; its turn k ended with C of step k - 2 from that one, which it
-//   stored in its turn k - 1, after its C of step k - 4.
+//   stored in its turn k - 1, after the fence that followed its C of step k - L, in turn k - L + 2.
 // Where there are no fences, "after" is that whoever has stored a packet has taken what it waited for before: it looked
 // at each packet until that had come, and only then went on.
 // The scope of the device is enough: the slots lie in its own memory, and stores of the peers come to be ordered with
 // its own in the same place. Waiting for the whole system took 3 us a turn, as it waits for the stores to peers too.
+// The model of PTX says nothing of this, as packets neither release nor acquire. What it rests on: a fence is over when
+// that place has all that its thread and those it has acquired from had stored; stores of peers come to the same place;
+// and what a peer stores after a branch on a packet that it has loaded does not come there before that load was done.
 //
 // Why that cannot deadlock: of all threads that wait, look at one with the earliest launch and in it the smallest turn.
-// What it waits for was stored by another rank's thread in an earlier turn, or earlier in the same turn before that
-// waited. Or it is a fence, for which others of its block have to come to a turn that is earlier. It needs all blocks of a
-// launch to run at once, which the host sees to.
+// What it waits for was stored by another rank's thread in an earlier turn. Or it is a fence, for which others of its
+// block have to come to a turn that is earlier, and overseers to have seen others announce this launch, which they do
+// before they wait in it. It needs all blocks of a launch to run at once, which the host sees to.
 
 #include "packet_worker.cuh"
 
 namespace mpicomm {
 
 // How many turns after it was asked for a fence has to be over, and the turns between two of them: see "laps" at the top.
-// They add up to laps - 3, and the slack is the shorter one: some ten microseconds, which fences take at most.
+// They add up to laps - 3. The slack is a turn or more, each of some four microseconds, of which a fence takes two. The
+// period is longer: no turn both waits for a fence and asks for the next.
 MPICOMM_DEVICE u32 slack_of(const Packets& x) { return (x.laps - 2) / 4; }
 MPICOMM_DEVICE u32 period_of(const Packets& x) { return x.laps - 3 - slack_of(x); }
 
-// What the threads that move no data do, beside those that do: they cost nothing, if they are not the last to end.
-// `ours` and `theirs` know the last launch.
+// What the threads that move no data do, beside those that do: it costs nothing, if they are not the last to end and
+// nobody waits for a fence of theirs. `ours` and `theirs` know the last launch.
 MPICOMM_DEVICE void oversee(
     const Packets& x, u32 launch, u32 peer, const Announcements& ours, const Announcements& theirs) {
   const Team& team = x.team;
   // A rank that had nothing to take in the last launch was not told then that others were in something else.
   if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
-  if ((x.sources >> peer & 1) != 0 || x.receive_nbytes[peer] > 0) {
+  if ((x.sources >> peer & 1) != 0 || x.receive_nbytes[peer] > 0 || (kPaced && (x.paced >> peer & 1) != 0)) {
     // Data does not say what call it belongs to; its sender does, in an announcement that was made before.
     u32 said = kAbsent;
     const auto absent = [&] {
@@ -139,12 +144,13 @@ MPICOMM_DEVICE void run(const Packets& x) {
   const Worker worker{x, count, launch};
   u64 b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
-  u32 paces_at = slack_of(x);  // the next turn before which a fence must be over
+  u32 paces_at = period_of(x) + slack_of(x);  // the next turn before which a fence must be over
+  bool paced = false;                         // whether there was one before the last turn
 
 #pragma unroll(kOneStep ? 3 : 1)
   for (u32 turn = 0; turn < turns; ++turn) {
     const bool has_b = turn >= 1 && turn < turns - kFanOut, has_c = kFanOut && turn >= 2;
-    const bool paces = kLaps && turn == paces_at, paced = kPaced && turn == paces_at - period_of(x) + 1;
+    const bool paces = kLaps && turn == paces_at;
     if constexpr (kLaps) {
       if (paces) {
         fences.await(thread, turn - slack_of(x));
@@ -164,7 +170,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     u32 b_ranks = b_senders;
     // Pairs with `pace` of those to whom this rank sends at b_at: until that has come, they may not have taken what lies in
     // the slots that this rank goes on to store in.
-    if (has_b && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
+    if (kPaced && has_b && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
     const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
     Pair b[kRanks], c[kRanks];
     [[maybe_unused]] Packet in{};
@@ -204,6 +210,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
       worker.place(c, c_ranks, c_at);
     }
 
+    paced = paces;
     c_at = b_at, b_at = a_at, a_at += step_nbytes;
     c_lap = b_lap, b_lap = a_lap, a_lap = a_lap + 1 == x.laps ? 0 : a_lap + 1;
   }
