@@ -27,7 +27,7 @@ struct Fences {
   u32 done[kMostWorkers];  // turns of each worker, as it last said
   u32 fenced[kLanes];  // turns that each overseer has had a fence for: those of workers with its number modulo kLanes
 
-  // By every thread, before a barrier of the block.
+  // By every thread, before a barrier of the block: what the last launch left here would else be taken for turns of this.
   MPICOMM_DEVICE void begin(u32 thread, u32 workers) {
     if (thread < workers) {
       done[thread] = 0;

@@ -170,7 +170,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     u32 b_ranks = b_senders;
     // Pairs with `pace` of those to whom this rank sends at b_at: until that has come, they may not have taken what lies in
     // the slots that this rank goes on to store in.
-    if (kPaced && has_b && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
+    if (kPaced && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
     const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
     Pair b[kRanks], c[kRanks];
     [[maybe_unused]] Packet in{};
@@ -214,6 +214,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     c_at = b_at, b_at = a_at, a_at += step_nbytes;
     c_lap = b_lap, b_lap = a_lap, a_lap = a_lap + 1 == x.laps ? 0 : a_lap + 1;
   }
+  // Pairs with `serve`: a thread that broke off asks for no fence any more, and overseers would wait for it for ever.
   if constexpr (kLaps) fences.say(thread, fences.kLeft);
 }
 

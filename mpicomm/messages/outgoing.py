@@ -43,7 +43,7 @@ class Outgoing:
 class Sending:
     """A message under way: kept, with all that it needs, by the request that asks whether it is `done`.
 
-    ``copied`` says whether the device is done with the buffer; it is not called again then.
+    ``copied`` says whether the device is done with the buffer; it is not called again once it has said so.
     """
 
     def __init__(self, outgoing: Outgoing, request: MPI.Request, copied: Callable[[], bool]) -> None:

@@ -243,7 +243,7 @@ def test_mistake_with_nan_is_seen(builds: Builds, name: str) -> None:
 PACES = {
     "not said": Change(SOURCE, "worker.pace(a_at, a_place);", ";"),
     "not heard": Change(SOURCE, "b_ranks |= x.paced", "b_ranks |= 0"),
-    "a quarter as often": Change(SOURCE, "return x.laps - 3 - slack_of(x);", "return 2 * (x.laps - 3);"),
+    "a third as often": Change(SOURCE, "return x.laps - 3 - slack_of(x);", "return 2 * (x.laps - 3);"),
 }
 
 
