@@ -9,7 +9,8 @@ first tenth; exits with 1 where a result is wrong or something grows.
 ``--repeat N`` begins again with the first round after N, and compares with the time after two times N: what grows then
 is not the memory that a device needs for the code of further kernels, some 60 MiB in all.
 
-``--communicators 10000`` and ``--registrations 100000`` make and free so many instead. ``--device cpu|auto``.
+``--communicators 10000`` and ``--registrations 100000`` make and free so many instead; ``--late 10000`` makes so many
+calls on arrays of some MiB and more, to which each rank's GPU comes late at random. ``--device cpu|auto``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers.checked_on_device import checked, draw
+from tests.helpers.checked_on_device import checked, draw, idle_kernel
 from tests.helpers.collective_calls import compile_reductions
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.random_collectives import REDUCED, Family, Player, known
@@ -45,6 +46,9 @@ MESSAGES = 40
 MIB = 1 << 20
 CAPTURED_NBYTES = (64, 4 * MIB)
 LARGE_NBYTES = (24 * MIB, 512 * MIB)
+LATE_NBYTES = (4 * MIB, 240 * MIB)
+LATE_CYCLES = 200_000  # on average: as long as a call on 20 MiB between H200s
+LATE_RUNS = 10
 SETTLED_S = 0.3  # after which the threads that complete requests have gone
 Rounds = Iterator[tuple[float, Callable[[], object]]]
 """The work of each round, and how much of all is done before it."""
@@ -204,6 +208,21 @@ class Soak:
                         raise AssertionError("registered memory of a peer held something else")
         self.done["registrations"] += cycles
 
+    def late(self, calls: int) -> None:
+        """Call collectives on arrays that go through inboxes many times over; each rank's GPU comes late at random."""
+        part = [self._seed, self.done["late calls"]]
+        rng, own = np.random.default_rng(part), np.random.default_rng([*part, 1 + WORLD.rank])
+        with communicator(self._device) as comm, array_module(comm) as xp:
+            idle = idle_kernel(xp)
+            for _ in range(-(-calls // (LATE_RUNS + 1))):
+                call = draw(rng, comm.size, LATE_NBYTES, ("auto", "one_shot", "two_shot"))
+                with checked(comm, [call], xp) as sequence:
+                    for _ in range(LATE_RUNS):
+                        if own.random() < 0.5:
+                            idle((1,), (1,), (int(own.exponential(LATE_CYCLES)),))
+                        sequence.run()
+                self.done["late calls"] += LATE_RUNS + 1
+
     def communicators(self, cycles: int) -> None:
         """Make communicators and free them. Collective."""
         for _ in range(cycles):
@@ -236,12 +255,17 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=0)
     parser.add_argument("--communicators", type=int, default=0)
     parser.add_argument("--registrations", type=int, default=0)
+    parser.add_argument("--late", type=int, default=0)
     options = parser.parse_args()
     resource_tracker.ensure_running()  # its descriptor is no growth
     soak = Soak(options.device, options.seed)
+    if options.late and soak.device == "cpu":
+        parser.error("--late: this is for GPUs, and the ranks have none")
     rounds: Rounds
     if options.communicators:
         rounds = _parts(options.communicators, soak.communicators)
+    elif options.late:
+        rounds = _parts(options.late, soak.late)
     elif options.registrations:
         comm = communicator(options.device)
         with array_module(comm) as xp:

@@ -1,4 +1,7 @@
-"""Collectives whose input is made and whose result is checked by kernels, so that graphs can replay them."""
+"""Collectives whose input is made and whose result is checked by kernels, so that graphs can replay them.
+
+And a kernel that makes a rank late for them.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +53,7 @@ _CHECK = """
         sum += value<T>(step[0], first + source + (unsigned)(i / block), place);
     if (found != (T)sum) atomicAdd(&wrong[number], 1ull);
 """
+_IDLE = 'extern "C" __global__ void idle(long long cycles) { for (auto t = clock64(); clock64() - t < cycles;) {} }'
 
 
 @dataclass(frozen=True)
@@ -188,3 +192,8 @@ def checked(comm: mpicomm.Communicator, calls: Sequence[Call], xp: Any) -> Itera
     xp.cuda.Device().synchronize()
     sequence.check()
     sequence.close()
+
+
+def idle_kernel(xp: Any) -> Any:
+    """Return a kernel, of one thread, that keeps its stream for as many cycles as it is told."""
+    return xp.RawKernel(_IDLE, "idle")

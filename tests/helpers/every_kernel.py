@@ -20,11 +20,11 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives import device_selection
+from tests.helpers.checked_on_device import idle_kernel
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples
 
 COUNTS = (1, 5, 1003, 20011)
 TYPES = ("float32", "bfloat16", "int32", "complex128")
-IDLE = 'extern "C" __global__ void idle(long long cycles) { for (auto t = clock64(); clock64() - t < cycles;) {} }'
 CALLS = 4000
 REPLAYS = 200
 LIMIT_S = 100  # a tenth of which is enough
@@ -210,7 +210,7 @@ def stress(comm: mpicomm.Communicator) -> None:
     rng = np.random.default_rng(7)  # the same on all ranks
     own = np.random.default_rng([8, comm.rank])
     stream = cupy.cuda.Stream(non_blocking=True)
-    idle = cupy.RawKernel(IDLE, "idle")
+    idle = idle_kernel(cupy)
     with stream:
         for call in range(CALLS):
             count = int(rng.choice((1, 3, 700, 5000, 70001, 600011)))
