@@ -73,14 +73,15 @@ class Call:
     TypeError.
     """
 
-    def __init__(self, operation: str, arguments: Arguments, rank: int, size: int) -> None:
+    def __init__(self, operation: str, arguments: Arguments, rank: int, size: int, algorithm: str = "auto") -> None:
         self.operation = operation
+        self._algorithm = algorithm
         self.arguments = arguments
         self._rank = rank
         self._size = size
         self._form = FORMS[operation]
-        if self._form.rooted and not 0 <= arguments.root < size:
-            raise InvalidUsageError(f"{operation}: root={arguments.root} is no rank: use 0 to {size - 1}")
+        if self._form.rooted:
+            _require_root(operation, arguments.root, size)
         self.send, self.receive = self._read_buffers()
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
         self.op = op_name(arguments.op) if arguments.op is not None else None
@@ -135,7 +136,8 @@ class Call:
         if not self._form.counts_differ:
             count = max((operand.count for operand in self.operands), default=0)
         root = self.arguments.root if self._form.rooted else None
-        return Signature(self.operation, str(self.dtype), count, self.op, root)
+        asked = None if self._algorithm == "auto" else self._algorithm  # others meet in other places, and in vain
+        return Signature(self.operation, str(self.dtype), count, self.op, root, asked)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -296,7 +298,7 @@ class Call:
     def _require_recvcounts(self, send: Operand, receive: Operand) -> None:
         if self.arguments.counts is None:
             raise InvalidUsageError("Reduce_scatter: recvcounts is needed with MPI.IN_PLACE")
-        counts = [operator.index(count) for count in self.arguments.counts]
+        counts = _read_counts(self.arguments.counts)
         if len(counts) != self._size or sum(counts) != send.total or min(counts) < 0:
             raise InvalidUsageError(
                 f"Reduce_scatter: recvcounts={counts} must be {self._size} counts that add up to the "
@@ -313,7 +315,7 @@ class Call:
         if self.operation == "Reduce_scatter_block":
             return [send.block(peer) for peer in range(self._size)]
         assert self.arguments.counts is not None
-        counts = [operator.index(count) for count in self.arguments.counts]  # NumPy's integers are no addresses
+        counts = _read_counts(self.arguments.counts)
         starts = [sum(counts[:peer]) for peer in range(self._size)]
         return patterns.blocks(send.pointer, counts, starts, self.dtype.itemsize)
 
@@ -321,6 +323,23 @@ class Call:
 def is_in_place(buffer: Any) -> bool:
     """Whether a buffer argument says that the data is in the other one."""
     return buffer is MPI.IN_PLACE or buffer is None  # None says the same in mpi4py
+
+
+def _require_root(operation: str, root: Any, size: int) -> None:
+    try:
+        rank = operator.index(root)
+    except TypeError:
+        raise TypeError(f"{operation}: root={root!r} is no rank: pass an integer from 0 to {size - 1}") from None
+    if not 0 <= rank < size:
+        raise InvalidUsageError(f"{operation}: root={root} is no rank: use 0 to {size - 1}")
+
+
+def _read_counts(counts: Any) -> list[int]:
+    """Return ``recvcounts`` as Python's integers: NumPy's are of 64 bits at most, which addresses exceed."""
+    try:
+        return [operator.index(count) for count in counts]
+    except TypeError:
+        raise TypeError(f"Reduce_scatter: recvcounts={counts!r}: pass a sequence of integers, one per rank") from None
 
 
 def _scaled(span: Span, factor: int) -> Span:

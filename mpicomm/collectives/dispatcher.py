@@ -103,7 +103,7 @@ class Collectives:
         work = self._begin_known(operation, arguments, stream, algorithm)
         if work is None:
             call = self._read(operation, arguments, algorithm)
-            if not call.on_device and _mpi_knows(call) and algorithm in ("auto", "mpi"):
+            if not call.on_device and (algorithm == "mpi" or (algorithm == "auto" and _mpi_knows(call))):
                 refuse_stream(operation, stream)
                 request: MPI.Request = self._mpi(operation, call.arguments, f"I{operation.lower()}")
                 return request
@@ -126,8 +126,11 @@ class Collectives:
             resolved = self._enqueue(call, arguments, stream, algorithm)
             return self._until(call.operation, self._set_up(call.operation).backend.completion(resolved))
         refuse_stream(call.operation, stream)
-        # MPI has no such type, and the host engine has no thread of its own: done when this returns.
-        self._on_host(call.operation).run(self._exchanges(call, algorithm), call.signature)
+        # Done when this returns: the host engine has no thread of its own.
+        if algorithm == "mpi":  # in place, where MPI has to be given a copy each time
+            self._mpi(call.operation, call.arguments)
+        else:
+            self._on_host(call.operation).run(self._exchanges(call, algorithm), call.signature)
         return self._completer.add(Work(lambda: True, lambda: None), self._set_up(call.operation).backend.make_current)
 
     def _until(self, operation: str, done: Callable[[], bool]) -> Work:
@@ -146,7 +149,7 @@ class Collectives:
             refuse_stream(operation, stream)
             # A copy of the input, which `_mpi` then gives it, would be one of what was there when it was prepared.
             with_copy = call.operation == "Reduce_scatter" and call.in_place
-            if _mpi_knows(call) and not with_copy and algorithm in ("auto", "mpi"):
+            if not with_copy and (algorithm == "mpi" or (algorithm == "auto" and _mpi_knows(call))):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
                 return prepared
 
@@ -203,10 +206,19 @@ class Collectives:
         if operation == "Reduce_scatter" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
-        call = Call(operation, arguments, self._rank, self._size)
+        call = Call(operation, arguments, self._rank, self._size, algorithm)
         if algorithm not in ("auto", "mpi") and call.dtype is None:
             raise InvalidUsageError(
                 f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
+            )
+        if algorithm == "mpi" and call.op == "avg":
+            raise InvalidUsageError(
+                f'algorithm="mpi": MPI has no AVG for {operation}: leave algorithm= out, or use SUM'
+            )
+        if algorithm == "mpi" and call.dtype is not None and types.mpi_datatype(call.dtype) is None:
+            raise InvalidUsageError(
+                f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out, or move '
+                "it as bytes with [buffer, MPI.BYTE]"
             )
         if algorithm in ("chain", "copy_engine") and not call.on_device:
             raise InvalidUsageError(f'algorithm="{algorithm}" is for device arrays: use "one_shot"')

@@ -15,13 +15,15 @@ class Signature:
     count: int | None = None
     op: str | None = None
     root: int | None = None
+    algorithm: str | None = None
+    """The one that was asked for by name."""
 
     def __str__(self) -> str:
         parts = [self.dtype, *(f"{name}={value}" for name, value in self._optional() if value is not None)]
         return f"{self.operation}({', '.join(parts)})"
 
     def _optional(self) -> list[tuple[str, int | str | None]]:
-        return [("count", self.count), ("op", self.op), ("root", self.root)]
+        return [("count", self.count), ("op", self.op), ("root", self.root), ("algorithm", self.algorithm)]
 
     @property
     def hash32(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -275,6 +276,32 @@ def test_objects_that_are_no_buffers(comm: mpicomm.Communicator, xp: Any) -> Non
             comm.Allreduce(bad, receive, algorithm="one_shot")
     with pytest.raises(TypeError, match="op="):
         comm.Allreduce(MPI.IN_PLACE, receive, op="sum", algorithm="one_shot")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("root", [None, "0", [0], 0.0])
+def test_roots_that_are_no_integers(comm: mpicomm.Communicator, xp: Any, root: Any) -> None:
+    with pytest.raises(TypeError, match=re.escape(f"Bcast: root={root!r} is no rank: pass an integer from 0 to ")):
+        comm.Bcast(Placed(xp, np.zeros(3, np.float32)).array, root=root, algorithm="one_shot")
+
+
+@pytest.mark.parametrize("counts", [5, ["x"], [1.5]])
+def test_recvcounts_that_are_no_integers(comm: mpicomm.Communicator, xp: Any, counts: Any) -> None:
+    send, receive = (Placed(xp, np.zeros(3, np.float32)).array for _ in range(2))
+    with pytest.raises(TypeError, match=re.escape(f"Reduce_scatter: recvcounts={counts!r}: pass a sequence of")):
+        comm.Reduce_scatter(send, receive, counts, algorithm="one_shot")
+
+
+@pytest.mark.parametrize("form", ["{}", "I{}", "{}_init"])
+def test_what_mpi_lacks_is_refused_where_mpi_is_asked_for(comm: mpicomm.Communicator, xp: Any, form: str) -> None:
+    half = Placed(xp, np.ones(3, np.float32).astype(dtype_named("bfloat16"))).array
+    for operation, arguments, text in (
+        ("Allreduce", ([half, "bfloat16"],) * 2, 'algorithm="mpi": MPI has no type for the bfloat16 of Allreduce'),
+        ("Allgather", ([half, 0, "bfloat16"],) * 2, 'algorithm="mpi": MPI has no type for the bfloat16 of Allgather'),
+        ("Allreduce", (*(Placed(xp, np.ones(3)).array for _ in range(2)), mpicomm.AVG), "MPI has no AVG for Allreduce"),
+    ):
+        method = getattr(comm, form.format(operation.lower() if form == "I{}" else operation))
+        with pytest.raises(InvalidUsageError, match=re.escape(text)):
+            method(*arguments, algorithm="mpi")
 
 
 @pytest.mark.parametrize("used", [False, True])

@@ -27,6 +27,8 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dtype": ("Allreduce", {"dtype": np.dtype(np.int32)}, {"dtype": FLOAT32}),
     "dtype of movement": ("Allgather", {"dtype": np.dtype(np.int32)}, {"dtype": FLOAT32}),
     "op": ("Allreduce", {"op": "sum"}, {"op": "max"}),
+    "algorithm": ("Allreduce", {"algorithm": "one_shot"}, {"algorithm": "two_shot"}),
+    "ring": ("Allreduce", {"algorithm": "one_shot"}, {"algorithm": "ring"}),
 }
 
 
@@ -35,9 +37,10 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 def test_ranks_that_call_different_things_are_told_who_said_what(device: str, what: str) -> None:
     operation, first, others = DIFFERENT[what]
     comm = communicator(device, timeout_s=10)
-    arguments = {"operation": operation, "dtype": FLOAT32, "count": 5, **(first if comm.rank == 0 else others)}
-    text = told_on_every_rank(comm, Case(**arguments, algorithm="one_shot"))
-    said = {f"{name}={value}" for name, value in (*first.items(), *others.items()) if name in ("count", "op", "root")}
+    arguments = {"operation": operation, "dtype": FLOAT32, "count": 5, "algorithm": "one_shot"}
+    text = told_on_every_rank(comm, Case(**{**arguments, **(first if comm.rank == 0 else others)}))
+    named = ("count", "op", "root", "algorithm")
+    said = {f"{name}={value}" for name, value in (*first.items(), *others.items()) if name in named}
     said |= {str(each[name]) for each in (first, others) for name in each if name in ("operation", "dtype")}
     assert all(word in text for word in said), f"{said} are not all in: {text}"
     assert all(f"rank {rank}: " in text for rank in range(comm.size)), text
@@ -54,7 +57,7 @@ def test_different_roots_are_an_error_on_all_ranks(device: str, operation: str) 
     # Some ranks wait for each other, in vain.
     assert time.monotonic() - start < 5
     for rank in range(comm.size):
-        assert re.search(rf"rank {rank}: {operation}\([^)]*root={min(rank, 1)}\)", text), text
+        assert re.search(rf"rank {rank}: {operation}\([^)]*root={min(rank, 1)}[,)]", text), text
     comm.Free()
     require_a_new_one_works(device)
 
