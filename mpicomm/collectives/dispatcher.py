@@ -80,9 +80,9 @@ class Collectives:
         """
         known = self._known
         if known:
-            plan = known.find(operation, algorithm, send, receive, op, root, counts)
-            if plan:
-                known.enqueue(plan, stream, send, receive)
+            found = known.find(operation, algorithm, send, receive, op, root, counts)
+            if found:
+                known.enqueue(found, stream, send, receive)
                 return
         arguments = Arguments(send, receive, op, root, counts)
         if algorithm == "auto" and stream is None and is_plainly_mpis(operation, arguments, self._size):
@@ -115,10 +115,10 @@ class Collectives:
         known = self._known
         if known is None:
             return None
-        plan = known.find(operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
-        if plan is None:
+        found = known.find(operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
+        if found is None:
             return None
-        return self._until(operation, known.begin(plan, stream, given.send, given.receive))
+        return self._until(operation, known.begin(found, stream, given.send, given.receive))
 
     def _begin(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> Work:
         """Begin a call that is not MPI's, which was made with ``arguments``."""
@@ -184,9 +184,9 @@ class Collectives:
         (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
         route, known = (dest, sendtag, source, recvtag), self._known
         if known:
-            plan = known.find(operation, "one_shot", sendbuf, recvbuf, None, route, None)
-            if plan:
-                known.enqueue(plan, stream, sendbuf, recvbuf)
+            found = known.find(operation, "one_shot", sendbuf, recvbuf, None, route, None)
+            if found:
+                known.enqueue(found, stream, sendbuf, recvbuf)
                 return
         domain = self._set_up(operation)
         sent, received = read(operation, send, receive, domain)
@@ -194,8 +194,9 @@ class Collectives:
         engine = self._on_device(operation)
         plan = engine.prepare_messages(operation, sent, received)
         assert self._known is not None
-        self._known.add(plan, (operation, "one_shot", sendbuf, recvbuf, None, route, None))
-        engine.enqueue(plan, domain.backend.stream(stream, array_of(recvbuf if sendbuf is None else sendbuf)))
+        by_output = sendbuf is None
+        self._known.add(plan, (operation, "one_shot", sendbuf, recvbuf, None, route, None), by_output=by_output)
+        engine.enqueue(plan, domain.backend.stream(stream, array_of(recvbuf if by_output else sendbuf)))
 
     def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
         if algorithm not in ALGORITHMS:
@@ -255,7 +256,8 @@ class Collectives:
             plan = prepare(engine, domain.mappings, call, self._size, algorithm, self._scratch_for)
             assert self._known is not None
             send, receive, op = arguments.send, arguments.receive, arguments.op
-            self._known.add(plan, (operation, algorithm, send, receive, op, arguments.root, arguments.counts))
+            known = (operation, algorithm, send, receive, op, arguments.root, arguments.counts)
+            self._known.add(plan, known, by_output=bool(call.operands) and call.operands[0] is call.receive)
             resolved = domain.backend.stream(stream, array)
             engine.enqueue(plan, resolved)
             return resolved

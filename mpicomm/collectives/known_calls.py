@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -20,6 +20,16 @@ _MOST = 1024  # calls that are kept
 _PLAIN = frozenset((int, str, type(None)))  # types of what is known by itself; no subclasses, to which True belongs
 
 
+class KnownCall(NamedTuple):
+    """A call that was made before."""
+
+    plan: Plan
+    op: MPI.Op | None
+    """The operation: while it lives, nothing else has its id."""
+    by_output: bool
+    """Whether the receive buffer says which library's stream is meant; the other one may be anything, and ignored."""
+
+
 class KnownCalls:
     """Plans by the arguments of the calls they carry out, all of what a plan depends on.
 
@@ -32,8 +42,7 @@ class KnownCalls:
     def __init__(self, domain: Domain, engine: DeviceEngine) -> None:
         self._domain = domain
         self._engine = engine
-        # With the operation itself: while it lives, nothing else has its id.
-        self._plans: dict[Hashable, tuple[Plan, MPI.Op | None]] = {}
+        self._calls: dict[Hashable, KnownCall] = {}
         self._version = domain.mappings.version
         self._cupy = _of_library("cupy", "ndarray")
         self._identify: dict[type, Callable[[Any], Hashable]] = {
@@ -51,39 +60,44 @@ class KnownCalls:
         op: MPI.Op | None,
         root: Hashable,
         counts: Sequence[int] | None,
-    ) -> Plan | None:
-        """Return the plan of a call that was made before; None if it was not.
+    ) -> KnownCall | None:
+        """Return a call that was made before; None if it was not.
 
         Of a message ``root`` is its ends and tags.
         """
         version = self._domain.mappings.version
         if version != self._version:  # symmetric memory may be ordinary now, or the other way round
             self._version = version
-            self._plans.clear()
-        found = self._plans.get(self._key(operation, algorithm, send, receive, op, root, counts))
-        return None if found is None else found[0]
+            self._calls.clear()
+        return self._calls.get(self._key(operation, algorithm, send, receive, op, root, counts))
 
-    def enqueue(self, plan: Plan, stream: Any, send: Any, receive: Any) -> bool:
+    def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
 
         Raises as any call does: what went wrong with earlier ones, and where the communicator was freed.
         """
-        domain = self._domain
+        domain, plan = self._domain, call.plan
         domain.require_usable(plan.text)
-        resolved = domain.backend.stream(stream, array_of(receive if send is None or send is MPI.IN_PLACE else send))
+        resolved = domain.backend.stream(stream, array_of(receive if call.by_output else send))
         return self._engine.enqueue(plan, resolved, again=True)
 
-    def begin(self, plan: Plan, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
+    def begin(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
         """As `enqueue`; return a function that says whether it is done, callable in any thread."""
-        return self._engine.completion() if self.enqueue(plan, stream, send, receive) else lambda: True
+        return self._engine.completion() if self.enqueue(call, stream, send, receive) else lambda: True
 
-    def add(self, plan: Plan, call: tuple[str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None]) -> None:
+    def add(
+        self,
+        plan: Plan,
+        call: tuple[str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None],
+        *,
+        by_output: bool,
+    ) -> None:
         """Keep the plan of a call, that of `find`, if it can be recognised; local."""
         key = self._key(*call)
         if key is not None:
-            if len(self._plans) >= _MOST:
-                self._plans.clear()
-            self._plans[key] = plan, call[4]
+            if len(self._calls) >= _MOST:
+                self._calls.clear()
+            self._calls[key] = KnownCall(plan, call[4], by_output)
 
     def _key(
         self,
@@ -145,8 +159,14 @@ def _identify_cupy(array: Any) -> Hashable:
 
 
 def _identify_torch(tensor: Any) -> Hashable:
+    if not tensor.is_cuda:  # empty ones of the host are at the same address as those of a GPU
+        return None
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # sparse, say, of which `read` says that it cannot be taken
+        return None
     return (
-        tensor.data_ptr(),
+        pointer,
         tensor.numel(),
         tensor.dtype,
         tensor.is_contiguous() or (tensor.shape, tensor.stride()),

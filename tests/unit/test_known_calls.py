@@ -30,13 +30,18 @@ class Array:
 class Tensor:
     """What PyTorch's tensors have of it."""
 
-    def __init__(self, pointer: int, count: int = 4, dtype: str = "float32", step: int = 1, **says: bool) -> None:
+    def __init__(
+        self, pointer: int | None, count: int = 4, dtype: str = "float32", step: int = 1, **says: bool
+    ) -> None:
         self._pointer, self._step = pointer, step
+        self.is_cuda = not says.get("on_host", False)
         self.shape, self.dtype = (count,), dtype
         self._says = says
         self.requires_grad = says.get("requires_grad", False)
 
     def data_ptr(self) -> int:
+        if self._pointer is None:
+            raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
         return self._pointer
 
     def numel(self) -> int:
@@ -87,9 +92,10 @@ class Known:
         self.enqueued.append((plan, stream, again))
         return self.runs
 
-    def add(self, operation: str, given: Arguments, algorithm: str = "auto") -> Any:
+    def add(self, operation: str, given: Arguments, algorithm: str = "auto", *, by_output: bool = False) -> Any:
         plan: Any = SimpleNamespace(text=operation)
-        self._calls.add(plan, (operation, algorithm, given.send, given.receive, given.op, given.root, given.counts))
+        call = (operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
+        self._calls.add(plan, call, by_output=by_output)
         return plan
 
     def find(self, operation: str, given: Arguments, algorithm: str = "auto", stream: Any = 7) -> Any:
@@ -104,9 +110,11 @@ class Known:
         assert again
         return plan
 
-    def begin(self, plan: Any, given: Arguments) -> Any:
+    def begin(self, operation: str, given: Arguments) -> Any:
         """Begin a call that is known; return what says whether it is done."""
-        return self._calls.begin(plan, 7, given.send, given.receive)
+        found = self._calls.find(operation, "auto", given.send, given.receive, given.op, given.root, given.counts)
+        assert found is not None
+        return self._calls.begin(found, 7, given.send, given.receive)
 
 
 @pytest.mark.parametrize("kind", [Array, Tensor])
@@ -157,6 +165,8 @@ def test_another_call_is_not(operation: str, given: Arguments, algorithm: str) -
         Tensor(16, requires_grad=True),
         Tensor(16, conj=True),
         Tensor(16, neg=True),
+        Tensor(16, on_host=True),
+        Tensor(None),
     ],
 )
 def test_another_tensor_is_not(tensor: Tensor) -> None:
@@ -187,8 +197,8 @@ def test_an_array_that_was_changed_in_place_is_another() -> None:
     assert known.find("Allreduce", arguments(send, receive)) is None
 
 
-def test_a_known_call_is_on_the_current_stream_of_its_input() -> None:
-    known, send, receive = Known(), Array(16), Array(64)
+def test_a_known_call_is_on_the_current_stream_of_the_library_it_was_on() -> None:
+    known, send, receive, ignored = Known(), Array(16), Tensor(64), Array(128)
     for given, expected in (
         (arguments(send, receive), send),
         (arguments(MPI.IN_PLACE, receive), receive),
@@ -196,8 +206,11 @@ def test_a_known_call_is_on_the_current_stream_of_its_input() -> None:
         (arguments(send, None), send),
         (arguments([send, 4], receive), send),
         (arguments(MPI.IN_PLACE, (receive, 4)), receive),
+        # Of a Scatter, where this rank is not the root.
+        (arguments(ignored, receive), receive),
+        (arguments([None, [1, 2], [0, 1], "f"], receive), receive),
     ):
-        known.add("Reduce", given)
+        known.add("Reduce", given, by_output=expected is receive)
         for stream, where in ((None, expected), (5, 5)):
             known.find("Reduce", given, stream=stream)
             assert known.streams.pop() is where
@@ -206,9 +219,9 @@ def test_a_known_call_is_on_the_current_stream_of_its_input() -> None:
 def test_a_known_call_that_is_begun_says_when_it_is_done() -> None:
     known, given = Known(), arguments(Array(16), Array(64))
     plan = known.add("Allreduce", given)
-    assert known.begin(plan, given)() == [(plan, 7, True)]  # what the engine says of it
+    assert known.begin("Allreduce", given)() == [(plan, 7, True)]  # what the engine says of it
     known.runs = False
-    assert known.begin(plan, given)() is True
+    assert known.begin("Allreduce", given)() is True
 
 
 def test_a_known_call_is_refused_where_the_communicator_is_unusable() -> None:
