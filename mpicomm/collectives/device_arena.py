@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import inf
 from typing import TYPE_CHECKING
 
 from mpicomm.backend.base import Segment
 from mpicomm.bootstrap import Group
+from mpicomm.errors import HandleError
 from mpicomm.handle import Kind
 from mpicomm.kernels.direct import ARRIVALS_NBYTES
 from mpicomm.kernels.exchange import SLOTS
@@ -175,6 +177,10 @@ class ArenaLayout:
         return self.size * self.channels * SLOTS * self.slot_nbytes
 
 
+class NoStagingError(HandleError):
+    """The ranks could not set up memory for copy engines to bring data to; raised on all of them."""
+
+
 @dataclass(frozen=True)
 class Inboxes:
     """Where every rank's inboxes of one wire begin, and the size of each."""
@@ -213,6 +219,7 @@ class DeviceArena:
         self._more: dict[tuple[str, int], SharedSegments] = {}
         self._large: set[int] = set()  # sizes of large inboxes that there are
         self._chains: set[int] = set()  # sizes of a channel's slots in memory for chains that there is
+        self._refused: tuple[float, str] = inf, ""  # the smallest staging memory that there was no room for, and why
         self.pointers = _pointers(self._segments, node.size)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
         """The inboxes of the LL wire."""
@@ -249,9 +256,28 @@ class DeviceArena:
         return any(what == _MESSAGES for what, _ in self._more)
 
     def staging(self, nbytes: int) -> tuple[int, ...]:
-        """Return where ``nbytes`` or more of every rank begin, for copy engines."""
+        """Return where ``nbytes`` or more of every rank begin, for copy engines. Raises `NoStagingError`."""
+        size = self._staging_nbytes(nbytes)
+        self.require_staging(nbytes)
+        try:
+            return self._on_demand(_COPIES, size)
+        except HandleError as error:
+            self._refused = size, str(error)
+            raise NoStagingError(str(error)) from error
+
+    def require_staging(self, nbytes: int) -> None:
+        """Raise `NoStagingError` where the ranks have failed to set up so much before. Local, on all ranks alike.
+
+        They never try again: a rank that has kept what was chosen instead, for a call it makes again, would not come,
+        nor choose what the others do when there is memory again.
+        """
+        least, why = self._refused
+        if self._staging_nbytes(nbytes) >= least:
+            raise NoStagingError(why)
+
+    def _staging_nbytes(self, nbytes: int) -> int:
         whole = 1 << max(0, nbytes - 1).bit_length()  # so that few sizes are ever asked for
-        return self._on_demand(_COPIES, _enough((size for what, size in self._more if what == _COPIES), whole))
+        return _enough((size for what, size in self._more if what == _COPIES), whole)
 
     def _with_escapes(self, what: str, slots: int, slots_nbytes: int) -> tuple[int, ...]:
         """Return where memory of every rank begins that has ``slots_nbytes`` of slots from ``slots`` on."""

@@ -145,6 +145,8 @@ class DeviceEngine:
         """
         self._require_open(signature.operation)
         program = Program(self._planners, exchanges, signature, memory, algorithm)
+        # Before the board is told: it is not of a rank that has kept what was chosen instead, and makes the call again.
+        self._arena.require_staging(program.staging_nbytes)
         self._board.post(str(program))  # before anything waits for others, who may be in something else
         return self._plan(str(program), [*program.steps()])
 

@@ -8,10 +8,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from mpicomm.collectives.calls import Call
+from mpicomm.collectives.device_arena import NoStagingError
 from mpicomm.collectives.device_selection import can_chain, choose_algorithm
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.tuning import Tuning
-from mpicomm.errors import HandleError
 from mpicomm.mappings import Mappings
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def prepare(
     algorithm = choose(engine.tuning)
     try:
         return prepared(algorithm)
-    except HandleError as error:  # the same on all ranks
+    except NoStagingError as error:
         if asked != "auto" or algorithm != "copy_engine":
             raise
         _warn_of_memory(call.operation, str(error))

@@ -6,7 +6,8 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from mpicomm.collectives.device_arena import ChannelMemory, Inboxes
 from mpicomm.collectives.device_chain import ChainPlanner
@@ -25,7 +26,7 @@ from mpicomm.collectives.device_copies import (
     parts_of,
 )
 from mpicomm.collectives.device_direct import DirectPlanner
-from mpicomm.collectives.device_landing import InOutput, InStaging, Landing
+from mpicomm.collectives.device_landing import InOutput, InStaging, Landing, Parts
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.device_packets import PacketPlanner
 from mpicomm.collectives.device_selection import Room, Way, choose_ways
@@ -70,6 +71,22 @@ class Planners:
     chain: ChainPlanner
 
 
+class _Copying(NamedTuple):
+    """How copy engines carry exchanges out: the second one, if it counts, what it does, and what needs memory."""
+
+    following: Exchange | None
+    then: Then
+    parts: Parts
+    contributions_nbytes: int
+    """What lands of others' contributions to a reduction."""
+    landing_nbytes: int
+    """What lands of results where it cannot go straight to its place."""
+
+    @property
+    def staging_nbytes(self) -> int:
+        return self.contributions_nbytes + self.landing_nbytes
+
+
 class Program:
     """One rank's part of the ``exchanges`` of an ``algorithm``; ``memory`` is where all ranks' output lies, if mapped.
 
@@ -99,6 +116,11 @@ class Program:
         into_memory = self._memory is not None and (copies or any(way.direct for way in self._ways))
         return f"{self._signature}, into {self._memory}" if into_memory else str(self._signature)
 
+    @property
+    def staging_nbytes(self) -> int:
+        """How much memory of each rank `steps` asks the arena for, for copy engines."""
+        return self._copying.staging_nbytes if self._algorithm == "copy_engine" else 0
+
     def steps(self) -> Iterator[Step]:
         """Yield what is launched and copied, in order; raises as the arena's methods do."""
         if self._algorithm == "chain":
@@ -126,6 +148,8 @@ class Program:
     def _launched(self) -> Iterator[Step]:
         planners, signature = self._planners, self._signature
         for way in self._ways:
+            if way.nbytes == 0:  # on all ranks, of which none is to set up memory for it
+                continue
             if way.alone:
                 yield from self._moved(way.exchange)
                 continue
@@ -163,19 +187,23 @@ class Program:
             else:
                 yield action
 
-    def _actions(self) -> list[Action]:
-        planners, memory, (exchange, *rest) = self._planners, self._memory, self._exchanges
-        rank, size, reduces, staged = planners.rank, planners.size, self._signature.op is not None, memory is None
+    @cached_property
+    def _copying(self) -> _Copying:
+        planners, (_, *rest) = self._planners, self._exchanges
+        size, reduces, staged = planners.size, self._signature.op is not None, self._memory is None
         # Between two ranks nobody is left to send a broadcast on to.
         following = rest[0] if rest and (reduces or size > 2) else None
         then: Then = "nothing" if following is None else "gather" if reduces else "relay"
-        most = planners.most_staged_nbytes
-        parts = parts_of(self._nbytes, size, most, reduces=reduces, then=then, staged=staged)
+        parts = parts_of(self._nbytes, size, planners.most_staged_nbytes, reduces=reduces, then=then, staged=staged)
         all_rooms = (size - 1) * parts.room_nbytes
-        contributions_nbytes, landing_nbytes = (then == "gather") * all_rooms, staged * all_rooms
+        return _Copying(following, then, parts, (then == "gather") * all_rooms, staged * all_rooms)
+
+    def _actions(self) -> list[Action]:
+        rank, memory, exchange = self._planners.rank, self._memory, self._exchanges[0]
+        following, then, parts, contributions_nbytes, _ = copying = self._copying
         pointers: Sequence[int] = ()
-        if contributions_nbytes or landing_nbytes:
-            pointers = planners.arena.staging(contributions_nbytes + landing_nbytes)
+        if copying.staging_nbytes:
+            pointers = self._planners.arena.staging(copying.staging_nbytes)
         landing: Landing
         if memory is not None:
             landing = InOutput(rank, memory)

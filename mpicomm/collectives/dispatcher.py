@@ -108,6 +108,7 @@ class Collectives:
                 request: MPI.Request = self._mpi(operation, call.arguments, f"I{operation.lower()}")
                 return request
             work = self._begin(call, arguments, stream, algorithm)
+        work.kept = arguments
         return DeferredRequest(work)
 
     def _begin_known(self, operation: str, given: Arguments, stream: Any, algorithm: str) -> Work | None:

@@ -54,6 +54,8 @@ class Work:
         self._done = done
         self._finish = finish
         self._turn = threading.Lock()  # who waits and the completer's thread both advance it
+        self.kept: Any = None
+        """What has to live until the work is done: the buffers, which may be nobody else's, as in ``Ibcast(x + 1)``."""
         self.over = False
         self.driven = False
         """Whether a thread waits for it, and needs no other to complete it; one that misses this may do so."""
@@ -70,6 +72,7 @@ class Work:
             except BaseException as error:
                 self._error = error
             self.over = True
+            self.kept = None
             self.request.Complete()
             return True
 

@@ -12,6 +12,7 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 from mpicomm.collectives import device_preparation
 from mpicomm.collectives.calls import Arguments, Call
+from mpicomm.collectives.device_arena import NoStagingError
 from mpicomm.collectives.device_preparation import prepare
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.errors import HandleError, MpicommError, PeerError
@@ -59,7 +60,7 @@ def test_the_table_decides_and_two_hops_are_two_exchanges() -> None:
 
 def test_without_memory_for_copy_engines_another_way_is_taken_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "mpicomm")
-    engine = Engine(copy_engine=HandleError("rank 1: out of memory"))
+    engine = Engine(copy_engine=NoStagingError("rank 1: out of memory"))
     for _ in range(2):
         assert prepared(engine) == ("two_shot", 2)
     assert engine.tried == ["copy_engine", "two_shot"] * 2
@@ -71,9 +72,10 @@ def test_without_memory_for_copy_engines_another_way_is_taken_and_said_once(capl
 @pytest.mark.parametrize(
     ("asked", "failures"),
     [
-        ("copy_engine", {"copy_engine": HandleError("x")}),  # asked for
+        ("copy_engine", {"copy_engine": NoStagingError("x")}),  # asked for
         ("auto", {"copy_engine": PeerError("x")}),  # no matter of memory
-        ("auto", {"copy_engine": HandleError("y"), "two_shot": HandleError("x")}),  # not for anything
+        ("auto", {"copy_engine": HandleError("x")}),  # of a kernel's code, say, on this rank alone
+        ("auto", {"copy_engine": NoStagingError("y"), "two_shot": HandleError("x")}),  # not for anything
         ("two_shot", {"two_shot": HandleError("x")}),
     ],
 )
