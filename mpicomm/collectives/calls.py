@@ -147,7 +147,7 @@ class Call:
         if self.operation == "Reduce_scatter_block" and self.on_device:
             return 0  # equal blocks, of which the engine of GPUs sends parts: see `patterns.reduce_scatter`
         assert self.dtype is not None and self.send is not None
-        return max(1, self.send.total * self.dtype.itemsize)
+        return max(1, self._reduce_blocks(self.send)[self._rank].count * self.dtype.itemsize)
 
     def exchanges(
         self, piece_nbytes: int | None, scratch: Span | None = None, *, algorithm: str = ""

@@ -296,7 +296,7 @@ class Collectives:
         kept = self._scratch.setdefault(call.on_device, [])
         if not kept or kept[-1].nbytes < nbytes:
             allocate = self._set_up(call.operation).backend.scratch if call.on_device else HostBackend.scratch
-            kept.append(allocate(nbytes))
+            kept.append(allocate(1 << (nbytes - 1).bit_length()))  # so that in all it is twice the largest at most
         return Span(kept[-1].pointer, 0)
 
     def _mpi(self, operation: str, arguments: Arguments, method: str = "", info: MPI.Info | None = None) -> Any:

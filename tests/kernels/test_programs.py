@@ -15,9 +15,20 @@ from tests.helpers.reductions import reduced, require_same, samples
 from tests.kernels.build import Builds
 from tests.kernels.collective_calls import Calls, random_counts
 from tests.kernels.machine import Machine, RunFailedError
-from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
+from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig, SimulatedArena
 
 COUNTS = (1, 700, 4096, INBOX_NBYTES // 4 - 1, INBOX_NBYTES // 4 + 1, 2 * INBOX_NBYTES // 4)  # of 4 bytes each
+
+
+def test_messages_of_nothing_need_neither_kernels_nor_memory(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig, nothing = ProgramRig(Machine(builds, 2), 16), Span(0, 0)
+    for name in ("slots", "chain", "staging", "large_inboxes"):
+        monkeypatch.setattr(SimulatedArena, name, lambda *_: pytest.fail("this sets up memory"))
+    dtype = np.dtype(np.int32)
+    reduced, told = patterns.allreduce(0, 2, dtype, nothing, nothing, "sum"), patterns.bcast(0, 2, dtype, nothing, 1)
+    rig.run(0, reduced, Signature("Allreduce", "int32", 0, "sum"))
+    rig.run(0, told, Signature("Bcast", "int32", 0, root=1))
+    rig.machine.run()
 
 
 @pytest.mark.parametrize(

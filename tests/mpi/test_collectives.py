@@ -27,7 +27,7 @@ from tests.helpers.collective_calls import (
     compile_reductions,
     legal_ops,
 )
-from tests.helpers.communicators import communicator
+from tests.helpers.communicators import array_module, communicator
 from tests.helpers.reductions import Array, dtype_named, dtype_or_skip, reduced, require_same
 
 FLOAT32 = np.dtype(np.float32)
@@ -220,6 +220,19 @@ def test_reduce_scatter_takes_parts_of_any_size(
         comm.check()
         start = sum(counts[: comm.rank])
         assert receive.get().tolist() == reduced("sum", parts)[start : start + counts[comm.rank]].tolist()
+
+
+def test_reduce_scatters_in_place_of_many_sizes_keep_little_memory(device: str) -> None:
+    with communicator(device) as comm, array_module(comm) as xp:
+        for count in range(1, 100):
+            parts = [values(np.dtype(np.float16), count * comm.size, rank, count) for rank in range(comm.size)]
+            buffer = Placed(xp, parts[comm.rank].copy())
+            comm.Reduce_scatter(MPI.IN_PLACE, buffer.array, [count] * comm.size)
+            comm.check()
+            expected = reduced("sum", parts)[comm.rank * count : (comm.rank + 1) * count]
+            assert buffer.get()[:count].tobytes() == expected.tobytes()
+        kept = comm._collectives._scratch[xp is not np]
+        assert sum(memory.nbytes for memory in kept) < 2 * 256  # for one block: the input is that of others too
 
 
 @pytest.mark.mpi(min_size=3)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from mpicomm.collectives.requests import Completer
 from tests.helpers.buffers import Placed, values
 from tests.helpers.collective_calls import OPERATIONS, Case, Prepared
 from tests.helpers.communicators import array_module, communicator
@@ -226,6 +227,19 @@ def test_free_of_what_was_never_started(comm: mpicomm.Communicator, xp: Any) -> 
     prepared = Prepared(sum_of(comm, "float32"), comm.rank, comm.size, xp)
     prepared.start(comm).Wait()
     prepared.check()
+
+
+def test_buffers_that_nobody_else_has_live_until_the_call_is_over(
+    comm: mpicomm.Communicator, xp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Completer, "add", lambda self, work, make_current: work)  # nobody but `Wait` completes it
+    buffers = [Placed(xp, np.ones(3, np.float16)).array for _ in range(2)]
+    for _ in range(2):  # the second time it may be known
+        request: Any = comm.Iallreduce(*buffers)
+        kept = request.work.kept
+        assert kept.send is buffers[0] and kept.receive is buffers[1]
+        request.Wait()
+        assert request.work.kept is None
 
 
 def test_bad_arguments_are_refused_when_prepared(comm: mpicomm.Communicator, xp: Any) -> None:
