@@ -69,7 +69,10 @@ class KnownCalls:
         if version != self._version:  # symmetric memory may be ordinary now, or the other way round
             self._version = version
             self._calls.clear()
-        return self._calls.get(self._key(operation, algorithm, send, receive, op, root, counts))
+        try:
+            return self._calls.get(self._key(operation, algorithm, send, receive, op, root, counts))
+        except TypeError:  # a root that is a list, say, of which `Call` says what is wrong
+            return None
 
     def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.

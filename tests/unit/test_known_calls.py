@@ -197,6 +197,12 @@ def test_an_array_that_was_changed_in_place_is_another() -> None:
     assert known.find("Allreduce", arguments(send, receive)) is None
 
 
+def test_what_cannot_be_looked_up_is_not_known() -> None:
+    known = Known()
+    known.add("Bcast", arguments(None, Array(16), None, root=0))
+    assert known.find("Bcast", arguments(None, Array(16), None, root=[0])) is None
+
+
 def test_a_known_call_is_on_the_current_stream_of_the_library_it_was_on() -> None:
     known, send, receive, ignored = Known(), Array(16), Tensor(64), Array(128)
     for given, expected in (
