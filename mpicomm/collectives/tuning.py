@@ -81,13 +81,22 @@ class Row:
 
     def algorithm(self, nbytes: int, size: int) -> str:
         """Return the last choice that ``nbytes`` reach between ``size`` ranks, as many as here or more."""
-        return next(name for begin, name in reversed(self.choices) if self._reached(begin, name, nbytes, size))
+        return next(name for begin, name in reversed(self.choices) if nbytes >= self._begin(begin, name, size))
 
-    def _reached(self, begin: int, name: str, nbytes: int, size: int) -> bool:
+    def choices_above(self, nbytes: int, size: int) -> list[tuple[int, str]]:
+        """Return what `algorithm` says of more than ``nbytes``, as ``choices`` of a row for ``size`` ranks say it."""
+        found: list[tuple[int, str]] = []
+        for begin, name in reversed(self.choices):
+            begin = max(nbytes + 1, self._begin(begin, name, size))
+            if not found or begin < found[-1][0]:  # else later ones hold wherever it would
+                found.append((begin, name))
+        return found[::-1]
+
+    def _begin(self, begin: int, name: str, size: int) -> int:
         # Between more ranks one hop sends more, so that two are sooner better, and a copy is a smaller part of the
         # whole. What is scaled is the last size below the bound: bounds begin right behind a size that was measured.
         theirs, ours = (size - 1, self.size - 1) if name in ("one_shot", "two_shot") else (self.size, size)
-        return nbytes * theirs > (begin - 1) * ours
+        return (begin - 1) * ours // theirs + 1
 
     def _described(self) -> tuple[str, str]:
         """Return what the row is for, but for its ranks, and what it says."""
@@ -126,6 +135,19 @@ class Tuning:
         """Return the table with ``rows`` in the place of those for the same."""
         found = {(row.kind, row.size): row for row in (*self.rows, *rows)}
         return replace(self, rows=tuple(found[key] for key in sorted(found)))
+
+    def continued(self, row: Row) -> Row:
+        """Return a row that was measured, continued with what this table says of larger sizes than that.
+
+        An algorithm that it has come to already, and that this table has for larger sizes still, is not given up again.
+        """
+        assert row.measured is not None
+        largest = max(row.measured.times_us)
+        found = self._find(row.kind, row.size)
+        above = found.choices_above(largest, row.size) if found else []
+        last, names = row.choices[-1][1], [name for _, name in above]
+        kept = above[names.index(last) + 1 :] if last in names else above
+        return replace(row, choices=(*row.choices, *kept))
 
     def completed(self, other: Tuning) -> Tuning:
         """Return the table with the rows of another one where this one has none to go by."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpicomm import command_line
+from mpicomm.backend.base import slowest_gb_s
 from mpicomm.bench.machine import Gpu
 from mpicomm.bench.measure import Effort
 from mpicomm.bench.options import DTYPES
@@ -30,7 +31,8 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.tune",
         description="Time the algorithms of the collectives on GPU arrays, between as many ranks as are started, and "
-        "write the fastest of each size to a file that later runs choose from. What it holds of others stays.",
+        "write the fastest of each size to a file that later runs choose from. What it holds of others stays; sizes "
+        "above the largest measured keep what was chosen for them before, by that file or what is built in.",
         conflict_handler="resolve",
     )
     command_line.add_sweep_arguments(result, smallest=1 << 10, factor=2)
@@ -94,13 +96,15 @@ def open_table(comm: Communicator, output: Path | None, device: str) -> tuple[Pa
 def main() -> int:
     """Run the command line on this rank. Collective."""
     options = command_line.parse_args(parser())
-    os.environ["MPICOMM_TUNING"] = "off"  # all calls name their algorithm: what is wrong with a table is no obstacle
+    # All calls name their algorithm: what is wrong with a table is no obstacle. What is found is the one built in.
+    os.environ["MPICOMM_TUNING"] = "off"
     comm = command_line.open_communicator(options.device, options.handle)
     ranks = comm.allgather(comm.describe())
     require_possible(comm, ranks)
     subjects = subjects_of(options.operations, covered_dtype(options.datatype))
     swept = command_line.swept_sizes(options, comm)
     path, table = open_table(comm, options.output, ranks[0].device_name)
+    before = table.completed(tuning.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
 
     about = [
         *header("tune", ranks, options.handle),
@@ -111,7 +115,9 @@ def main() -> int:
     longest = max(swept[-1], 8 * comm.size)  # an element for each rank
     effort = Effort(options.iters, max(1, options.warmup_iters), 1, _LAUNCHES, graphs=True)
     timing = Timing(comm, Gpu(), longest, effort)
-    results = [sweep(subject, subject.cases(swept, comm.rank, comm.size), timing.of(subject)) for subject in subjects]
+    results = [
+        sweep(subject, subject.cases(swept, comm.rank, comm.size), timing.of(subject), before) for subject in subjects
+    ]
     rank = comm.rank
     comm.Free()
 

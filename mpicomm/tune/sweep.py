@@ -10,7 +10,7 @@ import mpicomm
 from mpicomm import command_line
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import Case
-from mpicomm.collectives.tuning import Measured, Row
+from mpicomm.collectives.tuning import Measured, Row, Tuning
 from mpicomm.errors import MpicommError
 from mpicomm.tune.subjects import Subject
 
@@ -29,10 +29,11 @@ def choose(current: str | None, times_us: Mapping[str, float]) -> str:
     return best
 
 
-def sweep(subject: Subject, cases: Sequence[Case], measure: Measure) -> tuple[Row, int]:
+def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tuning) -> tuple[Row, int]:
     """Measure ascending cases of a subject and print them; return the row, and how many elements were wrong.
 
-    Collective as ``measure`` is. Raises `MpicommError` where no algorithm works.
+    Larger sizes keep what the table ``before`` says of them. Collective as ``measure`` is. Raises `MpicommError` where
+    no algorithm works.
     """
     command_line.show(*_head(subject))
     choices: list[tuple[int, str]] = []
@@ -57,10 +58,14 @@ def sweep(subject: Subject, cases: Sequence[Case], measure: Measure) -> tuple[Ro
         if chosen != current:
             choices.append((case.nbytes if choices else 0, chosen))
         command_line.show(_line(subject, case, outcomes, chosen))
-    command_line.show(*(f"# {note}" for note in notes), "#")
     date = datetime.now(timezone.utc).isoformat(timespec="seconds")
     measured = Measured(date, mpicomm.__version__, subject.dtype.name, times_us)
-    return Row(subject.kind, cases[0].size, tuple(choices), measured), wrong
+    row = before.continued(Row(subject.kind, cases[0].size, tuple(choices), measured))
+    kept = [f"{name} from {begin} B" for begin, name in row.choices[len(choices) :]]
+    if kept:
+        command_line.show(f"# not measured, as before: {', '.join(kept)}")
+    command_line.show(*(f"# {note}" for note in notes), "#")
+    return row, wrong
 
 
 def _head(subject: Subject) -> list[str]:

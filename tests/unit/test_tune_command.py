@@ -26,6 +26,8 @@ from mpicomm.tune.subjects import Subject, subjects_of
 from mpicomm.tune.sweep import Measure, choose, sweep
 from mpicomm.tune.timing import Timing
 from tests.helpers.mpiexec import run_job
+from tests.helpers.tuning import row as tuning_row
+from tests.helpers.tuning import table
 
 TUNE = ("-m", "mpicomm.tune")
 KIB, MIB = 1 << 10, 1 << 20
@@ -104,7 +106,7 @@ def test_a_row_comes_of_the_times(capsys: pytest.CaptureFixture[str]) -> None:
         4 * KIB: {"one_shot": 8.0, "two_shot": 5.0, "ring": 9.0},
         8 * KIB: {"one_shot": 16.0, "two_shot": 8.0, "ring": 9.0, "copy_engine": 7.0},
     }
-    row, wrong = sweep(allreduce(), allreduce().cases(list(times_us), 0, 4), played(times_us))
+    row, wrong = sweep(allreduce(), allreduce().cases(list(times_us), 0, 4), played(times_us), table())
     assert (row.kind, row.size, wrong) == (Kind("Allreduce", True), 4, 0)
     assert row.choices == ((0, "one_shot"), (4 * KIB, "two_shot"), (8 * KIB, "copy_engine"))
     assert row.measured is not None
@@ -126,15 +128,25 @@ def test_a_row_comes_of_the_times(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bounds_are_sizes_that_were_measured() -> None:
     subject = allreduce()
     cases = subject.cases([1000, 2001], 0, 3)
-    row, _ = sweep(subject, cases, played({1000: {"ring": 2.0}, 2000: {"one_shot": 1.0}}))
+    row, _ = sweep(subject, cases, played({1000: {"ring": 2.0}, 2000: {"one_shot": 1.0}}), table())
     assert row.choices == ((0, "ring"), (2000, "one_shot"))
+
+
+def test_larger_sizes_keep_what_was_chosen_before_and_the_table_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    before = table(tuning_row("Allreduce", 4, (KIB, "two_shot"), (8 * KIB, "copy_engine"), registered=True))
+    times_us = {KIB: {"one_shot": 1.0, "two_shot": 2.0}, 4 * KIB: {"one_shot": 1.0, "two_shot": 2.0}}
+    row, _ = sweep(allreduce(), allreduce().cases(list(times_us), 0, 4), played(times_us), before)
+    assert row.choices == ((0, "one_shot"), (4 * KIB + 1, "two_shot"), (8 * KIB, "copy_engine"))
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[4].split() == ["4096", "1.00", "2.00", "-", "-", "one_shot"]
+    assert shown[5] == "# not measured, as before: two_shot from 4097 B, copy_engine from 8192 B"
 
 
 def test_what_is_wrong_and_what_is_no_graph_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
         return timed({"one_shot": 1.0}, wrong=2) | timed({"ring": 2.0}, eager="it cannot be captured"), {}
 
-    _, wrong = sweep(allreduce(), allreduce().cases([KIB, MIB], 0, 4), measure)
+    _, wrong = sweep(allreduce(), allreduce().cases([KIB, MIB], 0, 4), measure, table())
     assert wrong == 4
     shown = capsys.readouterr().out
     assert shown.count("2.00*") == 2
@@ -147,7 +159,7 @@ def test_where_nothing_works_there_is_no_row() -> None:
     with pytest.raises(
         MpicommError, match="Allreduce of float32, symmetric arrays: no algorithm works: - one_shot: no"
     ):
-        sweep(allreduce(), allreduce().cases([KIB], 0, 4), played({KIB: {}}))
+        sweep(allreduce(), allreduce().cases([KIB], 0, 4), played({KIB: {}}), table())
 
 
 @pytest.mark.parametrize(
@@ -296,6 +308,7 @@ def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
     assert lines[0].startswith(f"# mpicomm {mpicomm.__version__} tune: 2 ranks")
     assert lines[-1] == "# OK"
     assert f"# {output} (cpu)" in lines
+    assert "# Allreduce, 2 ranks: one_shot, two_shot from 16 KiB, ring from 16 KiB" in lines
     assert sum(line.startswith("# - magic: InvalidUsageError: algorithm='magic' is unknown") for line in lines) == 2
     rows = [line.split() for line in lines if not line.startswith("#")]
     assert [(row[0], row[-1]) for row in rows] == [
@@ -308,7 +321,8 @@ def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
     assert written.pop((kept.kind, 8)) == kept
     assert set(written) == {(Kind("Allreduce", registered), 2) for registered in (False, True)}
     for row in written.values():
-        assert row.choices == ((0, "one_shot"), (16384, "two_shot"))
+        # Of larger sizes as before: a row of ordinary arrays is for symmetric ones too, where those have none.
+        assert row.choices == ((0, "one_shot"), (16384, "two_shot"), (16385, "ring"))
         assert row.measured is not None
         assert {name for times_us in row.measured.times_us.values() for name in times_us} == {"one_shot", "two_shot"}
         assert row.measured.times_us[16384]["one_shot"] >= 20_000 > row.measured.times_us[16384]["two_shot"]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.collectives.tuning import BUILT_IN, OPERATIONS, Kind, Row, algorithms_of
+from mpicomm.collectives.tuning import BUILT_IN, OPERATIONS, Kind, Measured, Row, Tuning, algorithms_of
 from tests.helpers.tuning import KIB, MIB, NEVER, chosen, row, table
 
 EVERY_OPERATION = st.sampled_from([*OPERATIONS, "Gather", "Scan", "Alltoallv"])
@@ -139,6 +141,37 @@ def test_the_nearest_row_below_counts() -> None:
 def test_a_symmetric_output_takes_the_row_of_any_output_where_it_has_none() -> None:
     measured = table(row("Allreduce", 4, (100, "two_shot")))
     assert chosen(measured, 100, 4, registered=True) == "two_shot"
+
+
+@pytest.mark.parametrize("above", [0, 99, 100, 60 * MIB, NEVER])
+@pytest.mark.parametrize("size", [3, 4, 5, 8])
+def test_choices_above_a_size_are_those_that_are_made_there(size: int, above: int) -> None:
+    measured = row("Allreduce", 3, (100, "two_shot"), (101, "ring"), (96 * MIB, "two_shot"), (97 * MIB, "copy_engine"))
+    own = Row(measured.kind, size, tuple(measured.choices_above(above, size)))
+    begins = [begin for begin, _ in own.choices]
+    assert begins == sorted({*begins})
+    assert begins[0] == above + 1
+    for nbytes in {above + 1, *(begin + step for begin in begins[1:] for step in (-1, 0))}:
+        assert own.algorithm(nbytes, size) == measured.algorithm(nbytes, size), nbytes
+
+
+def continued(before: Tuning, *choices: tuple[int, str], size: int = 4) -> tuple[tuple[int, str], ...]:
+    """The choices of a row that was measured up to 256 MiB, where nothing is known of larger sizes but by a table."""
+    measured = Measured("", "", "float32", {KIB: {"one_shot": 1.0}, 256 * MIB: {"one_shot": 1.0}})
+    return before.continued(replace(row("Allgather", size, *choices), measured=measured)).choices
+
+
+def test_above_what_was_measured_a_row_keeps_what_was_chosen_before() -> None:
+    one_shot, behind = (0, "one_shot"), 256 * MIB + 1
+    assert continued(BUILT_IN) == (one_shot, (320 * MIB, "copy_engine"))
+    assert continued(BUILT_IN.scaled(239)) == (one_shot, (behind, "copy_engine"))  # it was so from 160 MiB on
+    assert continued(BUILT_IN, size=5) == (one_shot, (400 * MIB - 1, "copy_engine"))  # by the row of 4 ranks
+    assert continued(table()) == (one_shot,)
+    # What has been come to is not given up again.
+    assert continued(BUILT_IN, (MIB, "copy_engine")) == (one_shot, (MIB, "copy_engine"))
+    earlier = table(row("Allgather", 4, (512 * MIB, "copy_engine"), (900 * MIB, "one_shot")))
+    assert continued(earlier)[1:] == ((512 * MIB, "copy_engine"), (900 * MIB, "one_shot"))
+    assert continued(earlier, (MIB, "copy_engine"))[2:] == ((900 * MIB, "one_shot"),)
 
 
 def test_rows_are_replaced_by_those_for_the_same() -> None:
