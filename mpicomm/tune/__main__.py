@@ -52,7 +52,7 @@ def parser() -> argparse.ArgumentParser:
         choices=DTYPES,
         default="float32",
         metavar="TYPE",
-        help="the one to measure with; default: float32",
+        help="the one to measure with, which all algorithms of the operations have to carry; default: float32",
     )
     result.add_argument(
         "--output", type=command_line.output_file, metavar="FILE", help="default: the one that later runs look for"

@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.bench.operations import OPERATIONS, Case, Operation, block_of
+from mpicomm.bench.operations import OPERATIONS, ROOT, Case, Operation, block_of
 from mpicomm.collectives import tuning
+from mpicomm.collectives.device_selection import can_chain
 from mpicomm.collectives.tuning import Kind, algorithms_of, kind_of
+from mpicomm.errors import InvalidUsageError
 
+OP = "sum"
+"""What is measured of reductions."""
 MPI_NAMES = {operation.lower().removesuffix("_block"): operation for operation in tuning.OPERATIONS}
 """The operations that have a choice, by the bench's names."""
 
@@ -38,13 +42,30 @@ class Subject:
         """Return the cases nearest to these sizes, out of place where there is such a thing."""
         blocks = dict.fromkeys(block_of(self.operation, nbytes, self.dtype, size) for nbytes in sizes)
         place = self.operation.places[0]
-        return [Case(self.operation, self.dtype, "sum", block, False, rank, size).at(place) for block in blocks]
+        return [Case(self.operation, self.dtype, OP, block, False, rank, size).at(place) for block in blocks]
 
 
 def subjects_of(operations: Sequence[str], dtype: np.dtype[Any]) -> list[Subject]:
-    """Return what there is to choose for."""
+    """Return what there is to choose for.
+
+    Raises `InvalidUsageError` for a type that some algorithm cannot carry: the table is for all types, and a row that
+    was measured without an algorithm would deprive those of it that it can carry.
+    """
     found: dict[Kind, Subject] = {}
     for name, registered in product(operations, (False, True)):
         kind = kind_of(MPI_NAMES[name], registered=registered)
         found.setdefault(kind, Subject(kind, OPERATIONS[name], dtype))
-    return [subject for subject in found.values() if len(subject.algorithms) > 1]
+    subjects = [subject for subject in found.values() if len(subject.algorithms) > 1]
+    for subject in subjects:
+        _require_carried(subject)
+    return subjects
+
+
+def _require_carried(subject: Subject) -> None:
+    dtype, reduction = subject.dtype, OP if subject.operation.reduces else None
+    if "chain" in subject.algorithms and not can_chain(dtype, reduction, ROOT, size=2):
+        name = subject.kind.operation
+        raise InvalidUsageError(
+            f"-d {dtype.name}: chain cannot carry a {name} of {dtype.name}, and would be missing from the table, which "
+            f"is for all types: measure with -d float32, or leave {subject.operation.name} out of --operations"
+        )

@@ -11,7 +11,7 @@ from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.bench.own import Mpicomm
 from mpicomm.communicator import Communicator
-from mpicomm.tune.subjects import Subject
+from mpicomm.tune.subjects import OP, Subject
 from mpicomm.tune.sweep import Measure
 
 
@@ -41,7 +41,7 @@ class Timing:
             contenders.present.append(Contender(algorithm, peer, *self._arrays[subject.kind.registered]))
         longest = self._nbytes // subject.dtype.itemsize
         with machine.current():
-            content = Content(machine.xp, subject.dtype, "sum", comm.size, longest, reduces=True)
+            content = Content(machine.xp, subject.dtype, OP, comm.size, longest, reduces=True)
         measuring = Measuring(comm, machine, content, contenders, self._effort)
 
         def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:

@@ -26,6 +26,7 @@ from mpicomm.tune.subjects import Subject, subjects_of
 from mpicomm.tune.sweep import Measure, choose, sweep
 from mpicomm.tune.timing import Timing
 from tests.helpers.mpiexec import run_job
+from tests.helpers.reductions import dtype_named
 from tests.helpers.tuning import row as tuning_row
 from tests.helpers.tuning import table
 
@@ -67,6 +68,19 @@ def test_all_that_has_a_choice_is_a_subject() -> None:
         ("Scatter", False),
         ("Reduce_scatter_block", False),
     ]
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_a_type_that_some_algorithm_cannot_carry_is_refused(name: str) -> None:
+    with pytest.raises(InvalidUsageError) as raised:
+        subjects_of(EVERY_NAME, dtype_named(name))
+    assert str(raised.value) == (
+        f"-d {name}: chain cannot carry a Reduce of {name}, and would be missing from the table, which is for all "
+        "types: measure with -d float32, or leave reduce out of --operations"
+    )
+    others = [operation for operation in EVERY_NAME if operation != "reduce"]
+    assert len(subjects_of(others, dtype_named(name))) == len(subjects_of(EVERY_NAME, FLOAT)) - 1
+    assert subjects_of(EVERY_NAME, np.dtype(np.int8))
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
