@@ -11,7 +11,11 @@ import mpicomm
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.mpi_calls import mpi_call
 from mpicomm.bench.operations import Buffers, Case
+from mpicomm.collectives import tuning
 from mpicomm.communicator import Communicator
+
+_OTHER_ORDERS = ("ring", "mpi")
+"""The algorithms that reduce in an order of their own."""
 
 
 class Mpicomm:
@@ -25,8 +29,7 @@ class Mpicomm:
         self._comm = comm
         self._machine = machine
         self._symmetric = symmetric
-        # On the host MPI may carry a call out, in its own order, unless an algorithm is asked for.
-        self.exact = machine.stream is not None or algorithm not in ("auto", "mpi")
+        self.exact = _in_rank_order(comm, machine, algorithm)
         self._options: dict[str, Any] = {}
         if machine.stream is not None:
             self._options["stream"] = machine.stream
@@ -43,3 +46,12 @@ class Mpicomm:
 
     def close(self) -> None:
         """Leave it to the communicator."""
+
+
+def _in_rank_order(comm: Communicator, machine: Machine, algorithm: str) -> bool:
+    if algorithm != "auto":
+        return algorithm not in _OTHER_ORDERS
+    if machine.stream is None:
+        return False  # MPI may carry a call out
+    table = tuning.find(comm.describe().device_name, lambda: None)  # links change from where on, not what
+    return not any(name in _OTHER_ORDERS for row in table.rows for _, name in row.choices)
