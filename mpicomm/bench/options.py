@@ -46,7 +46,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("-o", "--op", choices=OPS, default="sum", help="default: sum")
     result.add_argument("-c", "--check", type=count(0), default=1, metavar="N", help="checked calls; default: 1")
     result.add_argument("-G", "--cudagraph", type=count(0), default=7, metavar="N", help="timed launches; default: 7")
-    result.add_argument("--eager", action="store_true", help="time to issue a call and to its completion, no graphs")
+    result.add_argument(
+        "--eager",
+        action="store_true",
+        help="no graphs, on GPUs: issue is the time of a call to return, time that of -n calls one after the other "
+        "until all are done, divided by -n",
+    )
     result.add_argument("--algorithm", default="auto", metavar="NAME", help="of mpicomm's calls; default: auto")
     result.add_argument(
         "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
@@ -75,6 +80,8 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         raise InvalidUsageError(f"the bench is for the ranks of one node; these {comm.size} are on {comm.num_nodes}")
     if options.collective == "barrier" and options.algorithm != "auto":
         raise InvalidUsageError("--algorithm is not for the barrier, which has one way: leave it out")
+    if options.eager and comm.device == "cpu":
+        raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
     if options.beside and comm.device == "cpu":
         raise InvalidUsageError("--beside is for GPUs: on the host there is nothing beside")
     plots = importlib.util.find_spec("matplotlib") is not None

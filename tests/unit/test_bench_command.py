@@ -95,6 +95,7 @@ def test_names_of_nccl_tests_are_understood() -> None:
     [
         (("allreduc",), "argument COLLECTIVE: 'allreduc' is no collective"),
         (("allreduce", "-d", "int32", "-o", "avg"), "error: op=avg is not defined for int32"),
+        (("allreduce", "--eager"), "error: --eager is for GPUs: on the host all calls are timed without graphs"),
         (("allreduce", "--beside", "matmul"), "error: --beside is for GPUs"),
         (("allreduce", "-b", "1M", "-e", "1K"), "error: no size to measure: -b 1M is above -e 1K"),
         (("allreduce", "--algorithm", "magic", "-e", "8"), "error: algorithm='magic' is unknown"),
