@@ -80,6 +80,8 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         raise InvalidUsageError(f"the bench is for the ranks of one node; these {comm.size} are on {comm.num_nodes}")
     if options.collective == "barrier" and options.algorithm != "auto":
         raise InvalidUsageError("--algorithm is not for the barrier, which has one way: leave it out")
+    if options.collective == "barrier" and options.plot:
+        raise InvalidUsageError("--plot is not for the barrier, which has no sizes to draw: leave it out")
     if options.eager and comm.device == "cpu":
         raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
     if options.beside and comm.device == "cpu":

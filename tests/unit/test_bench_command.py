@@ -110,6 +110,15 @@ def test_a_wrong_option_is_said_once(options: tuple[str, ...], message: str) -> 
     assert "Traceback" not in job.stderr
 
 
+@pytest.mark.parametrize(("option", "value"), [("--plot", "picture.svg"), ("--algorithm", "one_shot")])
+def test_what_is_not_for_the_barrier_is_refused_before_the_run(option: str, value: str, tmp_path: Path) -> None:
+    job = run_job(2, *BENCH, "barrier", *SHORT, option, str(tmp_path / value) if option == "--plot" else value)
+    assert (job.returncode, job.stdout) == (2, "")
+    assert job.stderr.startswith(f"error: {option} is not for the barrier, which has ")
+    assert job.stderr.endswith(": leave it out\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there")
 def test_a_picture_without_matplotlib_is_refused_before_the_run(tmp_path: Path) -> None:
     job = run_job(2, *BENCH, "allreduce", *SHORT, "--plot", str(tmp_path / "picture.png"))
