@@ -40,6 +40,13 @@ class Peer(Protocol):
 Opener = Callable[[Communicator, Machine], Peer]
 
 
+def cuda_major() -> int:
+    """Return the major version of CUDA in use, CuPy's: packages of another one do not go with it."""
+    import cupy
+
+    return int(cupy.cuda.runtime.runtimeGetVersion()) // 1000
+
+
 def from_first(comm: Communicator, make: Callable[[], T]) -> T:
     """Return what rank 0 makes, on all ranks, which all raise RuntimeError where it cannot. Collective."""
     made: Any = None

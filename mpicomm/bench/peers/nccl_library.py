@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from mpicomm.bench.peers.base import cuda_major
+
 _pointer, _size, _int = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 UNIQUE_ID_NBYTES = 128
 COLLECTIVE_SYMMETRIC = 1  # NCCL_WIN_COLL_SYMMETRIC
@@ -106,7 +108,7 @@ def missing() -> str | None:
     try:
         load()
     except OSError as error:
-        return f"not installed ({error}): pip install nvidia-nccl-cu13"
+        return f"not installed ({error}): pip install nvidia-nccl-cu{cuda_major()}"
     return None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from mpicomm.bench.machine import Machine
 from mpicomm.bench.peers import nccl_library
-from mpicomm.bench.peers.base import view_bytes
+from mpicomm.bench.peers.base import cuda_major, view_bytes
 from mpicomm.bench.peers.nccl import Nccl
 from mpicomm.communicator import Communicator
 
@@ -18,7 +18,8 @@ def missing() -> str | None:
     """Say what to install. Local."""
     reason = nccl_library.missing()
     if reason is None and not nccl_library.has("ncclCommWindowRegister"):
-        return f"NCCL {nccl_library.version()} has no symmetric windows: pip install 'nvidia-nccl-cu13>=2.27'"
+        package = f"nvidia-nccl-cu{cuda_major()}>=2.27"
+        return f"NCCL {nccl_library.version()} has no symmetric windows: pip install '{package}'"
     return reason
 
 

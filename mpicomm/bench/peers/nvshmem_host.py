@@ -8,7 +8,7 @@ from typing import Any
 
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import ROOT, Buffers, Case
-from mpicomm.bench.peers.base import UnsupportedError, from_first, view_bytes
+from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, view_bytes
 from mpicomm.communicator import Communicator
 
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the rest have NumPy's names
@@ -17,7 +17,7 @@ _TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the res
 def missing() -> str | None:
     """Say what to install. Local."""
     if importlib.util.find_spec("nvshmem") is None:
-        return "not installed: pip install nvshmem4py-cu13"
+        return f"not installed: pip install nvshmem4py-cu{cuda_major()}"
     return None
 
 

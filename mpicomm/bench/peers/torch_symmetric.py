@@ -8,13 +8,19 @@ from typing import Any
 
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import Buffers, Case
-from mpicomm.bench.peers.base import UnsupportedError, from_first, view_bytes
+from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, view_bytes
 from mpicomm.communicator import Communicator
 
 
 def missing() -> str | None:
     """Say what to install. Local."""
-    return None if importlib.util.find_spec("torch") else "not installed: pip install torch"
+    if importlib.util.find_spec("torch") is None:
+        return "not installed: pip install torch"
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is without CUDA: install one that is built for CUDA {cuda_major()}"
+    return None
 
 
 def open_peer(comm: Communicator, machine: Machine) -> TorchSymmetric:
