@@ -65,7 +65,7 @@ class Buffers:
         send, out = _span(self.send), _span(self.mapped)
         first = Span(out.pointer, self.block)
         send_blocks, blocks = self._blocks(self.send), self._blocks(self.mapped)
-        at, scratch = (RANK, SIZE, FLOAT32), _span(self.scratch)
+        at = (RANK, SIZE, FLOAT32)
         piece = piece_nbytes(name, self.send.nbytes, SIZE, forced=True)
         buffer = send if RANK == 0 else out
         ways: dict[str, dict[str, Callable[[], list[Exchange]]]] = {
@@ -73,10 +73,7 @@ class Buffers:
                 "one_shot": lambda: patterns.allreduce(*at, send, out, "sum"),
                 "two_shot": lambda: patterns.allreduce(*at, send, out, "sum", piece_nbytes=piece),
             },
-            "Reduce": {
-                "one_shot": lambda: patterns.reduce(*at, send, out, "sum", 0),
-                "two_shot": lambda: patterns.reduce(*at, send, out, "sum", 0, scratch=scratch, piece_nbytes=piece),
-            },
+            "Reduce": {"mapped": lambda: patterns.reduce(*at, send, out, "sum", 0)},
             "Reduce_scatter_block": {"mapped": lambda: patterns.reduce_scatter(*at, send_blocks, first, "sum")},
             "Scan": {"mapped": lambda: patterns.scan(*at, send, out, "sum")},
             "Exscan": {"mapped": lambda: patterns.exscan(*at, send, out, "sum")},
@@ -153,11 +150,6 @@ def main() -> None:
         for kib in options.kib.split(","):
             nbytes = int(kib) << 10
             compare(name, nbytes, engines, options.rounds if nbytes > 1 << 20 else 5 * options.rounds)
-    for engine in engines.values():
-        ways: Ways = {"MPI": WORLD.Barrier, "mapped": lambda: engine.barrier(Signature("Barrier", ""))}  # noqa: B023
-        times = measure(ways, 100)
-        if RANK == 0:
-            sys.stdout.write(f"Barrier {times}\n")
     parts: list[Shared] = [*engines.values(), board]
     for part in parts:
         part.close_peers()

@@ -175,9 +175,7 @@ class Call:
         if self.operation == "Reduce" and piece_nbytes and self.on_device:
             return patterns.relayed_reduce(rank, size, dtype, send.whole(), output, op, root)
         if self.operation == "Reduce":
-            return patterns.reduce(
-                rank, size, dtype, send.whole(), output, op, root, scratch=scratch, piece_nbytes=piece_nbytes
-            )
+            return patterns.reduce(rank, size, dtype, send.whole(), output, op, root)
         assert output is not None
         if algorithm == "ring":
             return patterns.ring_allreduce(rank, size, dtype, send.whole(), output, op)

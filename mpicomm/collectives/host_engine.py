@@ -33,9 +33,9 @@ _BYTE = np.dtype(np.uint8)
 class HostEngine:
     """Collectives on host memory that need not be shared: everything goes through the ranks' arenas, chunk by chunk.
 
-    Construction is collective and raises as ``share`` does. `run` and `barrier` are blocking; all ranks of the node
-    call them in the same order, one thread of each at a time. An engine that has raised `CollectiveTimeoutError` or
-    `PeerError` is broken: so is that of every other rank, and each later call raises at once.
+    Construction is collective and raises as ``share`` does. `run` is blocking; all ranks of the node call it in the
+    same order, one thread of each at a time. An engine that has raised `CollectiveTimeoutError` or `PeerError` is
+    broken: so is that of every other rank, and each later call raises at once.
 
     Why it cannot deadlock. The chunks of all exchanges of all calls have one order, the same on all ranks: by call, by
     exchange, by index in the exchange. For each chunk in turn a rank first sends to its peers, then reads what they
@@ -84,18 +84,6 @@ class HostEngine:
             with np.errstate(all="ignore"):
                 for exchange in exchanges:
                     self._carry_out(exchange)
-
-        self._call(work, signature)
-
-    def barrier(self, signature: Signature) -> None:
-        """Return when all ranks of the node have called it. Collective, blocking; raises as `run` does."""
-
-        def work() -> None:
-            # A flag to everybody and from everybody, also for eight ranks: rounds would be fewer flags, but more waits.
-            self._channels.post(self._peers)
-            for peer in self._peers:
-                self._channels.receive(peer)
-            self._channels.release(self._peers)
 
         self._call(work, signature)
 

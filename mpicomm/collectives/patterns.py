@@ -96,47 +96,12 @@ def ring_allreduce(rank: int, size: int, dtype: Dtype, send: Span, output: Span,
     return steps
 
 
-def reduce(
-    rank: int,
-    size: int,
-    dtype: Dtype,
-    send: Span,
-    output: Span | None,
-    op: str,
-    root: int,
-    *,
-    scratch: Span | None = None,
-    piece_nbytes: int | None = None,
-) -> list[Exchange]:
-    """The root's ``output`` is the reduction of all ranks' ``send``.
-
-    One-shot: all send to the root, which reduces. With ``piece_nbytes`` two-shot: piece after piece, each rank reduces
-    a shard and sends it to the root; all ranks but the root need `reduce_scratch_count` elements of ``scratch``.
-    """
+def reduce(rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str, root: int) -> list[Exchange]:
+    """The root's ``output`` is the reduction of all ranks' ``send``: all send to the root, which reduces."""
     nowhere: tuple[None, ...] = (None,) * size
-    everybody = tuple(range(size))
-    if piece_nbytes is None:
-        if rank == root:
-            return [Exchange(dtype, nowhere, nowhere, Reduction(op, everybody, send, _needed(output)))]
-        return [Exchange(dtype, _only(root, send, size), nowhere)]
-    steps = []
-    outputs = _pieces(_needed(output), dtype, piece_nbytes) if rank == root else []
-    for index, piece in enumerate(_pieces(send, dtype, piece_nbytes)):
-        shards = split(piece, size, dtype.itemsize)
-        if rank == root:
-            results = split(outputs[index], size, dtype.itemsize)
-            steps.append(_reduce_blocks(rank, size, dtype, shards, results[rank], op))
-            steps += gather(rank, size, dtype, results[rank], results, root)
-        else:
-            result = Span(_needed(scratch).pointer, shards[rank].count)
-            steps.append(_reduce_blocks(rank, size, dtype, shards, result, op))
-            steps += gather(rank, size, dtype, result, None, root)
-    return steps
-
-
-def reduce_scratch_count(count: int, size: int, dtype: Dtype, piece_nbytes: int) -> int:
-    """Return how many elements of scratch memory a two-shot `reduce` of ``count`` elements needs on other ranks."""
-    return split(_pieces(Span(0, count), dtype, piece_nbytes)[0], size, dtype.itemsize)[0].count if count else 0
+    if rank == root:
+        return [Exchange(dtype, nowhere, nowhere, Reduction(op, tuple(range(size)), send, _needed(output)))]
+    return [Exchange(dtype, _only(root, send, size), nowhere)]
 
 
 def reduce_scatter(

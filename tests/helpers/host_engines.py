@@ -45,6 +45,13 @@ def engine_of(
         private.Free()
 
 
+def meet(comm: MPI.Intracomm, engine: HostEngine) -> None:
+    """A call that no rank leaves before all have come."""
+    met = np.zeros(comm.size, np.float32)
+    mine = span(met[comm.rank : comm.rank + 1])
+    engine.run(patterns.allgather(comm.rank, comm.size, FLOAT32, mine, spans(met, [1] * comm.size)), CALL)
+
+
 def span(array: Array) -> Span:
     assert array.flags.c_contiguous
     return Span(array.ctypes.data, array.size)

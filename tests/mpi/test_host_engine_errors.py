@@ -20,7 +20,7 @@ from mpicomm.collectives.host_verdict import Verdict
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.shared_segments import share
-from tests.helpers.host_engines import CALL, FLOAT32, engine_of, span, spans
+from tests.helpers.host_engines import CALL, FLOAT32, engine_of, meet, span, spans
 from tests.helpers.raising import raises_everywhere
 
 
@@ -47,7 +47,7 @@ def different_calls(comm: MPI.Intracomm, engine: HostEngine) -> Callable[[], Non
 def test_ranks_that_call_different_things_all_say_who_called_what(comm_world: MPI.Intracomm) -> None:
     size = comm_world.size
     with engine_of(comm_world) as (engine, _, _):
-        engine.barrier(CALL)
+        meet(comm_world, engine)
         start = time.monotonic()
         with raises_everywhere(comm_world, PeerError, match="ranks called different things") as raised:
             different_calls(comm_world, engine)()
@@ -57,7 +57,7 @@ def test_ranks_that_call_different_things_all_say_who_called_what(comm_world: MP
         assert f"rank {max(size - 2, 0)}: " in text
         assert raised.value.ranks == tuple(range(size))
         with raises_everywhere(comm_world, PeerError, match="unusable since an earlier error.*different things"):
-            engine.barrier(CALL)
+            meet(comm_world, engine)
         assert isinstance(engine.broken, PeerError)
 
 
@@ -91,17 +91,16 @@ def test_ranks_that_disagree_on_counts_say_so(comm_world: MPI.Intracomm) -> None
         send = span(buffer[:10])
         with raises_everywhere(comm_world, PeerError, match=f"rank 0 sends 40 bytes where rank {size - 1} expects 44"):
             engine.run(patterns.allgather(rank, size, FLOAT32, send, spans(buffer, counts)), CALL)
-            engine.barrier(CALL)
+            meet(comm_world, engine)
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("what", ["run", "barrier"])
 @pytest.mark.parametrize("missing", ["first", "last"])
-def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: str, what: str) -> None:
+def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: str) -> None:
     rank, size = comm_world.rank, comm_world.size
     absent = 0 if missing == "first" else size - 1
     with engine_of(comm_world, timeout_s=0.5) as (engine, _, _):
-        engine.barrier(CALL)
+        meet(comm_world, engine)
         comm_world.Barrier()
         start = time.monotonic()
         if rank == absent:
@@ -110,15 +109,12 @@ def test_a_rank_that_does_not_come_is_named(comm_world: MPI.Intracomm, missing: 
         with raises_everywhere(
             comm_world, CollectiveTimeoutError, match=rf"^Test\(any\): rank {absent} did not"
         ) as info:
-            if what == "run":
-                engine.run(patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum"), CALL)
-            else:
-                engine.barrier(CALL)
+            engine.run(patterns.allreduce(rank, size, FLOAT32, span(a), span(b), "sum"), CALL)
         assert info.value.ranks == (absent,)
         assert time.monotonic() - start < 8
         begun = time.monotonic()
         with raises_everywhere(comm_world, CollectiveTimeoutError, match="unusable since an earlier error"):
-            engine.barrier(CALL)
+            meet(comm_world, engine)
         assert time.monotonic() - begun < 0.5
 
 

@@ -15,7 +15,7 @@ from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host_channels import Channels
 from mpicomm.collectives.host_engine import HostEngine
-from tests.helpers.host_engines import CALL, engine_of, span, spans
+from tests.helpers.host_engines import CALL, engine_of, meet, span, spans
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_thousands_of_random_calls_in_sequence(comm_world: MPI.Intracomm, engine
         engine.run(steps, CALL)
         assert out.tolist() == expected.tolist(), f"call {number}"
         if number % 7 == 0:
-            engine.barrier(CALL)
+            meet(comm_world, engine)
 
 
 def test_stragglers(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
@@ -113,7 +113,7 @@ def test_epochs_wrap(comm_world: MPI.Intracomm, slots: int) -> None:
         for number in range(100):
             steps, (out, expected), _alive = random_call(comm_world, rng, 2000)
             engine.run(steps, CALL)
-            engine.barrier(CALL)
+            meet(comm_world, engine)
             assert out.tolist() == expected.tolist(), f"call {number}"
 
 

@@ -36,4 +36,4 @@ def test_a_missing_buffer_is_an_error() -> None:
     with pytest.raises(InvalidUsageError):
         patterns.gather(0, 2, DTYPE, Span(0, 1), None, 0)
     with pytest.raises(InvalidUsageError):
-        patterns.reduce(1, 2, DTYPE, Span(0, 1), None, "sum", 0, piece_nbytes=4)
+        patterns.reduce(0, 2, DTYPE, Span(0, 1), None, "sum", 0)

@@ -81,32 +81,19 @@ def test_ring_cannot_average() -> None:
 
 
 @UNHURRIED
-@given(size=SIZES, count=LONG_COUNTS, in_place=st.booleans(), piece_nbytes=st.none() | PIECES, data=st.data())
-def test_reduce(size: int, count: int, in_place: bool, piece_nbytes: int | None, data: st.DataObject) -> None:
+@given(size=SIZES, count=LONG_COUNTS, in_place=st.booleans(), data=st.data())
+def test_reduce(size: int, count: int, in_place: bool, data: st.DataObject) -> None:
     root = data.draw(st.integers(0, size - 1))
     memories = ranks(size)
     sends = [memory.buffer(count, "in") for memory in memories]
     output = sends[root] if in_place else memories[root].buffer(count, "out")
-    scratch_count = patterns.reduce_scratch_count(count, size, DTYPE, piece_nbytes) if piece_nbytes else 0
-    scratches = [memory.buffer(scratch_count, "scratch") for memory in memories]
     memories[root].expect(output, fold([memory.read(send) for memory, send in zip(memories, sends, strict=True)]))
-    steps = [
-        patterns.reduce(
-            rank,
-            size,
-            DTYPE,
-            sends[rank],
-            output if rank == root else None,
-            "sum",
-            root,
-            scratch=None if rank == root else scratches[rank],
-            piece_nbytes=piece_nbytes,
-        )
-        for rank in range(size)
-    ]
-    for memory, scratch in zip(memories, scratches, strict=True):
-        memory.ignore(scratch)
-    run(memories, steps)
+    everywhere(
+        memories,
+        lambda rank, size: patterns.reduce(
+            rank, size, DTYPE, sends[rank], output if rank == root else None, "sum", root
+        ),
+    )
 
 
 @UNHURRIED
