@@ -11,6 +11,7 @@ from cupy.cuda import runtime
 
 from mpicomm.backend.cuda_completion import Completions
 from mpicomm.backend.cuda_driver import DriverShutDownError, call
+from mpicomm.errors import HandleError
 
 Enqueue = Callable[[int], object]
 """Enqueues something on a stream, or on another that is in order with it."""
@@ -41,7 +42,7 @@ class StreamOrder:
         """Call ``eager`` with ``stream``, or ``captured`` if that takes part in a capture: they enqueue the next piece.
 
         Return whether it was the first of these, so that `completion` can say when the piece is done. Local, does not
-        block. The device must be current.
+        block. The device must be current. What interrupts this goes on, and the next piece follows what was enqueued.
         """
         # CuPy's functions where a call is to take few microseconds in all: each takes a third of the driver's binding.
         if not runtime.streamIsCapturing(stream):
@@ -49,17 +50,31 @@ class StreamOrder:
             # that of one that was destroyed with work pending. To wait for what was never recorded costs nothing.
             if stream != 0 or self._stream != 0:
                 runtime.streamWaitEvent(stream, self._awaited)
-            eager(stream)
-            runtime.eventRecord(self._recorded, stream)
-            self._awaited = self._recorded
-            self._stream = stream
+            try:
+                eager(stream)
+                runtime.eventRecord(self._recorded, stream)
+            except BaseException:
+                # Some of the piece may be enqueued, or all of it. A device that has failed refuses this too, which must
+                # not take the place of what it said first.
+                with contextlib.suppress(runtime.CUDARuntimeError):
+                    runtime.eventRecord(self._recorded, stream)
+                raise
+            finally:
+                self._awaited = self._recorded
+                self._stream = stream
             return True
         capture = int(call(driver.cuStreamGetCaptureInfo, stream)[1])
         if capture == self._capture:
             call(driver.cuStreamWaitEvent, stream, self._captured, 0)
-        captured(stream)
-        call(driver.cuEventRecord, self._captured, stream)
-        self._capture = capture
+        try:
+            captured(stream)
+            call(driver.cuEventRecord, self._captured, stream)
+        except BaseException:
+            with contextlib.suppress(HandleError):  # as above, and of a capture that was invalidated
+                call(driver.cuEventRecord, self._captured, stream)
+            raise
+        finally:
+            self._capture = capture
         return False
 
     def completion(self) -> Callable[[], bool]:

@@ -11,14 +11,25 @@ from typing import Any
 
 import pytest
 
+from mpicomm.errors import HandleError
+
 pytest.importorskip("cuda.bindings", reason="the order takes the driver's calls for captures from cuda-bindings")
 
 STREAMS = (1, 2, 3)
 _NOT_READY = 600
 
 
+class CUDARuntimeError(RuntimeError):
+    pass
+
+
 class Device:
-    """Streams, and events that say how far one of them is to be. Each takes its own time."""
+    """Streams, and events that say how far one of them is to be. Each takes its own time.
+
+    What a stream captures it carries out all the same, as if a graph of it had been launched at once.
+    """
+
+    CUDARuntimeError = CUDARuntimeError
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -26,15 +37,20 @@ class Device:
         self._over = dict.fromkeys(STREAMS, 0)
         self._events: dict[int, tuple[int, int] | None] = {}  # those that there are
         self._made = 0
+        self._recorded_in: dict[int, int | None] = {}
+        self.captures: dict[int, int] = {}
+        """Which streams take part in which captures."""
+        self.interrupts: list[BaseException] = []
+        """What the next calls raise when they have done their work."""
+        self.refuses: type[Exception] | None = None
+        """What all calls that record raise: the device has failed, or the capture was invalidated."""
         self.carried_out: list[int] = []
         device = self
 
         class Event:
             def __init__(self, disable_timing: bool) -> None:
                 assert disable_timing
-                device._made += 1
-                self.ptr = device._made
-                device._events[self.ptr] = None
+                self.ptr = device.cuEventCreate(2)[1]
 
             def __del__(self) -> None:
                 device._events.pop(self.ptr)
@@ -49,6 +65,7 @@ class Device:
             return True
 
         self._queues[stream].append(carry_out)
+        self._interrupt()
 
     def end_of(self, stream: int) -> tuple[int, int]:
         """Return what is over when all that was enqueued there so far is done."""
@@ -68,18 +85,47 @@ class Device:
     # ---- CUDA's
 
     def streamIsCapturing(self, stream: int) -> bool:
-        return False
+        return stream in self.captures
 
     def streamWaitEvent(self, stream: int, event: int) -> None:
-        place = self._events[event]
+        place, capture = self._events[event], self.captures.get(stream)
+        assert place is None or capture == self._recorded_in[event]
         self._queues[stream].append(lambda: self.is_over(place))
 
     def eventRecord(self, event: int, stream: int) -> None:
         assert event in self._events
+        if self.refuses is not None:
+            raise self.refuses("this cannot be recorded")
         self._events[event] = self.end_of(stream)
+        self._recorded_in[event] = self.captures.get(stream)
+        self._interrupt()
+
+    def cuEventCreate(self, flags: int) -> tuple[int, int]:
+        self._made += 1
+        self._events[self._made] = None
+        return 0, self._made
+
+    def cuEventDestroy(self, event: int) -> tuple[int]:
+        del self._events[event]
+        return (0,)
 
     def cuEventQuery(self, event: int) -> tuple[int]:
         return (0 if self.is_over(self._events[event]) else _NOT_READY,)
+
+    def cuEventRecord(self, event: int, stream: int) -> tuple[int]:
+        self.eventRecord(event, stream)
+        return (0,)
+
+    def cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> tuple[int]:
+        self.streamWaitEvent(stream, event)
+        return (0,)
+
+    def cuStreamGetCaptureInfo(self, stream: int) -> tuple[int, int, int]:
+        return 0, 1, self.captures[stream]
+
+    def _interrupt(self) -> None:
+        if self.interrupts:
+            raise self.interrupts.pop(0)
 
 
 @pytest.fixture
@@ -96,12 +142,8 @@ def order(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
-    driver = SimpleNamespace(
-        CUevent_flags=flags,
-        cuEventCreate=_event_create,
-        cuEventDestroy=_event_destroy,
-        cuEventQuery=device.cuEventQuery,
-    )
+    calls = ("EventCreate", "EventDestroy", "EventQuery", "EventRecord", "StreamWaitEvent", "StreamGetCaptureInfo")
+    driver = SimpleNamespace(CUevent_flags=flags, **{f"cu{name}": getattr(device, f"cu{name}") for name in calls})
     modules = [importlib.import_module(name) for name in names]
     for module in modules:
         monkeypatch.setattr(module, "driver", driver)
@@ -110,14 +152,6 @@ def order(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     order.close()
     for name in names:
         del sys.modules[name]  # what was there before comes back
-
-
-def _event_create(flags: int) -> tuple[int, int]:
-    return 0, 1 << 40
-
-
-def _event_destroy(event: int) -> tuple[int]:
-    return (0,)
 
 
 @pytest.mark.parametrize("device", range(50), indirect=True)
@@ -141,3 +175,47 @@ def test_pieces_follow_each_other_and_say_when_they_are_done(device: Device, ord
                 pending.remove(each)
     assert device.carried_out == list(range(len(device.carried_out)))
     assert len(device.carried_out) > 5
+
+
+@pytest.mark.parametrize("device", range(10), indirect=True)
+@pytest.mark.parametrize("captures", [False, True])
+@pytest.mark.parametrize("where", ["launch", "record"])
+def test_pieces_follow_one_that_was_interrupted(device: Device, order: Any, captures: bool, where: str) -> None:
+    if captures:
+        device.captures = dict.fromkeys(STREAMS, 7)
+    for piece in range(30):
+        interruption = device.rng.choice([KeyboardInterrupt(), ValueError(), None])
+
+        def enqueue(stream: int, piece: int = piece, interruption: BaseException | None = interruption) -> None:
+            if where == "launch" and interruption is not None:
+                device.interrupts = [interruption]
+            device.enqueue(stream, piece)
+            if where == "record" and interruption is not None:
+                device.interrupts = [interruption]
+
+        try:
+            assert order.enqueue(device.rng.choice(STREAMS), enqueue, enqueue) is not captures
+        except (KeyboardInterrupt, ValueError) as error:
+            assert error is interruption
+        else:
+            assert interruption is None
+            if not captures:
+                order.completion()  # which nobody asks; the next piece is recorded by another event
+        device.go_on(6)
+    device.go_on(1000)
+    assert len(device.carried_out) > 5
+    assert device.carried_out == list(range(len(device.carried_out)))
+
+
+@pytest.mark.parametrize("device", [0], indirect=True)
+@pytest.mark.parametrize("captures", [False, True])
+def test_what_interrupts_first_is_what_goes_on(device: Device, order: Any, captures: bool) -> None:
+    """A device that has failed, or a capture that was invalidated, lets nothing be recorded either."""
+    if captures:
+        device.captures = dict.fromkeys(STREAMS, 7)
+    device.refuses = HandleError if captures else CUDARuntimeError
+    device.interrupts = [KeyboardInterrupt()]
+    with pytest.raises(KeyboardInterrupt):
+        order.enqueue(1, *[lambda stream: device.enqueue(stream, 0)] * 2)
+    with pytest.raises(device.refuses):
+        order.enqueue(1, *[lambda stream: device.enqueue(stream, 1)] * 2)
