@@ -41,11 +41,12 @@ class Plan:
 
         What interrupts it leaves neither a capture nor a graph behind, and goes on.
         """
-        stream.begin_capture(runtime.streamCaptureModeRelaxed)
         try:
+            stream.begin_capture(runtime.streamCaptureModeRelaxed)
             self.enqueue(stream.ptr)
         except BaseException:
-            # Between a fork and its join this is an error of CUDA's too, which must not take the place of a Ctrl-C.
+            # Between a fork and its join, or where no capture has begun, this is an error of CUDA's too, which must not
+            # take the place of a Ctrl-C.
             with suppress(runtime.CUDARuntimeError):
                 stream.end_capture()
             raise

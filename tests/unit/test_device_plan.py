@@ -26,13 +26,18 @@ class Stream:
 
     def __init__(self) -> None:
         self.captures = self.is_forked = False
+        self.interruption: tuple[str, type[BaseException]] | None = None
+        """At which point of the beginning of a capture, and by what."""
 
     def begin_capture(self, mode: int) -> None:
         assert not self.captures
+        self._interrupt("begin")
         self.captures = True
+        self._interrupt("begun")
 
     def end_capture(self) -> SimpleNamespace:
-        assert self.captures
+        if not self.captures:
+            raise CUDARuntimeError("cudaErrorIllegalState")
         self.captures = False
         if self.is_forked:
             raise CUDARuntimeError("cudaErrorStreamCaptureUnjoined")
@@ -43,6 +48,10 @@ class Stream:
 
     def join(self, stream: int) -> None:
         self.is_forked = False
+
+    def _interrupt(self, where: str) -> None:
+        if self.interruption is not None and self.interruption[0] == where:
+            raise self.interruption[1]
 
 
 @pytest.fixture
@@ -91,5 +100,21 @@ def test_what_interrupts_a_capture_goes_on(plan_type: Any, interruption: type[Ba
         plan.make_graph(stream)
     assert plan.launch is None and not stream.captures
     interrupts = False
+    plan.make_graph(stream)
+    assert plan.launch is not None
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("where", ["begin", "begun"])
+def test_what_interrupts_the_beginning_of_a_capture_goes_on(
+    plan_type: Any, interruption: type[BaseException], where: str
+) -> None:
+    stream = Stream()
+    stream.interruption = where, interruption
+    plan = plan_type("a call", [stream.fork, stream.join])
+    with pytest.raises(interruption):
+        plan.make_graph(stream)
+    assert plan.launch is None and not stream.captures
+    stream.interruption = None
     plan.make_graph(stream)
     assert plan.launch is not None
