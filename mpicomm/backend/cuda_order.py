@@ -6,12 +6,15 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+import cupy
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.backend.cuda_completion import Completions
-from mpicomm.backend.cuda_driver import DriverShutDownError, call
+from mpicomm.backend.cuda_driver import call
 from mpicomm.errors import HandleError
+
+_MOST_CAPTURES = 16  # whose pieces are kept in order: they are open at once, and given pieces by turns
 
 Enqueue = Callable[[int], object]
 """Enqueues something on a stream, or on another that is in order with it."""
@@ -34,9 +37,9 @@ class StreamOrder:
         self._awaited = self._recorded  # before it
         self._handed: Any = None  # what `completion` gave away last, which may be the one that is awaited
         self._stream = 0  # the one that `_awaited` was recorded on
-        # Another one, since an event that was last recorded in a capture can no longer be waited for outside it.
-        self._captured: Any = call(driver.cuEventCreate, int(driver.CUevent_flags.CU_EVENT_DISABLE_TIMING))
-        self._capture: int | None = None  # the one that `_captured` was recorded in
+        # Others, since an event that was last recorded in a capture can be waited for nowhere else. They are found by
+        # the captures, of which the one with the latest piece comes last; nobody says which of them are over.
+        self._captured: dict[int, cupy.cuda.Event] = {}
 
     def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue) -> bool:
         """Call ``eager`` with ``stream``, or ``captured`` if that takes part in a capture: they enqueue the next piece.
@@ -64,17 +67,23 @@ class StreamOrder:
                 self._stream = stream
             return True
         capture = int(call(driver.cuStreamGetCaptureInfo, stream)[1])
-        if capture == self._capture:
-            call(driver.cuStreamWaitEvent, stream, self._captured, 0)
+        event = self._captured.get(capture)
+        if event is not None:
+            call(driver.cuStreamWaitEvent, stream, event.ptr, 0)
+        elif len(self._captured) < _MOST_CAPTURES:
+            event = cupy.cuda.Event(disable_timing=True)
+        else:
+            event = self._captured.pop(next(iter(self._captured)))
         try:
             captured(stream)
-            call(driver.cuEventRecord, self._captured, stream)
+            call(driver.cuEventRecord, event.ptr, stream)
         except BaseException:
             with contextlib.suppress(HandleError):  # as above, and of a capture that was invalidated
-                call(driver.cuEventRecord, self._captured, stream)
+                call(driver.cuEventRecord, event.ptr, stream)
             raise
         finally:
-            self._capture = capture
+            self._captured.pop(capture, None)
+            self._captured[capture] = event
         return False
 
     def completion(self) -> Callable[[], bool]:
@@ -91,8 +100,5 @@ class StreamOrder:
     def close(self) -> None:
         """Destroy the events. A second call does nothing."""
         self._eager = self._handed = None
+        self._captured.clear()
         self._completions.close()
-        if self._captured is not None:
-            with contextlib.suppress(DriverShutDownError):
-                call(driver.cuEventDestroy, self._captured)
-        self._captured = None

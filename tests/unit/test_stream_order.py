@@ -15,7 +15,7 @@ from mpicomm.errors import HandleError
 
 pytest.importorskip("cuda.bindings", reason="the order takes the driver's calls for captures from cuda-bindings")
 
-STREAMS = (1, 2, 3)
+STREAMS = (1, 2, 3, 4)
 _NOT_READY = 600
 
 
@@ -50,7 +50,9 @@ class Device:
         class Event:
             def __init__(self, disable_timing: bool) -> None:
                 assert disable_timing
-                self.ptr = device.cuEventCreate(2)[1]
+                device._made += 1
+                self.ptr = device._made
+                device._events[self.ptr] = None
 
             def __del__(self) -> None:
                 device._events.pop(self.ptr)
@@ -100,15 +102,6 @@ class Device:
         self._recorded_in[event] = self.captures.get(stream)
         self._interrupt()
 
-    def cuEventCreate(self, flags: int) -> tuple[int, int]:
-        self._made += 1
-        self._events[self._made] = None
-        return 0, self._made
-
-    def cuEventDestroy(self, event: int) -> tuple[int]:
-        del self._events[event]
-        return (0,)
-
     def cuEventQuery(self, event: int) -> tuple[int]:
         return (0 if self.is_over(self._events[event]) else _NOT_READY,)
 
@@ -141,12 +134,9 @@ def order(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     cuda = SimpleNamespace(Event=device.Event, runtime=device)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
-    flags = SimpleNamespace(CU_EVENT_DISABLE_TIMING=2)
-    calls = ("EventCreate", "EventDestroy", "EventQuery", "EventRecord", "StreamWaitEvent", "StreamGetCaptureInfo")
-    driver = SimpleNamespace(CUevent_flags=flags, **{f"cu{name}": getattr(device, f"cu{name}") for name in calls})
     modules = [importlib.import_module(name) for name in names]
     for module in modules:
-        monkeypatch.setattr(module, "driver", driver)
+        monkeypatch.setattr(module, "driver", device)
     order = modules[1].StreamOrder()
     yield order
     order.close()
@@ -219,3 +209,28 @@ def test_what_interrupts_first_is_what_goes_on(device: Device, order: Any, captu
         order.enqueue(1, *[lambda stream: device.enqueue(stream, 0)] * 2)
     with pytest.raises(device.refuses):
         order.enqueue(1, *[lambda stream: device.enqueue(stream, 1)] * 2)
+
+
+@pytest.mark.parametrize("device", range(20), indirect=True)
+def test_pieces_of_captures_that_take_turns_follow_each_other(device: Device, order: Any) -> None:
+    device.captures = {stream: stream % 2 for stream in STREAMS}
+    pieces: list[list[int]] = [[], []]
+    for piece in range(60):
+        stream = device.rng.choice(STREAMS)
+        pieces[device.captures[stream]].append(piece)
+        assert not order.enqueue(stream, None, lambda stream, piece=piece: device.enqueue(stream, piece))
+        device.go_on(6)
+    device.go_on(1000)
+    for own in pieces:
+        carried_out = [piece for piece in device.carried_out if piece in own]
+        assert len(carried_out) > 5
+        assert carried_out == own[: len(carried_out)]
+
+
+@pytest.mark.parametrize("device", [0], indirect=True)
+def test_captures_that_are_over_leave_few_events_behind(device: Device, order: Any) -> None:
+    for capture in range(100):
+        device.captures = dict.fromkeys(STREAMS, capture)
+        for stream in STREAMS:
+            order.enqueue(stream, None, lambda stream, piece=capture: device.enqueue(stream, piece))
+    assert len(device._events) < 20
