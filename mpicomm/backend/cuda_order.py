@@ -66,7 +66,7 @@ class StreamOrder:
                 self._awaited = self._recorded
                 self._stream = stream
             return True
-        capture = int(call(driver.cuStreamGetCaptureInfo, stream)[1])
+        capture = capture_of(stream)
         event = self._captured.get(capture)
         if event is not None:
             call(driver.cuStreamWaitEvent, stream, event.ptr, 0)
@@ -102,3 +102,8 @@ class StreamOrder:
         self._eager = self._handed = None
         self._captured.clear()
         self._completions.close()
+
+
+def capture_of(stream: int) -> int:
+    """Return the number of the capture that ``stream`` takes part in; no other in this process has the same."""
+    return int(call(driver.cuStreamGetCaptureInfo, stream)[1])

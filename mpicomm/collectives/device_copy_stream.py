@@ -5,33 +5,44 @@ from __future__ import annotations
 from typing import Any
 
 import cupy
+from cuda.bindings import driver
 from cupy.cuda import runtime
 
-from mpicomm.backend.cuda_order import Enqueue
+from mpicomm.backend.cuda_driver import call
+from mpicomm.backend.cuda_order import Enqueue, capture_of
 from mpicomm.collectives.device_copies import Copy
 
 
 class CopyStream:
-    """The stream on which a communicator's copies run beside its kernels. The device must be current."""
+    """The stream on which a communicator's copies run beside its kernels. The device must be current.
+
+    In a capture it is another one: a stream that was forked into a capture remains part of it, though it has joined
+    again, until that ends, and can neither run anything nor be forked into another capture before. Streams of captures
+    that are over are used again, so that there are no more of them than captures that were open at once.
+    """
 
     def __init__(self) -> None:
-        self._stream: Any = cupy.cuda.Stream(non_blocking=True)
+        self._eager: Any = cupy.cuda.Stream(non_blocking=True)
+        self._captured: dict[int, Any] = {}  # by the captures that they were forked into last
+        self._forked = 0  # the one of the last fork, which all that follows in a plan is for
         self._fork: Any = cupy.cuda.Event(disable_timing=True)
         self._join: Any = cupy.cuda.Event(disable_timing=True)
 
     def fork(self, stream: int) -> None:
         """Let what is copied from here on wait for what ``stream`` has been given so far."""
+        self._forked = self._captured_beside(stream) if runtime.streamIsCapturing(stream) else self._eager.ptr
         runtime.eventRecord(self._fork.ptr, stream)
-        runtime.streamWaitEvent(self._stream.ptr, self._fork.ptr)
+        runtime.streamWaitEvent(self._forked, self._fork.ptr)
 
     def join(self, stream: int) -> None:
         """Let ``stream`` wait for all copies so far."""
-        runtime.eventRecord(self._join.ptr, self._stream.ptr)
+        runtime.eventRecord(self._join.ptr, self._forked)
         runtime.streamWaitEvent(stream, self._join.ptr)
 
     def close(self) -> None:
-        """Destroy the stream and its events. A second call does nothing."""
-        self._stream = self._fork = self._join = None
+        """Destroy the streams and the events. A second call does nothing."""
+        self._eager = self._fork = self._join = None
+        self._captured.clear()
 
     def copying(self, copy: Copy) -> Enqueue:
         """Return the copy as a step of a plan."""
@@ -40,5 +51,30 @@ class CopyStream:
             copy.source,
             copy.nbytes,
             runtime.memcpyDeviceToDevice,
-            stream if copy.local else self._stream.ptr,
+            stream if copy.local else self._forked,
         )
+
+    def _captured_beside(self, stream: int) -> int:
+        """Return the stream for copies of the capture that ``stream`` takes part in."""
+        capture = capture_of(stream)
+        if capture not in self._captured:
+            over = next((each for each, beside in self._captured.items() if not _captures(beside.ptr)), None)
+            self._captured[capture] = _made_in_capture() if over is None else self._captured.pop(over)
+        pointer: int = self._captured[capture].ptr
+        return pointer
+
+
+def _captures(stream: int) -> bool:
+    # Not by CuPy's function, which raises where a capture was invalidated, but has not ended yet.
+    none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+    return bool(call(driver.cuStreamIsCapturing, stream) != none)
+
+
+def _made_in_capture() -> cupy.cuda.Stream:
+    # It is no stream work, but may be forbidden to a thread that captures: see `CudaBackend.loading`.
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    before = call(driver.cuThreadExchangeStreamCaptureMode, relaxed)
+    try:
+        return cupy.cuda.Stream(non_blocking=True)
+    finally:
+        call(driver.cuThreadExchangeStreamCaptureMode, before)
