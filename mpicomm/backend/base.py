@@ -87,6 +87,9 @@ class Backend(Protocol):
     def make_current(self) -> None:
         """Make the device the calling thread's current one, on which other libraries then allocate and launch."""
 
+    def prepare_thread(self) -> None:
+        """As `make_current`, on a thread of this package's own, which works beside whatever those of the user do."""
+
     def allocate(self, kind: Kind, nbytes: int) -> Segment:
         """Allocate at least ``nbytes`` bytes that can be exported as ``kind``; contents are undefined."""
 

@@ -73,7 +73,6 @@ class CudaBackend:
         self.timeout_ns = int(timeout_s * 1e9)
         self.calls: Calls | None = None
         """What `check` asks for what each rank called, where they called different things."""
-        self._maker = threading.current_thread()
         self._lock = threading.Lock()
         self._kernels: _SignalKernels | None = None
         self._stream: Any = None
@@ -93,18 +92,17 @@ class CudaBackend:
             raise
 
     def make_current(self) -> None:
-        """Make this GPU the calling thread's current one, for CuPy, PyTorch and all that use the CUDA runtime.
-
-        A thread that has not made this backend is taken for one of this package's own, which completes requests: it may
-        go on with that whatever other threads capture.
-        """
+        """Make this GPU the calling thread's current one, for CuPy, PyTorch and all that use the CUDA runtime."""
         cupy.cuda.Device(self._ordinal).use()
-        if threading.current_thread() is not self._maker:
-            # While a thread captures a graph in CUDA's default mode, even a look at an event is forbidden to all others
-            # and spoils that graph, unless they say that they mean it. What requests look at is part of no graph. The
-            # user's own threads say nothing: who captures beside them has asked for their calls to be watched, and to
-            # say it around each look would take several times as long as the look.
-            call(driver.cuThreadExchangeStreamCaptureMode, _RELAXED)
+
+    def prepare_thread(self) -> None:
+        """As `make_current`, on a thread of this package's own, which may go on whatever other threads capture."""
+        self.make_current()
+        # While a thread captures a graph in CUDA's default mode, even a look at an event is forbidden to all others and
+        # spoils that graph, unless they say that they mean it. What requests look at is part of no graph. The user's
+        # own threads say nothing: who captures beside them has asked for their calls to be watched, and to say it
+        # around each look would take several times as long as the look.
+        call(driver.cuThreadExchangeStreamCaptureMode, _RELAXED)
 
     def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
         """Allocate memory in whole blocks of 2 MiB that hold nothing else."""

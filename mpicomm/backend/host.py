@@ -172,6 +172,9 @@ class HostBackend:
     def make_current(self) -> None:
         """Return: the host is always there."""
 
+    def prepare_thread(self) -> None:
+        """Return, as `make_current`."""
+
     def allocate(self, kind: Kind, nbytes: int) -> HostSegment:
         """Allocate shared memory in whole pages, all zero."""
         size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE

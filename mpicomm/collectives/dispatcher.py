@@ -132,12 +132,14 @@ class Collectives:
             self._mpi(call.operation, call.arguments)
         else:
             self._on_host(call.operation).run(self._exchanges(call, algorithm), call.signature)
-        return self._completer.add(Work(lambda: True, lambda: None), self._set_up(call.operation).backend.make_current)
+        return self._completer.add(
+            Work(lambda: True, lambda: None), self._set_up(call.operation).backend.prepare_thread
+        )
 
     def _until(self, operation: str, done: Callable[[], bool]) -> Work:
         """Return as work what was enqueued, which is over when ``done`` says so."""
         backend = self._set_up(operation).backend
-        return self._completer.add(Work(done, backend.check), backend.make_current)
+        return self._completer.add(Work(done, backend.check), backend.prepare_thread)
 
     def prepare(
         self, operation: str, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str

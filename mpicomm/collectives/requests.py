@@ -183,8 +183,8 @@ class Completer:
         self._running = False
         self._beginning_or_ending = threading.Lock()
 
-    def add(self, work: Work, make_current: Callable[[], None]) -> Work:
-        """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``make_current``.
+    def add(self, work: Work, prepare_thread: Callable[[], None]) -> Work:
+        """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``prepare_thread``.
 
         On a thread that has no device yet, whatever CUDA is asked, and be it to destroy an event with the last work
         that knows it, makes a context on the first GPU: half a GiB for each of the ranks whose GPU is another.
@@ -199,12 +199,12 @@ class Completer:
                 if not self._running:
                     self._running = True
                     threading.Thread(
-                        target=self._run, args=[make_current], name="mpicomm completer", daemon=True
+                        target=self._run, args=[prepare_thread], name="mpicomm completer", daemon=True
                     ).start()
         return work
 
-    def _run(self, make_current: Callable[[], None]) -> None:
-        make_current()
+    def _run(self, prepare_thread: Callable[[], None]) -> None:
+        prepare_thread()
         now = busy = needed = time.perf_counter()
         while True:
             time.sleep(max(_PAUSE_S, min(now - needed, _LINGER_S) / _QUIET_PART))

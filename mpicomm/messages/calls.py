@@ -195,7 +195,7 @@ class Messages:
         return begin
 
     def _request(self, work: Work, device: MessageDevice) -> DeferredRequest:
-        return DeferredRequest(self._completer.add(work, device.make_current))
+        return DeferredRequest(self._completer.add(work, device.prepare_thread))
 
     def _landing(self, operation: str, buf: Any, *, replace: bool = False) -> tuple[Landing, MessageDevice]:
         device = self._ready(operation)

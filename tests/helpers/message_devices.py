@@ -141,7 +141,7 @@ class ThreadDevice:
         self.closed = False
         self._current = threading.local()
 
-    def make_current(self) -> None:
+    def prepare_thread(self) -> None:
         self._current.is_this = True
 
     def own(self, memory: npt.NDArray[Any]) -> None:

@@ -232,7 +232,7 @@ def test_free_of_what_was_never_started(comm: mpicomm.Communicator, xp: Any) -> 
 def test_buffers_that_nobody_else_has_live_until_the_call_is_over(
     comm: mpicomm.Communicator, xp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Completer, "add", lambda self, work, make_current: work)  # nobody but `Wait` completes it
+    monkeypatch.setattr(Completer, "add", lambda self, work, prepare_thread: work)  # nobody but `Wait` completes it
     buffers = [Placed(xp, np.ones(3, np.float16)).array for _ in range(2)]
     for _ in range(2):  # the second time it may be known
         request: Any = comm.Iallreduce(*buffers)

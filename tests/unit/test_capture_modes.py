@@ -83,7 +83,7 @@ def test_requests_are_completed_whatever_other_threads_capture(threads: Driver, 
 
     backend.make_current()  # as who creates a communicator does
     work = Work(look, lambda: seen.append(threads.mode))
-    request = Completer().add(work, backend.make_current).request
+    request = Completer().add(work, backend.prepare_thread).request
     until = time.monotonic() + LONG_S
     while not request.Test():
         assert time.monotonic() < until
