@@ -88,9 +88,9 @@ class Channels:
         self._rank = node.rank
         self._node = node
         self._in_vain = in_vain
-        # On a channel every unread message holds a slot, but for those without content, of which there are two at most
-        # (see `post`). With an entry for each, none is written over before it is read, and nobody has to wait for one.
-        self._entries = 1 << (slots + 1).bit_length()
+        # On a channel every unread message holds a slot. With an entry for each, none is written over before it is
+        # read, and nobody has to wait for one.
+        self._entries = 1 << (slots - 1).bit_length()
         inbox_nbytes = _round_up(self._entries * 2 * _WORD, _LINE)
         self._inbox_words = inbox_nbytes // _WORD
         self._returns_at = node.size * self._inbox_words
@@ -119,26 +119,9 @@ class Channels:
         slot = self._await_free_slot()
         place = slot * self._stride + pointer % _CACHE_LINE // _ALIGNMENT * _ALIGNMENT
         ctypes.memmove(self._addresses[self._rank] + place, pointer, nbytes)
-        self._readers[slot] = self.post(readers, place, nbytes)
+        self._readers[slot] = self._announce(readers, place, nbytes)
 
-    def post(self, readers: Sequence[int], place: int = 0, nbytes: int = 0) -> list[tuple[int, int]]:
-        """Announce a message to some ranks and return its number on each channel; never blocks.
-
-        One of no bytes has no content. Such messages go between all ranks at once, each of which then reads those of
-        all others: so a rank is never further ahead of another than by the one of which it awaits the counterpart.
-        """
-        numbers = []
-        for reader in readers:
-            self._sent[reader] = number = self._sent[reader] + 1
-            self._words[reader][self._entry(self._rank, number) + 1] = nbytes << _PLACE_BITS | place
-            numbers.append((reader, number))
-        # (A), (B) Pairs with the fence in `receive`: content and place are there before the flag that says so.
-        fence()
-        for reader, number in numbers:
-            self._words[reader][self._entry(self._rank, number)] = self._flag(number)
-        return numbers
-
-    def receive(self, source: int, nbytes: int = 0) -> int:
+    def receive(self, source: int, nbytes: int) -> int:
         """Return the address of the next message of a rank; blocks. It stays there until `release`.
 
         Raises `DifferentCall` if the message belongs to another call, `DifferentSize` if it has other than ``nbytes``.
@@ -152,7 +135,7 @@ class Channels:
             self._await(lambda: words[entry] & _EPOCHS == epoch, source)
             if words[entry] != flag:
                 raise DifferentCall
-        # (B) Pairs with the fence in `post`: place and content are read after the flag.
+        # (B) Pairs with the fence in `_announce`: place and content are read after the flag.
         fence()
         content = words[entry + 1]
         if content >> _PLACE_BITS != nbytes:
@@ -176,6 +159,19 @@ class Channels:
     def close_own(self) -> None:
         """Free this rank's arena; local, after every peer's `close_peers`."""
         self._segments.close_own()
+
+    def _announce(self, readers: Sequence[int], place: int, nbytes: int) -> list[tuple[int, int]]:
+        """Say where in this rank's slots a message is and return its number on each channel; never blocks."""
+        numbers = []
+        for reader in readers:
+            self._sent[reader] = number = self._sent[reader] + 1
+            self._words[reader][self._entry(self._rank, number) + 1] = nbytes << _PLACE_BITS | place
+            numbers.append((reader, number))
+        # (A), (B) Pairs with the fence in `receive`: content and place are there before the flag that says so.
+        fence()
+        for reader, number in numbers:
+            self._words[reader][self._entry(self._rank, number)] = self._flag(number)
+        return numbers
 
     def _entry(self, source: int, number: int) -> int:
         return source * self._inbox_words + 2 * (number % self._entries)

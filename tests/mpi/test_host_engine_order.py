@@ -94,7 +94,7 @@ def test_a_rank_that_stops_at_a_bad_moment(
         return wrapped
 
     if moment == "before the flag":
-        monkeypatch.setattr(Channels, "post", napping(Channels.post))
+        monkeypatch.setattr(Channels, "_announce", napping(Channels._announce))
     elif moment == "after reading":
         monkeypatch.setattr(Channels, "release", napping(Channels.release))
     else:
