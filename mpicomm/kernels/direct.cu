@@ -36,17 +36,15 @@ struct Direct {
   u64 arrivals;           // where they begin in every arena
 };
 
-// What `sender` says to `owner` of a part that it has stored there: the launch.
+// What `sender` says to `owner` of a part that it has stored there: the count of the launch, whole. Other launches are
+// counted too and say nothing here, so that numbers of 32 bits could come again while the word stays as it is.
 MPICOMM_DEVICE u64* arrival_of(const Direct& x, u32 owner, u32 sender) {
   return reinterpret_cast<u64*>(x.team.arenas[owner] + x.arrivals) + sender * kMaxBlocks + blockIdx.x;
 }
 
-MPICOMM_DEVICE bool await_arrival(const Direct& x, u32 launch, u32 sender) {
-  const auto absent = [&] {
-    const u32 arrived = static_cast<u32>(load_acquire(arrival_of(x, x.team.rank, sender)));
-    return static_cast<i32>(arrived - launch) >= 0 ? 0u : 1u << sender;  // signed, as numbers wrap
-  };
-  return await_ranks(x.team, launch, absent);
+MPICOMM_DEVICE bool await_arrival(const Direct& x, u64 count, u32 sender) {
+  const auto absent = [&] { return load_acquire(arrival_of(x, x.team.rank, sender)) >= count ? 0u : 1u << sender; };
+  return await_ranks(x.team, static_cast<u32>(count), absent);
 }
 
 MPICOMM_DEVICE void run(const Direct& x) {
@@ -97,9 +95,9 @@ MPICOMM_DEVICE void run(const Direct& x) {
     // Pairs with the load_acquire of await_arrival in the same block of the peer, and publishes what this block has
     // stored there, which this thread has seen stored at the barrier. A plain store could arrive before the data, and
     // the peer's next kernel read what was there before. System scope, the peer being another device.
-    store_release(arrival_of(x, thread, rank), launch);
+    store_release(arrival_of(x, thread, rank), count);
   }
-  if (x.coming[thread].has_part()) await_arrival(x, launch, thread);
+  if (x.coming[thread].has_part()) await_arrival(x, count, thread);
 }
 
 }  // namespace mpicomm

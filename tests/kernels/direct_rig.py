@@ -44,11 +44,12 @@ class DirectRig:
             for rank in range(self.size)
         ]
 
-    def start_at(self, launch: int) -> None:
-        """Let all ranks have begun and ended this launch."""
+    def start_at(self, launch: int, *, moved: int | None = None) -> None:
+        """Let all ranks have begun and ended this launch; ``moved`` is the last that moved data, if not the same."""
+        arrived = launch if moved is None else moved
         for arena in self.arenas:
             arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 8 : HEAD_NBYTES].view(np.uint64)[:] = launch
-            arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = launch
+            arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = arrived
             announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _PARITIES * 8]
             announcements.view(np.uint64).reshape(self.size, _PARITIES)[:, launch % _PARITIES] = launch << 32
 

@@ -136,6 +136,29 @@ def test_memory_is_written_again_only_when_its_owner_has_done_with_it(builds: Bu
     run_long(builds, start=start)
 
 
+@pytest.mark.parametrize("launch", [2**31 + 8, 2**32 - 3])
+def test_data_is_awaited_after_many_launches_that_moved_none(builds: Builds, launch: int) -> None:
+    """Barriers and packets count too: what ranks said of their data is as old as the first launch."""
+    rig = DirectRig(Machine(builds, 3), 3 * NBYTES)
+    rig.start_at(launch, moved=0)
+    check = Calls(rig, np.random.default_rng(launch)).allgather(NBYTES)
+    rig.machine.run(seed=1, jitter_us=300)
+    check()
+
+
+@pytest.mark.parametrize("launch", [2**31 + 8, 2**32 - 3])
+def test_data_that_does_not_come_is_missed_after_many_launches_that_moved_none(builds: Builds, launch: int) -> None:
+    """One rank begins the launch, as a barrier does, and stores nothing."""
+    rig = DirectRig(Machine(builds, 2), 2 * NBYTES, timeout_s=1)
+    rig.start_at(launch, moved=0)
+    send = Span(rig.machine.allocate(0, NBYTES).address, NBYTES)
+    blocks = [Span(rig.outputs[0].address + rank * NBYTES, NBYTES) for rank in range(2)]
+    rig.run(0, patterns.allgather(0, 2, BYTES, send, blocks), nbytes=NBYTES)
+    rig.barrier(1)
+    with pytest.raises(RunFailedError, match=r"fault on rank 0: state=2, operation=2, .* peer=11,"):
+        rig.machine.run()
+
+
 def test_no_race(watched_builds: Builds) -> None:
     run_long(watched_builds, rounds=15)
 
@@ -200,7 +223,7 @@ def test_ranks_in_different_calls_are_told(builds: Builds) -> None:
 SOURCE = "direct.cu"
 MISTAKES = {
     "no wait for the peers": Change(SOURCE, "    ok = await_ranks(team, launch, absent);\n", ""),
-    "no wait for what comes": Change(SOURCE, "if (x.coming[thread].has_part()) await_arrival(x, launch, thread);", ""),
+    "no wait for what comes": Change(SOURCE, "if (x.coming[thread].has_part()) await_arrival(x, count, thread);", ""),
 }
 RACES = {
     **MISTAKES,
