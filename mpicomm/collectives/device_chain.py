@@ -40,11 +40,13 @@ class ChainPlanner:
     """Turns exchanges of a chain into launches; ``team`` is what every kernel of this rank is told.
 
     There are ``multiprocessors`` on each device, at least. With ``early`` kernels may begin before the last is over.
+    ``host_slots`` is whether the ranks' memory is of the host.
     """
 
-    def __init__(self, team: Team, multiprocessors: int, *, early: bool = True) -> None:
+    def __init__(self, team: Team, multiprocessors: int, *, early: bool = True, host_slots: bool = False) -> None:
         self._team = team
         self._early = early
+        self._host_slots = host_slots
         # A multiprocessor holds two blocks: all run at once, of both places.
         self._most_blocks = min(_MOST_BLOCKS, multiprocessors)
 
@@ -99,7 +101,7 @@ class ChainPlanner:
             own, output = (span.pointer if span else 0 for span in (station.own, station.output))
             arguments.places[number] = Place(own, output, station.receives, station.sends)
         return Launch(
-            chain_kernel(reduction),
+            chain_kernel(reduction, host_slots=self._host_slots),
             arguments,
             blocks=blocks * len(stations),
             threads=CHAIN_THREADS,

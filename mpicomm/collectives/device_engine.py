@@ -104,6 +104,7 @@ class DeviceEngine:
             team.names[index] = rank
         # Older devices cannot begin a kernel before the last has ended.
         early = backend.info.compute_capability >= (9, 0)
+        host_slots = kind == "staged"
         self._planners = Planners(
             node.rank,
             node.size,
@@ -111,9 +112,9 @@ class DeviceEngine:
             most_staged_nbytes,
             self.tuning.link_speed,
             ChannelPlanner(team, layout),
-            PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early),
+            PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early, host_slots=host_slots),
             DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),
-            ChainPlanner(team, smallest, early=early),
+            ChainPlanner(team, smallest, early=early, host_slots=host_slots),
         )
         channels = max(1, min(_MESSAGE_CHANNELS, smallest * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))

@@ -63,11 +63,15 @@ class PacketPlanner:
     """Turns exchanges into launches.
 
     ``team`` is what every kernel of this rank is told; with ``early`` kernels may begin before the last is over.
+    ``host_slots`` is whether the arena lies in memory of the host.
     """
 
-    def __init__(self, team: Team, arena: DeviceArena, most_blocks: int, *, early: bool = True) -> None:
+    def __init__(
+        self, team: Team, arena: DeviceArena, most_blocks: int, *, early: bool = True, host_slots: bool = False
+    ) -> None:
         self._team = team
         self._early = early
+        self._host_slots = host_slots
         self._arena = arena
         self._most_blocks = most_blocks
 
@@ -119,8 +123,9 @@ class PacketPlanner:
                 arguments.targets = _ranks_of(fan_out.sends)
         if reduction is None and fan_out is not None:
             self._fill_relay(arguments, exchange, fan_out)
+        kind, fans = _kind_of(arguments), fan_out is not None
         return Launch(
-            packet_kernel(reduction, size, wire, _kind_of(arguments), fan_out=fan_out is not None),
+            packet_kernel(reduction, size, wire, kind, fan_out=fans, host_slots=self._host_slots),
             arguments,
             blocks=shape.blocks,
             threads=shape.workers + OVERSEERS,

@@ -19,12 +19,13 @@
 //     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {} if the launch begins
 //     store_relaxed(flag, e) if the launch begins        while (load_volatile(packets) are not all there) {}
 //     store_volatile(packets of each batch)              store_volatile(packets, "absent")
-//                                                        __syncwarp(), fence_device(), store_relaxed(credit, e)
+//                                                        __syncwarp(), fence_slots(), store_relaxed(credit, e)
 //
 // What is put back must be in the slot before the sender writes there again: it could arrive after the next packet and wipe
 // it out. The credit says so, which comes after the fence. The scope of the device is enough: the slot lies in its own
 // memory, where stores of the peers come to be ordered with its own. Waiting for the whole system would be waiting for
-// what goes to the next rank, too. Loads of the slot are over by then, as each was repeated until its packet was there.
+// what goes to the next rank, too: that is done where slots lie in memory of the host (MPICOMM_HOST_SLOTS). Loads of the
+// slot are over by then, as each was repeated until its packet was there.
 // Credit goes against the data of the rank before, on links which it takes some percent of: hence not for each batch.
 //
 // The flag of a slot is written with credit for that, as its packets are: what the receiver looks for is still there.
@@ -276,7 +277,7 @@ struct Passing {
     // would else store packets that are wiped out.
     __syncwarp(kWarp);
     if (lane != 0) return;
-    fence_device();
+    fence_slots();
     store_relaxed(x.credit(x.previous, channel), word_of(received, x.tag));
   }
 };

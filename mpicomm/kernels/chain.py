@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 from mpicomm.kernels.load import Variant
-from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
 
 # Constants and structures of chain.cu; a test compares them.
@@ -47,6 +47,9 @@ class ChainArguments(ctypes.Structure):
     ]
 
 
-def chain_kernel(reduction: tuple[str, str] | None) -> Variant:
-    """Return the kernel for ``(dtype, op)``, or the one that does not reduce; raises as `options_for`."""
-    return Variant("chain.cu", "mpicomm_chain", options_for(reduction))
+def chain_kernel(reduction: tuple[str, str] | None, *, host_slots: bool = False) -> Variant:
+    """Return the kernel for ``(dtype, op)``, or the one that does not reduce; raises as `options_for`.
+
+    ``host_slots`` is whether slots lie in memory of the host.
+    """
+    return Variant("chain.cu", "mpicomm_chain", options_for(reduction) + (HOST_SLOTS if host_slots else ()))

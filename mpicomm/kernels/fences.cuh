@@ -4,14 +4,14 @@
 //
 //     worker                                   overseer
 //     ... = data                               while (load_acquire_in_block(done) < turns) {}
-//     store_release_in_block(done, turns)      fence_device()
+//     store_release_in_block(done, turns)      fence_slots()
 //     (turns that need no fence)               store_release_in_block(fenced, turns)
 //     while (load_acquire_in_block(fenced) < turns) {}
 //     peer's memory = ...
 //
 // The fence is cumulative: what the overseer has seen a worker do comes before all that is done by who has seen that the
-// fence is over. The scope of the device is enough, see packets.cu. Neither wait needs a bound: workers that do not come
-// wait for their peers, which has one, and then say that they have left.
+// fence is over. Its scope is told by where slots lie, see packets.cu. Neither wait needs a bound: workers that do not
+// come wait for their peers, which has one, and then say that they have left.
 #pragma once
 
 #include "memory_order.cuh"
@@ -52,7 +52,7 @@ struct Fences {
         while (load_acquire_in_block(&done[worker]) < turns) pause();  // what looks on and on slows the workers down
       }
       __syncwarp(kWarp);  // one fence for all: overseers that come one by one would have one after the other
-      fence_device();
+      fence_slots();
       store_release_in_block(&fenced[overseer], turns);
     }
   }

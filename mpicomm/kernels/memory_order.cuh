@@ -232,4 +232,15 @@ MPICOMM_DEVICE u64 clock_ns() {
 
 #endif
 
+// Orders what a rank puts back in its slots, or has seen put back there, before what it tells those who write there next.
+// In its own memory the scope of the device is enough, as all stores to a slot come to be ordered in that one place. To
+// memory of the host its stores go by another way than those of the peers: it has to wait until they are there.
+MPICOMM_DEVICE void fence_slots() {
+#if defined(MPICOMM_HOST_SLOTS)
+  fence_system();
+#else
+  fence_device();
+#endif
+}
+
 }  // namespace mpicomm

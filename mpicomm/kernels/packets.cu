@@ -41,6 +41,8 @@
 // The model of PTX says nothing of this, as packets neither release nor acquire. What it rests on: a fence is over when
 // that place has all that its thread and those it has acquired from had stored; stores of peers come to the same place;
 // and what a peer stores after a branch on a packet that it has loaded does not come there before that load was done.
+// Slots in memory of the host (MPICOMM_HOST_SLOTS) lie in no device: there a fence is one of the whole system, and what
+// was put back has come to that memory when it is over.
 //
 // Why that cannot deadlock: of all threads that wait, look at one with the earliest launch and in it the smallest turn.
 // What it waits for was stored by another rank's thread in an earlier turn. Or it is a fence, for which others of its

@@ -6,7 +6,7 @@ import ctypes
 from typing import Literal
 
 from mpicomm.kernels.load import Variant
-from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
 
 # Constants and structures of packet_worker.cuh; a test compares them.
@@ -68,10 +68,22 @@ def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
     return threads - OVERSEERS
 
 
-def packet_kernel(reduction: tuple[str, str] | None, size: int, wire: Wire, steps: Steps, *, fan_out: bool) -> Variant:
-    """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the one that does not reduce; as `options_for`."""
+def packet_kernel(
+    reduction: tuple[str, str] | None,
+    size: int,
+    wire: Wire,
+    steps: Steps,
+    *,
+    fan_out: bool,
+    host_slots: bool = False,
+) -> Variant:
+    """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the one that does not reduce; as `options_for`.
+
+    ``host_slots`` is whether inboxes lie in memory of the host: another kernel where they are used again in a launch.
+    """
     fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
-    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_WIRES[wire], *_STEPS[steps], *fans)
+    fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_WIRES[wire], *_STEPS[steps], *fans, *fences)
     return Variant("packets.cu", "mpicomm_packets", options)
 
 

@@ -6,6 +6,8 @@ from mpicomm.errors import InvalidUsageError
 
 # A sum is NumPy's, bit for bit: a product and a sum may not become one rounding.
 OPTIONS = ("-fmad=false",)
+HOST_SLOTS = ("-DMPICOMM_HOST_SLOTS",)
+"""Besides, where slots lie in memory of the host: see ``fence_slots`` in memory_order.cuh."""
 
 _LOGICAL = ("land", "lor", "lxor")
 _BITWISE = ("band", "bor", "bxor")

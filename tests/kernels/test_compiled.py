@@ -116,6 +116,24 @@ def test_kernel_without_enough_registers_is_found() -> None:
     assert stored > 0 and loaded > 0
 
 
+def fences_of(variant: Variant) -> set[str]:
+    """Return the scopes of the fences of a kernel, which PTX names: what there is for devices newer than NVRTC."""
+    ptx = compile_kernel(KERNELS / variant.source, (99, 0), variant.options).decode(errors="replace")
+    return {found[0] or found[1] for found in re.findall(r"\n\s*(?:membar\.(\w+)|fence\.\w+\.(\w+));", ptx)}
+
+
+# Before the first launches of a round packets are wiped, which takes a fence of the system in any case.
+@pytest.mark.parametrize("steps", ["laps", "paced"])
+def test_packets_in_memory_of_the_host_take_fences_of_the_whole_system(steps: Steps) -> None:
+    assert fences_of(packet_kernel(None, 2, "sentinel", steps, fan_out=False)) & {"gl", "gpu"}
+    assert fences_of(packet_kernel(None, 2, "sentinel", steps, fan_out=False, host_slots=True)) == {"sys"}
+
+
+def test_chains_in_memory_of_the_host_take_fences_of_the_whole_system() -> None:
+    assert fences_of(chain_kernel(None)) <= {"gl", "gpu"}
+    assert fences_of(chain_kernel(None, host_slots=True)) == {"sys"}
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
 def test_public_header_compiles_in_a_kernel_of_a_user(capability: tuple[int, int]) -> None:
     source = ROOT / "examples" / "ring_sum.cu"

@@ -283,7 +283,7 @@ inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
     ),
     Change(
         "fences.cuh",
-        "      fence_device();",
+        "      fence_slots();",
         "      for (int turn = 0; turn < 20; ++turn) MPICOMM_YIELD();\n"
         "      put_back([](const Late& each, u32 me) { return each.asked && each.worker % kLanes == me; }, overseer);",
     ),

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,9 +12,9 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.device_arena import ArenaLayout
+from mpicomm.collectives.device_arena import ArenaLayout, Inboxes
 from mpicomm.collectives.device_chain import ChainPlanner
-from mpicomm.collectives.device_packets import MAX_BLOCKS, geometry_of
+from mpicomm.collectives.device_packets import MAX_BLOCKS, PacketPlanner, geometry_of
 from mpicomm.collectives.device_selection import (
     Room,
     Way,
@@ -30,7 +33,7 @@ from mpicomm.kernels.packets import (
     flags_can_carry,
     most_workers,
 )
-from mpicomm.kernels.reductions import REDUCTIONS
+from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
 from tests.helpers.reductions import dtype_named
 from tests.helpers.tuning import row, table
@@ -104,6 +107,23 @@ def test_slots_of_a_chain_grow_with_its_messages() -> None:
 
     assert [nbytes_of(size * MIB, 3) // MIB for size in (1, 2, 3, 8, 9, 1024)] == [4, 4, 16, 16, 64, 64]
     assert [nbytes_of(size * MIB, 4) // MIB for size in (1, 2, 4, 5)] == [4, 16, 16, 64]
+
+
+@pytest.mark.parametrize("host_slots", [False, True])
+def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_host(host_slots: bool) -> None:
+    layout, tag = ArenaLayout(2, 64), 1
+    inboxes = Inboxes((4096, 8192), layout.sentinel_inbox_nbytes)
+    arena = cast(Any, SimpleNamespace(layout=layout, sentinels=inboxes, large_inboxes=lambda nbytes: inboxes))
+    planner = PacketPlanner(Team(size=2), arena, 8, host_slots=host_slots)
+    for nbytes, again in ((KIB, False), (64 * MIB, True)):
+        span = Span(4096, nbytes)
+        (exchange,) = patterns.alltoall(0, 2, np.dtype(np.uint8), [span] * 2, [span] * 2)
+        options = planner.launch(exchange, None, tag, "sentinel", nbytes=nbytes).variant.options
+        assert (HOST_SLOTS[0] in options) == (host_slots and again)
+    chains = ChainPlanner(Team(size=2), 8, host_slots=host_slots)
+    chain = patterns.chained_bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0)
+    options = chains.launch(chain, None, tag, chains.layout(MIB, 1), [4096, 8192]).variant.options
+    assert (HOST_SLOTS[0] in options) == host_slots
 
 
 def test_an_arena_takes_no_more_than_it_says() -> None:
