@@ -13,11 +13,12 @@
 // so a captured graph can be replayed for ever.
 //
 // A launch begins with a new slot e. The flag of that says what call it is, {e, tag}, and goes before the packets, which do
-// not. Credit {e} says that the receiver is done with slot e and all before.
+// not. Other slots have one, too, which nobody waits for: a flag that was left as it is where no launch begins would be
+// taken for a new one 2^31 slots later, as epochs wrap. Credit {e} says that the receiver is done with slot e and all before.
 //
 //     sender                                             receiver
 //     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {} if the launch begins
-//     store_relaxed(flag, e) if the launch begins        while (load_volatile(packets) are not all there) {}
+//     store_relaxed(flag, e)                             while (load_volatile(packets) are not all there) {}
 //     store_volatile(packets of each batch)              store_volatile(packets, "absent")
 //                                                        __syncwarp(), fence_slots(), store_relaxed(credit, e)
 //
@@ -259,10 +260,10 @@ struct Passing {
     if (place.receives) incoming = packets(x.team.rank, received);
     if (place.sends) outgoing = packets(x.next, sent);
     if (place.sends && !await_credit()) return false;
-    if (!first) return true;
     // Pairs with the load of it by the next rank, in await_epoch below. Relaxed: nothing is published with it, and whoever
     // reads it needs nothing but the word.
     if (place.sends && lane == 0) store_relaxed(x.flag(x.next, channel, sent), word_of(sent, x.tag));
+    if (!first) return true;
     bool same = true;
     if (place.receives && lane == 0) {
       same = await_epoch(x.team, x.flag(x.team.rank, channel, received), x.watch(x.previous, received), x.tag, ~0u);

@@ -76,6 +76,22 @@ def test_slots_of_few_batches(builds: Builds, batches: int) -> None:
     play(builds, 3, sizes, room=slots_nbytes, seed=batches)
 
 
+def test_flags_of_all_slots_are_written(builds: Builds) -> None:
+    """Those of slots that no launch begins with, too: what is left for 2**31 slots is ahead of what is awaited then."""
+    rig = ChainRig(builds, 3, 1)
+    check = Calls(rig, np.random.default_rng(0)).chained_bcast((CHAIN_SLOTS + 2) * SLOTS_NBYTES)
+    rig.machine.run(seed=1)
+    check()
+    layout = rig.layout
+    received = [memory.bytes[: layout.channels * 4].view(np.uint32).tolist() for memory in rig.memory]
+    assert sorted(received) == [[0] * CHANNELS] + [[CHAIN_SLOTS + 2] * CHANNELS] * 2
+    for memory, counts in zip(rig.memory, received, strict=True):
+        lines = memory.bytes[layout.flags : layout.slots].view(np.uint64).reshape(layout.channels, -1)
+        epochs = np.sort(lines[:, :CHAIN_SLOTS] >> np.uint64(32), axis=1)
+        last = max(counts)
+        assert (epochs == [last - 1, last] if last else epochs == 0).all()
+
+
 @pytest.mark.parametrize("reduction", TYPES, ids="-".join)
 def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
     rig = ChainRig(builds, 3, 1)
