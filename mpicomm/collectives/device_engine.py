@@ -102,9 +102,10 @@ class DeviceEngine:
         for index, rank in enumerate(node.ranks):
             team.arenas[index] = self._arena.pointers[index]
             team.names[index] = rank
-        # Older devices cannot begin a kernel before the last has ended.
-        early = backend.info.compute_capability >= (9, 0)
         host_slots = kind == "staged"
+        # Older devices cannot begin a kernel before the last has ended. And one that began early would be promised that
+        # what the last has put back is seen on this device, which says nothing of memory of the host.
+        early = backend.info.compute_capability >= (9, 0) and not host_slots
         self._planners = Planners(
             node.rank,
             node.size,
