@@ -1,0 +1,47 @@
+"""The bench and tune on GPUs, with all that they compare with: small runs, which check every element."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpicomm.backend.cuda_driver import visible_devices
+from mpicomm.collectives.tuning import algorithms_of
+from mpicomm.errors import BackendUnavailableError
+from tests.helpers.mpiexec import run_job
+
+try:
+    DEVICES = visible_devices()
+except BackendUnavailableError as unavailable:
+    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
+
+RANKS = max(2, len(DEVICES))
+PEERS = ("nccl", "nccl-symmetric", "torch", "nvshmem", "mpi")
+BENCH = ("-m", "mpicomm.bench", "allreduce", "-b", "1K", "-e", "1M", "-f", "32", "-n", "3", "-w", "1")
+
+
+@pytest.mark.parametrize("how", [("-G", "1"), ("--eager",)])
+def test_the_bench_compares_with_what_is_installed(how: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "results.json"
+    job = run_job(RANKS, *BENCH, *how, "--compare", ",".join(PEERS), "-J", str(path))
+    assert (job.returncode, job.stdout.splitlines()[-1]) == (0, "# OK"), job.stdout + job.stderr
+    report = json.loads(path.read_text())
+    assert {*report["peers"], *report["missing"]} == {*PEERS}
+    assert [row["nbytes"] for row in report["results"]] == [1 << 10, 1 << 15, 1 << 20]
+
+
+@pytest.mark.parametrize("algorithm", [*algorithms_of("Allreduce"), "mpi"])
+def test_nothing_is_wrong_with_any_algorithm(algorithm: str) -> None:
+    job = run_job(RANKS, *BENCH, "-G", "1", "--algorithm", algorithm)
+    assert (job.returncode, job.stdout.splitlines()[-1]) == (0, "# OK"), job.stdout + job.stderr
+
+
+def test_tune_writes_a_table_of_this_machine(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    options = ("-b", "1K", "-e", "64K", "-f", "8", "-n", "3", "--operations", "allreduce,allgather")
+    job = run_job(RANKS, "-m", "mpicomm.tune", *options, "--output", str(path))
+    assert (job.returncode, job.stdout.splitlines()[-1]) == (0, "# OK"), job.stdout + job.stderr
+    told = run_job(RANKS, "-m", "mpicomm.info", MPICOMM_TUNING=str(path))
+    assert (told.returncode, str(path) in told.stdout) == (0, True), told.stdout + told.stderr
