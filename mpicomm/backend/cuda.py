@@ -18,6 +18,7 @@ from cupy.cuda import get_current_stream, runtime
 
 from mpicomm.backend.base import Link, Scratch
 from mpicomm.backend.cuda_arrays import allocation_of, as_cupy
+from mpicomm.backend.cuda_capture import relax, relaxed
 from mpicomm.backend.cuda_completion import Completions
 from mpicomm.backend.cuda_context import PrimaryContext
 from mpicomm.backend.cuda_driver import DriverShutDownError, call, visible_devices
@@ -33,8 +34,6 @@ from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, Hand
 from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.kernels.load import KernelCache, kernels_of
 from mpicomm.kernels.team import Faults
-
-_RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 class _SignalKernels:
@@ -98,11 +97,10 @@ class CudaBackend:
     def prepare_thread(self) -> None:
         """As `make_current`, on a thread of this package's own, which may go on whatever other threads capture."""
         self.make_current()
-        # While a thread captures a graph in CUDA's default mode, even a look at an event is forbidden to all others and
-        # spoils that graph, unless they say that they mean it. What requests look at is part of no graph. The user's
-        # own threads say nothing: who captures beside them has asked for their calls to be watched, and to say it
-        # around each look would take several times as long as the look.
-        call(driver.cuThreadExchangeStreamCaptureMode, _RELAXED)
+        # Else a look at an event would spoil a graph that another thread captures, though what requests look at is part
+        # of none. The user's own threads stay as they are: who captures beside them has asked for their calls to be
+        # watched, and to relax them around each look would take several times as long as the look.
+        relax()
 
     def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
         """Allocate memory in whole blocks of 2 MiB that hold nothing else."""
@@ -272,14 +270,8 @@ class CudaBackend:
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
         """Give a ``with`` block, of one thread at a time, that may load kernels even while it captures a graph."""
-        with self._lock, self._context.current():
-            # Loading is not stream work, but a thread that captures a graph is forbidden it all the same unless it
-            # says that it means it; the first use of a kernel may well be a captured one.
-            before = call(driver.cuThreadExchangeStreamCaptureMode, _RELAXED)
-            try:
-                yield
-            finally:
-                call(driver.cuThreadExchangeStreamCaptureMode, before)
+        with self._lock, self._context.current(), relaxed():  # the first use of a kernel may well be a captured one
+            yield
 
     def stream_order(self) -> StreamOrder:
         """Return a new order for work of several streams of this device."""

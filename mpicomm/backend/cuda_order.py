@@ -10,6 +10,7 @@ import cupy
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
+from mpicomm.backend.cuda_capture import capture_of
 from mpicomm.backend.cuda_completion import Completions
 from mpicomm.backend.cuda_driver import call
 from mpicomm.errors import HandleError
@@ -102,8 +103,3 @@ class StreamOrder:
         self._eager = self._handed = None
         self._captured.clear()
         self._completions.close()
-
-
-def capture_of(stream: int) -> int:
-    """Return the number of the capture that ``stream`` takes part in; no other in this process has the same."""
-    return int(call(driver.cuStreamGetCaptureInfo, stream)[1])

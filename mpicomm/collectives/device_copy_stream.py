@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import cupy
-from cuda.bindings import driver
 from cupy.cuda import runtime
 
-from mpicomm.backend.cuda_driver import call
-from mpicomm.backend.cuda_order import Enqueue, capture_of
+from mpicomm.backend.cuda_capture import capture_of, relaxed, takes_part
+from mpicomm.backend.cuda_order import Enqueue
 from mpicomm.collectives.device_copies import Copy
 
 
@@ -58,23 +57,11 @@ class CopyStream:
         """Return the stream for copies of the capture that ``stream`` takes part in."""
         capture = capture_of(stream)
         if capture not in self._captured:
-            over = next((each for each, beside in self._captured.items() if not _captures(beside.ptr)), None)
-            self._captured[capture] = _made_in_capture() if over is None else self._captured.pop(over)
+            over = next((each for each, beside in self._captured.items() if not takes_part(beside.ptr)), None)
+            if over is not None:
+                self._captured[capture] = self._captured.pop(over)
+            else:
+                with relaxed():
+                    self._captured[capture] = cupy.cuda.Stream(non_blocking=True)
         pointer: int = self._captured[capture].ptr
         return pointer
-
-
-def _captures(stream: int) -> bool:
-    # Not by CuPy's function, which raises where a capture was invalidated, but has not ended yet.
-    none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
-    return bool(call(driver.cuStreamIsCapturing, stream) != none)
-
-
-def _made_in_capture() -> cupy.cuda.Stream:
-    # It is no stream work, but may be forbidden to a thread that captures: see `CudaBackend.loading`.
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    before = call(driver.cuThreadExchangeStreamCaptureMode, relaxed)
-    try:
-        return cupy.cuda.Stream(non_blocking=True)
-    finally:
-        call(driver.cuThreadExchangeStreamCaptureMode, before)

@@ -79,12 +79,8 @@ class _Copying(NamedTuple):
     parts: Parts
     contributions_nbytes: int
     """What lands of others' contributions to a reduction."""
-    landing_nbytes: int
-    """What lands of results where it cannot go straight to its place."""
-
-    @property
-    def staging_nbytes(self) -> int:
-        return self.contributions_nbytes + self.landing_nbytes
+    staging_nbytes: int
+    """That, and behind it what lands of results where these cannot go straight to their place."""
 
 
 class Program:
@@ -196,14 +192,15 @@ class Program:
         then: Then = "nothing" if following is None else "gather" if reduces else "relay"
         parts = parts_of(self._nbytes, size, planners.most_staged_nbytes, reduces=reduces, then=then, staged=staged)
         all_rooms = (size - 1) * parts.room_nbytes
-        return _Copying(following, then, parts, (then == "gather") * all_rooms, staged * all_rooms)
+        contributions_nbytes = (then == "gather") * all_rooms
+        return _Copying(following, then, parts, contributions_nbytes, contributions_nbytes + staged * all_rooms)
 
     def _actions(self) -> list[Action]:
         rank, memory, exchange = self._planners.rank, self._memory, self._exchanges[0]
-        following, then, parts, contributions_nbytes, _ = copying = self._copying
+        following, then, parts, contributions_nbytes, staging_nbytes = self._copying
         pointers: Sequence[int] = ()
-        if copying.staging_nbytes:
-            pointers = self._planners.arena.staging(copying.staging_nbytes)
+        if staging_nbytes:
+            pointers = self._planners.arena.staging(staging_nbytes)
         landing: Landing
         if memory is not None:
             landing = InOutput(rank, memory)

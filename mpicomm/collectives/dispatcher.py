@@ -103,7 +103,7 @@ class Collectives:
         work = self._begin_known(operation, arguments, stream, algorithm)
         if work is None:
             call = self._read(operation, arguments, algorithm)
-            if not call.on_device and (algorithm == "mpi" or (algorithm == "auto" and _mpi_knows(call))):
+            if not call.on_device and _is_mpis(call, algorithm):
                 refuse_stream(operation, stream)
                 request: MPI.Request = self._mpi(operation, call.arguments, f"I{operation.lower()}")
                 return request
@@ -152,7 +152,7 @@ class Collectives:
             refuse_stream(operation, stream)
             # A copy of the input, which `_mpi` then gives it, would be one of what was there when it was prepared.
             with_copy = call.operation == "Reduce_scatter" and call.in_place
-            if not with_copy and (algorithm == "mpi" or (algorithm == "auto" and _mpi_knows(call))):
+            if not with_copy and _is_mpis(call, algorithm):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
                 return prepared
 
@@ -364,6 +364,11 @@ def _mpi_knows(call: Call) -> bool:
     if call.op == "avg" or (call.reduces and call.dtype == np.float16):  # MPI would round after every step
         return False
     return types.mpi_datatype(call.dtype) is not None
+
+
+def _is_mpis(call: Call, algorithm: str) -> bool:
+    """Whether a call on host arrays that does not block, or is persistent, is MPI's own, which has such requests."""
+    return algorithm == "mpi" or (algorithm == "auto" and _mpi_knows(call))
 
 
 def require_here(operation: str, operand: Operand, domain: Domain) -> None:

@@ -18,8 +18,8 @@
 
 namespace mpicomm {
 
-// Of a block with a warp of overseers. In memory of the device, though it is the block's alone: a racecheck takes words
-// of shared memory that order others for a race themselves.
+// Of a block with a warp of overseers. In the arena, though it is the block's alone: a racecheck takes words of shared
+// memory that order others for a race themselves.
 struct Fences {
   static constexpr u32 kMostWorkers = 736;
   static constexpr u32 kLeft = ~0u;

@@ -17,6 +17,7 @@ pytest.importorskip("cuda.bindings", reason="the backend is one of the driver's"
 
 from cuda.bindings import driver
 
+from mpicomm.backend import cuda_capture
 from mpicomm.collectives.requests import Completer, Work
 
 # Those that import CuPy.
@@ -62,7 +63,8 @@ def backend(threads: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     module = importlib.import_module(MODULES[-1])
     closable = SimpleNamespace(close=lambda: None)
     context = SimpleNamespace(current=contextlib.nullcontext, segments=set(), release=lambda: None)
-    monkeypatch.setattr(module, "call", threads.call)
+    for each in (module, cuda_capture):
+        monkeypatch.setattr(each, "call", threads.call)
     monkeypatch.setattr(module, "visible_devices", lambda: [None])
     monkeypatch.setattr(module, "PrimaryContext", lambda info: context)
     monkeypatch.setattr(module, "FaultPage", lambda *_: closable)

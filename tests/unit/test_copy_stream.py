@@ -14,6 +14,7 @@ pytest.importorskip("cuda.bindings", reason="captures are told from each other w
 
 from cuda.bindings import driver
 
+from mpicomm.backend import cuda_capture
 from mpicomm.collectives.device_copies import Copy
 
 MODULES = ("backend.cuda_completion", "backend.cuda_order", "collectives.device_copy_stream")
@@ -130,7 +131,7 @@ def copies(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     modules = [importlib.import_module(name) for name in names]
-    for module in modules:
+    for module in (cuda_capture, *modules[:-1]):
         monkeypatch.setattr(module, "driver", device)
     copies = modules[-1].CopyStream()
     yield copies

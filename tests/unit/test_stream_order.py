@@ -15,6 +15,8 @@ from mpicomm.errors import HandleError
 
 pytest.importorskip("cuda.bindings", reason="the order takes the driver's calls for captures from cuda-bindings")
 
+from mpicomm.backend import cuda_capture
+
 STREAMS = (1, 2, 3, 4)
 _NOT_READY = 600
 
@@ -135,9 +137,9 @@ def order(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     modules = [importlib.import_module(name) for name in names]
-    for module in modules:
+    for module in (cuda_capture, *modules):
         monkeypatch.setattr(module, "driver", device)
-    order = modules[1].StreamOrder()
+    order = modules[-1].StreamOrder()
     yield order
     order.close()
     for name in names:
