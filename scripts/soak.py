@@ -56,8 +56,8 @@ Rounds = Iterator[tuple[float, Callable[[], object]]]
 ALLOWED = {"descriptors": 0, "mappings": 0, "threads": 0, "RSS MiB": 24, "device MiB": 64}
 
 
-def resources(device: int | str) -> dict[str, int]:
-    """Return how much of everything this process has; of the device's memory, what all have."""
+def resources(soak: Soak) -> dict[str, int]:
+    """Return how much of everything this process has; of its device's memory, a rank's share of what is used."""
     gc.collect()
     time.sleep(SETTLED_S)
     with contextlib.suppress(AttributeError):  # of glibc alone
@@ -65,7 +65,7 @@ def resources(device: int | str) -> dict[str, int]:
     maps = Path("/proc/self/maps").read_text().splitlines()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     used = 0
-    if device != "cpu":
+    if soak.device != "cpu":
         import cupy
 
         cupy.get_default_memory_pool().free_all_blocks()
@@ -77,7 +77,7 @@ def resources(device: int | str) -> dict[str, int]:
         "mappings": sum("/memfd:mpicomm" in line or "/psm_" in line for line in maps),
         "threads": sum(1 for _ in Path("/proc/self/task").iterdir()),
         "RSS MiB": pages * os.sysconf("SC_PAGESIZE") // MIB,
-        "device MiB": used // MIB,
+        "device MiB": used // soak.sharing // MIB,
     }
 
 
@@ -89,6 +89,8 @@ class Soak:
         self.done: Counter[str] = Counter()
         with communicator(device) as comm, array_module(comm):
             self.device = comm.device
+            uuid = comm.describe().device_uuid
+            self.sharing = comm.allgather(uuid).count(uuid)  # ranks on one device, each with its own copy of all code
             compile_reductions(comm, known(REDUCED))
 
     def round(self, number: int) -> None:
@@ -284,18 +286,18 @@ def run(soak: Soak, rounds: Rounds) -> None:
     for share, work in rounds:
         if share >= 0.1 and not before:
             WORLD.Barrier()
-            before = resources(soak.device)
+            before = resources(soak)
         work()
         if share >= shown:
             shown += 0.1
-            most = _most(resources(soak.device))
+            most = _most(resources(soak))
             if WORLD.rank == 0:
                 elapsed = f"{time.monotonic() - start:8.0f} s"
                 sys.stdout.write(f"{elapsed}  {dict(soak.done)}, at most on any rank: {most}\n")
                 sys.stdout.flush()
     seconds = time.monotonic() - start
     WORLD.Barrier()
-    after = resources(soak.device)
+    after = resources(soak)
     growth = {name: after[name] - before[name] for name in after}
     most = _most(growth)
     if WORLD.rank == 0:

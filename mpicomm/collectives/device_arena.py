@@ -14,6 +14,7 @@ from mpicomm.errors import HandleError
 from mpicomm.handle import Kind
 from mpicomm.kernels.direct import ARRIVALS_NBYTES
 from mpicomm.kernels.exchange import SLOTS
+from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.packets import ABSENT, FENCES_NBYTES, STAGES
 from mpicomm.kernels.packets import SLOT_NBYTES as PACKET_SLOT_NBYTES
 from mpicomm.kernels.team import ABORT_OPERATION, HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS, MISMATCH
@@ -125,6 +126,10 @@ class ArenaLayout:
     def flagged(self) -> int:
         """The offset of the inboxes of the LL wire."""
         return self.arrivals + self.size * ARRIVALS_NBYTES
+
+    def flagged_inboxes(self, arena: int) -> FlaggedInboxes:
+        """Return what kernels are told of the inboxes of the LL wire in the arena at that address."""
+        return FlaggedInboxes(arena + self.flagged, STAGES * self.size * self.flagged_inbox_nbytes)
 
     @cached_property
     def sentinels(self) -> int:

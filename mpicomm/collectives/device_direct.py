@@ -49,7 +49,8 @@ class DirectPlanner:
         return Launch(direct_kernel(), self._arguments(tag), blocks=1, threads=_FEWEST_THREADS, early=early)
 
     def _arguments(self, tag: int) -> DirectArguments:
-        arguments = DirectArguments(team=self._team, arrivals=self._layout.arrivals)
+        flagged = self._layout.flagged_inboxes(self._team.arenas[self._team.rank])
+        arguments = DirectArguments(team=self._team, arrivals=self._layout.arrivals, flagged=flagged)
         arguments.team.tags[:] = [tag] * len(arguments.team.tags)
         return arguments
 

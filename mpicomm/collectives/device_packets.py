@@ -162,9 +162,9 @@ class PacketPlanner:
         for peer, pointer in enumerate(inboxes.pointers):
             arguments.inboxes[peer] = pointer
         arguments.inbox_nbytes = inboxes.nbytes
-        arguments.flagged = self._arena.layout.flagged
-        arguments.flagged_nbytes = self._arena.layout.flagged_inbox_nbytes
-        arguments.fences = self._team.arenas[self._team.rank] + self._arena.layout.fences
+        own = self._team.arenas[self._team.rank]
+        arguments.flagged = self._arena.layout.flagged_inboxes(own)
+        arguments.fences = own + self._arena.layout.fences
 
 
 def _kind_of(arguments: PacketArguments) -> Steps:

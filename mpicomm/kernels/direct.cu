@@ -8,6 +8,7 @@
 // Why that cannot deadlock: announcements wait for nothing, and arrivals for announcements alone. Blocks of one rank do
 // not wait for each other.
 
+#include "ll_flags.cuh"
 #include "team.cuh"
 
 namespace mpicomm {
@@ -34,6 +35,7 @@ struct Direct {
   Cut going[kMaxRanks];
   Cut coming[kMaxRanks];  // from each rank
   u64 arrivals;           // where they begin in every arena
+  FlaggedInboxes flagged;
 };
 
 // What `sender` says to `owner` of a part that it has stored there: the count of the launch, whole. Other launches are
@@ -62,6 +64,7 @@ MPICOMM_DEVICE void run(const Direct& x) {
   // Before anything depends on one of the loads above, which a warp waits for as a whole.
   Health health;
   if (thread == kMaxRanks) health = load_health(team);
+  begin_round_of_flags(x.flagged, launch);
   if (blockIdx.x == 0 && has_peer) announce_all_before(team, thread, launch);
   bool ok = true;
   if (has_peer) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.load import Variant
 from mpicomm.kernels.reductions import OPTIONS
 from mpicomm.kernels.team import MAX_BLOCKS, MAX_RANKS, Team
@@ -37,6 +38,7 @@ class DirectArguments(ctypes.Structure):
         ("going", Cut * MAX_RANKS),
         ("coming", Cut * MAX_RANKS),
         ("arrivals", ctypes.c_uint64),
+        ("flagged", FlaggedInboxes),
     ]
 
 

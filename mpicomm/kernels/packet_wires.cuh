@@ -14,13 +14,9 @@
 
 #include "bytes.cuh"
 #include "element.cuh"
+#include "ll_flags.cuh"
 
 namespace mpicomm {
-
-constexpr u32 kFlagBits = 30;
-
-// The number of a launch as the LL wire's flag: never 0, which is what inboxes hold at first.
-MPICOMM_DEVICE u32 flag_of(u32 launch) { return (launch & ((1u << kFlagBits) - 1)) + 1; }
 
 // 8 bytes in words[0] and words[1] of a unit.
 struct FlagWire {

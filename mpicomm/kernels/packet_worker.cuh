@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fences.cuh"
+#include "ll_flags.cuh"
 #include "packet_wires.cuh"
 #include "team.cuh"
 #if defined(MPICOMM_DTYPE)
@@ -29,9 +30,8 @@ struct Packets {
   u64 output_nbytes;
   u8* inboxes[kMaxRanks];  // every rank's, of this kernel's wire
   u64 inbox_nbytes;        // of one source
-  u64 flagged;             // where the inboxes of the LL wire begin in this rank's arena
-  u64 flagged_nbytes;      // of one source
-  Fences* fences;          // of each block
+  FlaggedInboxes flagged;
+  Fences* fences;  // of each block
   u32 steps;  // of this rank; with fan-out, of all
   u32 laps;   // steps that an inbox holds
   u32 sources;  // of the reduction or relay, bit r for rank r

@@ -77,19 +77,6 @@ MPICOMM_DEVICE void oversee(
   }
 }
 
-// Numbers of launches come again after 2^30; a flag that has lain in a slot since then would be taken for new. Launches
-// 0 and 1 of each such round therefore wipe the set of inboxes that the next one uses: nobody writes there before this
-// launch is announced, and all that was written there has been taken.
-MPICOMM_DEVICE_CALL void wipe(const Packets& x, u32 launch) {
-  const u64 nbytes = kStages * kRanks * x.flagged_nbytes;
-  u8* const set = x.team.arenas[x.team.rank] + x.flagged + (launch + 1) % 2 * nbytes;
-  for (u64 at = static_cast<u64>(threadIdx.x) * kSlotNbytes; at < nbytes; at += blockDim.x * kSlotNbytes) {
-    store_volatile(reinterpret_cast<Pair*>(set + at), {0, 0});
-  }
-  fence_system();  // before this launch is announced: a peer could else write first and lose what it wrote
-  __syncthreads();
-}
-
 MPICOMM_DEVICE void run(const Packets& x) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
@@ -117,7 +104,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
   Outgoing out;
   if (thread < workers) out.load(x, a_at);
 
-  if (blockIdx.x == 0 && (launch & ((1u << kFlagBits) - 1)) < 2) wipe(x, launch);
+  begin_round_of_flags(x.flagged, launch);
   if (blockIdx.x == 0 && has_peer) announce(team, overseer, launch);
   bool ok = true;
   const auto is_behind = [&] { return static_cast<i32>(theirs.last_launch() - (launch - 1)) < 0; };

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Literal
 
+from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.load import Variant
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
@@ -47,8 +48,7 @@ class PacketArguments(ctypes.Structure):
         ("output_nbytes", ctypes.c_uint64),
         ("inboxes", ctypes.c_uint64 * MAX_RANKS),
         ("inbox_nbytes", ctypes.c_uint64),
-        ("flagged", ctypes.c_uint64),
-        ("flagged_nbytes", ctypes.c_uint64),
+        ("flagged", FlaggedInboxes),
         ("fences", ctypes.c_uint64),
         ("steps", ctypes.c_uint32),
         ("laps", ctypes.c_uint32),

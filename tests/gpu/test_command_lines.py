@@ -32,7 +32,8 @@ def test_the_bench_compares_with_what_is_installed(how: tuple[str, ...], tmp_pat
     assert [row["nbytes"] for row in report["results"]] == [1 << 10, 1 << 15, 1 << 20]
 
 
-@pytest.mark.parametrize("algorithm", [*algorithms_of("Allreduce"), "mpi"])
+# Without a name of its own the last would be taken for pytest-mpi's marker, and skipped.
+@pytest.mark.parametrize("algorithm", [*algorithms_of("Allreduce"), "mpi"], ids="algorithm={}".format)
 def test_nothing_is_wrong_with_any_algorithm(algorithm: str) -> None:
     job = run_job(RANKS, *BENCH, "-G", "1", "--algorithm", algorithm)
     assert (job.returncode, job.stdout.splitlines()[-1]) == (0, "# OK"), job.stdout + job.stderr

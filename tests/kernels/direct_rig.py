@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomm.collectives.device_arena import ArenaLayout
 from mpicomm.collectives.device_direct import DirectPlanner
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange
@@ -15,8 +14,10 @@ from mpicomm.mappings import Mapped
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine, Place
+from tests.kernels.packet_rig import SmallLayout
 
 _PARITIES = 2
+_INBOX_NBYTES = 512  # of packets, whose old flags this kernel wipes
 
 
 class DirectRig:
@@ -33,9 +34,9 @@ class DirectRig:
     ) -> None:
         self.machine = machine
         self.size = machine.size
-        layout = ArenaLayout(self.size, 1)
+        layout = SmallLayout(self.size, 1, flagged_inbox_nbytes=_INBOX_NBYTES)
         self._layout = layout
-        self.arenas = [machine.allocate(rank, layout.flagged) for rank in range(self.size)]
+        self.arenas = [machine.allocate(rank, layout.sentinels) for rank in range(self.size)]
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         self._changes = changes
@@ -52,6 +53,11 @@ class DirectRig:
             arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = arrived
             announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _PARITIES * 8]
             announcements.view(np.uint64).reshape(self.size, _PARITIES)[:, launch % _PARITIES] = launch << 32
+
+    def flags(self, rank: int) -> np.ndarray:
+        """Return the inboxes of the LL wire of a rank, of either parity, as words."""
+        words = self.arenas[rank].bytes[self._layout.flagged : self._layout.sentinels].view(np.uint64)
+        return words.reshape(_PARITIES, -1)
 
     def run(self, rank: int, exchanges: Sequence[Exchange], *, tag: int = 1, nbytes: int, nap_us: int = 0) -> None:
         """Enqueue a rank's part of an exchange, of at most ``nbytes`` between two ranks."""

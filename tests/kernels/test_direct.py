@@ -159,6 +159,26 @@ def test_data_that_does_not_come_is_missed_after_many_launches_that_moved_none(b
         rig.machine.run()
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_the_first_launches_of_a_round_wipe_old_flags_of_packets(builds: Builds, moves: bool) -> None:
+    """Each the set of inboxes of the next launch, and nothing of the other, where packets may be coming."""
+    rig = DirectRig(Machine(builds, 3), 3 * NBYTES)
+    calls = Calls(rig, np.random.default_rng(0))
+    rig.start_at(2**30 - 2, moved=0)
+    for rank in range(rig.size):
+        rig.flags(rank)[:] = 7
+    for wiped in ([], [1], [0, 1], [0, 1]):  # by launches 2^30 - 1, 2^30 and the two after it
+        checks = [calls.allgather(1000)] if moves else []
+        for rank in range(0 if moves else rig.size):
+            rig.barrier(rank)
+        rig.machine.run(seed=len(wiped), jitter_us=100)
+        for check in checks:
+            check()
+        for rank in range(rig.size):
+            assert [parity for parity in range(2) if not rig.flags(rank)[parity].any()] == wiped
+            assert all((rig.flags(rank)[parity] == 7).all() for parity in range(2) if parity not in wiped)
+
+
 def test_no_race(watched_builds: Builds) -> None:
     run_long(watched_builds, rounds=15)
 

@@ -193,7 +193,7 @@ MISTAKES: dict[str, tuple[Wire, Change]] = {
     "one set of inboxes": ("flagged", Change(WORKER, "((launch % 2) * kStages + stage)", "(stage)")),
     "one set of inboxes of sentinels": ("sentinel", Change(WORKER, "((launch % 2) * kStages + stage)", "(stage)")),
     "no wait for the last launch": ("flagged", Change(SOURCE, "ok = await_ranks(team, launch, absent);", "")),
-    "old flags not wiped": ("flagged", Change(SOURCE, "wipe(x, launch);", ";")),
+    "old flags not wiped": ("flagged", Change("ll_flags.cuh", "wipe_flags(inboxes, launch);", ";")),
     "sentinels not put back": (
         "sentinel",
         Change("packet_wires.cuh", "store_volatile(slot, {absent, absent});", "(void)slot;"),

@@ -12,6 +12,7 @@ from mpicomm.kernels.chain import ChainArguments, Place  # noqa: E402
 from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
 from mpicomm.kernels.direct import Cut, DirectArguments  # noqa: E402
 from mpicomm.kernels.exchange import ExchangeArguments, Link  # noqa: E402
+from mpicomm.kernels.ll_flags import FlaggedInboxes  # noqa: E402
 from mpicomm.kernels.local_reduction import LocalReductionArguments  # noqa: E402
 from mpicomm.kernels.packets import PacketArguments  # noqa: E402
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for  # noqa: E402
@@ -55,7 +56,7 @@ def test_every_reduction_compiles(tmp_path: Path) -> None:
 STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "team.cuh": {"mpicomm::Team": Team, "mpicomm::Faults": Faults},
     "exchange.cu": {"mpicomm::Link": Link, "mpicomm::Exchange": ExchangeArguments},
-    "packets.cu": {"mpicomm::Packets": PacketArguments},
+    "packets.cu": {"mpicomm::Packets": PacketArguments, "mpicomm::FlaggedInboxes": FlaggedInboxes},
     "direct.cu": {"mpicomm::Direct": DirectArguments, "mpicomm::Cut": Cut},
     "local_reduction.cu": {"mpicomm::LocalReduction": LocalReductionArguments},
     "chain.cu": {"mpicomm::Place": Place, "mpicomm::Chain": ChainArguments},
