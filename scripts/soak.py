@@ -57,7 +57,7 @@ ALLOWED = {"descriptors": 0, "mappings": 0, "threads": 0, "RSS MiB": 24, "device
 
 
 def resources(soak: Soak) -> dict[str, int]:
-    """Return how much of everything this process has; of its device's memory, a rank's share of what is used."""
+    """Return how much of everything this process has; of its device's memory, a rank's share. Collective."""
     gc.collect()
     time.sleep(SETTLED_S)
     with contextlib.suppress(AttributeError):  # of glibc alone
@@ -70,7 +70,9 @@ def resources(soak: Soak) -> dict[str, int]:
 
         cupy.get_default_memory_pool().free_all_blocks()
         cupy.get_default_pinned_memory_pool().free_all_blocks()
+        WORLD.Barrier()  # or others on the device could have blocks of their pools still
         free, total = cupy.cuda.runtime.memGetInfo()
+        WORLD.Barrier()  # or they could have more already
         used = total - free
     return {
         "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),

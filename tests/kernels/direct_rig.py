@@ -9,8 +9,8 @@ import numpy as np
 from mpicomm.collectives.device_direct import DirectPlanner
 from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
 from mpicomm.mappings import Mapped
+from tests.helpers.launch_numbers import begin_behind
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine, Place
@@ -49,10 +49,8 @@ class DirectRig:
         """Let all ranks have begun and ended this launch; ``moved`` is the last that moved data, if not the same."""
         arrived = launch if moved is None else moved
         for arena in self.arenas:
-            arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 8 : HEAD_NBYTES].view(np.uint64)[:] = launch
+            begin_behind(launch, arena.bytes, self.size)
             arena.bytes[self._layout.arrivals : self._layout.flagged].view(np.uint64)[:] = arrived
-            announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _PARITIES * 8]
-            announcements.view(np.uint64).reshape(self.size, _PARITIES)[:, launch % _PARITIES] = launch << 32
 
     def flags(self, rank: int) -> np.ndarray:
         """Return the inboxes of the LL wire of a rank, of either parity, as words."""

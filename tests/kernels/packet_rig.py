@@ -15,12 +15,11 @@ from mpicomm.collectives.device_packets import Geometry, PacketPlanner, fans_out
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.packets import ABSENT, Wire
-from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
+from tests.helpers.launch_numbers import begin_behind, old_flags
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
 
-_PARITIES = 2
 _ANY_NBYTES = 1 << 30  # what ranks take the longest message for that they do not all know
 
 
@@ -60,19 +59,14 @@ class PacketRig:
     def start_at(self, launch: int) -> None:
         """Let all ranks have begun and ended this launch."""
         for arena in self.arenas:
-            numbers = arena.bytes[HEAD_NBYTES - MAX_BLOCKS * 8 : HEAD_NBYTES]
-            numbers.view(np.uint64)[:] = launch
-            announcements = arena.bytes[LINE_NBYTES : LINE_NBYTES + self.size * _PARITIES * 8]
-            words = announcements.view(np.uint64).reshape(self.size, _PARITIES)
-            for begun in (max(0, launch - 1), launch):
-                words[:, begun % _PARITIES] = begun << 32
+            begin_behind(launch, arena.bytes, self.size)
 
     def fill_with_old_flags(self, rng: np.random.Generator) -> None:
-        """Let the inboxes of the LL wire hold wrong data with flags of launches 2 to 99 of a round of numbers."""
+        """Let the inboxes of the LL wire hold what launches of the last round of numbers have left."""
         layout = self._layout
         for arena in self.arenas:
-            words = arena.bytes[layout.flagged : layout.sentinels].view(np.uint64)
-            words[:] = rng.integers(3, 100, words.size).astype(np.uint64) << 32 | 0xBAD
+            flagged = arena.bytes[layout.flagged : layout.sentinels]
+            flagged[:] = old_flags(flagged.nbytes, rng).view(np.uint8)
 
     def run(
         self,

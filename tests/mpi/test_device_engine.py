@@ -12,6 +12,7 @@ from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.reductions import REDUCTIONS
+from tests.helpers import launch_numbers
 from tests.helpers.communicators import communicator
 from tests.helpers.compiling import compile_kernels
 from tests.helpers.device_engines import Array, Memory, Rig, contributions, in_place_sum, rig_of
@@ -264,6 +265,40 @@ def test_many_calls_of_changing_sizes(rig: Rig) -> None:
     for number in range(60):
         parts = contributions(rig, np.dtype(np.int32), int(rng.integers(1, 200000)), number)
         checks.append(allreduce(rig, parts, "sum", 0, in_place=bool(number % 2), two_shot=number % 3 == 0))
+    rig.finish()
+    for check in checks:
+        check()
+
+
+def begin_behind_with_old_flags(rig: Rig, launch: int) -> None:
+    """Let it be the last launch, and the inboxes of packets with flags hold what earlier ones have left."""
+    import cupy
+
+    arena = rig.engine._arena
+    layout = arena.layout
+    memory = cupy.cuda.UnownedMemory(arena.pointers[rig.rank], layout.nbytes, arena)
+    head_and_flags = cupy.ndarray((layout.sentinels,), np.uint8, cupy.cuda.MemoryPointer(memory, 0))
+    content = head_and_flags.get()
+    launch_numbers.begin_behind(launch, content, rig.size)
+    flagged = content[layout.flagged :]
+    flagged[:] = launch_numbers.old_flags(flagged.nbytes, np.random.default_rng(launch)).view(np.uint8)
+    head_and_flags.set(content)
+    rig.finish()
+    MPI.COMM_WORLD.Barrier()
+
+
+@pytest.mark.parametrize("barriers", [0, 4])
+@pytest.mark.parametrize("launch", [2**30 - 2, 2**32 - 2])
+def test_old_flags_are_not_taken_for_new_when_numbers_of_launches_come_again(
+    rig: Rig, launch: int, barriers: int
+) -> None:
+    begin_behind_with_old_flags(rig, launch)
+    for _ in range(barriers):
+        rig.engine.enqueue(rig.engine.prepare_barrier(), rig.stream.ptr)
+    checks = []
+    for number in range(110):
+        parts = contributions(rig, np.dtype(np.int32), 1 + 7 * number, number)
+        checks.append(allreduce(rig, parts, "sum", 0, in_place=False, two_shot=False))
     rig.finish()
     for check in checks:
         check()
