@@ -77,7 +77,7 @@ MPICOMM_DEVICE void run(const Direct& x) {
     };
     ok = await_ranks(team, launch, absent);
     if (ok && theirs.differ_from(ours, launch - 1)) ok = refuse(team, thread, launch - 1);
-    if (ok && look_at(team, thread, launch) == kDifferent) ok = refuse(team, thread, launch);
+    if (ok && judge(team, thread, launch, theirs.of(launch)) == kDifferent) ok = refuse(team, thread, launch);
   }
   if (thread == kMaxRanks) ok = is_healthy(team, blockIdx.x, health);
   // All leave or none: and all have read their number before it is advanced.

@@ -63,6 +63,15 @@ MPICOMM_DEVICE u64 load_acquire(const u64* p) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
   return value;
 }
+// Of two words at once: what is said of either half holds of both, in no order between them.
+MPICOMM_DEVICE Pair load_acquire(const Pair* p) {
+  Pair value;
+  asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(value.first), "=l"(value.second)
+               : "l"(p)
+               : "memory");
+  return value;
+}
 
 // Publishes all that precedes it in program order with the flag. Pairs with an acquire of the same word.
 MPICOMM_DEVICE void store_release(u32* p, u32 value) {
@@ -196,6 +205,7 @@ MPICOMM_DEVICE void yield_and_store(T* p, T value, int order) {
 
 MPICOMM_DEVICE u32 load_acquire(const u32* p) { return yield_and_load(p, __ATOMIC_ACQUIRE); }
 MPICOMM_DEVICE u64 load_acquire(const u64* p) { return yield_and_load(p, __ATOMIC_ACQUIRE); }
+MPICOMM_DEVICE Pair load_acquire(const Pair* p) { return {load_acquire(&p->first), load_acquire(&p->second)}; }
 MPICOMM_DEVICE void store_release(u32* p, u32 value) { yield_and_store(p, value, __ATOMIC_RELEASE); }
 MPICOMM_DEVICE void store_release(u64* p, u64 value) { yield_and_store(p, value, __ATOMIC_RELEASE); }
 MPICOMM_DEVICE u32 load_acquire_in_block(const u32* p) { return load_acquire(p); }

@@ -142,19 +142,22 @@ MPICOMM_DEVICE Announcements load_announcements(const Team& team, u32 announcer)
 
 // Pairs with `announce_all_before` of that rank: what it did before is seen by the caller's accesses after this.
 MPICOMM_DEVICE Announcements acquire_announcements(const Team& team, u32 announcer) {
-  const u64* const words = announcements(team, team.rank, announcer);
-  return {{load_acquire(words), load_acquire(words + 1)}};
+  // At once, as each acquire holds up what follows it.
+  const Pair both = load_acquire(reinterpret_cast<const Pair*>(announcements(team, team.rank, announcer)));
+  return {{both.first, both.second}};
 }
 
 enum Announced : u32 { kAbsent, kSame, kDifferent };
 
-// What `peer` has said of `launch`.
-MPICOMM_DEVICE Announced look_at(const Team& team, u32 peer, u32 launch) {
-  const u64 word = load_relaxed(announcements(team, team.rank, peer) + launch % 2);
+// What `peer` has said of `launch`, in the word for that.
+MPICOMM_DEVICE Announced judge(const Team& team, u32 peer, u32 launch, u64 word) {
   const u32 said = static_cast<u32>(word >> 32);
   // A peer that is two ahead has written over it: it cannot be, unless it was content with this launch.
   if (static_cast<i32>(said - launch) < 0) return kAbsent;
   return said != launch || static_cast<u32>(word) == team.tags[peer] ? kSame : kDifferent;
+}
+MPICOMM_DEVICE Announced look_at(const Team& team, u32 peer, u32 launch) {
+  return judge(team, peer, launch, load_relaxed(announcements(team, team.rank, peer) + launch % 2));
 }
 
 // Gives up, as `peer` was in another call than this rank in `launch`.
