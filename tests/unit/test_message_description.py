@@ -22,7 +22,7 @@ def test_a_description_comes_back() -> None:
 
 def test_data_is_none() -> None:
     message = DESCRIBED.pack(SECRET)
-    for data in (b"", message[:-1], message + b"\0", os.urandom(NBYTES), b"\1" + message[1:]):
+    for data in (b"", message[:-1], message + b"\0", os.urandom(NBYTES), bytes([message[0] ^ 1]) + message[1:]):
         assert Description.unpack(data, SECRET) is None
     assert Description.unpack(message, os.urandom(32)) is None
 
