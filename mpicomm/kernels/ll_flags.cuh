@@ -23,7 +23,9 @@ MPICOMM_DEVICE_CALL void wipe_flags(const FlaggedInboxes& inboxes, u32 launch) {
   for (u64 at = static_cast<u64>(threadIdx.x) * kPacketNbytes; at < inboxes.nbytes; at += blockDim.x * kPacketNbytes) {
     store_volatile(reinterpret_cast<Pair*>(set + at), {0, 0});
   }
-  fence_system();  // before this launch is announced: a peer could else write first and lose what it wrote
+  // Of every thread, before the barrier, behind which threads of this block announce the launch. Pairs with the peers'
+  // look at that, after which they store here: what they have stored would else be wiped by a store that comes late.
+  fence_system();
   __syncthreads();
 }
 

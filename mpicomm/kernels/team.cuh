@@ -142,7 +142,8 @@ MPICOMM_DEVICE Announcements load_announcements(const Team& team, u32 announcer)
 
 // Pairs with `announce_all_before` of that rank: what it did before is seen by the caller's accesses after this.
 MPICOMM_DEVICE Announcements acquire_announcements(const Team& team, u32 announcer) {
-  // At once, as each acquire holds up what follows it.
+  // At once, as each acquire holds up what follows it. The halves are in no order: that of an earlier launch may be
+  // older than the other says. Who has gone on to another launch was content with what this rank said of that one.
   const Pair both = load_acquire(reinterpret_cast<const Pair*>(announcements(team, team.rank, announcer)));
   return {{both.first, both.second}};
 }
