@@ -3,8 +3,7 @@
 `Communicator` is an mpi4py communicator; see the README for a first program.
 """
 
-from mpicomm.collectives.ops import AVG
-from mpicomm.communicator import Communicator
+from mpicomm.api.communicator import Communicator
 from mpicomm.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -14,9 +13,10 @@ from mpicomm.errors import (
     MpicommError,
     PeerError,
 )
-from mpicomm.events import SharedEvent
 from mpicomm.kernels.headers import include_dir
-from mpicomm.memory import SymmetricArray
+from mpicomm.mpi.ops import AVG
+from mpicomm.symmetric.array import SymmetricArray
+from mpicomm.symmetric.events import SharedEvent
 
 __all__ = [
     "AVG",

@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.handle import KINDS
 
 DEFAULT_TIMEOUT_S = 30.0
 LONGEST_TIMEOUT_S = 1e6  # epoll counts milliseconds in 32 bits
 _LOCAL_IDS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 """Hydra's of MPICH and Intel MPI, Open MPI's, MVAPICH's; Slurm's last, as it may be that of a step which launches."""
-HANDLES = ("auto", *(kind for kind in KINDS if kind != "memfd"))
+HANDLES = ("auto", "ipc", "fd", "fabric", "staged")
+"""The values of ``handle=``: "auto", and each ``Kind`` of `mpicomm.devices.handle` but the one of host memory."""
 
 
 def device(argument: int | str) -> int | str:

@@ -13,11 +13,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from mpicomm import command_line
-from mpicomm.backend.base import Link, slowest_gb_s
-from mpicomm.collectives import tuning
-from mpicomm.communicator import Communicator
-from mpicomm.cuda_aware import query_cuda_aware
+from mpicomm.api.communicator import Communicator
+from mpicomm.cli import options as command_line
+from mpicomm.cluster.cuda_aware import query_cuda_aware
+from mpicomm.collectives.gpu import tuning
+from mpicomm.devices.base import Link, slowest_gb_s
 from mpicomm.errors import InvalidUsageError
 
 _FILE_WIDTH = 1000  # nothing is folded where no terminal sets the width; a table takes what it needs

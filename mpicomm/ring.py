@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm import command_line
-from mpicomm.communicator import Communicator, RankInfo
+from mpicomm.api.communicator import Communicator, RankInfo
+from mpicomm.cli import options as command_line
+from mpicomm.cli.report import header, matrices, setting
 from mpicomm.errors import InvalidUsageError
-from mpicomm.report import header, matrices, setting
 
 DIRECTIONS = ("put", "get")
 

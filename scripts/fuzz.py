@@ -12,10 +12,11 @@ import importlib.util
 import random
 import sys
 
-from mpicomm import fd_exchange, handle
+from mpicomm.devices import handle
+from mpicomm.devices.handle import PACKET_NBYTES, MemoryHandle
 from mpicomm.errors import HandleError
-from mpicomm.fd_exchange import Address, FdExchange
-from mpicomm.handle import PACKET_NBYTES, MemoryHandle
+from mpicomm.sharing import fd_exchange
+from mpicomm.sharing.fd_exchange import Address, FdExchange
 
 SECRET = bytes(range(32))
 PACKET = MemoryHandle("ipc", bytes(16), bytes(range(64)), 1 << 21, 512, 4096).pack()

@@ -17,14 +17,15 @@ from collections.abc import Callable
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.bootstrap import Group
+from mpicomm.cluster.agreement import Group
 from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
-from mpicomm.collectives.exchange import Exchange, Span
-from mpicomm.collectives.host_engine import SLOT_NBYTES, SLOTS, HostEngine
-from mpicomm.collectives.host_selection import piece_nbytes
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.host.engine import SLOT_NBYTES, SLOTS, HostEngine
+from mpicomm.collectives.host.selection import piece_nbytes
 from mpicomm.collectives.signature import Signature
-from mpicomm.domain import Shared
+from mpicomm.mpi.span import Span
+from mpicomm.session import Shared
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm import command_line
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench import options as options_module
 from mpicomm.bench.beside import Slowdown, slowdowns
 from mpicomm.bench.contenders import ORDINARY, OWN, Contenders
@@ -17,8 +17,8 @@ from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Case, Operation, block_of
 from mpicomm.bench.results import Results, Row
 from mpicomm.bench.table import Table
-from mpicomm.communicator import Communicator
-from mpicomm.report import header, setting
+from mpicomm.cli import options as command_line
+from mpicomm.cli.report import header, setting
 
 
 def blocks_of(operation: Operation, sizes: list[int], dtype: np.dtype[Any], ranks: int) -> list[int]:

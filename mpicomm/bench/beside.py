@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import Contender, Contenders, PeerFailureError, together
 from mpicomm.bench.machine import Call, Machine, time_calls
 from mpicomm.bench.operations import Case
-from mpicomm.communicator import Communicator
 
 _EDGE = 8192
 _PRODUCTS = 20

@@ -7,13 +7,13 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from mpicomm import command_line
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Machine
 from mpicomm.bench.operations import Buffers, Case, buffers
 from mpicomm.bench.own import Mpicomm
 from mpicomm.bench.peers import PEERS, module_of
 from mpicomm.bench.peers.base import Peer, UnsupportedError
-from mpicomm.communicator import Communicator
+from mpicomm.cli import options as command_line
 
 OWN = "mpicomm"
 ORDINARY = "mpicomm-ordinary"

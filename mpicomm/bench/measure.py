@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import Contender, Contenders, PeerFailureError, together
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, Machine, Times, time_calls
 from mpicomm.bench.operations import Buffers, Case
-from mpicomm.communicator import Communicator
 
 T = TypeVar("T")
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm import command_line
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import known_peers
 from mpicomm.bench.content import OPS
 from mpicomm.bench.operations import ALIASES, OPERATIONS
 from mpicomm.bench.peers import PEERS
-from mpicomm.collectives.ops import check_legal
-from mpicomm.collectives.types import covered_dtype
-from mpicomm.communicator import Communicator
+from mpicomm.cli import options as command_line
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.ops import check_legal
+from mpicomm.mpi.types import covered_dtype
 
 DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 import mpicomm
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.mpi_calls import mpi_call
 from mpicomm.bench.operations import Buffers, Case
-from mpicomm.collectives import tuning
-from mpicomm.communicator import Communicator
+from mpicomm.collectives.gpu import tuning
 
 _OTHER_ORDERS = ("ring", "mpi")
 """The algorithms that reduce in an order of their own."""

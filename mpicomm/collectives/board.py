@@ -6,10 +6,10 @@ from functools import lru_cache
 
 import numpy as np
 
-from mpicomm.backend.host import HostBackend, fence
-from mpicomm.bootstrap import Group
+from mpicomm.cluster.agreement import Group
+from mpicomm.devices.host import HostBackend, fence
 from mpicomm.errors import InvalidUsageError
-from mpicomm.shared_segments import share
+from mpicomm.sharing.segments import share
 
 _LINE_NBYTES = 256  # also of the counter, so that no two ranks write the same cache line
 _KEPT = 16  # lines of a rank: where nobody has to wait, ranks that call different things notice it some calls later

@@ -12,13 +12,7 @@ from typing import Any
 
 import numpy as np
 
-
-@dataclass(frozen=True)
-class Span:
-    """``count`` consecutive elements at address ``pointer``."""
-
-    pointer: int
-    count: int
+from mpicomm.mpi.span import Span
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from mpicomm.collectives.exchange import Exchange, Reduction, Span
+from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.span import Span
 
 _ALIGNED_NBYTES = 128  # shards begin at whole cache lines of the array, where it has that many
 

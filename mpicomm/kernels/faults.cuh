@@ -21,7 +21,7 @@ enum Operation : u32 {
 };
 
 // Lies in mapped host memory, so that the host can read it while kernels run. The host's copy of this layout is
-// FaultRecord in backend/cuda_faults.py; a test compares the two.
+// FaultRecord in devices/cuda/faults.py; a test compares the two.
 struct FaultRecord {
   u32 state;
   u32 operation;   // an Operation

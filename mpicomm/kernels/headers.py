@@ -1,8 +1,11 @@
-"""Where the C++ header for kernels of users is."""
+"""Where the sources of kernels lie: those that kernels share, and the header for kernels of users."""
 
 from __future__ import annotations
 
 from pathlib import Path
+
+SHARED = Path(__file__).parent
+"""The directory of the headers that kernels of every algorithm include."""
 
 
 def include_dir() -> str:
@@ -11,4 +14,4 @@ def include_dir() -> str:
     The header has what kernels of several ranks need to meet: the parts of a `SymmetricArray` on all ranks, and flags
     to signal and to wait for. It wants C++17.
     """
-    return str(Path(__file__).parent / "include")
+    return str(SHARED / "include")

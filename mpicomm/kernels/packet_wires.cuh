@@ -70,7 +70,7 @@ struct SentinelWire {
     store_volatile(slot, {absent, absent});
   }
 
-  // The host's copy is in packets.py; a test compares them.
+  // The host's copy is in arguments.py of packets; a test compares them.
   static constexpr u32 kAbsent = 0xFFF5A3C6;
   static constexpr u32 kEscaped = kAbsent ^ 1u << 31;
   static constexpr u64 kSign = 1ull << 63;  // of a half: what its upper word differs in from the other of the two

@@ -12,12 +12,9 @@ from typing import Any, cast
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.backend.base import Backend
-from mpicomm.collectives.arguments import Operand, parse
-from mpicomm.collectives.buffers import array_of
-from mpicomm.collectives.dispatcher import is_on_device, refuse_stream
-from mpicomm.collectives.host_copies import announce
-from mpicomm.collectives.requests import Completer, DeferredRequest, Work
+from mpicomm.cluster.placement import Placement
+from mpicomm.collectives.dispatch import is_on_device, refuse_stream
+from mpicomm.devices.base import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.description import LEAST_PIECE_NBYTES, NBYTES, THRESHOLD_NBYTES
 from mpicomm.messages.device import MessageDevice
@@ -26,7 +23,10 @@ from mpicomm.messages.landing import Landing
 from mpicomm.messages.matched import Matched, Stash
 from mpicomm.messages.memory import Memory
 from mpicomm.messages.outgoing import Outgoing, Sending, copied, describe, packed, say_once
-from mpicomm.placement import Placement
+from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.host_copies import announce
+from mpicomm.mpi.requests import Completer, DeferredRequest, Work
 
 Send = Callable[..., Any]
 """One of MPI's methods: of a buffer, a destination and a tag."""

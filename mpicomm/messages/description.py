@@ -11,9 +11,9 @@ import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from mpicomm.cluster.placement import SECRET_NBYTES
+from mpicomm.devices.handle import PACKET_NBYTES
 from mpicomm.errors import HandleError
-from mpicomm.handle import PACKET_NBYTES
-from mpicomm.placement import SECRET_NBYTES
 
 THRESHOLD_NBYTES = 32 << 10
 """Messages of device arrays of more than this are described; others are quicker through the host."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from mpicomm.backend.base import Backend
+from mpicomm.devices.base import Backend
 
 
 class SideStreams(Protocol):

@@ -6,11 +6,12 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.arguments import Operand, parse, require_separate
-from mpicomm.collectives.dispatcher import Collectives, End, require_here
-from mpicomm.collectives.exchange import Message, Span
-from mpicomm.domain import Domain
+from mpicomm.collectives.dispatch import Collectives, End, require_here
+from mpicomm.collectives.exchange import Message
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.arguments import Operand, parse, require_separate
+from mpicomm.mpi.span import Span
+from mpicomm.session import Domain
 
 _NO_SEND: End = (None, MPI.PROC_NULL, 0)
 _NO_RECEIVE: End = (None, MPI.PROC_NULL, MPI.ANY_TAG)

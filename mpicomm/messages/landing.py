@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.collectives.arguments import parse
-from mpicomm.collectives.buffers import read
-from mpicomm.collectives.host_copies import through_host
 from mpicomm.messages.description import NBYTES, Description
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.myself import unpack
 from mpicomm.messages.transfers import Transfers
+from mpicomm.mpi.arguments import parse
+from mpicomm.mpi.buffers import read
+from mpicomm.mpi.host_copies import through_host
 
 _UNNAMED = (None, MPI.BYTE)  # what `parse` says of a host array of a type that NumPy does not know, and MPI may
 _NOTHING = np.empty(0, np.uint8)

@@ -6,7 +6,7 @@ import contextlib
 
 from mpi4py import MPI
 
-from mpicomm.bootstrap import release_before_finalize
+from mpicomm.cluster.agreement import release_before_finalize
 from mpicomm.errors import MpicommError
 from mpicomm.log import logger
 from mpicomm.messages.device import MessageDevice

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mpicomm.backend.base import Segment
+from mpicomm.devices.base import Segment
 from mpicomm.errors import HandleError
 from mpicomm.messages.description import MOST_EXTENTS, Description, Extent
 from mpicomm.messages.device import MessageDevice

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.backend.base import Backend
-from mpicomm.collectives.arguments import Operand
-from mpicomm.collectives.host_copies import HostCopies
+from mpicomm.devices.base import Backend
 from mpicomm.errors import HandleError
 from mpicomm.log import logger
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.transfers import Transfers
+from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.host_copies import HostCopies
 
 _said: set[str] = set()
 

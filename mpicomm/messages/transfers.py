@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import threading
 
-from mpicomm.backend.base import Segment
+from mpicomm.devices.base import Segment
+from mpicomm.devices.handle import MemoryHandle
 from mpicomm.errors import HandleError, InvalidUsageError
-from mpicomm.handle import MemoryHandle
 from mpicomm.messages.description import Description
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.outbox import DONE, Outbox

@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpicomm import command_line
-from mpicomm.backend.base import slowest_gb_s
+from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.bench.machine import Gpu
 from mpicomm.bench.measure import Effort
 from mpicomm.bench.options import DTYPES
-from mpicomm.collectives import tuning
-from mpicomm.collectives.tuning import Tuning
-from mpicomm.collectives.types import covered_dtype
-from mpicomm.communicator import Communicator, RankInfo
+from mpicomm.cli import options as command_line
+from mpicomm.cli.report import header
+from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.devices.base import slowest_gb_s
 from mpicomm.errors import InvalidUsageError
-from mpicomm.report import header
+from mpicomm.mpi.types import covered_dtype
 from mpicomm.tune.subjects import MPI_NAMES, subjects_of
 from mpicomm.tune.sweep import GAIN, sweep
 from mpicomm.tune.timing import Timing

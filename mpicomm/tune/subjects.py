@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from mpicomm.bench.operations import OPERATIONS, ROOT, Case, Operation, block_of
-from mpicomm.collectives import tuning
-from mpicomm.collectives.device_selection import can_chain
-from mpicomm.collectives.tuning import Kind, algorithms_of, kind_of
+from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu.choose import can_chain
+from mpicomm.collectives.gpu.tuning import Kind, algorithms_of, kind_of
 from mpicomm.errors import InvalidUsageError
 
 OP = "sum"

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone
 
 import mpicomm
-from mpicomm import command_line
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import Case
-from mpicomm.collectives.tuning import Measured, Row, Tuning
+from mpicomm.cli import options as command_line
+from mpicomm.collectives.gpu.tuning import Measured, Row, Tuning
 from mpicomm.errors import MpicommError
 from mpicomm.tune.subjects import Subject
 

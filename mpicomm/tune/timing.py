@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import Contender, Contenders
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.operations import Case
 from mpicomm.bench.own import Mpicomm
-from mpicomm.communicator import Communicator
 from mpicomm.tune.subjects import OP, Subject
 from mpicomm.tune.sweep import Measure
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.backend.cuda_driver import visible_devices
-from mpicomm.collectives.tuning import algorithms_of
+from mpicomm.collectives.gpu.tuning import algorithms_of
+from mpicomm.devices.cuda.driver import visible_devices
 from mpicomm.errors import BackendUnavailableError
 from tests.helpers.mpiexec import run_job
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.backend.cuda_driver import visible_devices
+from mpicomm.devices.cuda.driver import visible_devices
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError
 
 try:
@@ -20,7 +20,7 @@ except BackendUnavailableError as unavailable:
 
 import cupy
 
-from mpicomm.backend.cuda import CudaBackend
+from mpicomm.devices.cuda.backend import CudaBackend
 
 MIB = 1 << 20
 

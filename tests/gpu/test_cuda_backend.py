@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.backend.cuda_driver import visible_devices
+from mpicomm.devices.cuda.driver import visible_devices
+from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError
-from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
 
 try:
     DEVICES = visible_devices()
@@ -21,7 +21,7 @@ except BackendUnavailableError as unavailable:
 import cupy
 from cuda.bindings import driver
 
-from mpicomm.backend.cuda import CudaBackend
+from mpicomm.devices.cuda.backend import CudaBackend
 
 MIB = 1 << 20
 KINDS: list[Kind] = ["ipc", "fd", "staged"]

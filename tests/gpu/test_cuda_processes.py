@@ -9,10 +9,10 @@ from multiprocessing.connection import Connection
 import numpy as np
 import pytest
 
-from mpicomm.backend.cuda_driver import visible_devices
-from mpicomm.descriptor import Descriptor
+from mpicomm.devices.cuda.driver import visible_devices
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.errors import BackendUnavailableError, HandleError
-from mpicomm.handle import FD_KINDS, Kind, MemoryHandle
 
 try:
     DEVICES = visible_devices()
@@ -21,7 +21,7 @@ except BackendUnavailableError as unavailable:
 
 import cupy
 
-from mpicomm.backend.cuda import CudaBackend
+from mpicomm.devices.cuda.backend import CudaBackend
 
 KINDS: list[Kind] = ["ipc", "fd", "staged"]
 INBOX = 64  # where the first process's memory has the counter the second signals with

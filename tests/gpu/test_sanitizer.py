@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from mpicomm.backend.cuda_driver import visible_devices
+from mpicomm.devices.cuda.driver import visible_devices
 from mpicomm.errors import BackendUnavailableError
 from tests.helpers.mpiexec import environment, mpiexec_command
 

@@ -14,7 +14,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.tuning import algorithms_of
+from mpicomm.collectives.gpu.tuning import algorithms_of
 from tests.helpers.reductions import SENTINELS
 
 OPERATIONS = (

@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives import types
+from mpicomm.mpi import types
 from tests.helpers import reference
 from tests.helpers.buffers import Placed, values
 from tests.helpers.compiling import compile_kernels

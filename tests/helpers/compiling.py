@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]], comm: MPI.Intracomm) -> None:
     """Let each rank compile some of the kernels for these ``(dtype, op)``, for all. Collective."""
-    from mpicomm.kernels.compile import KERNELS, compile_kernel
-    from mpicomm.kernels.exchange import exchange_kernel
-    from mpicomm.kernels.packets import Steps, Wire, flags_can_carry, packet_kernel
+    from mpicomm.collectives.gpu.algorithms.chunks.arguments import exchange_kernel
+    from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, Wire, flags_can_carry, packet_kernel
+    from mpicomm.devices.cuda.compile import compile_kernel
 
     variants = [exchange_kernel(pair) for pair in pairs]
     kinds: list[tuple[Wire, Steps]] = [("sentinel", "one"), ("sentinel", "few"), ("sentinel", "laps")]
@@ -22,7 +22,7 @@ def compile_kernels(capability: tuple[int, int], pairs: Sequence[tuple[str, str]
         variants += [packet_kernel(pair, comm.size, *kind, fan_out=fan_out) for kind in kinds + flagged]
     with ThreadPoolExecutor() as pool:
         compiled = [
-            pool.submit(compile_kernel, KERNELS / variant.source, capability, variant.options)
+            pool.submit(compile_kernel, variant.source, capability, variant.options)
             for variant in variants[comm.rank :: comm.size]
         ]
     for future in compiled:

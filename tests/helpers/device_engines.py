@@ -14,8 +14,9 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
-from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
+from mpicomm.mpi.span import Span
 from tests.helpers.reductions import samples
 
 Array = npt.NDArray[Any]
@@ -46,8 +47,8 @@ class Rig:
     def __init__(self, comm: mpicomm.Communicator) -> None:
         import cupy
 
-        from mpicomm.backend.cuda import CudaBackend
-        from mpicomm.collectives.device_engine import DeviceEngine
+        from mpicomm.collectives.gpu.engine import DeviceEngine
+        from mpicomm.devices.cuda.backend import CudaBackend
 
         domain = comm._set_up("test")
         assert isinstance(domain.backend, CudaBackend)

@@ -19,7 +19,7 @@ from cuda.bindings import driver
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives import device_selection
+from mpicomm.collectives.gpu import choose as device_selection
 from tests.helpers.checked_on_device import idle_kernel
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples
 

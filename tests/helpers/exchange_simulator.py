@@ -9,7 +9,8 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.mpi.span import Span
 
 DTYPE = np.dtype(np.float32)
 ITEMSIZE = DTYPE.itemsize

@@ -10,9 +10,9 @@ import socket
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from mpicomm import fd_exchange
-from mpicomm.descriptor import Descriptor
-from mpicomm.fd_exchange import Address, FdExchange
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.sharing import fd_exchange
+from mpicomm.sharing.fd_exchange import Address, FdExchange
 
 NEVER_S = 60.0  # a deadline that is not meant to pass
 

@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.bootstrap import Group
+from mpicomm.cluster.agreement import Group
 from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
-from mpicomm.collectives.exchange import Span
-from mpicomm.collectives.host_engine import HostEngine
+from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.signature import Signature
+from mpicomm.mpi.span import Span
 from tests.helpers.reductions import reduced, samples
 
 Array = npt.NDArray[Any]

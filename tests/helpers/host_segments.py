@@ -6,9 +6,9 @@ import contextlib
 import mmap
 from collections.abc import Iterator
 
-from mpicomm.backend.base import Segment
-from mpicomm.backend.host import HostBackend, HostSegment
-from mpicomm.handle import MemoryHandle
+from mpicomm.devices.base import Segment
+from mpicomm.devices.handle import MemoryHandle
+from mpicomm.devices.host import HostBackend, HostSegment
 
 PAGE = mmap.PAGESIZE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.kernels.packets import SLOT_NBYTES
+from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES
 from mpicomm.kernels.team import HEAD_NBYTES, LINE_NBYTES, MAX_BLOCKS
 
 _PARITIES = 2

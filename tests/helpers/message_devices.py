@@ -24,12 +24,12 @@ import numpy as np
 import numpy.typing as npt
 
 import mpicomm
-from mpicomm.backend.base import Backend, Scratch
-from mpicomm.backend.host import HostSegment, array_at, fence, map_shared, memfd_create
-from mpicomm.descriptor import Descriptor
+from mpicomm.cluster.placement import Placement
+from mpicomm.devices.base import Backend, Scratch
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
+from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
 from mpicomm.errors import CollectiveTimeoutError, HandleError
-from mpicomm.handle import KEY_NBYTES, Kind, MemoryHandle
-from mpicomm.placement import Placement
 
 POISON = 0xDB
 _KEY = struct.Struct("<QQQ")

@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.types import COVERED
+from mpicomm.mpi.types import COVERED
 from tests.helpers.collective_calls import (
     FORMS,
     MOVEMENTS,

@@ -7,8 +7,8 @@ from functools import reduce
 
 import numpy as np
 
-from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.patterns import split
+from mpicomm.mpi.span import Span
 from tests.helpers.reductions import Array, reduced
 
 

@@ -10,8 +10,8 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import HandleError
-from mpicomm.backend import host
-from mpicomm.handle import MemoryHandle
+from mpicomm.devices import host
+from mpicomm.devices.handle import MemoryHandle
 from tests.helpers.raising import raises_everywhere
 
 WORLD = MPI.COMM_WORLD
@@ -40,7 +40,7 @@ def attribute(owner: Any, name: str) -> Break:
 def backend_of(device: str) -> Any:
     if device == "cpu":
         return host.HostBackend
-    from mpicomm.backend.cuda import CudaBackend
+    from mpicomm.devices.cuda.backend import CudaBackend
 
     return CudaBackend
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpicomm.collectives.tuning import Row, Tuning, kind_of
+from mpicomm.collectives.gpu.tuning import Row, Tuning, kind_of
 
 KIB, MIB = 1 << 10, 1 << 20
 GPU = "NVIDIA H200"

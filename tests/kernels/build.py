@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import mpicomm
+from mpicomm.kernels.headers import SHARED, include_dir
+from tests.helpers.kernel_sources import HEADERS, SOURCES
 
-KERNELS = Path(mpicomm.__file__).parent / "kernels"
 SIMULATION = Path(__file__).parent / "simulation"
 
 _COMMON = ("-std=c++20", "-g1", f"-I{SIMULATION}")
@@ -78,10 +78,11 @@ class Builds:
         """Return the kernel ``entry`` of ``source``, compiled with ``options`` and after ``changes``."""
 
         def build(directory: Path) -> None:
-            headers = _changed(directory, source, changes) if changes else KERNELS
-            text = f'#include "{headers / source.name if changes else source}"\nCPU_ENTRY({entry})\n'
+            own = _changed(directory, source, changes) if changes else source
+            text = f'#include "{own}"\nCPU_ENTRY({entry})\n'
             (directory / "entry.cpp").write_text(text)
-            paths = (f"-I{headers}", f"-I{headers / 'include'}", "-include", str(self._language))
+            directories = (own.parent, own.parent / "include") if changes else (own.parent, SHARED, include_dir())
+            paths = (*(f"-I{each}" for each in directories), "-include", str(self._language))
             _run(
                 *("g++", *_COMMON, *_KERNEL, *self._sanitizer, *paths, *options),
                 *("-shared", str(directory / "entry.cpp"), "-o", str(directory / "kernel.so")),
@@ -116,15 +117,17 @@ class Builds:
 
 
 def _changed(directory: Path, source: Path, changes: Sequence[Change]) -> Path:
+    """Copy all kernels and their headers into one directory, change them, and return the copy of ``source``."""
     copy = directory / "kernels"
-    shutil.copytree(KERNELS, copy, ignore=shutil.ignore_patterns("__pycache__", "*.py"))
-    shutil.copy(source, copy / source.name)
+    shutil.copytree(include_dir(), copy / "include")
+    for original in (*HEADERS.values(), *SOURCES.values(), source):
+        shutil.copy(original, copy / original.name)
     for change in changes:
         text = (copy / change.file).read_text()
         # A change that fits nowhere would leave a kernel without a mistake, one that fits twice another mistake.
         assert text.count(change.old) == 1, f"{change.file} has {text.count(change.old)} of: {change.old}"
         (copy / change.file).write_text(text.replace(change.old, change.new))
-    return copy
+    return copy / source.name
 
 
 def _run(*command: str) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomm.collectives.device_arena import ChannelMemory
-from mpicomm.collectives.device_chain import ChainPlanner
-from mpicomm.collectives.device_channels import reduction_of
-from mpicomm.collectives.device_program import tag_of
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
+from mpicomm.collectives.gpu.algorithms.chunks.plan import reduction_of
+from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
+from mpicomm.collectives.gpu.program import tag_of
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.packets import ABSENT
 from mpicomm.kernels.team import Team
 from tests.kernels.build import Builds, Change
 from tests.kernels.memory_rig import MemoryRig

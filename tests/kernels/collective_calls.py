@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
+from mpicomm.mpi.span import Span
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples, with_sentinels
 from tests.kernels.machine import Array, Machine, Place
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomm.collectives.device_direct import DirectPlanner
-from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.mappings import Mapped
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
+from mpicomm.collectives.gpu.algorithms.launch import Launch
+from mpicomm.symmetric.registry import Mapped
 from tests.helpers.launch_numbers import begin_behind
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of

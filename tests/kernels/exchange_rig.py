@@ -6,21 +6,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomm.collectives.device_arena import ArenaLayout
-from mpicomm.collectives.device_channels import ChannelPlanner
-from mpicomm.collectives.device_launch import Launch
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.chunks.plan import ChannelPlanner
+from mpicomm.collectives.gpu.algorithms.launch import Launch
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.load import Variant
 from mpicomm.kernels.team import LINE_NBYTES
-from tests.kernels.build import KERNELS, Builds, Change, Kernel
+from mpicomm.kernels.variant import Variant
+from tests.kernels.build import Builds, Change, Kernel
 from tests.kernels.machine import Machine
 
 
 def kernel_of(builds: Builds, variant: Variant, changes: Sequence[Change] = ()) -> Kernel:
     """Return a kernel of the package for the processor."""
     options = [option for option in variant.options if option.startswith("-D")]
-    return builds.kernel(KERNELS / variant.source, variant.entry, options, changes=changes)
+    return builds.kernel(variant.source, variant.entry, options, changes=changes)
 
 
 class ExchangeRig:

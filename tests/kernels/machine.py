@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.backend.cuda_faults import FaultRecord
+from mpicomm.devices.cuda.faults import FaultRecord
 from mpicomm.kernels.team import Faults, Team
 from tests.kernels.build import Builds, Kernel
 

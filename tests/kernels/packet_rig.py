@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpicomm.collectives.device_arena import ArenaLayout, Inboxes
-from mpicomm.collectives.device_channels import reduction_of
-from mpicomm.collectives.device_packets import Geometry, PacketPlanner, fans_out, relays
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.chunks.plan import reduction_of
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
+from mpicomm.collectives.gpu.algorithms.packets.plan import Geometry, PacketPlanner, fans_out, relays
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.packets import ABSENT, Wire
 from tests.helpers.launch_numbers import begin_behind, old_flags
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomm.collectives.device_packets import Geometry
-from mpicomm.kernels.packets import Wire, carried_nbytes
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire, carried_nbytes
+from mpicomm.collectives.gpu.algorithms.packets.plan import Geometry
 from tests.kernels.build import Builds, Change
 from tests.kernels.collective_calls import Calls, random_counts, sizes_around
 from tests.kernels.machine import Machine

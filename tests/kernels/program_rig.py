@@ -6,19 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomm.collectives.device_arena import ChannelMemory, Inboxes, escapes_nbytes
-from mpicomm.collectives.device_chain import ChainPlanner
-from mpicomm.collectives.device_channels import ChannelPlanner
-from mpicomm.collectives.device_copies import Copy, Reduce, local_reduction
-from mpicomm.collectives.device_direct import DirectPlanner
-from mpicomm.collectives.device_launch import Launch
-from mpicomm.collectives.device_packets import PacketPlanner
-from mpicomm.collectives.device_program import Planners, Program
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
+from mpicomm.collectives.gpu.algorithms.chunks.plan import ChannelPlanner
+from mpicomm.collectives.gpu.algorithms.copies.plan import Copy, Reduce, local_reduction
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
+from mpicomm.collectives.gpu.algorithms.launch import Launch
+from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Inboxes, escapes_nbytes
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
+from mpicomm.collectives.gpu.algorithms.packets.plan import PacketPlanner
+from mpicomm.collectives.gpu.program import Planners, Program
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.packets import ABSENT
 from mpicomm.kernels.team import Team
-from mpicomm.mappings import Mapped
+from mpicomm.symmetric.registry import Mapped
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout
@@ -94,7 +94,7 @@ class ProgramRig:
                 Planners(
                     rank,
                     self.size,
-                    arena_here,
+                    arena_here,  # type: ignore[arg-type]
                     MOST_STAGED_NBYTES,
                     1.0,
                     ChannelPlanner(team, layout),

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomm.collectives.device_sendrecv import SendrecvPlanner, sendrecv_memory
-from mpicomm.collectives.exchange import Message, Span
+from mpicomm.collectives.exchange import Message
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
+from mpicomm.mpi.span import Span
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Array, Place
 from tests.kernels.memory_rig import MemoryRig

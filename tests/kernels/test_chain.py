@@ -9,9 +9,9 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.device_chain import Station, stations_of
-from mpicomm.collectives.exchange import Span
-from mpicomm.kernels.chain import BATCH_NBYTES, CHAIN_SLOTS
+from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS
+from mpicomm.collectives.gpu.algorithms.chain.plan import Station, stations_of
+from mpicomm.mpi.span import Span
 from tests.kernels.build import Builds, Change
 from tests.kernels.chain_rig import ChainRig
 from tests.kernels.collective_calls import Calls, sizes_around

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
+from mpicomm.mpi.span import Span
 from tests.kernels.build import Builds
 from tests.kernels.chain_rig import ChainRig
 from tests.kernels.machine import RunFailedError

@@ -12,14 +12,15 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels nee
 
 
 import mpicomm  # noqa: E402
-from mpicomm.kernels.chain import chain_kernel  # noqa: E402
-from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
-from mpicomm.kernels.direct import direct_kernel  # noqa: E402
-from mpicomm.kernels.exchange import exchange_kernel  # noqa: E402
-from mpicomm.kernels.load import Variant  # noqa: E402
-from mpicomm.kernels.local_reduction import local_reduction_kernel  # noqa: E402
-from mpicomm.kernels.packets import Steps, packet_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chain.arguments import chain_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chunks.arguments import exchange_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.copies.arguments import local_reduction_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.direct.arguments import direct_kernel  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, packet_kernel  # noqa: E402
+from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
+from mpicomm.kernels.variant import Variant  # noqa: E402
+from tests.helpers.kernel_sources import INCLUDES  # noqa: E402
 from tests.helpers.mpiexec import ROOT  # noqa: E402
 
 WANTED = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
@@ -73,7 +74,7 @@ def ptxas_says(text: str, options: Sequence[str]) -> str:
     """Return what the assembler says of a source on sm_90."""
     status, program = nvrtc.nvrtcCreateProgram(text.encode(), b"kernel.cu", 0, [], [])
     assert int(status) == 0
-    arguments = ["-arch=sm_90", "-std=c++17", f"-I{KERNELS}", "--ptxas-options=-v", *options]
+    arguments = ["-arch=sm_90", "-std=c++17", *INCLUDES, "--ptxas-options=-v", *options]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(arguments), [argument.encode() for argument in arguments])
     assert int(status) == 0
     log = bytearray(nvrtc.nvrtcGetProgramLogSize(program)[1])
@@ -94,20 +95,20 @@ def spills(log: str, entry: str) -> list[int]:
 @pytest.mark.parametrize(("reduction", "capability"), PAIRS, ids=str)
 def test_every_type_compiles(reduction: tuple[str, str], capability: tuple[int, int]) -> None:
     variant = exchange_kernel(reduction)
-    image = compile_kernel(KERNELS / variant.source, capability, variant.options)
+    image = compile_kernel(variant.source, capability, variant.options)
     assert image.startswith(b"\x7fELF")
     assert variant.entry.encode() in image
 
 
 @pytest.mark.parametrize("variant", BANDWIDTH, ids=lambda variant: " ".join(variant.options[1:]) or "copies")
 def test_kernel_for_bandwidth_has_the_registers_it_needs(variant: Variant) -> None:
-    text = (KERNELS / variant.source).read_text()
+    text = (variant.source).read_text()
     assert spills(ptxas_says(text, variant.options), variant.entry) == [0, 0]
 
 
 def test_kernel_without_enough_registers_is_found() -> None:
     variant = BANDWIDTH[1]
-    text = (KERNELS / variant.source).read_text()
+    text = (variant.source).read_text()
     bounds = "__launch_bounds__(mpicomm::kThreads)"
     assert text.count(bounds) == 1
     # As many blocks on one multiprocessor leave each thread 32 registers.
@@ -118,7 +119,7 @@ def test_kernel_without_enough_registers_is_found() -> None:
 
 def fences_of(variant: Variant) -> set[str]:
     """Return the scopes of the fences of a kernel, which PTX names: what there is for devices newer than NVRTC."""
-    ptx = compile_kernel(KERNELS / variant.source, (99, 0), variant.options).decode(errors="replace")
+    ptx = compile_kernel(variant.source, (99, 0), variant.options).decode(errors="replace")
     return {found[0] or found[1] for found in re.findall(r"\n\s*(?:membar\.(\w+)|fence\.\w+\.(\w+));", ptx)}
 
 

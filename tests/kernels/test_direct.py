@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.device_copies import Reduce, local_reduction
-from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.copies.plan import Reduce, local_reduction
+from mpicomm.mpi.span import Span
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.direct_rig import DirectRig

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.exchange import Span
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire
 from mpicomm.collectives.signature import Signature
-from mpicomm.kernels.packets import Wire
+from mpicomm.mpi.span import Span
 from tests.helpers.reductions import SENTINELS
 from tests.kernels.build import Builds, Change
 from tests.kernels.collective_calls import Calls

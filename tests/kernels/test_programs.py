@@ -9,8 +9,8 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
+from mpicomm.mpi.span import Span
 from tests.helpers.reductions import reduced, require_same, samples
 from tests.kernels.build import Builds
 from tests.kernels.collective_calls import Calls, random_counts

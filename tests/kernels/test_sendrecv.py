@@ -10,9 +10,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives.device_channels import CHANNEL_NBYTES
 from mpicomm.collectives.exchange import Message
-from mpicomm.kernels.sendrecv import SENDRECV_SLOT_NBYTES, SENDRECV_SLOTS
+from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
+from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_SLOT_NBYTES, SENDRECV_SLOTS
 from tests.kernels.build import Builds, Change
 from tests.kernels.collective_calls import sizes_around
 from tests.kernels.machine import CAUGHT, Array, Place, RunFailedError

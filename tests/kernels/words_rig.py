@@ -8,7 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.kernels.build import KERNELS, Builds, Change
+from mpicomm.kernels.headers import SHARED
+from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Machine
 
 _SOURCE = Path(__file__).parent / "write_words.cu"
@@ -23,7 +24,7 @@ class WordsRig:
         self.size = size
         self.words = [self.machine.allocate(rank, WORDS * 8) for rank in range(size)]
         self.sums = [self.machine.allocate(rank, 8) for rank in range(size)]
-        self.signals = [builds.kernel(KERNELS / "signal.cu", name, changes=changes) for name in names]
+        self.signals = [builds.kernel(SHARED / "signal.cu", name, changes=changes) for name in names]
         self._write, self._add = (builds.kernel(_SOURCE, name) for name in ("write_words", "add_words"))
 
     def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.backend.cuda_driver import visible_devices
+from mpicomm.devices.cuda.driver import visible_devices
 from tests.helpers.agreement import RankAgreement
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_rigs import Rig, rig_on

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 from mpi4py import MPI
 
-from mpicomm.bootstrap import Group
+from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
-from mpicomm.collectives.device_calls import DeviceCalls
+from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from tests.helpers.raising import raises_everywhere
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.collectives.types import COVERED
+from mpicomm.mpi.types import COVERED
 from tests.helpers.buffers import Placed
 from tests.helpers.collective_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
 from tests.helpers.communicators import array_module, communicator

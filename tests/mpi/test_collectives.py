@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.types import COVERED
+from mpicomm.mpi.types import COVERED
 from tests.helpers.buffers import Placed, values
 from tests.helpers.collective_calls import (
     FORMS,

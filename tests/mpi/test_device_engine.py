@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives import patterns
-from mpicomm.collectives.exchange import Span
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.reductions import REDUCTIONS
+from mpicomm.mpi.span import Span
 from tests.helpers import launch_numbers
 from tests.helpers.communicators import communicator
 from tests.helpers.compiling import compile_kernels

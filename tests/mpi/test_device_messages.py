@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
-from mpicomm.backend.base import Backend
+from mpicomm.devices.base import Backend
 from mpicomm.log import logger
 from mpicomm.messages import outgoing
 from tests.helpers.leaks import nothing_leaks

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.bootstrap import Group
+from mpicomm.cluster.agreement import Group
 from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
-from mpicomm.collectives.exchange import Exchange, Reduction, Span
-from mpicomm.collectives.host_engine import HostEngine
-from mpicomm.collectives.host_reduction import OPERATIONS, is_supported
+from mpicomm.collectives.exchange import Exchange, Reduction
+from mpicomm.collectives.host.engine import HostEngine
+from mpicomm.collectives.host.reduction import OPERATIONS, is_supported
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.span import Span
 from tests.helpers.host_engines import CALL, FLOAT32, SMALL, Array, engine_of, parts_of, span, spans, wanted
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.backend.host import HostBackend
-from mpicomm.bootstrap import Group
+from mpicomm.cluster.agreement import Group
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.host_channels import Channels
-from mpicomm.collectives.host_engine import HostEngine
-from mpicomm.collectives.host_verdict import Verdict
+from mpicomm.collectives.host.channels import Channels
+from mpicomm.collectives.host.engine import HostEngine
+from mpicomm.collectives.host.verdict import Verdict
 from mpicomm.collectives.signature import Signature
+from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, PeerError
-from mpicomm.shared_segments import share
+from mpicomm.sharing.segments import share
 from tests.helpers.host_engines import CALL, FLOAT32, engine_of, meet, span, spans
 from tests.helpers.raising import raises_everywhere
 

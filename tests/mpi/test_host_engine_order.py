@@ -13,8 +13,8 @@ from mpi4py import MPI
 
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.host_channels import Channels
-from mpicomm.collectives.host_engine import HostEngine
+from mpicomm.collectives.host.channels import Channels
+from mpicomm.collectives.host.engine import HostEngine
 from tests.helpers.host_engines import CALL, engine_of, meet, span, spans
 
 

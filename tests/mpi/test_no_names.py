@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.fd_exchange import FdExchange
+from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.communicators import communicator
 
 

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.collectives.requests import Completer
+from mpicomm.mpi.requests import Completer
 from tests.helpers.buffers import Placed, values
 from tests.helpers.collective_calls import OPERATIONS, Case, Prepared
 from tests.helpers.communicators import array_module, communicator

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from mpicomm.backend import host
-from mpicomm.descriptor import Descriptor
-from mpicomm.handle import MemoryHandle
+from mpicomm.devices import host
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import MemoryHandle
 from tests.helpers.communicators import communicator, require_memory_works
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.setup_failures import EVERY_RANK, Break, fails_everywhere

@@ -13,9 +13,10 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import HandleError, MpicommError, placement
-from mpicomm.backend import host
-from mpicomm.fd_exchange import FdExchange
+from mpicomm import HandleError, MpicommError
+from mpicomm.cluster import placement
+from mpicomm.devices import host
+from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.communicators import communicator, require_memory_works
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere

@@ -10,8 +10,9 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import CollectiveTimeoutError, MpicommError, PeerError, bootstrap
-from mpicomm.fd_exchange import FdExchange
+from mpicomm import CollectiveTimeoutError, MpicommError, PeerError
+from mpicomm.cluster import agreement as bootstrap
+from mpicomm.sharing.fd_exchange import FdExchange
 from tests.helpers.communicators import communicator, require_memory_works
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere

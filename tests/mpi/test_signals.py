@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import mpicomm
-from mpicomm import CollectiveTimeoutError, signals
+from mpicomm import CollectiveTimeoutError
+from mpicomm.symmetric import signals
 from tests.helpers.communicators import array_module, communicator, require_memory_works, settle, to_host
 
 

@@ -237,7 +237,7 @@ def test_copy_engines_into_ordinary_memory(
         with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match="is for device arrays"):
             call(comm, xp, operation, 5, "copy_engine", xp.zeros(5 * comm.size, FLOAT32), 0)
         return
-    from mpicomm.collectives import device_copies
+    from mpicomm.collectives.gpu.algorithms.copies import plan as device_copies
 
     output = xp.empty(max(COUNTS) * comm.size + 4, FLOAT32)
     for smallest in (24 << 20, 64 << 10):

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpicomm import fd_exchange
-from mpicomm.backend.host import HostBackend
+from mpicomm.devices.host import HostBackend
+from mpicomm.sharing import fd_exchange
 
 
 @pytest.fixture

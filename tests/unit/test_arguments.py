@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.collectives.arguments import Operand, parse, parse_vector
+from mpicomm.mpi.arguments import Operand, parse, parse_vector
 
 # mpi4py on this process alone: a graph of one rank with n edges to itself has calls with n blocks.
 SELF = MPI.COMM_SELF

@@ -56,7 +56,7 @@ def test_every_collective_runs(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(
         "import sys\nfrom mpicomm.bench import __main__ as bench\nfrom mpicomm.bench.operations import OPERATIONS\n"
-        f"from mpicomm import command_line\noptions = {[*SHORT, '-b', '24', '-e', '48K', '-f', '2048']}\n"
+        f"from mpicomm.cli import options as command_line\noptions = {[*SHORT, '-b', '24', '-e', '48K', '-f', '2048']}\n"
         "def main():\n    status = 0\n    for name in OPERATIONS:\n        for dtype in 'int32', 'bfloat16':\n"
         "            sys.argv = ['bench', name, *options, '-d', dtype, '--compare', 'mpi']\n"
         "            status = max(status, bench.main())\n    return status\ncommand_line.run(main)\n"
@@ -129,7 +129,7 @@ def test_a_picture_without_matplotlib_is_refused_before_the_run(tmp_path: Path) 
 def run_changed(tmp_path: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
     driver = tmp_path / "driver.py"
     driver.write_text(
-        "from mpi4py import MPI\nimport mpicomm\nfrom mpicomm import command_line\n"
+        "from mpi4py import MPI\nimport mpicomm\nfrom mpicomm.cli import options as command_line\n"
         "from mpicomm.bench import __main__ as bench\nRANK = MPI.COMM_WORLD.rank\n"
         f"{code}\ncommand_line.run(bench.main)\n"
     )

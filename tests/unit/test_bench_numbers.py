@@ -10,7 +10,7 @@ import pytest
 
 from mpicomm.bench.content import Content, expected, random_data, reduce_in_order
 from mpicomm.bench.operations import OPERATIONS, Buffers, Case, block_of, buffers
-from mpicomm.collectives.types import covered_dtype
+from mpicomm.mpi.types import covered_dtype
 
 FLOAT = np.dtype(np.float32)
 

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import errors
-from mpicomm.bootstrap import Group, _Outcome, duplicate, node_key
+from mpicomm.cluster.agreement import Group, _Outcome, duplicate, node_key
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.waiting import wait_until
 
@@ -216,7 +216,7 @@ def test_waiting_ends_when_time_is_up() -> None:
 def test_what_is_still_there_is_released_before_mpi_is_finalized(end: str) -> None:
     code = """
 from mpi4py import MPI
-from mpicomm.bootstrap import release_before_finalize
+from mpicomm.cluster.agreement import release_before_finalize
 
 class Owner:
     def __init__(self, name):

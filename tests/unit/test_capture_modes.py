@@ -17,12 +17,12 @@ pytest.importorskip("cuda.bindings", reason="the backend is one of the driver's"
 
 from cuda.bindings import driver
 
-from mpicomm.backend import cuda_capture
-from mpicomm.collectives.requests import Completer, Work
+from mpicomm.devices.cuda import capture as cuda_capture
+from mpicomm.mpi.requests import Completer, Work
 
 # Those that import CuPy.
 MODULES = [f"mpicomm.backend.{name}" for name in ("cuda_arrays", "cuda_completion", "cuda_order", "cuda_side_streams")]
-MODULES += ["mpicomm.backend.streams", "mpicomm.backend.cuda"]
+MODULES += ["mpicomm.devices.cuda.streams", "mpicomm.devices.cuda.backend"]
 GLOBAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 LONG_S = 20

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mpicomm.backend.cuda_collections import CollectionContext
+from mpicomm.devices.cuda.collections import CollectionContext
 
 LENT, OWN = 7, 8
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm import command_line, info
+from mpicomm import info
+from mpicomm.cli import options as command_line
 
 
 @pytest.mark.parametrize(

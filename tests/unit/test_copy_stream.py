@@ -14,8 +14,8 @@ pytest.importorskip("cuda.bindings", reason="captures are told from each other w
 
 from cuda.bindings import driver
 
-from mpicomm.backend import cuda_capture
-from mpicomm.collectives.device_copies import Copy
+from mpicomm.collectives.gpu.algorithms.copies.plan import Copy
+from mpicomm.devices.cuda import capture as cuda_capture
 
 MODULES = ("backend.cuda_completion", "backend.cuda_order", "collectives.device_copy_stream")
 GLOBAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL

@@ -11,11 +11,11 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="device memory comes from cuda-bindings")
 
-from mpicomm.backend import cuda_memory
-from mpicomm.backend.cuda_memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
-from mpicomm.descriptor import Descriptor
+from mpicomm.devices.cuda import memory as cuda_memory
+from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import KEY_NBYTES, MemoryHandle
 from mpicomm.errors import HandleError
-from mpicomm.handle import KEY_NBYTES, MemoryHandle
 from tests.helpers.leaks import nothing_leaks
 
 

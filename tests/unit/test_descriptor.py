@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from mpicomm import descriptor
-from mpicomm.descriptor import Descriptor
+from mpicomm.devices import descriptor
+from mpicomm.devices.descriptor import Descriptor
 from tests.helpers.interrupts import interrupt_everywhere
 
 pytestmark = pytest.mark.usefixtures("no_leaks")

@@ -10,8 +10,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="the sizes of kernels' memory are in modules that need cuda-bindings")
 
-from mpicomm.collectives import device_arena
-from mpicomm.collectives.device_arena import ArenaLayout, DeviceArena, NoStagingError
+from mpicomm.collectives.gpu import arena as device_arena
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
+from mpicomm.collectives.gpu.arena import DeviceArena, NoStagingError
 from mpicomm.errors import HandleError
 
 MIB = 1 << 20

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.collectives.arguments import parse, parse_vector
+from mpicomm.mpi.arguments import parse, parse_vector
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

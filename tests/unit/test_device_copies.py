@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives import device_landing, patterns
-from mpicomm.collectives.device_copies import (
+from mpicomm.collectives import patterns
+from mpicomm.collectives.gpu.algorithms.copies import landing as device_landing
+from mpicomm.collectives.gpu.algorithms.copies.landing import InOutput, InStaging, Landing, Parts
+from mpicomm.collectives.gpu.algorithms.copies.plan import (
     Action,
     Barrier,
     Copy,
@@ -28,9 +30,8 @@ from mpicomm.collectives.device_copies import (
     movement,
     parts_of,
 )
-from mpicomm.collectives.device_landing import InOutput, InStaging, Landing, Parts
-from mpicomm.collectives.exchange import Span
-from mpicomm.mappings import Mapped
+from mpicomm.mpi.span import Span
+from mpicomm.symmetric.registry import Mapped
 
 Array = npt.NDArray[Any]
 RANK_NBYTES = 1 << 20

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="kernels are loaded with cuda-bindings")
 
-MODULES = ("backend.cuda_completion", "backend.cuda_order", "collectives.device_plan")
+MODULES = ("devices.cuda.completion", "devices.cuda.stream_order", "collectives.gpu.plan")
 
 
 class CUDARuntimeError(RuntimeError):

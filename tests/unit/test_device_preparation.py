@@ -10,13 +10,13 @@ from mpi4py import MPI
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives import device_preparation
-from mpicomm.collectives.calls import Arguments, Call
-from mpicomm.collectives.device_arena import NoStagingError
-from mpicomm.collectives.device_preparation import prepare
+from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu import preparation as device_preparation
+from mpicomm.collectives.gpu.arena import NoStagingError
+from mpicomm.collectives.gpu.preparation import prepare
 from mpicomm.errors import HandleError, MpicommError, PeerError
-from mpicomm.mappings import Mappings
+from mpicomm.symmetric.registry import Mappings
 from tests.helpers.tuning import row, table
 
 TUNING = table(row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine")))

@@ -12,10 +12,18 @@ pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.device_arena import ArenaLayout, Inboxes
-from mpicomm.collectives.device_chain import ChainPlanner
-from mpicomm.collectives.device_packets import MAX_BLOCKS, PacketPlanner, geometry_of
-from mpicomm.collectives.device_selection import (
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
+from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
+from mpicomm.collectives.gpu.algorithms.packets.arguments import (
+    FEWEST_LAPS,
+    SLOT_NBYTES,
+    flags_can_carry,
+    most_workers,
+)
+from mpicomm.collectives.gpu.algorithms.packets.plan import MAX_BLOCKS, PacketPlanner, geometry_of
+from mpicomm.collectives.gpu.choose import (
     Room,
     Way,
     can_chain,
@@ -23,18 +31,11 @@ from mpicomm.collectives.device_selection import (
     choose_ways,
     packet_wire,
 )
-from mpicomm.collectives.exchange import Exchange, Span
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.chain import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
-from mpicomm.kernels.packets import (
-    FEWEST_LAPS,
-    SLOT_NBYTES,
-    flags_can_carry,
-    most_workers,
-)
 from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
+from mpicomm.mpi.span import Span
 from tests.helpers.reductions import dtype_named
 from tests.helpers.tuning import row, table
 

@@ -7,17 +7,24 @@ import pytest
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.kernels import chain, direct, exchange, local_reduction, packets, sendrecv, team  # noqa: E402
-from mpicomm.kernels.chain import ChainArguments, Place  # noqa: E402
-from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
-from mpicomm.kernels.direct import Cut, DirectArguments  # noqa: E402
-from mpicomm.kernels.exchange import ExchangeArguments, Link  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chain import arguments as chain  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chain.arguments import ChainArguments, Place  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chunks import arguments as exchange  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chunks.arguments import ExchangeArguments, Link  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.copies import arguments as local_reduction  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.copies.arguments import LocalReductionArguments  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.direct import arguments as direct  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.direct.arguments import Cut, DirectArguments  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.packets import arguments as packets  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, Side  # noqa: E402
+from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
+from mpicomm.kernels import team  # noqa: E402
 from mpicomm.kernels.ll_flags import FlaggedInboxes  # noqa: E402
-from mpicomm.kernels.local_reduction import LocalReductionArguments  # noqa: E402
-from mpicomm.kernels.packets import PacketArguments  # noqa: E402
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for  # noqa: E402
-from mpicomm.kernels.sendrecv import SendrecvArguments, Side  # noqa: E402
 from mpicomm.kernels.team import Faults, Team  # noqa: E402
+from tests.helpers.kernel_sources import INCLUDES, SOURCES  # noqa: E402
 from tests.helpers.reductions import SENTINELS  # noqa: E402
 
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
@@ -33,7 +40,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
 @pytest.mark.parametrize("reduction", SAMPLE, ids=lambda reduction: "-".join(reduction))
 def test_compiles_with_a_reduction(reduction: tuple[str, str], capability: tuple[int, int]) -> None:
-    image = compile_kernel(KERNELS / "exchange.cu", capability, options_for(reduction))
+    image = compile_kernel(SOURCES["exchange.cu"], capability, options_for(reduction))
     assert image.startswith(b"\x7fELF")
     assert b"mpicomm_exchange" in image
 
@@ -115,7 +122,7 @@ def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: 
             lines.append(f"static_assert(__INTADDR__(&static_cast<{cpp}*>(nullptr)->{field[0]}) == {offset});")
     source = tmp_path / "check.cu"
     source.write_text("\n".join(lines))
-    compile_kernel(source, (9, 0), (*options_for(("float32", "sum")), "-DMPICOMM_RANKS=4"))
+    compile_kernel(source, (9, 0), (*options_for(("float32", "sum")), "-DMPICOMM_RANKS=4", *INCLUDES))
 
 
 @pytest.mark.parametrize("steps", ["one", "few", "laps"])
@@ -128,10 +135,10 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
     variant = packets.packet_kernel(("int32", "sum"), size, "sentinel", steps, fan_out=fan_out)
     source = tmp_path / "check.cu"
     source.write_text(f'#include "packets.cu"\nstatic_assert(mpicomm::kWorkers == {workers});')
-    compile_kernel(source, (9, 0), variant.options)
+    compile_kernel(source, (9, 0), (*variant.options, *INCLUDES))
 
 
 def test_the_kernel_alone_bounds_its_registers() -> None:
     # At 128 registers for each of 512 threads a block fits on every device; without the bound a launch could fail.
-    text = (KERNELS / "exchange.cu").read_text()
+    text = (SOURCES["exchange.cu"]).read_text()
     assert "__launch_bounds__(mpicomm::kThreads) mpicomm_exchange" in text

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="the page is of a GPU's driver")
 
-from mpicomm.backend.cuda_faults import FaultPage
+from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm import fd_exchange
-from mpicomm.descriptor import Descriptor
+from mpicomm.devices.descriptor import Descriptor
 from mpicomm.errors import HandleError
-from mpicomm.fd_exchange import Address, FdExchange
+from mpicomm.sharing import fd_exchange
+from mpicomm.sharing.fd_exchange import Address, FdExchange
 from tests.helpers.fd_exchanges import (
     NEVER_S,
     SOON_S,

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mpicomm.errors import HandleError
-from mpicomm.fd_exchange import Address, FdExchange
+from mpicomm.sharing.fd_exchange import Address, FdExchange
 from tests.helpers.fd_exchanges import (
     connected,
     few_free_descriptors,

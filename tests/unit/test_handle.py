@@ -4,8 +4,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mpicomm.errors import HandleError
-from mpicomm.handle import (
+from mpicomm.devices.handle import (
     _BODY,
     _MAGIC,
     _VERSION,
@@ -17,6 +16,7 @@ from mpicomm.handle import (
     MemoryHandle,
     _digest,
 )
+from mpicomm.errors import HandleError
 
 BODY = {"magic": _MAGIC, "version": _VERSION, "kind": 0, "device": bytes(16), "key": bytes(KEY_NBYTES)}
 RANGE = {"size": 4096, "offset": 0, "nbytes": 4096}

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mpicomm.backend.host import HostBackend
+from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from tests.helpers.host_segments import PAGE, opened
 from tests.helpers.leaks import nothing_leaks

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpicomm.backend.base import Link
-from mpicomm.backend.host import HostBackend
+from mpicomm.devices.base import Link
+from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from mpicomm.collectives import host_reduction
-from mpicomm.collectives.host_reduction import OPERATIONS, Reducer, is_supported, require_supported
+from mpicomm.collectives.host import reduction as host_reduction
+from mpicomm.collectives.host.reduction import OPERATIONS, Reducer, is_supported, require_supported
 from mpicomm.errors import InvalidUsageError
 from tests.helpers.reductions import NARROW, dtype_named, reduced, require_same, samples
 

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpicomm.backend import host
-from mpicomm.backend.host import HostBackend, map_shared, memfd_create
-from mpicomm.descriptor import Descriptor
+from mpicomm.devices import host
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import MemoryHandle
+from mpicomm.devices.host import HostBackend, map_shared, memfd_create
 from mpicomm.errors import HandleError
-from mpicomm.handle import MemoryHandle
 from tests.helpers.host_segments import PAGE, allocated, opened
 from tests.helpers.interrupts import interrupt_everywhere
 from tests.helpers.leaks import nothing_leaks
@@ -129,7 +129,7 @@ def test_memory_that_is_not_available_is_refused_with_what_is(backend: HostBacke
         backend.allocate("memfd", 1 << 70)
 
 
-@pytest.mark.parametrize("function", ["os.memfd_create", "os.ftruncate", "mpicomm.backend.host._map"])
+@pytest.mark.parametrize("function", ["os.memfd_create", "os.ftruncate", "mpicomm.devices.host._map"])
 def test_what_the_system_refuses_is_named(backend: HostBackend, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*arguments: object, **named: object) -> None:
         raise OSError(28, "No space left on device")

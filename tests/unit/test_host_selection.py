@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from mpi4py import MPI
 
-from mpicomm.collectives import host_selection
-from mpicomm.collectives.host_engine import SLOT_NBYTES
-from mpicomm.collectives.host_selection import piece_nbytes, use_mapped
+from mpicomm.collectives.host import selection as host_selection
+from mpicomm.collectives.host.engine import SLOT_NBYTES
+from mpicomm.collectives.host.selection import piece_nbytes, use_mapped
 
 LARGE = 1 << 30
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from mpicomm.backend.host import HostBackend, fence
+from mpicomm.devices.host import HostBackend, fence
 from mpicomm.errors import CollectiveTimeoutError
 
 

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from rich.console import Console
 
 import mpicomm
-from mpicomm import cuda_aware
+from mpicomm.cluster import cuda_aware
 from mpicomm.info import algorithms, tables
 from tests.helpers.mpiexec import run_job
 

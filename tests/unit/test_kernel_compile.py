@@ -9,14 +9,15 @@ from mpicomm.errors import KernelCompileError
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.backend.cuda_faults import FaultRecord  # noqa: E402
-from mpicomm.kernels import compile as kernel_compile  # noqa: E402
-from mpicomm.kernels.compile import KERNELS, compile_kernel  # noqa: E402
+from mpicomm.devices.cuda import compile as kernel_compile  # noqa: E402
+from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
+from mpicomm.devices.cuda.faults import FaultRecord  # noqa: E402
+from mpicomm.kernels.headers import SHARED  # noqa: E402
+from tests.helpers.kernel_sources import SOURCES  # noqa: E402
 
 WANTED = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
 CAPABILITIES = [(major, minor) for major, minor in WANTED if 10 * major + minor in SUPPORTED]
-SOURCES = sorted(KERNELS.glob("*.cu"))
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +48,11 @@ def source_in(directory: Path, text: str) -> Path:
 
 def test_there_is_something_to_compile_for() -> None:
     assert (9, 0) in CAPABILITIES
-    assert [source.name for source in SOURCES if source.name == "signal.cu"]
+    assert "signal.cu" in SOURCES
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
-@pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
+@pytest.mark.parametrize("source", SOURCES.values(), ids=lambda source: source.name)
 def test_every_kernel_compiles(source: Path, capability: tuple[int, int]) -> None:
     names = re.findall(r"MPICOMM_KERNEL\s+void\s+(\w+)\(", source.read_text())
     options = ["-DMPICOMM_RANKS=4", "-DMPICOMM_DTYPE=float32", "-DMPICOMM_OP=sum"]
@@ -65,20 +66,20 @@ def test_every_kernel_compiles(source: Path, capability: tuple[int, int]) -> Non
 
 
 def test_signal_kernels_have_the_names_the_backend_loads() -> None:
-    image = compile_kernel(KERNELS / "signal.cu", (9, 0))
+    image = compile_kernel(SHARED / "signal.cu", (9, 0))
     assert all(
         name in image for name in (b"mpicomm_signal", b"mpicomm_wait_signal", b"mpicomm_publish", b"mpicomm_await")
     )
 
 
 def test_a_device_newer_than_nvrtc_gets_ptx() -> None:
-    image = compile_kernel(KERNELS / "signal.cu", (99, 0))
+    image = compile_kernel(SHARED / "signal.cu", (99, 0))
     assert f".target sm_{max(SUPPORTED)}".encode() in image
 
 
 def test_a_device_older_than_nvrtc_is_named() -> None:
     with pytest.raises(KernelCompileError, match=r"this device has 1\.0"):
-        compile_kernel(KERNELS / "signal.cu", (1, 0))
+        compile_kernel(SHARED / "signal.cu", (1, 0))
 
 
 def test_a_broken_source_names_the_line(tmp_path: Path) -> None:
@@ -102,22 +103,22 @@ def test_the_host_reads_the_fault_record_as_the_kernels_write_it(tmp_path: Path)
 
 
 def test_a_second_call_reads_the_cache(runs: list[str], cache: Path) -> None:
-    first = compile_kernel(KERNELS / "signal.cu", (9, 0))
-    second = compile_kernel(KERNELS / "signal.cu", (9, 0))
+    first = compile_kernel(SHARED / "signal.cu", (9, 0))
+    second = compile_kernel(SHARED / "signal.cu", (9, 0))
     assert second == first
     assert runs == ["signal.cu"]
     assert [path.read_bytes() for path in cache.iterdir()] == [first]
 
 
 def test_another_device_is_another_entry(runs: list[str]) -> None:
-    compile_kernel(KERNELS / "signal.cu", (8, 0))
-    compile_kernel(KERNELS / "signal.cu", (9, 0))
+    compile_kernel(SHARED / "signal.cu", (8, 0))
+    compile_kernel(SHARED / "signal.cu", (9, 0))
     assert runs == ["signal.cu", "signal.cu"]
 
 
 def test_a_changed_header_is_another_entry(runs: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    copy = Path(shutil.copytree(KERNELS, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")))
-    monkeypatch.setattr(kernel_compile, "KERNELS", copy)
+    copy = Path(shutil.copytree(SHARED, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__")))
+    monkeypatch.setattr(kernel_compile, "SHARED", copy)
     compile_kernel(copy / "signal.cu", (9, 0))
     compile_kernel(copy / "signal.cu", (9, 0))
     assert len(runs) == 1
@@ -130,12 +131,12 @@ def test_a_changed_header_is_another_entry(runs: list[str], monkeypatch: pytest.
 def test_a_cache_that_cannot_be_written_is_done_without(runs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     with tempfile.NamedTemporaryFile() as file:
         monkeypatch.setenv("XDG_CACHE_HOME", file.name)
-        assert compile_kernel(KERNELS / "signal.cu", (9, 0)) == compile_kernel(KERNELS / "signal.cu", (9, 0))
+        assert compile_kernel(SHARED / "signal.cu", (9, 0)) == compile_kernel(SHARED / "signal.cu", (9, 0))
     assert len(runs) == 2
 
 
 def test_a_relative_cache_home_is_ignored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "cache")
     monkeypatch.setenv("HOME", str(tmp_path))
-    compile_kernel(KERNELS / "signal.cu", (9, 0))
+    compile_kernel(SHARED / "signal.cu", (9, 0))
     assert list((tmp_path / ".cache" / "mpicomm").iterdir())

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.collectives import known_calls
-from mpicomm.collectives.calls import Arguments
-from mpicomm.collectives.known_calls import KnownCalls
+from mpicomm.collectives.call import Arguments
+from mpicomm.collectives.gpu import plan_cache as known_calls
+from mpicomm.collectives.gpu.plan_cache import KnownCalls
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mappings import Mappings
+from mpicomm.symmetric.registry import Mappings
 
 
 class Array:

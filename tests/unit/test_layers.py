@@ -1,8 +1,9 @@
-"""What each module of the package may import; the layers are those of the package, lowest first."""
+"""Each room of the package imports only from rooms below it, and no two modules import each other."""
 
 from __future__ import annotations
 
 import ast
+import graphlib
 import json
 import subprocess
 import sys
@@ -15,44 +16,37 @@ import mpicomm
 
 ROOT = Path(mpicomm.__file__).parents[1]
 
-# A module imports from the rows above its own alone. The modules of a package, `backend` say, import each other; one
-# of them that has a row of its own belongs to that.
-LAYERS = [
-    {"errors", "descriptor"},
-    {"handle", "fd_exchange", "cuda_aware", "waiting", "mappings"},
-    {"environment"},
+# The rooms, lowest first: a room imports from the rows above its own. A module that is named here is a room of its own.
+ROOMS = [
+    {"errors"},
+    {"environment", "waiting"},
     {"log"},
-    {"bootstrap", "backend.cuda_driver"},
     {"kernels"},
-    {"backend"},
-    {"shared_segments", "placement"},
-    {"probe", "signals"},
-    {"events", "memory"},
-    {"domain"},
+    {"devices"},
+    {"devices.cuda"},
+    {"mpi"},
+    {"cluster"},
+    {"sharing"},
+    {"symmetric"},
+    {"session"},
     {"collectives"},
-    {"collectives.types", "collectives.requests"},
-    {"collectives.ops", "collectives.buffers"},
-    {"collectives.arguments"},
-    {"collectives.calls", "collectives.host_copies"},
-    {"collectives.plain_calls", "collectives.known_calls", "collectives.device_preparation"},
-    {"collectives.dispatcher"},
-    {"guard"},
+    {"collectives.host", "collectives.gpu.algorithms"},
+    {"collectives.gpu"},
+    {"collectives.dispatch"},
     {"messages"},
-    {"blocking_collectives", "nonblocking_collectives", "persistent_collectives", "point_to_point", "probes"},
-    {"communicator"},
-    {"command_line"},
-    {"report"},
+    {"api"},
+    {"cli"},
     {"ring", "info", "bench"},
     {"tune"},
 ]
-LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
+ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 
-MPI_USERS = {"bootstrap", "cuda_aware", "communicator", "command_line", "bench"} | {
-    name for names in LAYERS[LAYERS.index({"collectives"}) + 1 : LAYERS.index({"communicator"})] for name in names
+MPI_USERS = {"mpi", "cluster", "session", "messages", "api", "cli", "bench"} | {
+    name for name in ROOM if name.startswith("collectives")
 }
-CUDA_USERS = ("backend/cuda", "backend/streams.py", "kernels/", "bench/", "collectives/device_")
+CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/")
 # They are used as any user of the package would be.
-COMMAND_LINES = {"command_line", "report", "ring", "info", "bench", "tune"}
+COMMAND_LINES = {"cli", "ring", "info", "bench", "tune"}
 
 MODULES = sorted(
     path.relative_to(ROOT / "mpicomm").as_posix()
@@ -62,33 +56,30 @@ MODULES = sorted(
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """The dotted names that a module imports, those of its functions too, those for type checkers alone not."""
-    for node in ast.iter_child_nodes(tree):
+    """The dotted names that a module imports, those in functions and for type checkers alone too."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative import"
-            # What is imported from a package may be a module of it.
+            # A name that is imported from a package may be a module of it.
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            yield from (name for other in node.orelse for name in imports(other))
-        else:
-            yield from imports(node)
 
 
-def entry(names: list[str]) -> str | None:
-    """The entry of the table for a module of the package, by its dotted name in parts."""
-    return next((key for key in (".".join(names[:2]), names[0]) if key in LAYER), None) if names else None
+def room_of(names: list[str]) -> str | None:
+    """The room of a module of the package, by its dotted name in parts: the longest that is in the table."""
+    parts = (".".join(names[:length]) for length in range(len(names), 0, -1))
+    return next((name for name in parts if name in ROOM), None)
 
 
 def check(module: str, source: str) -> None:
-    own = entry(module.removesuffix(".py").split("/"))
-    assert own is not None, f"{module} is in no layer"
+    own = room_of(module.removesuffix(".py").split("/"))
+    assert own is not None, f"{module} is in no room"
     for name in imports(ast.parse(source)):
         top, *rest = name.split(".")
-        imported = entry(rest)
+        imported = room_of(rest)
         if top == "mpicomm" and imported is not None:
-            assert LAYER[imported] < LAYER[own] or imported == own, f"{module} imports {name}"
+            assert ROOM[imported] < ROOM[own] or imported == own, f"{module} imports {name}"
         elif top == "mpicomm":
             assert own in COMMAND_LINES, f"{module} imports {name}"
         elif top == "mpi4py":
@@ -98,24 +89,26 @@ def check(module: str, source: str) -> None:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_module_imports_from_lower_layers_only(module: str) -> None:
+def test_module_imports_from_rooms_below_its_own(module: str) -> None:
     check(module, (ROOT / "mpicomm" / module).read_text())
 
 
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("errors.py", "from mpicomm.handle import Kind"),
-        ("handle.py", "from mpicomm import fd_exchange"),
-        ("bootstrap.py", "import mpicomm.backend.base"),
-        ("kernels/load.py", "from mpicomm.backend import cuda_memory"),
-        ("backend/cuda_driver.py", "from mpicomm.backend import cuda_memory"),
-        ("memory.py", "def f():\n    from mpicomm.communicator import Communicator"),
-        ("domain.py", "import mpicomm"),
-        ("signals.py", "from mpi4py import MPI"),
-        ("backend/host.py", "import cupy"),
+        ("errors.py", "from mpicomm.devices.handle import Kind"),
+        ("devices/handle.py", "from mpicomm.sharing import fd_exchange"),
+        ("kernels/team.py", "import mpicomm.devices.base"),
+        ("kernels/variant.py", "from mpicomm.devices.cuda import memory"),
+        ("devices/base.py", "from mpicomm.devices.cuda import memory"),
+        ("symmetric/array.py", "def f():\n    from mpicomm.api.communicator import Communicator"),
+        ("symmetric/array.py", "if TYPE_CHECKING:\n    from mpicomm.session import Session"),
+        ("collectives/gpu/algorithms/chain/plan.py", "from mpicomm.collectives.gpu.engine import DeviceEngine"),
+        ("session.py", "import mpicomm"),
+        ("symmetric/signals.py", "from mpi4py import MPI"),
+        ("devices/host.py", "import cupy"),
         ("ring.py", "try:\n    from cuda.bindings import driver\nexcept ImportError:\n    pass"),
-        ("handle.py", "from .errors import HandleError"),
+        ("devices/handle.py", "from .errors import HandleError"),
         ("unheard_of.py", ""),
     ],
 )
@@ -124,12 +117,19 @@ def test_import_from_elsewhere_is_found(module: str, source: str) -> None:
         check(module, source)
 
 
-def test_import_for_types_alone_is_free() -> None:
-    check("memory.py", "if TYPE_CHECKING:\n    from mpicomm.communicator import Communicator")
+def test_no_modules_import_each_other() -> None:
+    names = {module.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for module in MODULES}
+    graph: dict[str, set[str]] = {}
+    for module in MODULES:
+        own = module.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        found = (name.removeprefix("mpicomm.") for name in imports(ast.parse((ROOT / "mpicomm" / module).read_text())))
+        graph[own] = {known for name in found for known in (name, name.rpartition(".")[0]) if known in names} - {own}
+    # It raises CycleError with the modules of a circle.
+    assert set(graphlib.TopologicalSorter(graph).static_order()) == names
 
 
 def test_import_loads_nothing_heavy() -> None:
-    # What a .pth file of another package imports at every start is not mpicomm's.
+    # A .pth file of another package may import modules at every start: those are not mpicomm's.
     code = "import json, sys; old = {*sys.modules}; import mpicomm; print(json.dumps([*({*sys.modules} - old)]))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     loaded = {name.split(".")[0] for name in json.loads(result.stdout)}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.exchange import Span
+from mpicomm.mpi.span import Span
 from tests.helpers.exchange_simulator import (
     DTYPE,
     ITEMSIZE,

@@ -6,7 +6,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm import HandleError, placement
+from mpicomm import HandleError
+from mpicomm.cluster import placement
 from tests.helpers.communicators import require_memory_works
 from tests.helpers.setup_failures import raising
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mpicomm.backend.base import Link, slowest_gb_s
-from mpicomm.backend.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
+from mpicomm.devices.base import Link, slowest_gb_s
+from mpicomm.devices.cuda.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
 
 A, B = bytes(15) + b"a", bytes(15) + b"b"
 SWITCH = b"switch"

@@ -9,8 +9,8 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.collectives.ops import AVG, check_legal, op_name
-from mpicomm.collectives.types import COVERED, covered_dtype
+from mpicomm.mpi.ops import AVG, check_legal, op_name
+from mpicomm.mpi.types import COVERED, covered_dtype
 
 pytest.importorskip("ml_dtypes")
 

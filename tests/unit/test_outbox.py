@@ -9,7 +9,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from mpicomm.backend.host import array_at
+from mpicomm.devices.host import array_at
 from mpicomm.messages import outbox
 from mpicomm.messages.description import Description
 from mpicomm.messages.device import MessageDevice

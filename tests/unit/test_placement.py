@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from mpicomm import environment, placement
-from mpicomm.backend import cuda_driver
-from mpicomm.backend.cuda_driver import DeviceInfo
-from mpicomm.backend.host import NO_DEVICE, HostBackend
-from mpicomm.bootstrap import Group, group_by_node
+from mpicomm import environment
+from mpicomm.cluster import placement
+from mpicomm.cluster.agreement import Group, group_by_node
+from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parse_cpulist
+from mpicomm.devices.cuda import driver as cuda_driver
+from mpicomm.devices.cuda.driver import DeviceInfo
+from mpicomm.devices.host import NO_DEVICE, HostBackend
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError
 from mpicomm.log import logger
-from mpicomm.placement import Placement, RankPlace, assign_devices, find_placement, parse_cpulist
 
 A, B, C, D = (bytes([letter]) * 16 for letter in b"ABCD")
 

@@ -9,9 +9,9 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.calls import FORMS, Arguments
-from mpicomm.collectives.host_selection import use_mapped
-from mpicomm.collectives.plain_calls import LIMITS, is_plain, is_plainly_mpis
+from mpicomm.collectives.call import FORMS, Arguments
+from mpicomm.collectives.host.fast_path import LIMITS, is_plain, is_plainly_mpis
+from mpicomm.collectives.host.selection import use_mapped
 
 SIZES = (2, 3, 8)
 

@@ -6,13 +6,13 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-import mpicomm
+from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import REDUCTIONS, cpp_name, options_for
 from tests.helpers.reductions import NARROW, dtype_named, reduced, require_same, samples
 
@@ -20,7 +20,6 @@ pytest.importorskip("ml_dtypes")
 if shutil.which("g++") is None:
     pytest.skip("there is no g++", allow_module_level=True)
 
-KERNELS = Path(mpicomm.__file__).parent / "kernels"
 PAIRS = [(dtype, op) for dtype, ops in REDUCTIONS.items() for op in ops]
 
 SOURCE = """
@@ -57,7 +56,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     reduce = [REDUCE.format(dtype=dtype, op=op, cpp=cpp_name(dtype)) for dtype, op in PAIRS]
     source.write_text("\n".join([SOURCE, *reduce, *(CONVERT.format(dtype=dtype) for dtype in NARROW)]))
     options = ["-std=c++17", "-O1", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    command = ["g++", *options, f"-I{KERNELS}", str(source), "-o", str(target)]
+    command = ["g++", *options, f"-I{SHARED}", str(source), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return ctypes.CDLL(str(target))
@@ -110,5 +109,5 @@ def test_rounds_to_a_narrow_format_as_ml_dtypes_does(library: ctypes.CDLL, dtype
     ],
 )
 def test_a_reduction_that_does_not_exist_is_refused(reduction: tuple[str, str], said: str) -> None:
-    with pytest.raises(mpicomm.InvalidUsageError, match=said):
+    with pytest.raises(InvalidUsageError, match=said):
         options_for(reduction)

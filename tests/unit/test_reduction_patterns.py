@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.exchange import Exchange, Span
+from mpicomm.collectives.exchange import Exchange
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.span import Span
 from tests.helpers.exchange_simulator import (
     COUNTS,
     DTYPE,

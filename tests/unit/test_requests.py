@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 from mpi4py import MPI
 
-from mpicomm.collectives import requests
-from mpicomm.collectives.requests import Completer, DeferredRequest, PersistentRequest, Work
+from mpicomm.mpi import requests
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work
 
 LONG_S = 20
 

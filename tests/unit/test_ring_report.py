@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 
-from mpicomm import report, ring
-from mpicomm.backend.base import Link
-from mpicomm.communicator import RankInfo
+from mpicomm import ring
+from mpicomm.api.communicator import RankInfo
+from mpicomm.cli import report
+from mpicomm.devices.base import Link
 
 CPU = RankInfo(
     rank=0,

@@ -15,7 +15,7 @@ from mpicomm.errors import HandleError
 
 pytest.importorskip("cuda.bindings", reason="the order takes the driver's calls for captures from cuda-bindings")
 
-from mpicomm.backend import cuda_capture
+from mpicomm.devices.cuda import capture as cuda_capture
 
 STREAMS = (1, 2, 3, 4)
 _NOT_READY = 600
@@ -130,7 +130,7 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 @pytest.fixture
 def order(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    names = ["mpicomm.backend.cuda_completion", "mpicomm.backend.cuda_order"]
+    names = ["mpicomm.devices.cuda.completion", "mpicomm.devices.cuda.stream_order"]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     cuda = SimpleNamespace(Event=device.Event, runtime=device)

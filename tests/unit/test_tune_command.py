@@ -18,8 +18,8 @@ import mpicomm
 from mpicomm.bench.machine import Host
 from mpicomm.bench.measure import Effort, Outcome
 from mpicomm.bench.operations import Case
-from mpicomm.collectives import tuning
-from mpicomm.collectives.tuning import OPERATIONS, Kind, Row, Tuning, load
+from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu.tuning import OPERATIONS, Kind, Row, Tuning, load
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.tune import __main__ as tune
 from mpicomm.tune.subjects import Subject, subjects_of
@@ -288,9 +288,9 @@ def test_the_host_has_no_table(tmp_path: Path) -> None:
 DRIVER = """
 import time
 import mpicomm
-from mpicomm import command_line
+from mpicomm.cli import options as command_line
 from mpicomm.bench.machine import Host
-from mpicomm.collectives.tuning import find
+from mpicomm.collectives.gpu.tuning import find
 from mpicomm.tune import __main__ as tune, subjects
 tune.Gpu = Host
 tune.require_possible = lambda comm, ranks: None

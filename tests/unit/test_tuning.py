@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.collectives.tuning import BUILT_IN, OPERATIONS, Kind, Measured, Row, Tuning, algorithms_of
+from mpicomm.collectives.gpu.tuning import BUILT_IN, OPERATIONS, Kind, Measured, Row, Tuning, algorithms_of
 from tests.helpers.tuning import KIB, MIB, NEVER, chosen, row, table
 
 EVERY_OPERATION = st.sampled_from([*OPERATIONS, "Gather", "Scan", "Alltoallv"])

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpicomm.collectives import tuning
-from mpicomm.collectives.tuning import (
+from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu.tuning import (
     BUILT_IN,
     OPERATIONS,
     Kind,

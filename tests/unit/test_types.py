@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpi4py.util import dtlib
 
 from mpicomm import InvalidUsageError
-from mpicomm.collectives import types
+from mpicomm.mpi import types
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -177,7 +177,7 @@ def test_interface_types() -> None:
 def test_missing_package_is_named() -> None:
     code = (
         "import sys; sys.modules['ml_dtypes'] = None\n"
-        "from mpicomm.collectives import types\n"
+        "from mpicomm.mpi import types\n"
         "try: types.covered_dtype('bfloat16')\n"
         "except types.InvalidUsageError as error: print(error)"
     )
@@ -187,6 +187,6 @@ def test_missing_package_is_named() -> None:
 
 
 def test_package_of_more_types_is_not_imported_unasked() -> None:
-    code = "import sys, mpicomm.collectives.types; print('ml_dtypes' in sys.modules)"
+    code = "import sys, mpicomm.mpi.types; print('ml_dtypes' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "False\n"

@@ -6,11 +6,11 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import ROOT, Buffers, Case
 from mpicomm.bench.peers import nccl_library
 from mpicomm.bench.peers.base import UnsupportedError, from_first
-from mpicomm.communicator import Communicator
 
 missing = nccl_library.missing
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Machine
 from mpicomm.bench.peers import nccl_library
 from mpicomm.bench.peers.base import cuda_major, view_bytes
 from mpicomm.bench.peers.nccl import Nccl
-from mpicomm.communicator import Communicator
 
 _GRANULARITY = 2 << 20
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.mpi_calls import mpi_call
 from mpicomm.bench.operations import Buffers, Case
 from mpicomm.bench.peers.base import UnsupportedError
-from mpicomm.collectives import types
-from mpicomm.communicator import Communicator
+from mpicomm.mpi import types
 
 _LARGEST_STAGED = 64 << 20  # beyond it minutes go by that tell nothing new
 

@@ -6,10 +6,10 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import Buffers, Case
 from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, view_bytes
-from mpicomm.communicator import Communicator
 
 
 def missing() -> str | None:

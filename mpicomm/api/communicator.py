@@ -1,0 +1,343 @@
+"""Communicator: an mpi4py communicator whose ranks can open each other's memory."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpicomm import environment
+from mpicomm.api.blocking import BlockingCollectives
+from mpicomm.api.host_only import Offspring
+from mpicomm.api.nonblocking import NonblockingCollectives
+from mpicomm.api.persistent import PersistentCollectives
+from mpicomm.api.point_to_point import PointToPoint
+from mpicomm.api.probes import Probes
+from mpicomm.cluster.agreement import duplicate, forked, meet
+from mpicomm.cluster.placement import Placement
+from mpicomm.collectives.dispatch import Collectives
+from mpicomm.collectives.host.fast_path import LIMITS
+from mpicomm.devices.base import Backend, Link
+from mpicomm.errors import InvalidUsageError
+from mpicomm.messages.calls import Messages
+from mpicomm.messages.in_stream_order import InStreamOrder
+from mpicomm.session import Domain
+from mpicomm.symmetric.array import SymmetricArray
+from mpicomm.symmetric.events import SharedEvent
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """Where a rank is, what it uses, and how it reaches the memory of each rank of the communicator."""
+
+    rank: int
+    host: str
+    pid: int
+    node: int
+    device: int | str
+    device_name: str
+    device_uuid: bytes
+    pci_bus_id: str
+    numa_node: int
+    handle: str
+    rejected: dict[str, str]
+    """Better handle kinds that were tried, with the reason each was refused."""
+    links: tuple[Link, ...]
+
+
+class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollectives, PointToPoint, Probes, Offspring):
+    """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
+
+    ``comm`` is the communicator to work on; a duplicate of it is made, so messages cannot mix, and `Free` frees that.
+
+    ``device`` is "auto" (the GPUs that the ranks of the node see, shared out by local rank, of which a rank keeps its
+    own in later communicators; or the cpu where some rank has none), "cpu", or this rank's device ordinal; a GPU
+    becomes the calling thread's current device. ``handle`` is how memory is opened: "ipc", "fd", "fabric", "staged", or
+    "auto" for the best that works between all ranks of the node. After ``timeout_s`` seconds (30, or MPICOMM_TIMEOUT) a
+    missing rank is an error. ``handle`` and ``timeout_s`` are the same on all ranks.
+
+    Raises, on every rank alike, `InvalidUsageError` for bad arguments, `BackendUnavailableError` where the device asked
+    for cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.
+
+    Everything an mpi4py communicator does is inherited. What has a topology or two groups is mpi4py's, and refuses
+    device arrays; ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` do not even look: pass them host memory.
+    Communicators made from this one (``Dup``, ``Split``,
+    ``Create_group``, ...) are Communicators on the same devices; their set-up waits for their first use.
+    """
+
+    _placement: Placement
+    _domain: Domain | None  # None until the first use of a communicator that was made from another
+    _unfreed = False
+    _own_backend: Backend | None  # of one that was used without a domain, which takes it over
+
+    def __new__(
+        cls,
+        comm: MPI.Intracomm = MPI.COMM_WORLD,
+        *,
+        device: int | str = "auto",
+        handle: str = "auto",
+        timeout_s: float | None = None,
+    ) -> Self:
+        """Duplicate ``comm`` twice, for the user and for mpicomm's own messages, and set up."""
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
+        plain = MPI.Intracomm(comm)
+        deadline_s = environment.usable_timeout_s(timeout_s)
+        domain = Domain.create(duplicate(plain, "Communicator", deadline_s), device, handle, timeout_s)
+        self = super().__new__(cls, duplicate(plain, "Communicator", deadline_s))
+        self._begin(domain.placement, domain)
+        self._unfreed = True
+        return self
+
+    def __del__(self, is_finalized: Callable[[], bool] = MPI.Is_finalized) -> None:
+        """Warn (ResourceWarning) of one that was made and not freed; to free it is collective, which this cannot be.
+
+        Not of those made from it, nor at the end of the program, which mpi4py's users leave to MPI_Finalize.
+        """
+        if self._unfreed and not sys.is_finalizing() and not is_finalized() and self != MPI.COMM_NULL:
+            warnings.warn(
+                f"{self!r} was not freed: call Free, or use a with block", ResourceWarning, stacklevel=2, source=self
+            )
+
+    def _begin(self, placement: Placement, domain: Domain | None) -> None:
+        self._placement = placement
+        self._domain = domain
+        self._own_backend = None
+        self._collectives = Collectives(self, placement, self._set_up)
+        self._messages = Messages(self, placement, self._local_backend)
+        self._in_stream_order = InStreamOrder(self._collectives)
+        if domain is not None:
+            domain.beside.append(self._messages.memory)
+        self._block_limit = min(LIMITS["Gather"], LIMITS["Scatter"]) // len(placement.places)
+
+    def __repr__(self) -> str:
+        if self == MPI.COMM_NULL:
+            return "<mpicomm.Communicator freed>"
+        rank, size = self._placement.rank, len(self._placement.places)  # MPI's answers end with MPI_Finalize
+        return f"<mpicomm.Communicator rank {rank} of {size} device={self.device!r} handle={self.handle!r}>"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.Free()
+
+    @property
+    def device(self) -> int | str:
+        """This rank's device ordinal, or "cpu"."""
+        return self._placement.here.device
+
+    @property
+    def handle(self) -> str:  # type: ignore[override]
+        """How memory is opened on this rank's node: "ipc", "fd", "fabric", "staged", or "memfd" on the cpu.
+
+        It hides mpi4py's attribute of that name, MPI's own handle: that is ``MPI.Intracomm(comm).handle``.
+        """
+        return self._placement.here.handle
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's place among the ranks of its node."""
+        return self._placement.local_rank
+
+    @property
+    def local_size(self) -> int:
+        """Number of ranks on this node."""
+        return len(self._placement.node_ranks)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return len(self._placement.nodes)
+
+    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike = float) -> SymmetricArray:
+        """Allocate an array of ``shape`` on every rank and open it to the others of the node. Collective, blocking.
+
+        Contents are undefined. Shape and dtype are the same on all ranks; zero-size arrays are allowed. Close it with
+        ``close()``, or leave it to `Free`. Raises, on every rank alike, `InvalidUsageError` for a bad or differing
+        shape or dtype, `HandleError` where memory cannot be had or opened, `CollectiveTimeoutError`.
+        """
+        return self._set_up("empty").empty(shape, dtype, zero=False)
+
+    def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = float) -> SymmetricArray:
+        """Allocate as `empty` does, filled with zeros."""
+        return self._set_up("zeros").empty(shape, dtype, zero=True)
+
+    def register(self, array: Any) -> SymmetricArray:
+        """Open memory that exists already, one array per rank, to the others of the node. Collective, blocking.
+
+        On a GPU, any C-contiguous CuPy, DLPack or ``__cuda_array_interface__`` array in memory of ``cudaMalloc`` (the
+        default pools of CuPy and PyTorch): the whole block of the pool becomes visible to the peers. On the host, an
+        array in a shared mapping (``multiprocessing.shared_memory``, a writable ``numpy.memmap``). The memory stays the
+        caller's and must outlive the `SymmetricArray`, which is closed like those of `empty`.
+
+        Raises, on every rank alike, `InvalidUsageError` for memory that cannot be opened, naming its kind and the way
+        out, and for shapes or dtypes that differ; `HandleError`, `CollectiveTimeoutError`.
+        """
+        return self._set_up("register").register(array)
+
+    def shared_event(self) -> SharedEvent:
+        """Create an event per rank that all ranks of the node can wait for. Collective, blocking."""
+        return self._set_up("shared_event").shared_event()
+
+    def check(self, stream: Any = None) -> None:
+        """Wait for ``stream``, then raise what an earlier stream-ordered call could not do. Local, blocking.
+
+        Raises `CollectiveTimeoutError` naming the rank that did not come. The communicator is unusable then.
+        """
+        if self._domain is None and self != MPI.COMM_NULL:  # setting up would be collective
+            if self._own_backend is not None:
+                self._own_backend.synchronize(self._own_backend.stream(stream))
+                self._own_backend.check()
+            return
+        self._set_up("check").check(stream)
+
+    def describe(self) -> RankInfo:
+        """Return where this rank is and how it reaches the others. Local, once the communicator is set up."""
+        domain = self._set_up("describe")
+        places, here = self._placement.places, self._placement.here
+        device = here.devices[here.device] if isinstance(here.device, int) else None
+        return RankInfo(
+            rank=self.rank,
+            host=here.host,
+            pid=here.pid,
+            node=self._placement.node_index,
+            device=here.device,
+            device_name=device.name if device else "cpu",
+            device_uuid=here.device_uuid,
+            pci_bus_id=device.pci_bus_id if device else "",
+            numa_node=device.numa_node if device else -1,
+            handle=domain.kind,
+            rejected=here.rejected,
+            links=tuple(
+                Link("self")
+                if rank == self.rank
+                else domain.backend.link(place.device_uuid, domain.kind)
+                if rank in self._placement.node_ranks
+                else Link("other node")
+                for rank, place in enumerate(places)
+            ),
+        )
+
+    def Free(self) -> None:
+        """Free all arrays and events of the communicator, and the communicator. Collective, blocking.
+
+        Requests are to be complete by then, and messages received: what is not yet on its way is lost. A second call
+        does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees what is this
+        rank's and does not wait for the others.
+        """
+        if self._close_domain():
+            super().Free()
+
+    def Disconnect(self) -> None:
+        """Free as `Free` does, after pending communication has completed."""
+        if self._close_domain():
+            super().Disconnect()
+
+    def Dup(self, info: MPI.Info | None = None) -> Self:
+        """Duplicate the communicator; its memory is its own."""
+        return self._adopt(MPI.Intracomm(self).Dup(info))
+
+    def Dup_with_info(self, info: MPI.Info) -> Self:
+        """Duplicate the communicator with other hints."""
+        return self._adopt(MPI.Intracomm(self).Dup_with_info(info))
+
+    def Clone(self) -> Self:
+        """Duplicate the communicator; mpi4py's other name for `Dup`."""
+        return self._adopt(MPI.Intracomm(self).Clone())
+
+    def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
+        """Duplicate without blocking; the new communicator may be used when the request is complete."""
+        comm, request = MPI.Intracomm(self).Idup(info)
+        return self._adopt(comm, range(self.size)), request
+
+    def Idup_with_info(self, info: MPI.Info) -> tuple[Self, MPI.Request]:
+        """Duplicate with other hints, without blocking."""
+        comm, request = MPI.Intracomm(self).Idup_with_info(info)
+        return self._adopt(comm, range(self.size)), request
+
+    def Create(self, group: MPI.Group) -> MPI.Intracomm:
+        """Make a communicator of the ranks of ``group``; COMM_NULL on the others."""
+        return self._adopt_part(MPI.Intracomm(self).Create(group))
+
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
+        """Make a communicator of the ranks of ``group``, collective over those only."""
+        return self._adopt_part(MPI.Intracomm(self).Create_group(group, tag))
+
+    def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
+        """Make one communicator per color; COMM_NULL for ``MPI.UNDEFINED``."""
+        return self._adopt_part(MPI.Intracomm(self).Split(color, key))
+
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
+        """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
+        return self._adopt_part(MPI.Intracomm(self).Split_type(split_type, key, info))
+
+    def _adopt_part(self, comm: MPI.Comm) -> MPI.Intracomm:
+        assert isinstance(comm, MPI.Intracomm)  # parts of an intracommunicator are intracommunicators
+        return comm if comm == MPI.COMM_NULL else self._adopt(comm)
+
+    def _adopt(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> Self:
+        """Return the MPI communicator, made from this one, as a Communicator that sets itself up when first used."""
+        if ranks is None:
+            group, parent_group = comm.Get_group(), self.Get_group()
+            ranks = group.Translate_ranks(None, parent_group)
+            group.Free()
+            parent_group.Free()
+        child = MPI.Intracomm.__new__(type(self), comm)
+        child._begin(self._placement.subset(ranks), None)
+        return child
+
+    def _set_up(self, what: str) -> Domain:
+        """Return the domain; collective the first time, on a communicator that was made from another."""
+        if self._domain is None:
+            if self == MPI.COMM_NULL:
+                raise InvalidUsageError(f"{what}: the communicator was freed; create another")
+            private = duplicate(MPI.Intracomm(self), what, self._placement.here.timeout_s)
+            self._domain = Domain.derive(private, self._placement, self._own_backend)
+            self._own_backend = None
+            self._domain.beside.append(self._messages.memory)
+        return self._domain
+
+    def _local_backend(self, what: str) -> Backend:
+        """Return this rank's device; local, whether or not the communicator is set up."""
+        if self == MPI.COMM_NULL:
+            raise InvalidUsageError(f"{what}: the communicator was freed; create another")
+        if self._domain is not None:
+            return self._domain.backend
+        if self._own_backend is None:
+            self._own_backend = self._placement.create_backend()
+        return self._own_backend
+
+    def _close_domain(self) -> bool:
+        """Close the domain if there is one; return whether MPI's own free, which is collective, may follow."""
+        self._unfreed = False  # freed as well as it can be: of a broken communicator MPI keeps its part
+        if self == MPI.COMM_NULL or MPI.Is_finalized() or forked():
+            return False
+        if self._domain is None:
+            self._close_messages()
+            return True
+        self._domain.close()
+        return self._domain.intact
+
+    def _close_messages(self) -> None:
+        """Give back what messages have taken on a communicator without a domain; as `Domain.close` does."""
+        backend, self._own_backend = self._own_backend, None
+        with contextlib.ExitStack() as then:  # the last first, whatever fails before
+            if backend is not None:
+                then.callback(backend.close)
+            then.callback(self._messages.memory.close_own)
+            if self._messages.described:
+                # Peers may have this rank's outbox mapped, and be copying from it; which, only they know.
+                then.callback(meet, MPI.Intracomm(self), "Free", self._placement.here.timeout_s)
+            then.callback(self._messages.memory.close_peers)
+            if backend is not None:
+                backend.synchronize()

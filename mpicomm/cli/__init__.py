@@ -1,0 +1,1 @@
+"""Options, launch and report that the command lines share."""

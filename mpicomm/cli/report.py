@@ -1,0 +1,72 @@
+"""What the measuring command lines say of where they ran: lines above the table, and the start of a JSON report."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import mpicomm
+from mpicomm import environment
+from mpicomm.api.communicator import RankInfo
+from mpicomm.cli import options as command_line
+from mpicomm.devices.base import Link
+
+
+def header(title: str, ranks: Sequence[RankInfo], requested_handle: str) -> list[str]:
+    """Return the lines that say what runs where."""
+    hosts = sorted({info.host for info in ranks})
+    count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    lines = [f"mpicomm {mpicomm.__version__} {title}: {count} on {', '.join(hosts)} ({command_line.processor()})"]
+    for info in ranks:
+        device = f"{info.device:>2} [{info.pci_bus_id}] {info.device_name}" if info.pci_bus_id else info.device
+        lines.append(f" Rank {info.rank:>2} Pid {info.pid:>6} on {info.host} device {device}")
+    if environment.handle(requested_handle) != "auto":
+        why = "as asked for"
+    elif ranks[0].rejected:
+        why = "; ".join(f"not {kind}: {reason}" for kind, reason in ranks[0].rejected.items())
+    else:
+        why = "the best for this device"
+    return [*lines, f"handle: {ranks[0].handle} ({why})"]
+
+
+def matrix(title: str, cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a rank by rank table."""
+    width = max(len(cell) for row in cells for cell in row) + 2
+    lines = [f"{title} (row: rank, column: peer)", " " * 4 + "".join(f"{peer:>{width}}" for peer in range(len(cells)))]
+    return lines + [f"{rank:>4}" + "".join(f"{cell:>{width}}" for cell in row) for rank, row in enumerate(cells)]
+
+
+def matrices(links: Sequence[Sequence[Link]]) -> list[str]:
+    """Return the peer-to-peer matrix, and what CUDA says of the links where it says something."""
+    lines = matrix("path", [[link.path for link in row] for row in links])
+    if any(link.native_atomics is not None for row in links for link in row):
+        cells = [
+            [" ".join(map(_mark, (link.performance_rank, link.access, link.native_atomics))) for link in row]
+            for row in links
+        ]
+        lines += matrix("performance rank, access, native atomics", cells)
+    return lines
+
+
+def _mark(value: int | bool | None) -> str:
+    if value is None:
+        return "-"
+    return ("n", "y")[value] if isinstance(value, bool) else str(value)
+
+
+def setting(ranks: Sequence[RankInfo], options: argparse.Namespace) -> dict[str, Any]:
+    """Return when, how and on what a measurement ran, for the JSON file."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(sys.orig_argv),
+        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
+        "processor": command_line.processor(),
+        "versions": command_line.versions(),
+        "ranks": [command_line.rank_record(info) for info in ranks],
+        "handle": ranks[0].handle,
+    }

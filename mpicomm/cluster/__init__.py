@@ -1,0 +1,1 @@
+"""Agreement between ranks, and which rank is on which node and device."""

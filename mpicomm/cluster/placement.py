@@ -1,0 +1,268 @@
+"""Where the ranks of a communicator are: their nodes, and the device each one uses."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import os
+import secrets
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpicomm import environment
+from mpicomm.cluster.agreement import Group, group_by_node, node_key
+from mpicomm.devices.base import Backend
+from mpicomm.devices.handle import Kind
+from mpicomm.devices.host import NO_DEVICE, HostBackend
+from mpicomm.errors import BackendUnavailableError, InvalidUsageError
+from mpicomm.log import logger
+
+if TYPE_CHECKING:
+    from mpicomm.devices.cuda.driver import DeviceInfo
+
+
+SECRET_NBYTES = 32
+
+_given: list[bytes] = []
+"""UUID of the GPU that "auto" has given this process, if it has: a rank has one GPU, where its arrays are, whichever of
+its communicators it works with."""
+
+
+@dataclass(frozen=True)
+class RankPlace:
+    """Where one rank is, and with what it works: first what was asked for, in the end what was chosen.
+
+    ``device`` is an ordinal among ``devices``, those the rank can see, or "cpu" or, before it is chosen, "auto".
+    ``handle`` is a handle kind or, before it is chosen, "auto"; ``rejected`` says why better kinds were not taken.
+    """
+
+    host: str
+    pid: int
+    node_key: str
+    devices: tuple[DeviceInfo, ...]
+    no_device_reason: str
+    device: int | str
+    handle: str
+    timeout_s: float
+    rejected: dict[str, str] = field(default_factory=dict)
+    token: bytes = field(default=b"", repr=False)
+    """This rank's part of the secret of every communicator it is in."""
+    given: bytes = b""
+    """UUID of the GPU that this process was given before, empty if it was not."""
+    local_id: int = 0
+    """`environment.local_id`."""
+
+    @property
+    def device_uuid(self) -> bytes:
+        """UUID of the device, zeros on the cpu."""
+        return self.devices[self.device].uuid if isinstance(self.device, int) else NO_DEVICE
+
+
+class Placement:
+    """The places of all ranks; the same on every rank but for ``rank``."""
+
+    def __init__(self, places: Sequence[RankPlace], rank: int) -> None:
+        self.places = tuple(places)
+        self.rank = rank
+        self.nodes = group_by_node([place.node_key for place in places])
+        self.node_index, self.node_ranks = next(
+            (index, ranks) for index, ranks in enumerate(self.nodes) if rank in ranks
+        )
+        self.local_rank = self.node_ranks.index(rank)
+
+    @property
+    def here(self) -> RankPlace:
+        """This rank's place."""
+        return self.places[self.rank]
+
+    @property
+    def secret(self) -> bytes:
+        """What only ranks of a communicator of these ranks in this order know: `SECRET_NBYTES` bytes."""
+        return hashlib.blake2b(b"".join(place.token for place in self.places), digest_size=SECRET_NBYTES).digest()
+
+    def node_index_of(self, rank: int) -> int:
+        """Return the place of ``rank`` among the ranks of this node; raises `InvalidUsageError` if it is not there."""
+        size = len(self.places)
+        try:
+            rank = operator.index(rank)
+        except TypeError:
+            raise InvalidUsageError(f"peer={rank!r} is no rank: use 0 to {size - 1}") from None
+        if not 0 <= rank < size:
+            raise InvalidUsageError(f"peer={rank} is no rank of this communicator: use 0 to {size - 1}")
+        if rank not in self.node_ranks:
+            raise InvalidUsageError(
+                f"peer={rank} is on another node ({self.places[rank].host}): only the ranks {self.node_ranks} of this "
+                "node reach each other's memory; use MPI's calls for the others"
+            )
+        return self.node_ranks.index(rank)
+
+    def subset(self, ranks: Sequence[int]) -> Placement:
+        """Return the placement of a communicator of some of these ranks, this one among them; local."""
+        return Placement([self.places[rank] for rank in ranks], list(ranks).index(self.rank))
+
+    def with_handles(self, chosen: Sequence[tuple[Kind, dict[str, str]]]) -> Placement:
+        """Return the placement with each rank's chosen handle kind, and the kinds rejected before it."""
+        places = [
+            replace(place, handle=kind, rejected=rejected)
+            for place, (kind, rejected) in zip(self.places, chosen, strict=True)
+        ]
+        return Placement(places, self.rank)
+
+    def create_backend(self) -> Backend:
+        """Return a backend for this rank's device; local. Raises `BackendUnavailableError` or `HandleError`."""
+        place = self.here
+        if isinstance(place.device, str):
+            return HostBackend(place.timeout_s)
+        from mpicomm.devices.cuda.backend import CudaBackend
+
+        return CudaBackend(place.device, place.timeout_s)
+
+
+def find_placement(group: Group, device: int | str, handle: str) -> Placement:
+    """Find the nodes and give every rank its device. Collective; on bad arguments every rank raises the same error."""
+    places = group.exchange("Communicator: find devices", lambda: _look_around(device, handle, group.timeout_s))
+    _require_same("handle", [place.handle for place in places])
+    _require_same("timeout_s", [place.timeout_s for place in places])
+    requests = [place.device for place in places]
+    kinds = ["ordinal" if isinstance(request, int) else request for request in requests]
+    _require_same("device", kinds)
+    if kinds[0] == "auto":
+        requests = _choose_devices(places)
+    for rank, (place, request) in enumerate(zip(places, requests, strict=True)):
+        if isinstance(request, int) and not place.devices:
+            raise BackendUnavailableError(f"device={request} on rank {rank}: {place.no_device_reason}", ranks=[rank])
+        if isinstance(request, int) and request >= len(place.devices):
+            raise InvalidUsageError(
+                f"device={request} on rank {rank}: it sees the devices 0 to {len(place.devices) - 1}; "
+                "CUDA_VISIBLE_DEVICES decides which",
+                ranks=[rank],
+            )
+    places = [replace(place, device=request) for place, request in zip(places, requests, strict=True)]
+    placement = Placement(places, group.rank)
+    if kinds[0] == "auto" and requests[group.rank] != "cpu":
+        _given[:] = [placement.here.device_uuid]
+    _announce(placement, automatic=kinds[0] == "auto")
+    if environment.bind_cpu():
+        _bind_cpu(placement.here)
+    return placement
+
+
+def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
+    environment.bind_cpu()  # a bad value is an error on every rank from here, not on one rank later
+    request = environment.device(device)
+    devices: tuple[DeviceInfo, ...] = ()
+    reason = "the cpu was asked for"
+    if request != "cpu":
+        from mpicomm.devices.cuda.driver import visible_devices
+
+        try:
+            devices = tuple(visible_devices())
+        except BackendUnavailableError as error:
+            reason = str(error)
+    handle = environment.handle(handle)
+    token = secrets.token_bytes(SECRET_NBYTES)
+    return RankPlace(
+        socket.gethostname(),
+        os.getpid(),
+        node_key(),
+        devices,
+        reason,
+        request,
+        handle,
+        timeout_s,
+        token=token,
+        given=_given[0] if _given else b"",
+        local_id=environment.local_id(),
+    )
+
+
+def _require_same(argument: str, values: Sequence[object]) -> None:
+    if len(set(values)) > 1:
+        said = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
+        raise InvalidUsageError(f"{argument} differs between ranks: {said}; pass the same on all")
+
+
+def _choose_devices(places: Sequence[RankPlace]) -> list[int | str]:
+    if not all(place.devices for place in places):
+        return ["cpu"] * len(places)
+    chosen: list[int | str] = ["cpu"] * len(places)
+    for ranks in group_by_node([place.node_key for place in places]):
+        visible = [[device.uuid for device in places[rank].devices] for rank in ranks]
+        given = [places[rank].given for rank in ranks]
+        local_ids = [places[rank].local_id for rank in ranks]
+        for rank, ordinal in zip(ranks, assign_devices(visible, given, local_ids), strict=True):
+            chosen[rank] = ordinal
+    return chosen
+
+
+def assign_devices(visible: Sequence[Sequence[bytes]], given: Sequence[bytes], local_ids: Sequence[int]) -> list[int]:
+    """Give each rank of a node the device that fewest others got; returns ordinals in each rank's own list.
+
+    ``visible`` holds the UUIDs each rank sees, in its order. One rule covers the usual cases: ranks that see all
+    devices get one each in order, ranks that see one each (CUDA_VISIBLE_DEVICES set per rank) get that, more ranks than
+    devices share evenly. Before that a rank keeps the device it was ``given`` in another communicator. And where all
+    see the same, the order begins at its place among all processes of the job on the machine, not of this communicator
+    alone: two halves of them, say, that each make one then do not take the same devices.
+    """
+    users = Counter(uuid for uuid, uuids in zip(given, visible, strict=True) if uuid in uuids)
+    alike = len({tuple(uuids) for uuids in visible}) == 1
+    ordinals = []
+    for uuids, kept, local_id in zip(visible, given, local_ids, strict=True):
+        if kept in uuids:
+            ordinals.append(uuids.index(kept))
+            continue
+        begin = local_id if alike else 0
+        ordinal = min(range(len(uuids)), key=lambda index: (users[uuids[index]], (index - begin) % len(uuids)))
+        users[uuids[ordinal]] += 1
+        ordinals.append(ordinal)
+    return ordinals
+
+
+def _announce(placement: Placement, *, automatic: bool) -> None:
+    """Say once what was decided, at WARN where it is slower than it could be."""
+    places = placement.places
+    if automatic and placement.rank == 0 and places[0].device == "cpu":
+        rank = next(rank for rank, place in enumerate(places) if not place.devices)
+        # A GPU that cannot be used is worth a warning; a machine without one is not.
+        wanted = any(place.devices for place in places) or Path("/dev/nvidiactl").exists()
+        say: Callable[..., None] = logger.warning if wanted else logger.info
+        say("using the cpu: rank %d has no device: %s", rank, places[rank].no_device_reason)
+    if placement.local_rank == 0:
+        users: dict[bytes, list[int]] = {}
+        for rank in placement.node_ranks:
+            if places[rank].device != "cpu":
+                users.setdefault(places[rank].device_uuid, []).append(rank)
+        shared = [ranks for ranks in users.values() if len(ranks) > 1]
+        if shared:
+            logger.warning("ranks share a GPU, which is correct but slow: %s", shared)
+
+
+def _bind_cpu(place: RankPlace) -> None:
+    """Keep this process on the cores of its GPU's NUMA node; local."""
+    if not isinstance(place.device, int):
+        return
+    node = place.devices[place.device].numa_node
+    cpulist = Path(f"/sys/devices/system/node/node{node}/cpulist")
+    if node < 0 or not cpulist.exists():
+        logger.info("MPICOMM_BIND_CPU: the NUMA node of device %d is unknown; nothing bound", place.device)
+        return
+    cores = parse_cpulist(cpulist.read_text()) & os.sched_getaffinity(0)
+    if not cores:
+        logger.warning("MPICOMM_BIND_CPU: this process may use no core of NUMA node %d; nothing bound", node)
+        return
+    os.sched_setaffinity(0, cores)
+    logger.info("bound to cores %s of NUMA node %d", sorted(cores), node)
+
+
+def parse_cpulist(text: str) -> set[int]:
+    """Return the cores of a Linux cpulist such as "0-3,8"."""
+    cores: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            cores.update(range(int(first), int(last or first) + 1))
+    return cores

@@ -1,0 +1,1 @@
+"""Ranks exchange chunks through slots with credits: messages of any size and kind."""

@@ -1,0 +1,52 @@
+"""The kernel of exchange.cu: its arguments, and one variant per reduction."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.variant import Variant
+
+# Constants and structures of exchange.cu; a test compares them.
+THREADS = 512
+SLOTS = 2
+PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
+
+
+class Link(ctypes.Structure):
+    """What goes to, or comes from, one rank."""
+
+    _fields_ = [
+        ("pointer", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("stride", ctypes.c_uint64),
+        ("tag", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
+
+
+class ExchangeArguments(ctypes.Structure):
+    """The host's copy of ``Exchange`` in exchange.cu."""
+
+    _fields_ = [
+        ("team", Team),
+        ("sends", Link * MAX_RANKS),
+        ("receives", Link * MAX_RANKS),
+        ("own", ctypes.c_uint64),
+        ("output", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
+        ("credits", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("slots", ctypes.c_uint64 * MAX_RANKS),
+        ("slot_nbytes", ctypes.c_uint64),
+        ("channels", ctypes.c_uint32),
+        ("num_sources", ctypes.c_uint32),
+        ("sources", ctypes.c_uint32 * MAX_RANKS),
+    ]
+
+
+def exchange_kernel(reduction: tuple[str, str] | None) -> Variant:
+    """Return the kernel for ``(dtype, op)``, or the one that does not reduce; raises as `options_for`."""
+    return Variant(Path(__file__).with_name("exchange.cu"), "mpicomm_exchange", options_for(reduction))

@@ -1,0 +1,125 @@
+"""Exchanges of messages of any size and kind as launches of exchange.cu."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from mpicomm.collectives.exchange import Exchange, Reduction
+from mpicomm.collectives.gpu.algorithms.chunks.arguments import (
+    PACKET_NBYTES,
+    THREADS,
+    ExchangeArguments,
+    Link,
+    exchange_kernel,
+)
+from mpicomm.collectives.gpu.algorithms.launch import Launch
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
+from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.team import Team
+from mpicomm.mpi.span import Span
+
+CHANNEL_NBYTES = 8 * 1024
+"""What one block moves at least before a message is given another one."""
+_STRIDE_NBYTES = 128  # parts of channels begin at whole cache lines of the message, hence at whole elements
+_FEWEST_THREADS = 64  # the kernel needs two warps
+
+
+class ChannelPlanner:
+    """Turns exchanges into launches; ``team`` is what every kernel of this rank is told."""
+
+    def __init__(self, team: Team, layout: ArenaLayout) -> None:
+        self._team = team
+        self._layout = layout
+        self._template = bytes(
+            ExchangeArguments(
+                team=team,
+                counts=layout.counts,
+                credits=layout.credits,
+                flags=layout.flags,
+                channels=layout.channels,
+                slot_nbytes=layout.slot_nbytes,
+            )
+        )
+
+    def launch(self, exchange: Exchange, call: tuple[int, int], slots: Sequence[int]) -> Launch | None:
+        """Return the launch for an exchange; None where this rank has nothing to send, receive or reduce.
+
+        ``slots`` is where those of every rank begin.
+        """
+        rank, itemsize = self._team.rank, exchange.dtype.itemsize
+        sends, receives, reduction = list(exchange.sends), list(exchange.receives), exchange.reduction
+        if reduction is not None and len(reduction.sources) == 1:
+            # The result is what the one source sends, as it is.
+            (source,) = reduction.sources
+            receives[source] = reduction.output
+            if source == rank:
+                sends[rank] = reduction.own
+            reduction = None
+        if reduction is not None and reduction.output.count == 0:
+            reduction = None
+        if receives[rank] is None or receives[rank] == sends[rank]:
+            sends[rank] = receives[rank] = None  # nothing to copy
+
+        arguments = ExchangeArguments.from_buffer_copy(self._template)
+        arguments.slots[: len(slots)] = slots
+        for peer in range(self._team.size):
+            self._fill(arguments.sends[peer], sends[peer], itemsize, call)
+            self._fill(arguments.receives[peer], receives[peer], itemsize, call)
+        if reduction is not None:
+            self._fill_reduction(arguments, reduction, itemsize, call)
+        links = [*arguments.sends, *arguments.receives]
+        longest = max(link.stride for link in links)
+        if longest == 0:
+            return None
+        # The same blocks on both sides of each pair; how many threads a block has is this rank's own affair.
+        return Launch(
+            exchange_kernel(reduction_of(exchange.dtype, reduction.op) if reduction else None),
+            arguments,
+            blocks=max(-(-link.nbytes // link.stride) for link in links if link.nbytes),
+            threads=threads_for(min(longest, self._layout.slot_nbytes), THREADS),
+        )
+
+    def _fill(
+        self, link: Link, span: Span | None, itemsize: int, call: tuple[int, int], *, reduced: bool = False
+    ) -> None:
+        if span is None or span.count == 0:
+            return
+        link.pointer = 0 if reduced else span.pointer
+        link.nbytes = nbytes = span.count * itemsize
+        # A pure function of the bytes and the arena, as both sides must cut alike.
+        link.stride = stride_of(nbytes, min(self._layout.channels, -(-nbytes // CHANNEL_NBYTES)))
+        # With the bytes, so that two ranks which disagree on them notice, whatever MPI lets them pass to the call.
+        link.tag = zlib.crc32(struct.pack("<IIQ", *call, nbytes))
+
+    def _fill_reduction(
+        self, arguments: ExchangeArguments, reduction: Reduction, itemsize: int, call: tuple[int, int]
+    ) -> None:
+        for place, source in enumerate(reduction.sources):
+            self._fill(arguments.receives[source], reduction.output, itemsize, call, reduced=True)
+            arguments.sources[place] = source
+        arguments.num_sources = len(reduction.sources)
+        arguments.output = reduction.output.pointer
+        arguments.own = reduction.own.pointer if reduction.own else 0
+
+
+def stride_of(nbytes: int, channels: int) -> int:
+    """Return how much of a message each channel carries, all but the last of those that are needed."""
+    return -(-nbytes // (channels * _STRIDE_NBYTES)) * _STRIDE_NBYTES
+
+
+def threads_for(nbytes: int, most: int) -> int:
+    """Return how many threads move ``nbytes`` at once, in packets."""
+    packets = -(-nbytes // PACKET_NBYTES)
+    return min(most, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length()))
+
+
+def reduction_of(dtype: np.dtype[Any], op: str) -> tuple[str, str]:
+    """Return the reduction's name among the kernels; raises `InvalidUsageError` where there is none."""
+    name = "uint8" if dtype == np.dtype("V1") else dtype.name  # MPI.BYTE
+    options_for((name, op))
+    return name, op

@@ -1,0 +1,1 @@
+"""Copy engines move the data between barriers of the ranks."""

@@ -1,0 +1,29 @@
+"""The kernel of local_reduction.cu, one variant per reduction, and its arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.team import MAX_RANKS
+from mpicomm.kernels.variant import Variant
+
+REDUCTION_THREADS = 512  # kReductionThreads in local_reduction.cu; a test compares them
+
+
+class LocalReductionArguments(ctypes.Structure):
+    """The host's copy of ``LocalReduction`` in local_reduction.cu."""
+
+    _fields_ = [
+        ("sources", ctypes.c_uint64 * MAX_RANKS),
+        ("output", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("num_sources", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
+
+
+def local_reduction_kernel(reduction: tuple[str, str]) -> Variant:
+    """Return the kernel for ``(dtype, op)``; raises as `options_for`."""
+    return Variant(Path(__file__).with_name("local_reduction.cu"), "mpicomm_local_reduction", options_for(reduction))

@@ -1,0 +1,126 @@
+"""Where what copy engines bring lands: in its place in symmetric output, or in staging memory, to be moved on."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.mpi.span import Span
+from mpicomm.symmetric.registry import Mapped
+
+REGIONS = 3
+"""One that a part arrives in, one that is read, and one that some rank may not have left yet."""
+ALIGNED_NBYTES = 256
+
+
+def landing_place(exchange: Exchange, peer: int, memory: Mapped, base: int) -> int:
+    """Return where what goes to ``peer`` belongs, as mapped here; ``base`` is where ``memory`` begins on this rank."""
+    assert exchange.lands is not None
+    span = exchange.lands[peer]
+    assert span is not None
+    return memory.pointers[peer] + span.pointer - base
+
+
+@dataclass(frozen=True)
+class Parts:
+    """How what ranks send each other is cut: ``bounds`` are where in the longest of it parts begin, and its end."""
+
+    bounds: tuple[int, ...]
+
+    @staticmethod
+    def equal(longest_nbytes: int, number: int) -> Parts:
+        """Return ``number`` parts, or fewer."""
+        step = aligned(-(-longest_nbytes // number))
+        return Parts((*range(0, longest_nbytes, step), longest_nbytes))
+
+    @staticmethod
+    def tapered(longest_nbytes: int, largest_nbytes: int, smallest_nbytes: int) -> Parts:
+        """Return parts of up to ``largest_nbytes``, the last ones smaller and smaller: each two thirds of the rest."""
+        bounds = [0]
+        last = max(min(largest_nbytes, smallest_nbytes), 3 * ALIGNED_NBYTES)  # two thirds of more, aligned, are less
+        while (rest := longest_nbytes - bounds[-1]) > last:
+            bounds.append(bounds[-1] + min(aligned(largest_nbytes), aligned(rest * 2 // 3)))
+        return Parts((*bounds, longest_nbytes))
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return len(self.bounds) - 1
+
+    @cached_property
+    def largest_nbytes(self) -> int:
+        """The size of the largest, rounded up."""
+        return aligned(max(end - begin for begin, end in itertools.pairwise(self.bounds)))
+
+    @cached_property
+    def room_nbytes(self) -> int:
+        """What staging memory has for them from each rank: all, or `REGIONS` for one each, used again and again."""
+        return min(aligned(self.bounds[-1]), REGIONS * self.largest_nbytes)
+
+    def cut(self, span: Span | None, part: int, itemsize: int) -> tuple[int, int]:
+        """Return where in ``span`` a part begins, and its bytes; there is nothing of it in a shorter one, or none."""
+        if span is None or not 0 <= part < self.number:
+            return 0, 0
+        begin, end = (min(bound, span.count * itemsize) for bound in self.bounds[part : part + 2])
+        return begin, end - begin
+
+
+class Landing(Protocol):
+    """Where the parts of an exchange land, and where they are then."""
+
+    def target(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
+        """Return where a part of what goes to ``peer`` lands, which begins at byte ``begin`` of it."""
+
+    def landed(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
+        """Return where a part of what comes from ``peer`` has landed on this rank."""
+
+
+@dataclass(frozen=True)
+class InOutput:
+    """All ranks' output is symmetric memory: what comes lands where it belongs."""
+
+    rank: int
+    memory: Mapped
+
+    def target(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
+        """See `Landing`."""
+        return landing_place(exchange, peer, self.memory, self.memory.pointers[self.rank]) + begin
+
+    def landed(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
+        """See `Landing`."""
+        received = exchange.receives[peer]
+        assert received is not None
+        return received.pointer + begin
+
+
+@dataclass(frozen=True)
+class InStaging:
+    """Every rank has a room for each of the others in staging memory, which begins at its one of ``pointers``."""
+
+    rank: int
+    pointers: Sequence[int]
+    parts: Parts
+
+    def target(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
+        """See `Landing`."""
+        return self._place(self.rank, peer, part)
+
+    def landed(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
+        """See `Landing`."""
+        return self._place(peer, self.rank, part)
+
+    def _place(self, source: int, owner: int, part: int) -> int:
+        size, parts = len(self.pointers), self.parts
+        room = (source - owner - 1) % size
+        whole = parts.bounds[-1] <= parts.room_nbytes
+        offset = parts.bounds[part] if whole else part % REGIONS * parts.largest_nbytes
+        return self.pointers[owner] + room * parts.room_nbytes + offset
+
+
+def aligned(nbytes: int) -> int:
+    """Return the next multiple of `ALIGNED_NBYTES`."""
+    return -(-nbytes // ALIGNED_NBYTES) * ALIGNED_NBYTES

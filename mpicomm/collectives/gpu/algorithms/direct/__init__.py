@@ -1,0 +1,1 @@
+"""Kernels store straight into the symmetric output of the peers; also the barrier of streams."""

@@ -1,0 +1,103 @@
+"""The kernels of packets.cu: their arguments, variants, and how messages are spread over threads."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+from typing import Literal
+
+from mpicomm.kernels.ll_flags import FlaggedInboxes
+from mpicomm.kernels.reductions import HOST_SLOTS, options_for
+from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.variant import Variant
+
+# Constants and structures of packet_worker.cuh; a test compares them.
+OVERSEERS = 32
+STAGES = 2
+SLOT_NBYTES = 16
+FENCES_NBYTES = 3072  # of a block, see fences.cuh
+ABSENT = 0xFFF5A3C6
+"""What words of a slot of the sentinel wire hold that nothing has come to."""
+_UNIT_NBYTES = {"flagged": 8, "sentinel": 16}  # what a packet of each wire in packet_wires.cuh carries
+_WIRES = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
+_STEPS = {
+    "one": ("-DMPICOMM_ONE_STEP",),
+    "few": (),
+    "laps": ("-DMPICOMM_LAPS",),
+    "paced": ("-DMPICOMM_LAPS", "-DMPICOMM_PACED"),
+}
+FEWEST_LAPS = 6
+"""Steps that an inbox must hold where there are more of them: see packets.cu."""
+
+Wire = Literal["flagged", "sentinel"]
+"""LL, and what needs no flag: see packet_wires.cuh."""
+Steps = Literal["one", "few", "laps", "paced"]
+"""One; no more than inboxes hold; more; and more where two ranks do not send each other as much. See packets.cu."""
+
+
+class PacketArguments(ctypes.Structure):
+    """The host's copy of ``Packets`` in packet_worker.cuh."""
+
+    _fields_ = [
+        ("team", Team),
+        ("sends", ctypes.c_uint64 * MAX_RANKS),
+        ("receives", ctypes.c_uint64 * MAX_RANKS),
+        ("send_nbytes", ctypes.c_uint64 * MAX_RANKS),
+        ("receive_nbytes", ctypes.c_uint64 * MAX_RANKS),
+        ("own", ctypes.c_uint64),
+        ("output", ctypes.c_uint64),
+        ("output_nbytes", ctypes.c_uint64),
+        ("inboxes", ctypes.c_uint64 * MAX_RANKS),
+        ("inbox_nbytes", ctypes.c_uint64),
+        ("flagged", FlaggedInboxes),
+        ("fences", ctypes.c_uint64),
+        ("steps", ctypes.c_uint32),
+        ("laps", ctypes.c_uint32),
+        ("sources", ctypes.c_uint32),
+        ("targets", ctypes.c_uint32),
+        ("paced", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
+
+
+def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
+    """Return how many threads of a block can move data between ``size`` ranks: ``kWorkers`` in packet_worker.cuh."""
+    if one_step:
+        threads = 512 if size > 4 else 768
+    else:
+        threads = 256 if size > 4 else 512 if fan_out else 640 if size > 2 else 768
+    return threads - OVERSEERS
+
+
+def packet_kernel(
+    reduction: tuple[str, str] | None,
+    size: int,
+    wire: Wire,
+    steps: Steps,
+    *,
+    fan_out: bool,
+    host_slots: bool = False,
+) -> Variant:
+    """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the one that does not reduce; as `options_for`.
+
+    ``host_slots`` is whether inboxes lie in memory of the host: another kernel where they are used again in a launch.
+    """
+    fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
+    fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_WIRES[wire], *_STEPS[steps], *fans, *fences)
+    return Variant(Path(__file__).with_name("packets.cu"), "mpicomm_packets", options)
+
+
+def flags_can_carry(dtype: str) -> bool:
+    """Whether an element fits into a packet with flags."""
+    return dtype != "complex128"
+
+
+def packets_of(nbytes: int, wire: Wire) -> int:
+    """Return how many packets a message takes."""
+    return -(-nbytes // _UNIT_NBYTES[wire])
+
+
+def carried_nbytes(inbox_nbytes: int, wire: Wire) -> int:
+    """Return how many bytes of one message an inbox holds."""
+    return inbox_nbytes // SLOT_NBYTES * _UNIT_NBYTES[wire]

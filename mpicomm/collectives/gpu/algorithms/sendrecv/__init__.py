@@ -1,0 +1,1 @@
+"""Messages between two ranks in stream order, matched by kernels."""

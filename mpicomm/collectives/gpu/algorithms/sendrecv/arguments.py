@@ -1,0 +1,52 @@
+"""The kernel of sendrecv.cu and its arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from mpicomm.kernels.reductions import OPTIONS
+from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.variant import Variant
+
+# Constants and structures of sendrecv.cu; a test compares them.
+SENDRECV_THREADS = 256
+SENDRECV_BLOCKS = 2
+"""Of a multiprocessor, at least."""
+SENDRECV_SLOTS = 2
+SENDRECV_SLOT_NBYTES = 64 * 1024
+
+
+class Side(ctypes.Structure):
+    """The host's copy of ``Side`` in sendrecv.cu: a message that is sent, or one that is received."""
+
+    _fields_ = [
+        ("pointer", ctypes.c_uint64),
+        ("nbytes", ctypes.c_uint64),
+        ("stride", ctypes.c_uint64),
+        ("peer", ctypes.c_uint32),
+        ("blocks", ctypes.c_uint32),
+        ("tag", ctypes.c_uint32),
+        ("mask", ctypes.c_uint32),
+    ]
+
+
+class SendrecvArguments(ctypes.Structure):
+    """The host's copy of ``Sendrecv`` in sendrecv.cu."""
+
+    _fields_ = [
+        ("team", Team),
+        ("sent", Side),
+        ("received", Side),
+        ("memory", ctypes.c_uint64 * MAX_RANKS),
+        ("credits", ctypes.c_uint64),
+        ("flags", ctypes.c_uint64),
+        ("slots", ctypes.c_uint64),
+        ("channels", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
+
+
+def sendrecv_kernel() -> Variant:
+    """Return the kernel."""
+    return Variant(Path(__file__).with_name("sendrecv.cu"), "mpicomm_sendrecv", OPTIONS)

@@ -1,0 +1,67 @@
+"""Messages in the order of streams, as launches of sendrecv.cu."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+
+from mpicomm.collectives.exchange import Message
+from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES, stride_of, threads_for
+from mpicomm.collectives.gpu.algorithms.launch import Launch
+from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory
+from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
+    SENDRECV_SLOT_NBYTES,
+    SENDRECV_SLOTS,
+    SENDRECV_THREADS,
+    SendrecvArguments,
+    Side,
+    sendrecv_kernel,
+)
+from mpicomm.kernels.team import Team
+
+
+def sendrecv_memory(size: int, channels: int) -> ChannelMemory:
+    """Return the layout of each rank's memory for messages, with ``channels`` of each two ranks."""
+    return ChannelMemory(size, channels, SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES)
+
+
+class SendrecvPlanner:
+    """Turns messages into launches; ``team`` is what every kernel of this rank is told."""
+
+    def __init__(self, team: Team, layout: ChannelMemory) -> None:
+        self.layout = layout
+        self._team = team
+
+    def launch(self, sent: Message | None, received: Message | None, memory: Sequence[int]) -> Launch | None:
+        """Return the launch for a message to another rank and one from another, None if there is nothing in them.
+
+        ``memory`` is that of every rank.
+        """
+        layout = self.layout
+        arguments = SendrecvArguments(
+            team=self._team, credits=layout.credits, flags=layout.flags, slots=layout.slots, channels=layout.channels
+        )
+        arguments.memory[: len(memory)] = memory
+        sides = arguments.sent, arguments.received
+        for side, message in zip(sides, (sent, received), strict=True):
+            if message is not None and message.span.count > 0:
+                self._fill(side, message)
+        blocks = sum(side.blocks for side in sides)
+        if blocks == 0:
+            return None
+        longest = min(max(side.stride for side in sides), SENDRECV_SLOT_NBYTES)
+        return Launch(sendrecv_kernel(), arguments, blocks=blocks, threads=threads_for(longest, SENDRECV_THREADS))
+
+    def _fill(self, side: Side, message: Message) -> None:
+        nbytes = message.span.count
+        side.pointer, side.nbytes, side.peer = message.span.pointer, nbytes, message.peer
+        # A pure function of the bytes and the layout, as both sides must cut alike.
+        side.stride = stride_of(nbytes, min(self.layout.channels, -(-nbytes // CHANNEL_NBYTES)))
+        side.blocks = -(-nbytes // side.stride)
+        side.tag = _half(nbytes) << 16 | (0 if message.tag is None else _half(message.tag))
+        side.mask = 0xFFFF0000 if message.tag is None else 0xFFFFFFFF
+
+
+def _half(number: int) -> int:
+    return zlib.crc32(struct.pack("<Q", number)) & 0xFFFF

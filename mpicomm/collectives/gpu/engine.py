@@ -1,0 +1,260 @@
+"""DeviceEngine: carries out exchanges between the GPUs of a node with a kernel each, in stream order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+from weakref import WeakSet
+
+import cupy
+from cupy.cuda import runtime
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.board import Board
+from mpicomm.collectives.exchange import Exchange, Message
+from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
+from mpicomm.collectives.gpu.algorithms.chunks.plan import ChannelPlanner
+from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
+from mpicomm.collectives.gpu.algorithms.copies.plan import Copy, Fork
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
+from mpicomm.collectives.gpu.algorithms.launch import Launch
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
+from mpicomm.collectives.gpu.algorithms.packets.plan import MAX_BLOCKS, PacketPlanner
+from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
+from mpicomm.collectives.gpu.arena import DeviceArena
+from mpicomm.collectives.gpu.mismatch import DeviceCalls
+from mpicomm.collectives.gpu.plan import Plan, launching
+from mpicomm.collectives.gpu.program import Planners, Program, Step, tag_of
+from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.collectives.signature import Signature
+from mpicomm.devices.base import slowest_gb_s
+from mpicomm.devices.cuda.backend import CudaBackend
+from mpicomm.devices.cuda.driver import DriverShutDownError
+from mpicomm.devices.cuda.load import kernels_of
+from mpicomm.devices.cuda.stream_order import Enqueue
+from mpicomm.devices.handle import Kind
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
+from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.symmetric.registry import Mapped
+
+MAX_CHANNELS = 128
+"""Blocks of a kernel of exchange.cu: of an H200's 132 multiprocessors half keep the links full but for some percent."""
+_MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and those that receive
+_MOST_STAGED_NBYTES = 1 << 30
+_STAGED_PART = 64  # and no more than this part of a device's memory
+
+_log = logging.getLogger("mpicomm")
+
+
+class DeviceEngine:
+    """Collectives on GPU memory that need not be shared: everything goes through the ranks' arenas.
+
+    Messages go in packets (kernels/packets.cu), larger ones straight into symmetric memory (kernels/direct.cu) or from
+    rank to rank (kernels/chain.cu), the largest by copy engines. Chunk by chunk (kernels/exchange.cu) goes what does
+    not fit into inboxes and goes one way alone.
+
+    Construction is collective over ``node`` and raises as ``share`` does. What was enqueued and could not be done is
+    raised by the backend's `check`: `CollectiveTimeoutError` naming the rank that did not come, `PeerError` with what
+    each rank called. The communicator is unusable then.
+
+    How the ranks meet, and why they cannot wait for each other in a circle, is told at the top of the three.
+    """
+
+    def __init__(self, node: Group, backend: CudaBackend, kind: Kind, board: Board) -> None:
+        if node.size > MAX_RANKS:
+            raise InvalidUsageError(
+                f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, this one has {node.size}"
+            )
+        self._node = node
+        self._backend = backend
+        self._board = board
+        self._calls = DeviceCalls(node, board)
+        # All blocks of all ranks must run at once: as many as the smallest of the devices can hold.
+        told = node.exchange(
+            "collectives: set-up",
+            lambda: (
+                backend.multiprocessors,
+                backend.total_nbytes,
+                backend.info.uuid,
+            ),
+        )
+        smallest = min(multiprocessors for multiprocessors, *_ in told)
+        most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, _ in told) // _STAGED_PART)
+
+        def link_gb_s() -> float | None:
+            return slowest_gb_s(backend.link(uuid, kind) for *_, uuid in told[1:])
+
+        def find() -> Tuning | None:
+            return tuning.find(backend.info.name, link_gb_s) if node.rank == 0 else None
+
+        found = node.exchange("collectives: table", find)[0]
+        assert found is not None
+        self.tuning: Tuning = found
+        """The table of the first rank, which all go by."""
+        layout = ArenaLayout(node.size, min(MAX_CHANNELS, smallest))
+        self._arena = DeviceArena(node, backend, kind, layout, self._require_same_call)
+        self._order = backend.stream_order()
+        team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
+        for index, rank in enumerate(node.ranks):
+            team.arenas[index] = self._arena.pointers[index]
+            team.names[index] = rank
+        host_slots = kind == "staged"
+        # Older devices cannot begin a kernel before the last has ended. And one that began early would be promised that
+        # what the last has put back is seen on this device, which says nothing of memory of the host.
+        early = backend.info.compute_capability >= (9, 0) and not host_slots
+        self._planners = Planners(
+            node.rank,
+            node.size,
+            self._arena,
+            most_staged_nbytes,
+            self.tuning.link_speed,
+            ChannelPlanner(team, layout),
+            PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early, host_slots=host_slots),
+            DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),
+            ChainPlanner(team, smallest, early=early, host_slots=host_slots),
+        )
+        channels = max(1, min(_MESSAGE_CHANNELS, smallest * SENDRECV_BLOCKS // 2))
+        self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
+        self._kernels = kernels_of(backend.info)
+        self._plans: WeakSet[Plan] = WeakSet()  # whoever enqueues them keeps them
+        self._open = True
+        self._ordinal = backend.info.ordinal
+        with backend.current():
+            self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
+            self._copies = CopyStream()
+        backend.calls = self._calls.different
+
+    def prepare(
+        self,
+        exchanges: Sequence[Exchange],
+        signature: Signature,
+        memory: Mapped | None = None,
+        *,
+        algorithm: str = "one_shot",
+    ) -> Plan:
+        """Return this rank's part of ``exchanges``, those of ``algorithm``, to be enqueued as often as wanted.
+
+        ``memory`` is where all ranks' output lies, if it is symmetric.
+
+        Collective where a message is larger than all before and needs more memory, else local; all ranks prepare with
+        as many exchanges each. The board is told of it: it counts as the first time that the plan is enqueued. Raises
+        `InvalidUsageError` for a reduction that is not defined, and as ``share`` does; the first use of a reduction
+        compiles its kernel, about a second once per machine.
+        """
+        self._require_open(signature.operation)
+        program = Program(self._planners, exchanges, signature, memory, algorithm)
+        # Before the board is told: it is not of a rank that has kept what was chosen instead, and makes the call again.
+        self._arena.require_staging(program.staging_nbytes)
+        self._board.post(str(program))  # before anything waits for others, who may be in something else
+        return self._plan(str(program), [*program.steps()])
+
+    def prepare_barrier(self) -> Plan:
+        """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local."""
+        signature = Signature("Barrier", "uint8")
+        self._require_open(signature.operation)
+        self._board.post(str(signature))
+        return self._plan(str(signature), [self._planners.direct.barrier(tag_of(signature, 0), after_copies=False)])
+
+    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
+        """Return a plan that sends one message and receives another; ``text`` says so.
+
+        Collective the first time, local from then on. The two ranks of a message must come to it in the same order,
+        relative to their other messages and to collectives.
+        """
+        self._require_open(text)
+        if not self._arena.has_messages:
+            self._board.post("the first message in the order of streams, for which all ranks set up memory")
+        launch = self._sendrecv.launch(sent, received, self._arena.messages(self._sendrecv.layout.nbytes))
+        return self._plan(text, [] if launch is None else [launch], collective=False)
+
+    def _plan(self, text: str, steps: Sequence[Step], *, collective: bool = True) -> Plan:
+        # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
+        launches = [step for step in steps if isinstance(step, Launch)]
+        if any(self._kernels.find(launch.variant) is None for launch in launches):
+            with self._backend.loading():
+                for launch in launches:
+                    self._kernels.load(launch.variant)
+        plan = Plan(text, [self._enqueuer(step) for step in steps], collective=collective)
+        self._plans.add(plan)
+        return plan
+
+    def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> bool:
+        """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
+
+        Return whether anything is to be done that `completion` tells of: nothing is in a capture, nor where this rank
+        has no part. With ``again``, for a plan that was enqueued before, it is made a graph, which is cheaper from the
+        next time on.
+
+        All ranks enqueue the same collectives in the same order. What is enqueued on different streams, or on different
+        streams of one capture, follows each other; when a captured graph runs, beside other work of the communicator,
+        is for the caller to order (see `StreamOrder`). The board is told of this, not of replays of a graph.
+        """
+        if not self._open:
+            self._require_open(plan.text)
+        if again and plan.collective:
+            self._board.post(plan.text)
+        if not plan.steps:
+            return False
+        eager = plan.launch or (partial(self._launch, plan) if again else plan.enqueue)
+        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        if runtime.getDevice() == self._ordinal:
+            return self._order.enqueue(stream, eager, plan.enqueue)
+        with self._backend.current():
+            return self._order.enqueue(stream, eager, plan.enqueue)
+
+    def completion(self) -> Callable[[], bool]:
+        """Return a function that says whether what was enqueued so far is done; callable in any thread. Local."""
+        if runtime.getDevice() == self._ordinal:
+            return self._order.completion()
+        with self._backend.current():
+            return self._order.completion()
+
+    def _launch(self, plan: Plan, stream: int) -> None:
+        """Enqueue a plan as a graph, which is made first."""
+        with self._backend.loading():
+            plan.make_graph(self._capturing)
+        assert plan.launch is not None
+        plan.launch(stream)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' arenas; local. This rank's work must be over; the engine cannot be used any more."""
+        self._open = False
+        self._backend.calls = None
+        self._arena.close_peers()
+
+    def close_own(self) -> None:
+        """Free this rank's arena and events; local, after every peer's `close_peers`."""
+        # As in CudaBackend.close, not when the garbage collector comes.
+        with suppress(DriverShutDownError), self._backend.current():
+            for plan in self._plans:
+                plan.drop_graph()
+            self._capturing = None
+            self._copies.close()
+            self._order.close()
+        self._arena.close_own()
+
+    def _require_open(self, what: str) -> None:
+        if not self._open:
+            raise InvalidUsageError(f"{what}: the communicator was freed; create another")
+
+    def _require_same_call(self) -> None:
+        """Raise what `DeviceCalls.require_same` does, from now on, and let those go who are in a kernel."""
+        try:
+            self._calls.require_same()
+        except (CollectiveTimeoutError, PeerError) as error:
+            if isinstance(error, PeerError):
+                self._arena.abort()
+            self._backend.fail(error)
+            raise
+
+    def _enqueuer(self, step: Step) -> Enqueue:
+        if isinstance(step, Launch):
+            return launching(self._kernels.load(step.variant), step)
+        if isinstance(step, Copy):
+            return self._copies.copying(step)
+        return self._copies.fork if isinstance(step, Fork) else self._copies.join

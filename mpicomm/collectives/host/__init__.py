@@ -1,0 +1,1 @@
+"""Collectives on host arrays through mapped shared memory."""

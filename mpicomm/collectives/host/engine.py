@@ -1,0 +1,245 @@
+"""HostEngine: carries out exchanges between ranks of a node through shared host memory."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.cluster.agreement import Group, require_own_process
+from mpicomm.collectives.board import Board
+from mpicomm.collectives.exchange import Exchange, Reduction
+from mpicomm.collectives.host.channels import Channels, DifferentCall, DifferentSize, GivenUp, LateRank
+from mpicomm.collectives.host.reduction import Reducer
+from mpicomm.collectives.signature import Signature
+from mpicomm.devices.host import array_at
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.mpi.span import Span
+from mpicomm.waiting import wait_until
+
+# Measured: with smaller slots waits take longer than copies; with less in all, what a reader has just read is still in
+# its own cache when it is written again, which is several times slower; with more, it no longer is in the shared one.
+SLOT_NBYTES = 1024 * 1024
+SLOTS = 4
+
+_LATE_S = 0.5
+
+_BYTE = np.dtype(np.uint8)
+
+
+class HostEngine:
+    """Collectives on host memory that need not be shared: everything goes through the ranks' arenas, chunk by chunk.
+
+    Construction is collective and raises as ``share`` does. `run` is blocking; all ranks of the node call it in the
+    same order, one thread of each at a time. An engine that has raised `CollectiveTimeoutError` or `PeerError` is
+    broken: so is that of every other rank, and each later call raises at once.
+
+    Why it cannot deadlock. The chunks of all exchanges of all calls have one order, the same on all ranks: by call, by
+    exchange, by index in the exchange. For each chunk in turn a rank first sends to its peers, then reads what they
+    send. Take the rank that is furthest behind, at chunk k. It cannot wait to read: who sends it chunk k is at k too,
+    or beyond, and will get to the end of its sends, which nothing holds up for ever: they wait for slots, a rank has
+    at least as many as it has peers, so chunk k does not fill them all; one of them holds an earlier chunk, whose
+    readers are all at k or beyond and have read it. For this all ranks must give `run` as many exchanges as the others.
+    With one slot per peer a rank would wait for the readers of its last chunk before each next one; with two it copies
+    while they read.
+
+    Nothing is written before it was sent: in place, the output of a chunk lies where the input of the same chunk was.
+    """
+
+    def __init__(
+        self, node: Group, board: Board, *, slot_nbytes: int = SLOT_NBYTES, slots: int = SLOTS, first: int = 0
+    ) -> None:
+        self._node = node
+        self._board = board
+        self._slot_nbytes = slot_nbytes
+        self._channels = Channels(node, slot_nbytes, max(slots, 2 * (node.size - 1)), first, board.differ)
+        self._peers = [(node.rank + step) % node.size for step in range(1, node.size)]
+        self._reducers: dict[tuple[str, np.dtype[Any]], Reducer] = {}
+        self._slots: dict[tuple[int, np.dtype[Any]], npt.NDArray[Any]] = {}
+        self._open = True
+        self._broken: MpicommError | None = None
+
+    @property
+    def broken(self) -> MpicommError | None:
+        """The error that has made the engine unusable on this rank, or on another; None while it works. Local."""
+        return self._broken or self._channels.verdict.read()
+
+    def run(self, exchanges: Sequence[Exchange], signature: Signature) -> None:
+        """Carry out this rank's part of ``exchanges``. Collective in the node, blocking.
+
+        Returns when this rank has sent everything, and has received and reduced what it is to receive. All ranks give
+        the same ``signature`` and as many exchanges. Raises `InvalidUsageError` for a reduction that is not defined,
+        before anything is sent; `PeerError` if ranks called different things, `CollectiveTimeoutError` naming the rank
+        that did not come within the node's ``timeout_s``, with the same text on all ranks of the node: on those that
+        had no need to wait at their next call.
+        """
+        for exchange in exchanges:
+            if exchange.reduction is not None:
+                self._reducer(exchange.reduction.op, exchange.dtype)
+
+        def work() -> None:
+            with np.errstate(all="ignore"):
+                for exchange in exchanges:
+                    self._carry_out(exchange)
+
+        self._call(work, signature)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' arenas; local. The engine cannot be used any more."""
+        self._open = False
+        self._slots.clear()
+        self._channels.close_peers()
+
+    def close_own(self) -> None:
+        """Free this rank's arena; local, after every peer's `close_peers`."""
+        self._channels.close_own()
+
+    def _call(self, work: Callable[[], None], signature: Signature) -> None:
+        require_own_process(signature.operation)
+        if not self._open:
+            raise InvalidUsageError(f"{signature.operation}: the communicator was freed; create another")
+        if self._broken is not None:
+            raise type(self._broken)(
+                f"{signature.operation}: this communicator is unusable since an earlier error ({self._broken}); create "
+                "another",
+                ranks=self._broken.ranks,
+            )
+        text, self._channels.hash32 = _described(signature)
+        self._board.post(text)
+        try:
+            if self._channels.verdict.there():
+                raise GivenUp
+            work()
+        except (LateRank, DifferentCall, DifferentSize, GivenUp) as reason:
+            verdict = self._channels.verdict
+            self._broken = verdict.read() or verdict.give(self._judge(reason, text))
+            raise self._broken from None
+        except BaseException as error:
+            # Above all KeyboardInterrupt: the others would wait for what this rank did not do.
+            rank = self._node.ranks[self._node.rank]
+            left = PeerError(f"{text}: rank {rank} left in the middle: {type(error).__name__}: {error}", ranks=[rank])
+            self._broken = self._channels.verdict.give(left)
+            raise
+
+    def _carry_out(self, exchange: Exchange) -> None:
+        itemsize = exchange.dtype.itemsize
+        # Whole elements, so that every chunk can be reduced; larger ones than a slot are cut anywhere.
+        step = self._slot_nbytes // itemsize * itemsize or self._slot_nbytes
+        outgoing = self._outgoing(exchange, itemsize)
+        incoming = [
+            (peer, span.pointer, span.count * itemsize)
+            for peer in reversed(self._peers)  # first who sends to this rank first
+            if (span := exchange.receives[peer]) is not None and span.count
+        ]
+        kept = _kept(exchange, self._node.rank)
+        reduction = exchange.reduction if exchange.reduction and exchange.reduction.output.count else None
+        reduce = self._reduction(reduction, exchange.dtype) if reduction else None
+
+        sizes = [nbytes for _, nbytes, _ in outgoing] + [nbytes for _, _, nbytes in incoming]
+        sizes.append(kept[2] if kept else 0)
+        sizes.append(reduction.output.count * itemsize if reduction else 0)
+        channels = self._channels
+        for start in range(0, max(sizes), step):
+            for pointer, nbytes, readers in outgoing:
+                if start < nbytes:
+                    channels.send(pointer + start, min(step, nbytes - start), readers)
+            # After it was sent, which has brought it into the cache, and before the wait for others.
+            if kept and start < kept[2]:
+                ctypes.memmove(kept[1] + start, kept[0] + start, min(step, kept[2] - start))
+            for peer, pointer, nbytes in incoming:
+                if start < nbytes:
+                    size = min(step, nbytes - start)
+                    ctypes.memmove(pointer + start, channels.receive(peer, size), size)
+                    channels.release((peer,))
+            if reduce is not None and start < sizes[-1]:
+                reduce(start // itemsize, min(step, sizes[-1] - start) // itemsize)
+
+    def _outgoing(self, exchange: Exchange, itemsize: int) -> list[tuple[int, int, list[int]]]:
+        """Return address, bytes and readers of what is sent to peers: once for all peers that get the same.
+
+        Each rank begins with the next one, so that not all send to one rank, then all to another.
+        """
+        readers: dict[Span, list[int]] = {}
+        for peer in self._peers:
+            span = exchange.sends[peer]
+            if span is not None and span.count:
+                readers.setdefault(span, []).append(peer)
+        return [(span.pointer, span.count * itemsize, peers) for span, peers in readers.items()]
+
+    def _reduction(self, reduction: Reduction, dtype: np.dtype[Any]) -> Callable[[int, int], None]:
+        """Return the function that receives and reduces ``count`` elements from element ``start`` on."""
+        channels, rank = self._channels, self._node.rank
+        reducer = self._reducer(reduction.op, dtype)
+        output = _view(reduction.output.pointer, reduction.output.count, dtype)
+        own = _view(reduction.own.pointer, reduction.own.count, dtype) if reduction.own else output
+        others = [source for source in reduction.sources if source != rank]
+
+        def reduce(start: int, count: int) -> None:
+            nbytes = count * dtype.itemsize
+            parts = [
+                own[start : start + count]
+                if source == rank
+                else self._slot(channels.receive(source, nbytes), dtype)[:count]
+                for source in reduction.sources
+            ]
+            reducer.reduce(parts, output[start : start + count])
+            channels.release(others)
+
+        return reduce
+
+    def _slot(self, pointer: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        key = (pointer, dtype)
+        if key not in self._slots:
+            self._slots[key] = _view(pointer, self._slot_nbytes // dtype.itemsize, dtype)
+        return self._slots[key]
+
+    def _reducer(self, op: str, dtype: np.dtype[Any]) -> Reducer:
+        key = (op, dtype)
+        if key not in self._reducers:
+            self._reducers[key] = Reducer(op, dtype)
+        return self._reducers[key]
+
+    def _judge(self, reason: Exception, text: str) -> MpicommError:
+        ranks = self._node.ranks
+        behind = self._board.behind()
+        # Ranks that call different things, different roots say, may wait for each other.
+        if isinstance(reason, LateRank) and not self._board.differ():
+            # Who has not come is to blame, and not who waits for it as this rank does, but nobody need be behind.
+            late = [ranks[index] for index in behind or [reason.index]]
+            names = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
+            did = "did not arrive" if behind else "made no progress"
+            limit = f"within {self._node.timeout_s:g} s (collective number {self._board.calls} of the communicator)"
+            return CollectiveTimeoutError(f"{text}: {names} {did} {limit}", ranks=late)
+        if isinstance(reason, DifferentSize):
+            source, here = ranks[reason.index], ranks[self._node.rank]
+            return PeerError(
+                f"{text}: rank {source} sends {reason.sent} bytes where rank {here} expects {reason.expected} (of one "
+                "chunk): the counts of the two differ",
+                ranks=[source, here],
+            )
+        # A rank that was first to find out may be ahead of some that are only a little late.
+        wait_until(lambda: not self._board.behind(), _LATE_S)
+        said = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, self._board.read(), strict=True))
+        return PeerError(f"ranks called different things: {said}", ranks=ranks)
+
+
+def _kept(exchange: Exchange, rank: int) -> tuple[int, int, int] | None:
+    """Return from where to where this rank copies how many bytes for itself."""
+    source, target = exchange.sends[rank], exchange.receives[rank]
+    if source is None or target is None or source.pointer == target.pointer or not source.count:
+        return None
+    return source.pointer, target.pointer, source.count * exchange.dtype.itemsize
+
+
+def _view(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    # By way of bytes: the array interface has no name for the types of ml_dtypes.
+    return array_at(pointer, count * dtype.itemsize, _BYTE).view(dtype)
+
+
+@lru_cache(maxsize=1024)
+def _described(signature: Signature) -> tuple[str, int]:
+    return str(signature), signature.hash32

@@ -1,0 +1,148 @@
+"""Arrays of other libraries as CuPy arrays, and the allocation an array lies in."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+from cuda.bindings import driver
+
+from mpicomm.devices.cuda.driver import call
+from mpicomm.errors import InvalidUsageError
+
+_log = logging.getLogger("mpicomm")
+
+_DLPACK_ON_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
+_USE_EMPTY = "allocate it with comm.empty()"
+
+
+def as_cupy(array: Any, ordinal: int) -> Any:
+    """Return ``array`` as a ``cupy.ndarray`` over the same memory.
+
+    Local; the device's context must be current. Raises `InvalidUsageError` for anything that is not on GPU ``ordinal``.
+    """
+    if not isinstance(array, cupy.ndarray):
+        array = _convert(array, ordinal)
+    if array.device.id != ordinal:
+        raise _other_device(array.device.id, ordinal)
+    return array
+
+
+def _convert(array: Any, ordinal: int) -> Any:
+    cls = type(array)
+    name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    torch = sys.modules.get("torch")  # a tensor can only be given to us once torch is imported
+    if torch is not None and isinstance(array, torch.Tensor):
+        array = _Tensor(array)
+    try:
+        if hasattr(array, "__dlpack__"):
+            kind, device = array.__dlpack_device__()
+            if kind in _DLPACK_ON_GPU:
+                if device != ordinal:
+                    raise _other_device(device, ordinal)
+                return cupy.from_dlpack(array)
+        elif hasattr(array, "__cuda_array_interface__"):
+            return cupy.asarray(array)
+    except (TypeError, ValueError, BufferError, RuntimeError, AttributeError) as error:
+        if isinstance(error, InvalidUsageError):
+            raise
+        raise InvalidUsageError(f"array is a {name} that CuPy cannot view: {error}") from error
+    raise InvalidUsageError(
+        f"array is a {name}, which is not on a GPU, but this communicator is on GPU {ordinal}: move it there "
+        '(cupy.asarray(array), tensor.cuda()), or create the communicator with device="cpu"'
+    )
+
+
+class _Tensor:
+    """A PyTorch tensor for DLPack that leaves streams alone.
+
+    By default an exchange makes CuPy's current stream wait for PyTorch's. Here both views are used on the stream the
+    caller names, which needs no such wait; and while PyTorch captures a graph the wait would draw CuPy's stream into
+    the capture and fail it.
+    """
+
+    def __init__(self, tensor: Any) -> None:
+        self._tensor = tensor.detach()  # one that requires a gradient refuses to be exported
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, device = self._tensor.__dlpack_device__()
+        return int(kind), int(device)
+
+    def __dlpack__(self, **_: Any) -> Any:
+        return self._tensor.__dlpack__(stream=-1)
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """The allocation of ``cuMemAlloc`` that an array is part of."""
+
+    base: int
+    size: int
+
+
+def allocation_of(array: Any, ordinal: int) -> Allocation:
+    """Find the allocation of a non-empty ``cupy.ndarray``.
+
+    Local; the device's context must be current. Raises `InvalidUsageError` for memory that CUDA IPC cannot export. Says
+    once per allocation, in the log, when more than the array becomes visible to peers.
+    """
+    pointer = array.data.ptr
+    attribute = driver.CUpointer_attribute
+    names = [
+        attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+        attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED,
+        attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
+        attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
+        attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
+    ]
+    memory_type, managed, pool, ipc_capable, buffer_id = call(driver.cuPointerGetAttributes, len(names), names, pointer)
+    # Managed first: it also counts as device or host memory, wherever its pages happen to be.
+    if managed:
+        raise InvalidUsageError(
+            f"array lies in managed memory (cudaMallocManaged), which no peer can open; {_USE_EMPTY}, or call "
+            "cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc) before it is made"
+        )
+    if int(memory_type) != int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE):
+        raise InvalidUsageError(
+            f"array lies in host memory (pinned, or the system's), not on GPU {ordinal}; {_USE_EMPTY}, or copy it with "
+            "cupy.array(array)"
+        )
+    if int(pool) != 0:
+        raise InvalidUsageError(
+            "array lies in the stream-ordered pool (cudaMallocAsync), whose memory CUDA IPC cannot export; "
+            f"{_USE_EMPTY}, or before it is made call cupy.cuda.set_allocator(cupy.cuda.MemoryPool().malloc), or for "
+            "PyTorch set PYTORCH_CUDA_ALLOC_CONF=backend:native"
+        )
+    if not ipc_capable:
+        raise InvalidUsageError(
+            f"array lies in virtual memory (cuMemCreate), which CUDA IPC cannot export; {_USE_EMPTY}, or for PyTorch "
+            "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
+        )
+    base, size = call(driver.cuMemGetAddressRange, pointer, hint=f"array does not lie on GPU {ordinal}")
+    if array.nbytes < size:
+        _warn_once(buffer_id, array.nbytes, size)
+    return Allocation(int(base), size)
+
+
+_warned: set[int] = set()  # CUDA's ids of allocations: unlike addresses they are never used again
+
+
+def _warn_once(buffer_id: int, nbytes: int, size: int) -> None:
+    if buffer_id not in _warned:
+        _warned.add(buffer_id)
+        _log.warning(
+            "an array of %d bytes is registered that lies in an allocation of %d bytes: all of it becomes visible to "
+            "the peers; memory of comm.empty() shares nothing else",
+            nbytes,
+            size,
+        )
+
+
+def _other_device(device: int, ordinal: int) -> InvalidUsageError:
+    return InvalidUsageError(
+        f"array is on GPU {device}, but this communicator is on GPU {ordinal}: copy it there "
+        f"(with cupy.cuda.Device({ordinal}): cupy.asarray(array)), or create the communicator with device={device}"
+    )

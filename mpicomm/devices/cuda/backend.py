@@ -1,0 +1,396 @@
+"""The memory of one GPU as a `Backend`: CuPy arrays over memory that the CUDA driver shares between processes."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import cupy
+import numpy as np
+import numpy.typing as npt
+from cuda.bindings import driver
+from cupy.cuda import get_current_stream, runtime
+
+from mpicomm.devices.base import Link, Scratch
+from mpicomm.devices.cuda.arrays import allocation_of, as_cupy
+from mpicomm.devices.cuda.capture import relax, relaxed
+from mpicomm.devices.cuda.completion import Completions
+from mpicomm.devices.cuda.context import PrimaryContext
+from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
+from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
+from mpicomm.devices.cuda.faults import Calls, FaultPage
+from mpicomm.devices.cuda.load import KernelCache, kernels_of
+from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
+from mpicomm.devices.cuda.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
+from mpicomm.devices.cuda.side_streams import SideStreams
+from mpicomm.devices.cuda.stream_order import StreamOrder
+from mpicomm.devices.cuda.streams import resolve_stream
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
+from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
+from mpicomm.kernels.headers import SHARED
+from mpicomm.kernels.team import Faults
+
+
+class _SignalKernels:
+    """The kernels of signal.cu, compiled and loaded before the first of them can spin."""
+
+    def __init__(self, kernels: KernelCache) -> None:
+        pointer = ctypes.c_void_p
+        module = kernels.module(SHARED / "signal.cu")
+        self.signal = module.kernel("mpicomm_signal", (pointer, pointer, pointer))
+        self.wait = module.kernel(
+            "mpicomm_wait_signal", (pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer, pointer)
+        )
+        number = ctypes.c_uint64
+        self.publish = module.kernel("mpicomm_publish", (pointer, number, pointer))
+        self.await_count = module.kernel(
+            "mpicomm_await", (pointer, number, number, ctypes.c_uint32, number, pointer, pointer)
+        )
+
+
+class CudaBackend:
+    """GPU ``ordinal`` as a `Backend`. Its methods work from any thread and leave the thread's current device alone."""
+
+    kinds: tuple[Kind, ...] = ("ipc", "fd", "fabric", "staged")
+
+    def __init__(self, ordinal: int, timeout_s: float) -> None:
+        devices = visible_devices()
+        if not 0 <= ordinal < len(devices):
+            raise BackendUnavailableError(
+                f"device={ordinal}: this process sees GPUs 0 to {len(devices) - 1}; choose one of them, or widen "
+                "CUDA_VISIBLE_DEVICES"
+            )
+        self.device: int | str = ordinal
+        self.info = devices[ordinal]
+        self._ordinal = ordinal
+        self._devices = devices
+        self.timeout_ns = int(timeout_s * 1e9)
+        self.calls: Calls | None = None
+        """What `check` asks for what each rank called, where they called different things."""
+        self._lock = threading.Lock()
+        self._kernels: _SignalKernels | None = None
+        self._stream: Any = None
+        self._completions = Completions()
+        self._scratch: list[int] = []
+        self._faults: FaultPage | None = None
+        self._closed = False
+        self._context = PrimaryContext(self.info)
+        try:
+            with self._context.current():
+                # Non-blocking: a stream that is ordered with the null stream would wait for all of the user's work.
+                self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+            self._faults = FaultPage(self._context, self._stream)
+            self.side_streams = SideStreams(self._context)
+        except HandleError:
+            self.close()
+            raise
+
+    def make_current(self) -> None:
+        """Make this GPU the calling thread's current one, for CuPy, PyTorch and all that use the CUDA runtime."""
+        cupy.cuda.Device(self._ordinal).use()
+
+    def prepare_thread(self) -> None:
+        """As `make_current`, on a thread of this package's own, which may go on whatever other threads capture."""
+        self.make_current()
+        # Else a look at an event would spoil a graph that another thread captures, though what requests look at is part
+        # of none. The user's own threads stay as they are: who captures beside them has asked for their calls to be
+        # watched, and to relax them around each look would take several times as long as the look.
+        relax()
+
+    def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
+        """Allocate memory in whole blocks of 2 MiB that hold nothing else."""
+        if kind == "ipc":
+            return IpcSegment.allocate(self._context, nbytes)
+        if kind == "staged":
+            return StagedSegment.allocate(self._context, nbytes)
+        if kind in ("fd", "fabric"):
+            return VirtualSegment.allocate(self._context, kind, nbytes)
+        raise HandleError(f"handle={kind!r}: GPU memory is shared as {', '.join(self.kinds)}; use one of them")
+
+    def adopt(self, array: Any) -> IpcSegment:
+        """Return the memory of a C-contiguous ``cupy.ndarray``; its whole allocation is what peers will open."""
+        if array.nbytes == 0:
+            # Nothing to share, and no allocation to find; peers still expect a handle that opens.
+            segment = IpcSegment.allocate(self._context, 1)
+            segment.nbytes = 0
+            return segment
+        with self._context.current():
+            found = allocation_of(array, self._ordinal)
+        return IpcSegment(self._context, array.data.ptr, array.nbytes, base=found.base, size=found.size, array=array)
+
+    def export(self, segment: Any) -> tuple[MemoryHandle, Descriptor | None]:
+        """Return the handle of a segment of this process, and for `FD_KINDS` a descriptor the caller closes."""
+        exported: tuple[MemoryHandle, Descriptor | None] = segment.export()
+        return exported
+
+    def open(self, handle: MemoryHandle, fd: int | None) -> CudaSegment:
+        """Map a peer's memory for this GPU. ``fd`` stays the caller's."""
+        if handle.kind not in self.kinds:
+            raise HandleError(
+                f"a GPU communicator cannot open a {handle.kind} handle, which comes from a cpu communicator: use one "
+                "device= on all ranks"
+            )
+        if handle.kind == "ipc":
+            return OpenedIpcSegment(self._context, handle)
+        if handle.kind in FD_KINDS and fd is None:
+            raise HandleError(f"a {handle.kind} handle arrived without its file descriptor")
+        if handle.kind == "staged":
+            assert fd is not None
+            return StagedSegment.open(self._context, handle, fd)
+        return VirtualSegment.open(self._context, handle, fd)
+
+    def asarray(self, array: Any) -> Any:
+        """Return ``array`` as a ``cupy.ndarray`` without copying."""
+        with self._context.current():
+            return as_cupy(array, self._ordinal)
+
+    def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Return a ``cupy.ndarray`` over the start of a segment; also of a peer's, whichever device that lies on."""
+        memory = cupy.cuda.UnownedMemory(segment.pointer, segment.nbytes, segment, self._ordinal)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
+
+    def pointer_table(self, pointers: list[int]) -> Any:
+        """Return a uint64 ``cupy.ndarray`` of addresses; it is filled when this returns."""
+        with self._context.current():
+            table = cupy.array(pointers, dtype=np.uint64)
+            # CuPy fills it on its current stream, the kernels that read it may run on any other.
+            cupy.cuda.get_current_stream(self._ordinal).synchronize()
+        return table
+
+    def stream(self, stream: Any, array: Any = None) -> int:
+        """Resolve a ``stream=`` argument."""
+        if stream is None and type(array) is cupy.ndarray:  # most often, and this is on the way of every call
+            current: int = get_current_stream(self._ordinal).ptr
+            return current
+        return resolve_stream(stream, array, self._ordinal)
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy between two addresses, of whichever device or of the host. Local, stream-ordered."""
+        if nbytes > 0:
+            with self._context.current():
+                try:
+                    runtime.memcpyAsync(target, source, nbytes, runtime.memcpyDefault, stream)
+                except runtime.CUDARuntimeError as error:
+                    raise HandleError(f"cudaMemcpyAsync of {nbytes} bytes failed: {error}") from None
+
+    def zero(self, pointer: int, nbytes: int) -> None:
+        """Set bytes to zero and wait for that, and for nothing else on the device."""
+        self.fill(pointer, nbytes, 0)
+
+    def fill(self, pointer: int, nbytes: int, byte: int) -> None:
+        """Set bytes to ``byte`` and wait for that, and for nothing else on the device."""
+        if nbytes > 0:
+            with self._context.current():
+                call(driver.cuMemsetD8Async, pointer, byte, nbytes, self._stream)
+                call(driver.cuStreamSynchronize, self._stream)
+
+    def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
+        """As `fill`, with a word of four bytes each."""
+        if nbytes > 0:
+            with self._context.current():
+                call(driver.cuMemsetD32Async, pointer, word, nbytes // 4, self._stream)
+                call(driver.cuStreamSynchronize, self._stream)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Wait for the work of one stream, or of the whole device."""
+        with self._context.current():
+            if stream is None:
+                call(driver.cuCtxSynchronize)
+            else:
+                call(driver.cuStreamSynchronize, stream)
+
+    def signal(self, sent: int, inbox: int, stream: int) -> None:
+        """Add 1 to the counter at ``sent`` and publish it at ``inbox``. Local, stream-ordered, capturable."""
+        with self._context.current():
+            self._load_kernels().signal.launch(stream, sent, inbox, self.faults.failed)
+
+    def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
+        """Hold ``stream`` until ``inbox`` has the next count. Local, stream-ordered, capturable; see `check`."""
+        with self._context.current():
+            faults = self.faults
+            wait = self._load_kernels().wait
+            wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
+
+    def publish(self, word: int, count: int, stream: int) -> None:
+        """Store ``count`` at ``word``, after all earlier work of the stream. Local, stream-ordered, not capturable."""
+        with self._context.current():
+            self._load_kernels().publish.launch(stream, word, count, self.faults.failed)
+
+    def await_count(self, word: int, target: int, number: int, peer: int, stream: int) -> None:
+        """Hold ``stream`` until the count at ``word`` has come to ``target``; see `check`. Local, stream-ordered.
+
+        Message ``number`` from ``peer`` is what an error will say did not come.
+        """
+        with self._context.current():
+            faults, kernels = self.faults, self._load_kernels()
+            kernels.await_count.launch(
+                stream, word, target, number, peer, self.timeout_ns, faults.record, faults.failed
+            )
+
+    def is_capturing(self, stream: int) -> bool:
+        """Return whether what is enqueued on ``stream`` becomes part of a graph."""
+        with self._context.current():
+            return bool(runtime.streamIsCapturing(stream))
+
+    def check(self) -> None:
+        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time, `PeerError` if ranks called different
+        things. Does not wait for the device.
+        """
+        (self._faults or self._fault_page()).check(self.calls)
+
+    def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """Let `check` raise what ``error`` says from now on."""
+        self._fault_page().fail(error)
+
+    @property
+    def faults(self) -> Faults:
+        """What kernels are told of where to say that they cannot go on."""
+        return self._fault_page().faults
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many blocks of any size can certainly run at once."""
+        count = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
+        return int(call(driver.cuDeviceGetAttribute, count, self._ordinal))
+
+    @property
+    def total_nbytes(self) -> int:
+        """How much memory the device has."""
+        return int(call(driver.cuDeviceTotalMem, self._ordinal))
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Return a ``with`` block in which the device's context is current on the calling thread."""
+        return self._context.current()
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[None]:
+        """Give a ``with`` block, of one thread at a time, that may load kernels even while it captures a graph."""
+        with self._lock, self._context.current(), relaxed():  # the first use of a kernel may well be a captured one
+            yield
+
+    def stream_order(self) -> StreamOrder:
+        """Return a new order for work of several streams of this device."""
+        with self._context.current():
+            return StreamOrder()
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return pinned host memory of CuPy's pool; it goes back when the array is gone."""
+        with self._context.current():
+            memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
+        return np.frombuffer(memory, np.uint8, nbytes)
+
+    def scratch(self, nbytes: int) -> Scratch:
+        """Return device memory of the driver's own, freed by `close`.
+
+        A pool would give it to others while a captured graph still uses it.
+        """
+        with self.loading():
+            pointer = int(call(driver.cuMemAlloc, max(nbytes, 1)))
+        self._scratch.append(pointer)
+        return Scratch(pointer, nbytes, None)
+
+    def completion(self, stream: int) -> Callable[[], bool]:
+        """Return a function that says whether the work enqueued on ``stream`` so far is done; callable in any thread.
+
+        What a stream captures is not run: it counts as done.
+        """
+        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        if runtime.getDevice() != self._ordinal:
+            with self._context.current():
+                return self._completion(stream)
+        return self._completion(stream)
+
+    def _completion(self, stream: int) -> Callable[[], bool]:
+        if runtime.streamIsCapturing(stream):
+            return lambda: True
+        event = self._completions.take()
+        runtime.eventRecord(event.ptr, stream)
+        return self._completions.of(event)
+
+    def create_event(self) -> CudaEvent:
+        """Return an event other processes can open."""
+        flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING | driver.CUevent_flags.CU_EVENT_INTERPROCESS
+        with self._context.current():
+            return CudaEvent(self._context, call(driver.cuEventCreate, int(flags)))
+
+    def open_event(self, exported: bytes) -> CudaEvent:
+        """Open a peer's event."""
+        if len(exported) != EVENT_HANDLE_NBYTES:
+            raise HandleError(f"event handle has {len(exported)} bytes instead of {EVENT_HANDLE_NBYTES}")
+        handle = driver.CUipcEventHandle()
+        ctypes.memmove(handle.getPtr(), exported, EVENT_HANDLE_NBYTES)
+        with self._context.current():
+            return CudaEvent(self._context, call(driver.cuIpcOpenEventHandle, handle))
+
+    def link(self, device: bytes, kind: Kind) -> Link:
+        """Say how this GPU reaches memory of the one with that UUID."""
+        if kind == "staged":
+            return Link("staged", gb_s=pcie_gb_s(self.info.uuid, device))
+        if device == self.info.uuid:
+            return Link("same device", access=True, native_atomics=True)
+        link = self._peer_link(device)
+        if link.path == "NVLink":
+            return replace(link, gb_s=nvlink_gb_s(self.info.uuid, device))
+        if link.path == "PCIe":
+            return replace(link, gb_s=pcie_gb_s(self.info.uuid, device))
+        return link
+
+    def _peer_link(self, device: bytes) -> Link:
+        peers = [other for other in self._devices if other.uuid == device]
+        if not peers:
+            return nvml_link(self.info.uuid, device)  # which knows those that this process does not see
+        attribute = driver.CUdevice_P2PAttribute
+        rank, access, atomics = (
+            call(driver.cuDeviceGetP2PAttribute, what, self._ordinal, peers[0].ordinal)
+            for what in (
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_PERFORMANCE_RANK,
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED,
+                attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
+            )
+        )
+        # Of the links between GPUs, NVLink carries atomics and PCIe does not.
+        return Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
+
+    def close(self) -> None:
+        """Release the fault page, scratch memory, streams and the context. A second call does nothing.
+
+        No kernel of this backend may be running, and its segments and events must be closed, but for segments that an
+        interrupt has left: they are closed here. A peer's would be mapped as long as the process lasts, and the driver
+        may refuse to map what that peer has at the same address by then.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        faults, self._faults = self._faults, None
+        while self._context.segments:
+            next(iter(self._context.segments)).close()
+        # All that CUDA has to destroy goes here, and not when the garbage collector comes: in a thread without a device
+        # it would make a context on the first GPU for that.
+        with suppress(DriverShutDownError), self._context.current():
+            self._completions.close()
+            while self._scratch:
+                call(driver.cuMemFree, self._scratch.pop())
+            if faults is not None:
+                self.side_streams.close()
+            if self._stream is not None:
+                call(driver.cuStreamDestroy, self._stream)
+        if faults is not None:
+            faults.close()
+        self._context.release()
+
+    def _fault_page(self) -> FaultPage:
+        if self._faults is None:
+            raise HandleError(f"the communicator on GPU {self._ordinal} is freed; create another")
+        return self._faults
+
+    def _load_kernels(self) -> _SignalKernels:
+        if self._kernels is None:
+            with self.loading():
+                self._kernels = self._kernels or _SignalKernels(kernels_of(self.info))
+        return self._kernels

@@ -1,0 +1,68 @@
+"""The primary context of a device, made current for the length of a call."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from typing import Any
+
+from cuda.bindings import driver
+
+from mpicomm.devices.base import Segment
+from mpicomm.devices.cuda.collections import CollectionContext
+from mpicomm.devices.cuda.driver import DeviceInfo, DriverShutDownError, call
+from mpicomm.errors import HandleError
+
+
+class PrimaryContext:
+    """The context of one device that CuPy, PyTorch and the CUDA runtime use too, kept alive until `release`."""
+
+    def __init__(self, device: DeviceInfo) -> None:
+        from cupy.cuda import driver as cupy_driver  # what only describes faults does without
+
+        self.device = device
+        self.segments: set[Segment] = set()
+        """What is open of memory; an interrupt may leave some to nobody else, see `CudaBackend.close`."""
+        self._driver = cupy_driver
+        self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
+        self._released = False
+        # A context of another GPU would do as well: one callback suffices.
+        if not any(isinstance(callback, CollectionContext) for callback in gc.callbacks):
+            for_good = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
+            gc.callbacks.append(CollectionContext(cupy_driver, for_good))
+
+    def current(self) -> contextlib.AbstractContextManager[None]:
+        """Return a ``with`` block in which this context is current on the calling thread; the old one comes back."""
+        return _Current(self._context, self._driver)
+
+    def release(self) -> None:
+        """Let the context go; it lives on while others use it. A second call does nothing."""
+        if not self._released:
+            self._released = True
+            with contextlib.suppress(DriverShutDownError):
+                call(driver.cuDevicePrimaryCtxRelease, self.device.ordinal)
+
+
+class _Current(contextlib.AbstractContextManager[None]):
+    # A class of its own, and CuPy's functions: every device call goes through here, and a generator costs more than all
+    # of this, the driver's binding ten times as much.
+    __slots__ = ("_before", "_context", "_driver")
+
+    def __init__(self, context: int, cupy_driver: Any) -> None:
+        self._driver = cupy_driver
+        self._context = context
+        self._before = context
+
+    def __enter__(self) -> None:
+        try:
+            self._before = self._driver.ctxGetCurrent()  # may be the null context, of a thread that never touched CUDA
+            if self._before != self._context:
+                self._driver.ctxSetCurrent(self._context)
+        except self._driver.CUDADriverError as error:
+            if int(error.status) == int(driver.CUresult.CUDA_ERROR_DEINITIALIZED):
+                raise DriverShutDownError(str(error)) from None
+            raise HandleError(f"the context of a GPU cannot be made current: {error}") from None
+
+    def __exit__(self, *_: object) -> None:
+        if self._before != self._context:
+            self._driver.ctxSetCurrent(self._before)

@@ -1,0 +1,114 @@
+"""The page of host memory in which a kernel that cannot go on says why."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from cuda.bindings import driver
+
+from mpicomm.devices.cuda.context import PrimaryContext
+from mpicomm.devices.cuda.driver import DriverShutDownError, call
+from mpicomm.devices.host import fence
+from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
+
+_WRITTEN = 2  # kWritten in kernels/faults.cuh
+_OPERATIONS = {1: "wait_signal", EXCHANGE: "collective", MESSAGE: "message"}
+_UNUSABLE = "the communicator is unusable from here on"
+
+Calls = Callable[[], Sequence[str]]
+"""Returns what each rank called, in words, where they called different things; else nothing."""
+
+
+def called_differently(calls: Sequence[str], ranks: Sequence[int]) -> PeerError:
+    """Return the error for ranks that called different things; ``calls`` says what each did."""
+    return PeerError(f"ranks called different things: {'; '.join(calls)}; {_UNUSABLE}", ranks=ranks)
+
+
+class FaultRecord(ctypes.Structure):
+    """The host's copy of ``FaultRecord`` in kernels/faults.cuh."""
+
+    _fields_ = [
+        ("state", ctypes.c_uint32),
+        ("operation", ctypes.c_uint32),
+        ("sequence", ctypes.c_uint64),
+        ("block", ctypes.c_uint32),
+        ("peer", ctypes.c_uint32),
+        ("elapsed_ns", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
+    ]
+
+
+class FaultPage:
+    """One fault record in pinned host memory, and a word of the device that says whether it is used.
+
+    ``faults`` is what kernels are given.
+    """
+
+    def __init__(self, context: PrimaryContext, stream: int) -> None:
+        self._context = context
+        flags = driver.CU_MEMHOSTALLOC_PORTABLE | driver.CU_MEMHOSTALLOC_DEVICEMAP
+        with context.current(), contextlib.ExitStack() as on_failure:
+            address: int = call(driver.cuMemHostAlloc, mmap.PAGESIZE, flags)
+            on_failure.callback(call, driver.cuMemFreeHost, address)
+            ctypes.memset(address, 0, mmap.PAGESIZE)
+            pointer = int(call(driver.cuMemHostGetDevicePointer, address, 0))
+            self._failed = int(call(driver.cuMemAlloc, ctypes.sizeof(ctypes.c_uint32)))
+            on_failure.callback(call, driver.cuMemFree, self._failed)
+            call(driver.cuMemsetD32Async, self._failed, 0, 1, stream)
+            call(driver.cuStreamSynchronize, stream)
+            on_failure.pop_all()
+        self._address = address
+        self._record: Any = FaultRecord.from_address(address)
+        self._calls: Sequence[str] | None = None
+        self._error: CollectiveTimeoutError | PeerError | None = None
+        self._record.failed = self._failed
+        self.faults = Faults(pointer, self._failed)
+
+    def check(self, calls: Calls | None = None) -> None:
+        """Raise `CollectiveTimeoutError` or `PeerError` if a record is there, every time.
+
+        Local; does not wait for the device. ``calls`` is asked for the text of a `PeerError`.
+        """
+        if self._error is not None:
+            raise _without_traceback(self._error)
+        # A record that is still being filled in does not count yet: its kernel runs, and the next check sees it.
+        if self._record is None or self._record.state != _WRITTEN:
+            return
+        # Pairs with the store_release of `state` in report_fault: the fields are read after the state that published
+        # them.
+        fence()
+        record = self._record
+        where = f"number {record.sequence} from rank {record.peer}"
+        if self._calls is None:  # once, as it may wait for what other ranks are about to call
+            self._calls = calls() if calls and record.operation in (EXCHANGE, MISMATCH) else ()
+        # Ranks that wait in different kernels do not meet, and run out of time.
+        if self._calls or record.operation == MISMATCH:
+            said = self._calls or [f"what rank {record.peer} sent is of another call or message than what was expected"]
+            raise called_differently(said, [record.peer])
+        operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
+        time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
+        raise CollectiveTimeoutError(
+            f"{operation}: {where} did not come {time} (block {record.block}); {_UNUSABLE}", ranks=[record.peer]
+        )
+
+    def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """Let every check raise what ``error`` says, for what no kernel has found; local."""
+        self._error = _without_traceback(error)
+
+    def close(self) -> None:
+        """Free the page; no kernel may run that knows it. A second call does nothing."""
+        if self._record is not None:
+            self._record = None
+            with contextlib.suppress(DriverShutDownError), self._context.current():
+                call(driver.cuMemFree, self._failed)
+                call(driver.cuMemFreeHost, self._address)
+
+
+def _without_traceback(error: CollectiveTimeoutError | PeerError) -> CollectiveTimeoutError | PeerError:
+    """Return another one of the same: what is kept must not keep the frames it went through, and the arrays in them."""
+    return type(error)(str(error), ranks=error.ranks)

@@ -1,0 +1,127 @@
+"""Load compiled kernels into the current CUDA context and launch them."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from cuda.bindings import driver
+
+from mpicomm.devices.cuda.compile import compile_kernel
+from mpicomm.devices.cuda.driver import DeviceInfo, call
+from mpicomm.errors import HandleError
+from mpicomm.kernels.variant import Variant
+
+
+class Kernel:
+    """A kernel that is on the device, ready to run; ``types`` are the ctypes of its parameters."""
+
+    def __init__(self, function: Any, types: tuple[Any, ...]) -> None:
+        from cupy.cuda import driver as cupy_driver  # what only describes kernels does without
+
+        self._function = function
+        self._address = int(function)
+        self._types = types
+        self._pointers = ctypes.c_void_p * len(types)
+        self._launch_kernel = cupy_driver.launchKernel
+        self._error = cupy_driver.CUDADriverError
+
+    def launch(self, stream: int, *arguments: Any) -> None:
+        """Enqueue the kernel on ``stream``, one thread. Local, does not block; raises `HandleError`."""
+        values = [kind(argument) for kind, argument in zip(self._types, arguments, strict=True)]
+        pointers = self._pointers(*map(ctypes.addressof, values))
+        try:
+            # CuPy's function and pointers made here: with the driver's binding it takes three times as long.
+            self._launch_kernel(self._address, 1, 1, 1, 1, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+        except self._error as error:
+            raise HandleError(f"cuLaunchKernel failed: {error}") from None
+
+    def launch_structure(
+        self, stream: int, arguments: ctypes.Structure, *, blocks: int, threads: int, early: bool = False
+    ) -> None:
+        """Enqueue a kernel whose one parameter is a structure by value; it is copied before this returns.
+
+        ``early`` is for kernels that begin with ``wait_for_predecessor``: their blocks may be set up while the kernel
+        ahead still runs.
+        """
+        pointer = ctypes.c_void_p(ctypes.addressof(arguments))
+        if not early:
+            parameters = ctypes.addressof(pointer)
+            call(driver.cuLaunchKernel, self._function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
+            return
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+        config.hStream = stream
+        config.attrs, config.numAttrs = [_early()], 1
+        call(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(pointer), 0)
+
+
+@lru_cache
+def _early() -> Any:
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+class Module:
+    """A compiled image in the current context."""
+
+    def __init__(self, image: bytes) -> None:
+        self._module: Any = call(driver.cuModuleLoadData, image)
+
+    def kernel(self, name: str, types: tuple[Any, ...]) -> Kernel:
+        """Return a kernel by its name. Local, blocking: its code is on the device when this returns."""
+        function = call(driver.cuModuleGetFunction, self._module, name.encode())
+        # Under lazy loading the code would otherwise be loaded by the first launch, and loading may wait for the whole
+        # device: for ever, if a kernel is spinning there for a signal that this launch is to send. Asking for an
+        # attribute loads it now.
+        call(driver.cuFuncGetAttribute, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)
+        return Kernel(function, types)
+
+
+class KernelCache:
+    """The kernels on one device, each compiled and loaded once, for all communicators of the process: see `kernels_of`.
+
+    They stay as long as the process: loaded and unloaded with each communicator they would leave the device's memory
+    for code in pieces, and a graph of somebody's may still refer to them. Its methods are local, from any thread.
+    """
+
+    def __init__(self, device: DeviceInfo) -> None:
+        call(driver.cuDevicePrimaryCtxRetain, device.ordinal)  # for good, as the modules are
+        self._compute_capability = device.compute_capability
+        self._lock = threading.RLock()
+        self._modules: dict[tuple[Path, tuple[str, ...]], Module] = {}
+        self._kernels: dict[Variant, Kernel] = {}
+
+    def find(self, variant: Variant) -> Kernel | None:
+        """Return the kernel if it is loaded."""
+        return self._kernels.get(variant)
+
+    def load(self, variant: Variant) -> Kernel:
+        """Return the kernel, compiled and loaded if need be; the device's context must be current.
+
+        Blocking. Raises `KernelCompileError`.
+        """
+        with self._lock:
+            if variant not in self._kernels:
+                module = self.module(variant.source, variant.options)
+                self._kernels[variant] = module.kernel(variant.entry, (ctypes.Structure,))
+            return self._kernels[variant]
+
+    def module(self, source: Path, options: tuple[str, ...] = ()) -> Module:
+        """Return what a source is compiled to, loaded if need be; as `load`."""
+        with self._lock:
+            if (source, options) not in self._modules:
+                self._modules[source, options] = Module(compile_kernel(source, self._compute_capability, options))
+            return self._modules[source, options]
+
+
+@lru_cache
+def kernels_of(device: DeviceInfo) -> KernelCache:
+    """Return the kernels on a device."""
+    return KernelCache(device)

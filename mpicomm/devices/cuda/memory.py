@@ -1,0 +1,309 @@
+"""Device memory that other processes can map: CUDA IPC, virtual memory (fd, fabric) and pinned host memory (staged)."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from cuda.bindings import driver
+
+from mpicomm.devices.cuda.context import PrimaryContext
+from mpicomm.devices.cuda.driver import DriverShutDownError, call, check
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
+from mpicomm.devices.host import HostSegment, map_shared
+from mpicomm.errors import HandleError
+
+# The driver hands out memory in blocks of 2 MiB and shares whole blocks. An allocation that is a multiple of it has
+# its blocks to itself, so exporting it shows a peer nothing else.
+BLOCK_NBYTES = 2 << 20
+
+_NO_FABRIC = (
+    "fabric handles need an IMEX channel (a device node in /dev/nvidia-caps-imex-channels, readable by this user) and "
+    'GPUs on an NVLink fabric; use handle="fd" or handle="ipc"'
+)
+_NO_IPC = 'use handle="fd", or handle="staged" where the GPUs cannot reach each other'
+_NO_ACCESS = 'use handle="staged" where the GPUs cannot reach each other'
+_NO_STAGED = "raise the limit on locked memory (ulimit -l), or make the array smaller"
+_TOO_LARGE = "make the array smaller, or free others (cupy.get_default_memory_pool().free_all_blocks())"
+
+
+class CudaSegment:
+    """Memory at ``pointer`` that this process owns or has mapped; subclasses say how it came and how it goes.
+
+    They call ``__init__`` last: from then on it can be closed, and is with the backend, if nobody does before.
+    """
+
+    def __init__(self, context: PrimaryContext, pointer: int, nbytes: int) -> None:
+        self.pointer = pointer
+        self.nbytes = nbytes
+        self._context = context
+        context.segments.add(self)
+
+    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
+        """Return the handle, and for kinds with a descriptor one that the caller closes."""
+        raise HandleError("this memory is a peer's: only the process that owns it can export it")
+
+    def close(self) -> None:
+        """Unmap, and free where this process owns the memory. A second call does nothing."""
+        if self not in self._context.segments:
+            return
+        self._context.segments.remove(self)
+        with contextlib.suppress(DriverShutDownError), self._context.current():
+            self._release()
+
+    def _release(self) -> None:
+        raise NotImplementedError
+
+
+class IpcSegment(CudaSegment):
+    """Memory of ``cuMemAlloc`` that this process shows to peers: an allocation of ours, or part of ``array``'s."""
+
+    def __init__(
+        self, context: PrimaryContext, pointer: int, nbytes: int, *, base: int, size: int, array: Any = None
+    ) -> None:
+        self._base = base
+        self._size = size
+        self._array = array  # keeps memory that is not ours allocated while peers may use it
+        super().__init__(context, pointer, nbytes)
+
+    @classmethod
+    def allocate(cls, context: PrimaryContext, nbytes: int) -> IpcSegment:
+        """Allocate whole blocks."""
+        size = round_up(nbytes, BLOCK_NBYTES)
+        with context.current():
+            base = int(call(driver.cuMemAlloc, size, hint=_cannot_allocate(size, context)))
+        return cls(context, base, size, base=base, size=size)
+
+    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
+        """Return the handle of the whole allocation, with the offset of this memory in it."""
+        with self._context.current():
+            key = _bytes_of(call(driver.cuIpcGetMemHandle, self._base, hint=_NO_IPC))
+        uuid = self._context.device.uuid
+        return MemoryHandle("ipc", uuid, key, self._size, self.pointer - self._base, self.nbytes), None
+
+    def _release(self) -> None:
+        if self._array is None:
+            call(driver.cuMemFree, self._base)
+        self._array = None
+
+
+class OpenedIpcSegment(CudaSegment):
+    """A peer's IPC memory."""
+
+    def __init__(self, context: PrimaryContext, handle: MemoryHandle) -> None:
+        self._key = handle.key
+        super().__init__(context, _open_ipc(context, handle.key) + handle.offset, handle.nbytes)
+
+    def _release(self) -> None:
+        _close_ipc(self._context, self._key)
+
+
+@dataclass
+class _Mapping:
+    base: int
+    users: int
+
+
+# A handle names an allocation, so arrays that lie in one pool block arrive with the same one, and CUDA promises nothing
+# good for opening it twice. Hence one mapping per process and device, shared by all communicators, closed by the last
+# user. The lock is held while the driver works: a second thread must neither open the handle again nor get a mapping
+# that the first is about to close.
+_mappings: dict[tuple[int, bytes], _Mapping] = {}
+_mappings_lock = threading.Lock()
+
+
+def _open_ipc(context: PrimaryContext, key: bytes) -> int:
+    with _mappings_lock:
+        mapping = _mappings.get((context.device.ordinal, key))
+        if mapping is None:
+            handle = driver.CUipcMemHandle()
+            ctypes.memmove(handle.getPtr(), key, KEY_NBYTES)
+            flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+            with context.current():
+                base = int(call(driver.cuIpcOpenMemHandle, handle, int(flags), hint=_NO_IPC))
+            mapping = _mappings[context.device.ordinal, key] = _Mapping(base, 0)
+        mapping.users += 1
+        return mapping.base
+
+
+def _close_ipc(context: PrimaryContext, key: bytes) -> None:
+    with _mappings_lock:
+        mapping = _mappings[context.device.ordinal, key]
+        mapping.users -= 1
+        if mapping.users == 0:
+            del _mappings[context.device.ordinal, key]
+            call(driver.cuIpcCloseMemHandle, mapping.base)
+
+
+class VirtualSegment(CudaSegment):
+    """Memory of ``cuMemCreate``, mapped into an address range of its own: kinds ``fd`` and ``fabric``."""
+
+    def __init__(
+        self, context: PrimaryContext, kind: Kind, base: int, size: int, *, offset: int, nbytes: int, own: bool
+    ) -> None:
+        self._kind = kind
+        self._base = base
+        self._size = size
+        self._own = own
+        super().__init__(context, base + offset, nbytes)
+
+    @classmethod
+    def allocate(cls, context: PrimaryContext, kind: Kind, nbytes: int) -> VirtualSegment:
+        """Allocate whole blocks, in the driver's granularity."""
+        ordinal = context.device.ordinal
+        properties = driver.CUmemAllocationProp()
+        properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        properties.location = _location(ordinal)
+        properties.requestedHandleTypes = _handle_type(kind)
+        with context.current():
+            _require_support(ordinal, kind)
+            minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            granularity = call(driver.cuMemGetAllocationGranularity, properties, minimum)
+            size = round_up(round_up(nbytes, BLOCK_NBYTES), granularity)
+            status, allocation = driver.cuMemCreate(size, properties, 0)
+            check("cuMemCreate", status, _refused(kind, status) or _cannot_allocate(size, context))
+            base = _map(ordinal, allocation, size)
+        return cls(context, kind, base, size, offset=0, nbytes=size, own=True)
+
+    @classmethod
+    def open(cls, context: PrimaryContext, handle: MemoryHandle, fd: int | None) -> VirtualSegment:
+        """Map a peer's allocation, which ``fd`` or the handle's key names. ``fd`` stays the caller's."""
+        fabric = driver.CUmemFabricHandle()
+        if handle.kind == "fabric":
+            ctypes.memmove(fabric.getPtr(), handle.key, KEY_NBYTES)
+        name = fabric.getPtr() if handle.kind == "fabric" else fd
+        with context.current():
+            status, allocation = driver.cuMemImportFromShareableHandle(name, _handle_type(handle.kind))
+            check("cuMemImportFromShareableHandle", status, _refused(handle.kind, status))
+            base = _map(context.device.ordinal, allocation, handle.size)
+        return cls(context, handle.kind, base, handle.size, offset=handle.offset, nbytes=handle.nbytes, own=False)
+
+    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
+        """Return the handle, and for ``fd`` a new descriptor, which the caller closes."""
+        if not self._own:
+            return super().export()
+        owned: Callable[[Any], Any] = _bytes_of if self._kind == "fabric" else Descriptor
+        with self._context.current():
+            allocation = call(driver.cuMemRetainAllocationHandle, self._base)
+            try:
+                exported = owned(call(driver.cuMemExportToShareableHandle, allocation, _handle_type(self._kind), 0))
+            finally:
+                call(driver.cuMemRelease, allocation)
+        uuid = self._context.device.uuid
+        if self._kind == "fabric":
+            return MemoryHandle("fabric", uuid, exported, self._size, 0, self.nbytes), None
+        os.set_inheritable(exported, False)  # a child process must not keep the memory alive
+        return MemoryHandle("fd", uuid, b"", self._size, 0, self.nbytes), exported
+
+    def _release(self) -> None:
+        call(driver.cuMemUnmap, self._base, self._size)
+        call(driver.cuMemAddressFree, self._base, self._size)
+
+
+def _map(ordinal: int, allocation: Any, size: int) -> int:
+    """Map an allocation for one device and give up the handle to it: from then on the mapping alone keeps it alive."""
+    with contextlib.ExitStack() as always, contextlib.ExitStack() as on_failure:
+        always.callback(call, driver.cuMemRelease, allocation)
+        base = int(call(driver.cuMemAddressReserve, size, 0, 0, 0))
+        on_failure.callback(call, driver.cuMemAddressFree, base, size)
+        call(driver.cuMemMap, base, size, 0, allocation, 0)
+        on_failure.callback(call, driver.cuMemUnmap, base, size)
+        access = driver.CUmemAccessDesc()
+        access.location = _location(ordinal)
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        call(driver.cuMemSetAccess, base, size, [access], 1, hint=_NO_ACCESS)
+        on_failure.pop_all()
+    return base
+
+
+def _location(ordinal: int) -> Any:
+    location = driver.CUmemLocation()
+    location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    location.id = ordinal
+    return location
+
+
+def _handle_type(kind: Kind) -> Any:
+    types = driver.CUmemAllocationHandleType
+    return types.CU_MEM_HANDLE_TYPE_FABRIC if kind == "fabric" else types.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+
+
+def _require_support(ordinal: int, kind: Kind) -> None:
+    attribute = driver.CUdevice_attribute
+    if kind == "fabric":
+        if not call(driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED, ordinal):
+            raise HandleError(f"GPU {ordinal} does not offer fabric handles: {_NO_FABRIC}")
+    elif not call(
+        driver.cuDeviceGetAttribute, attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, ordinal
+    ):
+        raise HandleError(f'GPU {ordinal} cannot export memory as a file descriptor; use handle="ipc" or "staged"')
+
+
+def _refused(kind: Kind, status: Any) -> str:
+    """Return the way out where ``status`` says that the machine does not permit the kind, else nothing."""
+    if status.name not in ("CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED"):
+        return ""
+    return _NO_FABRIC if kind == "fabric" else 'use handle="ipc" or handle="staged"'
+
+
+class StagedSegment(CudaSegment):
+    """Shared host memory, this process's or a peer's, pinned for the GPU; ``pointer`` is the device's address."""
+
+    def __init__(self, context: PrimaryContext, host: HostSegment, *, own: bool) -> None:
+        # `host` is this segment's from here on: it is closed if this raises.
+        flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(host.close)
+            with context.current(), contextlib.ExitStack() as pinned:
+                call(driver.cuMemHostRegister, host.pointer, host.nbytes, flags, hint=_NO_STAGED)
+                pinned.callback(call, driver.cuMemHostUnregister, host.pointer)
+                pointer = int(call(driver.cuMemHostGetDevicePointer, host.pointer, 0))
+                pinned.pop_all()
+            on_failure.pop_all()
+        self._host = host
+        self._own = own
+        super().__init__(context, pointer, host.nbytes)
+
+    @classmethod
+    def allocate(cls, context: PrimaryContext, nbytes: int) -> StagedSegment:
+        """Allocate whole blocks of shared host memory and pin them."""
+        return cls(context, HostSegment.allocate(round_up(nbytes, BLOCK_NBYTES)), own=True)
+
+    @classmethod
+    def open(cls, context: PrimaryContext, handle: MemoryHandle, fd: int) -> StagedSegment:
+        """Map a peer's shared host memory and pin it for this process too. ``fd`` stays the caller's."""
+        return cls(context, HostSegment(map_shared(fd, handle.offset, handle.nbytes)), own=False)
+
+    def export(self) -> tuple[MemoryHandle, Descriptor | None]:
+        """Return the handle and the descriptor, which the caller closes; possible once per segment."""
+        if not self._own:
+            return super().export()
+        fd = self._host.take_fd()
+        return MemoryHandle("staged", self._context.device.uuid, b"", self.nbytes, 0, self.nbytes), fd
+
+    def _release(self) -> None:
+        # Unpin while the mapping is there: the driver would keep pages pinned that nothing maps any more.
+        try:
+            call(driver.cuMemHostUnregister, self._host.pointer)
+        finally:
+            self._host.close()
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    """Return the smallest multiple that holds ``nbytes`` bytes and at least one."""
+    return -(-max(nbytes, 1) // multiple) * multiple
+
+
+def _cannot_allocate(size: int, context: PrimaryContext) -> str:
+    return f"{size} bytes on GPU {context.device.ordinal} were asked for; {_TOO_LARGE}"
+
+
+def _bytes_of(handle: Any) -> bytes:
+    # The bindings give these opaque handles an address and no accessor for their bytes.
+    return ctypes.string_at(handle.getPtr(), KEY_NBYTES)

@@ -1,0 +1,94 @@
+"""How two GPUs of this machine are linked, from NVML, which sees them all whatever CUDA_VISIBLE_DEVICES hides."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mpicomm.devices.base import Link
+
+# nvmlGpuP2PCapsIndex_t of nvml.h; in several versions of pynvml a stray comma makes tuples of them.
+_READ, _NVLINK, _ATOMICS = 0, 2, 3
+# What a lane of each generation carries each way, in GB/s: 2.5, 5, 8, 16, 32 and 64 GT/s less the line code.
+_PCIE_LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+
+_Answer = TypeVar("_Answer")
+
+
+def nvml_link(device: bytes, peer: bytes) -> Link:
+    """Return the link between the GPUs with these UUIDs; "unknown" where NVML or its Python package does not say."""
+
+    def link(nvml: Any) -> Link:
+        ends = [_handle(nvml, end) for end in (device, peer)]
+        linked, access, atomics = (_supported(nvml, ends, capability) for capability in (_NVLINK, _READ, _ATOMICS))
+        return Link("NVLink" if linked else "PCIe", None, access, atomics)
+
+    return _ask(link) or Link("unknown")
+
+
+def nvlink_gb_s(device: bytes, peer: bytes) -> float | None:
+    """Return what the NVLinks between two GPUs carry each way; None where NVML or its Python package does not say."""
+
+    def bandwidth(nvml: Any) -> float | None:
+        own, other = (_handle(nvml, end) for end in (device, peer))
+        active = [link for link in range(nvml.NVML_NVLINK_MAX_LINKS) if _is_active(nvml, own, link)]
+        place = nvml.nvmlDeviceGetPciInfo(other).busId
+        direct = [link for link in active if nvml.nvmlDeviceGetNvLinkRemotePciInfo(own, link).busId == place]
+        (speed,) = nvml.nvmlDeviceGetFieldValues(own, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
+        if speed.nvmlReturn != nvml.NVML_SUCCESS:
+            return None
+        # Where none goes to the peer itself, all go to switches, by which any two can use all of theirs.
+        return len(direct or active) * speed.value.uiVal / 1000 or None
+
+    return _ask(bandwidth)
+
+
+def pcie_gb_s(*devices: bytes) -> float | None:
+    """Return what PCIe carries to and from each of the GPUs; None where NVML or its Python package does not say."""
+
+    def bandwidth(nvml: Any) -> float | None:
+        # What the slot allows: the present generation is a lower one while nothing is to be done.
+        handles = [_handle(nvml, device) for device in devices]
+        lanes = [
+            (
+                _PCIE_LANE_GB_S.get(nvml.nvmlDeviceGetMaxPcieLinkGeneration(handle)),
+                nvml.nvmlDeviceGetMaxPcieLinkWidth(handle),
+            )
+            for handle in handles
+        ]
+        return min((lane * width for lane, width in lanes if lane is not None), default=None)
+
+    return _ask(bandwidth)
+
+
+def _ask(question: Callable[[Any], _Answer]) -> _Answer | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return question(pynvml)
+    except pynvml.NVMLError:
+        return None
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _handle(nvml: Any, device: bytes) -> Any:
+    return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid.UUID(bytes=device)}".encode())
+
+
+def _supported(nvml: Any, ends: list[Any], capability: int) -> bool:
+    return bool(nvml.nvmlDeviceGetP2PStatus(*ends, capability) == nvml.NVML_P2P_STATUS_OK)
+
+
+def _is_active(nvml: Any, handle: Any, link: int) -> bool:
+    try:
+        return bool(nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED)
+    except nvml.NVMLError:  # there are fewer
+        return False

@@ -1,0 +1,69 @@
+"""Streams beside the user's, for work that waits for other ranks and must not hold up what comes after it."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import cupy
+from cuda.bindings import driver
+from cupy.cuda import runtime
+
+from mpicomm.devices.cuda.context import PrimaryContext
+from mpicomm.devices.cuda.driver import DriverShutDownError, call, is_over
+
+
+class SideStreams:
+    """Streams that are made on demand and used again. All methods are local, from any thread, and do not block."""
+
+    def __init__(self, context: PrimaryContext) -> None:
+        self._context = context
+        self._lock = threading.Lock()
+        self._free: list[int] = []
+        self._streams: list[Any] = []
+
+    def mark(self, stream: int) -> Any:
+        """Return the point in ``stream`` that its work so far has come to."""
+        with self._context.current():
+            event = cupy.cuda.Event(disable_timing=True)  # destroyed with the last reference
+            runtime.eventRecord(event.ptr, stream)
+        return event
+
+    def passed(self, mark: Any) -> bool:
+        """Return whether the work up to a mark is done."""
+        with self._context.current():
+            return is_over(driver.cuEventQuery, mark.ptr)
+
+    def follow(self, stream: int, mark: Any) -> None:
+        """Let later work on ``stream`` wait for a mark."""
+        with self._context.current():
+            runtime.streamWaitEvent(stream, mark.ptr)
+
+    def take(self, after: Any = None) -> int:
+        """Return a stream that nobody else uses until `give_back`, and on which work follows the mark ``after``."""
+        with self._lock, self._context.current():
+            # One that is still at work may hold up what nobody has ordered behind it, in a circle even.
+            idle = next((stream for stream in self._free if is_over(driver.cuStreamQuery, stream)), None)
+            if idle is not None:
+                self._free.remove(idle)
+                stream = idle
+            else:
+                # Non-blocking: it would otherwise wait for all that is on the null stream, and the other way round.
+                self._streams.append(call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
+                stream = int(self._streams[-1])
+        if after is not None:
+            self.follow(stream, after)
+        return stream
+
+    def give_back(self, stream: int) -> None:
+        """Let the stream be taken again, once what is on it is done."""
+        with self._lock:
+            self._free.append(stream)
+
+    def close(self) -> None:
+        """Destroy the streams; the context must be current, and their work over. A second call does nothing."""
+        self._free.clear()
+        while self._streams:
+            with contextlib.suppress(DriverShutDownError):
+                call(driver.cuStreamDestroy, self._streams.pop())

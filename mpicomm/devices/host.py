@@ -1,0 +1,385 @@
+"""Host memory that ranks of a node share: memfd segments, mapped by every rank and viewed as NumPy arrays."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.devices.base import Link, Scratch
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import Kind, MemoryHandle
+from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError
+from mpicomm.waiting import wait_until
+
+NO_DEVICE = bytes(16)
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+
+
+def memfd_create(nbytes: int) -> Descriptor:
+    """Return a descriptor of ``nbytes`` bytes of anonymous shared memory, sealed at that size; the caller closes it."""
+    available = _available_nbytes()
+    if nbytes > available:
+        raise HandleError(
+            f"cannot allocate {nbytes} bytes of shared host memory: {available} are available; "
+            "make the array smaller or free others"
+        )
+    try:
+        fd = Descriptor.of(os.memfd_create, "mpicomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise HandleError(f"memfd_create failed: {error.strerror}") from error
+    try:
+        os.ftruncate(fd, nbytes)
+        # A peer that could shrink the file would turn every access beyond its new end into a SIGBUS here.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except OSError as error:
+        fd.close()  # the error has this frame, and the frame has the descriptor
+        raise HandleError(f"cannot allocate {nbytes} bytes of shared host memory: {error.strerror}") from error
+    return fd
+
+
+def require_sealed(fd: int) -> None:
+    """Raise `HandleError` unless shared memory is sealed as `memfd_create` does: a peer may send anything."""
+    try:
+        sealed = bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:  # no file of this kind
+        sealed = False
+    if not sealed:
+        raise HandleError(
+            "shared memory is not sealed against shrinking: mpicomm has not made it; run one on all ranks"
+        )
+
+
+class _Mapping:
+    """A shared mapping, unmapped with its last view. Python's ``mmap`` would keep a descriptor open for each."""
+
+    def __init__(self, fd: int, offset: int, nbytes: int) -> None:
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        # Who unmaps it is there first, or a Ctrl-C in between would leave the mapping for good. Nothing is ever mapped
+        # at the address that stands for a failure.
+        address = ctypes.c_void_p(_MAP_FAILED)
+        weakref.finalize(self, _unmap, address, nbytes).atexit = False
+        address.value = _map(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
+        if address.value == _MAP_FAILED:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        self.__array_interface__ = {"version": 3, "data": (address.value, False), "shape": (nbytes,), "typestr": "|u1"}
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_map, _unmap = _libc.mmap, _libc.munmap
+_map.restype = ctypes.c_void_p
+_map.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_unmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+
+
+def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Map bytes of a descriptor that is shared memory; the mapping lasts as long as the array or a view of it."""
+    start = offset - offset % mmap.ALLOCATIONGRANULARITY
+    try:
+        if os.fstat(fd).st_size < offset + nbytes:
+            # Mapping beyond the end succeeds and kills the process at the first access.
+            raise HandleError(f"shared memory has {os.fstat(fd).st_size} bytes, its handle promised {offset + nbytes}")
+        mapping = _Mapping(fd, start, offset + nbytes - start)
+    except OSError as error:
+        raise HandleError(f"cannot map {nbytes} bytes of shared memory: {error.strerror}") from error
+    return np.asarray(mapping)[offset - start : offset + nbytes - start]
+
+
+class HostSegment:
+    """Shared host memory mapped into this process, its own or a peer's.
+
+    `close` gives the mapping up; it is unmapped when the last NumPy view of it is gone, so a view that outlives its
+    array stays readable instead of crashing the process. A segment to export has the file's descriptor, ``fd``, which
+    `close` closes unless `take_fd` has handed it over. Of a segment that nobody closes both end with it.
+    """
+
+    def __init__(
+        self, content: npt.NDArray[np.uint8], *, fd: Descriptor | None = None, size: int = 0, offset: int = 0
+    ) -> None:
+        self.content: npt.NDArray[np.uint8] | None = content
+        self.pointer = content.ctypes.data
+        self.nbytes = content.nbytes
+        self.size = size
+        self.offset = offset
+        self._fd = fd
+
+    @classmethod
+    def allocate(cls, size: int) -> HostSegment:
+        """Allocate so many bytes, all zero; ``size`` is a multiple of a page."""
+        fd = memfd_create(size)
+        try:
+            return cls(map_shared(fd, 0, size), fd=fd, size=size)
+        except Exception:
+            fd.close()  # the error has this frame, and the frame has the descriptor
+            raise
+
+    def take_fd(self) -> Descriptor:
+        """Hand the descriptor to the caller, who closes it; the mapping does not need it."""
+        fd, self._fd = self._fd, None
+        if fd is None:
+            raise HandleError("shared memory was exported before; its descriptor is gone")
+        return fd
+
+    def close(self) -> None:
+        """Give the mapping up, and close the descriptor if it is still here. A second call does nothing."""
+        self.content = None
+        if self._fd is not None:
+            self._fd.close()
+            self._fd = None
+
+
+class HostEvent:
+    """The host's event: calls on host memory block, so all that was recorded has happened; what is left is a fence."""
+
+    def export(self) -> bytes:
+        """Return nothing: a peer needs nothing to open it."""
+        return b""
+
+    def record(self, stream: int) -> None:
+        """Order this rank's earlier writes before what it does next."""
+        fence()
+
+    def wait(self, stream: int) -> None:
+        """Order the peer's writes before what this rank reads next."""
+        fence()
+
+    def close(self) -> None:
+        """Release nothing."""
+
+
+class HostBackend:
+    """Host memory as a `Backend`: streams do not exist (0 stands for them) and every call blocks."""
+
+    device: int | str = "cpu"
+    kinds: tuple[Kind, ...] = ("memfd",)
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._missed: tuple[str, int] | None = None
+
+    def make_current(self) -> None:
+        """Return: the host is always there."""
+
+    def prepare_thread(self) -> None:
+        """Return, as `make_current`."""
+
+    def allocate(self, kind: Kind, nbytes: int) -> HostSegment:
+        """Allocate shared memory in whole pages, all zero."""
+        size = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        return HostSegment.allocate(size)
+
+    def adopt(self, array: Any) -> HostSegment:
+        """Find the shared mapping an existing array lies in (``multiprocessing.shared_memory``, ``numpy.memmap``)."""
+        if array.nbytes == 0:
+            return self.allocate("memfd", 0)  # an empty array lies nowhere, and has nothing that could be shared
+        fd, offset = _find_shared_mapping(array.ctypes.data, array.nbytes)
+        content = np.lib.stride_tricks.as_strided(array.reshape(-1).view(np.uint8), (array.nbytes,))
+        return HostSegment(content, fd=fd, size=os.fstat(fd).st_size, offset=offset)
+
+    def export(self, segment: Any) -> tuple[MemoryHandle, Descriptor | None]:
+        """Return the handle and the descriptor, which the caller closes; possible once per segment."""
+        handle = MemoryHandle("memfd", NO_DEVICE, b"", segment.size, segment.offset, segment.nbytes)
+        return handle, segment.take_fd()
+
+    def open(self, handle: MemoryHandle, fd: int | None) -> HostSegment:
+        """Map a peer's shared memory. ``fd`` stays the caller's."""
+        if handle.kind != "memfd" or fd is None:
+            raise HandleError(f"a cpu communicator cannot open a handle of kind {handle.kind}: use device= alike")
+        return HostSegment(map_shared(fd, handle.offset, handle.nbytes))
+
+    def asarray(self, array: Any) -> npt.NDArray[Any]:
+        """Return ``array`` as a NumPy array without copying."""
+        if hasattr(array, "__cuda_array_interface__"):
+            raise InvalidUsageError(
+                f"array is a {type(array).__module__}.{type(array).__name__} on a GPU, but this communicator is on the "
+                'cpu: create it with device="auto" or a device ordinal'
+            )
+        try:
+            if hasattr(array, "__dlpack__") and not isinstance(array, np.ndarray):
+                return np.from_dlpack(array)
+        except (TypeError, ValueError, BufferError, RuntimeError) as error:
+            raise InvalidUsageError(
+                f"array is a {type(array).__name__}, which DLPack does not hand over on the host: {error}"
+            ) from error
+        try:
+            return np.asarray(array, copy=False)
+        except (TypeError, ValueError) as error:
+            raise InvalidUsageError(
+                f"array is a {type(array).__name__}, which offers neither the buffer protocol nor DLPack: pass a NumPy "
+                "array"
+            ) from error
+
+    def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Return a NumPy array over the start of a segment."""
+        count = int(np.prod(shape, dtype=object))
+        flat: npt.NDArray[Any] = segment.content[: count * dtype.itemsize].view(dtype)
+        return flat.reshape(shape)
+
+    def pointer_table(self, pointers: list[int]) -> npt.NDArray[np.uint64]:
+        """Return a NumPy array of addresses."""
+        return np.array(pointers, np.uint64)
+
+    def stream(self, stream: Any, array: Any = None) -> int:
+        """Accept ``None`` only: host calls block."""
+        if stream is not None:
+            raise InvalidUsageError(f"stream={stream!r}: a cpu communicator has no streams; leave stream out")
+        return 0
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy bytes now."""
+        np.copyto(_bytes_at(target, nbytes), _bytes_at(source, nbytes))
+
+    def zero(self, pointer: int, nbytes: int) -> None:
+        """Set bytes to zero now."""
+        _bytes_at(pointer, nbytes)[:] = 0
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Order this rank's writes before what it does next; they are complete already."""
+        fence()
+
+    def signal(self, sent: int, inbox: int, stream: int) -> None:
+        """Add 1 to the counter at ``sent`` and publish it at ``inbox``."""
+        mine, theirs = _word_at(sent), _word_at(inbox)
+        mine[0] += np.uint64(1)
+        # Pairs with the fence in wait_signal: without it a weakly ordered CPU may let the peer see the counter before
+        # the data that was put ahead of it.
+        fence()
+        theirs[0] = mine[0]
+
+    def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
+        """Add 1 to the counter at ``expected`` and block until ``inbox`` has reached it."""
+        count, box = _word_at(expected), _word_at(inbox)
+        target = int(count[0]) + 1
+        if not wait_until(lambda: int(box[0]) >= target, self._timeout_s):
+            self._missed = (
+                f"wait_signal: number {target} from rank {peer} did not come within {self._timeout_s:g} s; the "
+                "communicator is unusable from here on",
+                peer,
+            )
+            self.check()
+        count[0] = target
+        # Pairs with the fence in signal: reads of the peer's data come after the counter that published them.
+        fence()
+
+    def check(self) -> None:
+        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time, every time, as on a GPU."""
+        if self._missed is not None:
+            text, peer = self._missed
+            raise CollectiveTimeoutError(text, ranks=[peer])
+
+    def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return host memory; it is where the device is."""
+        return np.empty(nbytes, np.uint8)
+
+    @staticmethod
+    def scratch(nbytes: int) -> Scratch:
+        """Return private memory of the host."""
+        array = np.empty(nbytes, np.uint8)
+        return Scratch(array.ctypes.data, nbytes, array)
+
+    def completion(self, stream: int) -> Callable[[], bool]:
+        """Return that everything is done: host calls block."""
+        return lambda: True
+
+    def create_event(self) -> HostEvent:
+        """Return an event; on the host it is a fence."""
+        return HostEvent()
+
+    def open_event(self, exported: bytes) -> HostEvent:
+        """Return an event; on the host it is a fence."""
+        return HostEvent()
+
+    def link(self, device: bytes, kind: Kind) -> Link:
+        """Return that ranks meet in host memory."""
+        return Link("host memory", access=True)
+
+    def close(self) -> None:
+        """Release nothing."""
+
+
+def fence() -> None:
+    """Order this thread's earlier reads and writes before its later ones, as other processes see them.
+
+    Python has no fence. A lock that is taken and given back is not enough (acquire and release leave the middle open
+    to both sides); given back and taken again it is: nothing moves down past the first release or up past the second
+    acquire, and that acquire cannot pass the release of the same lock.
+    """
+    # One for each call: of a lock that lasts, a Ctrl-C between its two ends would let every later fence wait for ever.
+    lock = threading.Lock()
+    for _ in range(2):
+        with lock:
+            pass
+
+
+def _bytes_at(pointer: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    return array_at(pointer, nbytes, np.dtype(np.uint8))
+
+
+def _word_at(pointer: int) -> npt.NDArray[np.uint64]:
+    return array_at(pointer, 1, np.dtype(np.uint64))
+
+
+class _Memory:
+    """An address as NumPy's array interface, the documented way to view memory that no Python object owns."""
+
+    def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (pointer, False),
+            "shape": (count,),
+            "typestr": dtype.str,
+        }
+
+
+def array_at(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """Return a NumPy array over memory that no Python object owns; the caller keeps the memory there meanwhile."""
+    if count == 0:
+        return np.empty(0, dtype)
+    return np.asarray(_Memory(pointer, count, dtype))
+
+
+def _available_nbytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise HandleError("/proc/meminfo has no MemAvailable line: Linux 3.14 or newer is needed")
+
+
+def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[Descriptor, int]:
+    """Return a new descriptor of the file that backs an address, which the caller closes, and the offset in it."""
+    # In bytes: file names need not be text.
+    with Path("/proc/self/maps").open("rb") as maps:
+        for line in maps:
+            fields = line.rstrip(b"\n").split(maxsplit=5)
+            start, end = (int(bound, 16) for bound in fields[0].split(b"-"))
+            if not start <= pointer < end:
+                continue
+            path = fields[5] if len(fields) > 5 else b""
+            permissions = fields[1].decode()
+            if permissions[3] == "s" and permissions[1] == "w" and pointer + nbytes <= end:
+                with contextlib.suppress(OSError):
+                    fd = Descriptor.of(os.open, path, os.O_RDWR | os.O_CLOEXEC)
+                    if os.fstat(fd).st_ino == int(fields[4]):
+                        return fd, int(fields[2], 16) + pointer - start
+                    fd.close()
+                raise InvalidUsageError(
+                    f"array lies in a shared mapping of {os.fsdecode(path) or 'anonymous memory'}, which cannot be "
+                    "opened again by name; allocate with comm.empty(), or register before the name is removed"
+                )
+            break
+    raise InvalidUsageError(
+        "array lies in memory of this process alone, which no peer can open; allocate it with comm.empty(), or place "
+        "it in multiprocessing.shared_memory or a writable numpy.memmap"
+    )

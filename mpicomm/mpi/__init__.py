@@ -1,0 +1,1 @@
+"""The meaning of mpi4py's arguments: buffers, datatypes, operations, requests."""

@@ -1,0 +1,229 @@
+"""Where an object's memory is, and what is in it: NumPy, CuPy and PyTorch arrays, buffers, DLPack and CUDA arrays.
+
+Nothing is imported for it: who passes a tensor has imported PyTorch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import types
+
+
+# Not frozen, as nothing on the way of every call is: a frozen one takes a microsecond more to make.
+@dataclass(slots=True, eq=False)
+class Memory:
+    """Contiguous memory of an object."""
+
+    pointer: int
+    nbytes: int
+    dtype: np.dtype[Any] | None
+    """None where the object does not say, or says something that no NumPy dtype is."""
+    on_device: bool
+    device: int | None
+    """Ordinal of the GPU; None on the host, and for a CUDA array interface, which does not tell."""
+    owner: Any
+    """What keeps the memory alive."""
+
+
+Reader = Callable[[Any, bool, str], Memory]
+
+_readers: dict[type, Reader] = {}
+
+_get_address = MPI.Get_address  # a tenth of the time of numpy.ndarray.ctypes
+
+_DLPACK_HOST = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
+_DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
+
+
+def read(array: Any, writable: bool, name: str) -> Memory:
+    """Return the memory of ``array``, which is the argument ``name`` or part of it. Local.
+
+    Raises `TypeError` for an object that has none to show, `InvalidUsageError` for memory in pieces, for memory that
+    cannot be written although ``writable`` is asked for, and for memory neither on the host nor on a CUDA device.
+    """
+    reader = _readers.get(type(array))
+    if reader is None:
+        reader = _readers[type(array)] = _find_reader(type(array))
+    return reader(array, writable, name)
+
+
+def _find_reader(cls: type) -> Reader:
+    for module, attribute, reader in (
+        ("numpy", "ndarray", _read_numpy),
+        ("cupy", "ndarray", _read_cupy),
+        ("torch", "Tensor", _read_torch),
+    ):
+        base = getattr(sys.modules.get(module), attribute, None)
+        if base is not None and issubclass(cls, base):
+            return reader
+    return _read_other
+
+
+def _read_numpy(array: Any, writable: bool, name: str) -> Memory:
+    flags = array.flags
+    if not flags.forc:
+        raise _in_pieces(array.shape, array.strides, name)
+    if writable and not flags.writeable:
+        raise _read_only(array, name)
+    return Memory(_get_address(array), array.nbytes, array.dtype, False, None, array)
+
+
+def _read_cupy(array: Any, writable: bool, name: str) -> Memory:
+    if not array.flags.forc:
+        raise _in_pieces(array.shape, array.strides, name)
+    data = array.data
+    return Memory(data.ptr, array.nbytes, array.dtype, True, data.device_id, array)
+
+
+def _read_torch(tensor: Any, writable: bool, name: str) -> Memory:
+    # Everything that PyTorch refuses to export through DLPack: what the bytes say is not what the tensor says.
+    if tensor.requires_grad:
+        raise InvalidUsageError(f"{name} is a tensor that requires a gradient: pass {name}.detach()")
+    if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
+        raise InvalidUsageError(
+            f"{name} is a conjugate or negative view, whose memory holds other numbers: pass "
+            f"{name}.resolve_conj().resolve_neg()"
+        )
+    device = tensor.get_device() if tensor.is_cuda else None
+    if device is None and not tensor.is_cpu:
+        raise _elsewhere(tensor, str(tensor.device), name)
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError as error:  # sparse, and others that have no memory of their own
+        raise InvalidUsageError(f"{name} is a tensor without plain memory ({tensor.layout}): {error}") from error
+    itemsize = tensor.element_size()
+    if not (tensor.is_contiguous() or tensor.permute(*reversed(range(tensor.ndim))).is_contiguous()):
+        raise _in_pieces(tensor.shape, [n * itemsize for n in tensor.stride()], name)
+    dtype = types.torch_dtype(tensor.dtype)
+    return Memory(pointer, tensor.numel() * itemsize, dtype, device is not None, device, tensor)
+
+
+def _read_other(array: Any, writable: bool, name: str) -> Memory:
+    if array is MPI.IN_PLACE or array is MPI.BOTTOM:  # both offer an empty buffer
+        raise InvalidUsageError(f"{name}={array!r} alone has no meaning here: pass a buffer")
+    try:
+        view = memoryview(array)
+    except (TypeError, BufferError, ValueError) as error:
+        refusal: Exception = error
+    else:
+        return _read_view(array, view, writable, name)
+    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+        return _read_dlpack(array, writable, name)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _read_interface(array, writable, name)
+    raise no_buffer(array, name) from refusal
+
+
+def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memory:
+    if not view.contiguous:
+        raise _in_pieces(view.shape, view.strides, name)
+    if writable and view.readonly:
+        raise _read_only(array, name)
+    dtype = None
+    with contextlib.suppress(ValueError):  # a format that MPI has no type for, a foreign byte order: a type must say
+        dtype, _ = types.from_code(view.format.lstrip("@<" if sys.byteorder == "little" else "@>"))
+    return Memory(_get_address(array), view.nbytes, dtype, False, None, array)
+
+
+def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
+    try:
+        kind, device = (int(n) for n in array.__dlpack_device__())
+        if kind not in _DLPACK_HOST + _DLPACK_GPU:
+            raise _elsewhere(array, f"a device of DLPack's type {kind}", name)
+        # mpi4py reads the capsule, asks for no synchronisation (that is for stream=), and keeps it alive.
+        buffer = MPI.buffer.frombuffer(array, readonly=not writable)
+    except InvalidUsageError:
+        raise
+    except Exception as error:  # whatever another library's export may raise
+        raise InvalidUsageError(f"{name} is a {_class(array)} that DLPack does not hand over: {error}") from error
+    on_device = kind in _DLPACK_GPU
+    return Memory(buffer.address, buffer.nbytes, _own_dtype(array), on_device, device if on_device else None, buffer)
+
+
+def _own_dtype(array: Any) -> np.dtype[Any] | None:
+    dtype = getattr(array, "dtype", None)
+    try:
+        return np.dtype(dtype) if dtype is not None else None
+    except TypeError:
+        name = str(dtype).rpartition(".")[2]
+        return types.covered_dtype(name) if name in types.COVERED else None
+
+
+def _read_interface(array: Any, writable: bool, name: str) -> Memory:
+    interface = array.__cuda_array_interface__
+    try:
+        pointer, read_only = interface["data"]
+        shape = tuple(interface["shape"])
+        typestr = interface["typestr"]
+        strides = interface.get("strides")
+        itemsize = int(typestr[2:])
+    except (KeyError, TypeError, ValueError) as error:
+        raise InvalidUsageError(f"{name} has a __cuda_array_interface__ that makes no sense: {interface!r}") from error
+    if interface.get("mask") is not None:
+        raise InvalidUsageError(f"{name} is a masked CUDA array: pass its data")
+    if strides is not None and not _is_contiguous(shape, tuple(strides), itemsize):
+        raise _in_pieces(shape, tuple(strides), name)
+    if writable and read_only:
+        raise _read_only(array, name)
+    nbytes = itemsize
+    for n in shape:
+        nbytes *= n
+    return Memory(pointer or 0, nbytes, types.interface_dtype(typestr, array), True, None, array)
+
+
+def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
+    if 0 in shape:
+        return True
+
+    def dense(dimensions: list[tuple[int, int]]) -> bool:
+        expected = itemsize
+        for n, stride in dimensions:
+            if n > 1 and stride != expected:
+                return False
+            expected *= n
+        return True
+
+    forward = list(zip(shape, strides, strict=True))
+    return dense(forward[::-1]) or dense(forward)
+
+
+def no_buffer(array: Any, name: str) -> TypeError:
+    """Return the error for an object that has no memory to show."""
+    return TypeError(
+        f"{name} is a {_class(array)}, which offers neither the buffer protocol nor DLPack nor a CUDA array interface: "
+        "pass an array, or a list of one and count and type"
+    )
+
+
+def _in_pieces(shape: Any, strides: Any, name: str) -> InvalidUsageError:
+    return InvalidUsageError(
+        f"{name} of shape {tuple(shape)} with strides {tuple(strides)} is neither C- nor Fortran-contiguous: copy it "
+        "first (numpy.ascontiguousarray, cupy.ascontiguousarray, tensor.contiguous()), or describe it with a datatype"
+    )
+
+
+def _read_only(array: Any, name: str) -> InvalidUsageError:
+    return InvalidUsageError(f"{name} is a {_class(array)} that is read-only: pass one that can be written")
+
+
+def _elsewhere(array: Any, place: str, name: str) -> InvalidUsageError:
+    return InvalidUsageError(f"{name} is a {_class(array)} on {place}: pass one in host memory or on a CUDA device")
+
+
+def _class(array: Any) -> str:
+    cls = type(array)
+    return cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+
+
+def array_of(spec: Any) -> Any:
+    """Return the array of a buffer argument, which may come with counts and a type."""
+    return spec[0] if isinstance(spec, (list, tuple)) and spec else spec

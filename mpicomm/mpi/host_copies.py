@@ -1,0 +1,111 @@
+"""Device arrays in calls that MPI carries out: MPI gets host copies, so no device pointer reaches it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpicomm.devices.base import Backend
+from mpicomm.devices.host import array_at
+from mpicomm.errors import InvalidUsageError
+from mpicomm.log import logger
+from mpicomm.mpi import types
+from mpicomm.mpi.arguments import parse
+from mpicomm.mpi.buffers import Memory, read
+
+_named: set[str] = set()
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """A device buffer, the pinned host memory that stands for it, and the specification with which MPI gets that."""
+
+    memory: Memory
+    host: npt.NDArray[np.uint8]
+    spec: Any
+    written: bool
+
+
+class HostCopies:
+    """The host copies of one call's buffers, in one stream's order; blocking but for what `back` leaves enqueued."""
+
+    def __init__(self, backend: Backend, stream: int) -> None:
+        self._backend = backend
+        self._stream = stream
+        self._copies: list[HostCopy] = []
+
+    def spec(self, spec: Any, *, writable: bool, name: str) -> Any:
+        """Return what MPI is to get for the argument ``name``: the same, or one on a pinned copy of a device array."""
+        array = spec[0] if isinstance(spec, (list, tuple)) and spec else spec
+        if array is None or array is MPI.IN_PLACE or array is MPI.BOTTOM:
+            return spec
+        memory = read(array, writable, name)
+        if not memory.on_device:
+            return spec
+        host = self._backend.pinned(memory.nbytes)
+        # Receive buffers too: what MPI leaves alone, the gaps of a Gatherv say, has to come back as it was.
+        self._backend.copy(host.ctypes.data, memory.pointer, memory.nbytes, self._stream)
+        copy = HostCopy(memory, host, _with_buffer(spec, host, memory, name), writable)
+        self._copies.append(copy)
+        return copy.spec
+
+    def ready(self) -> None:
+        """Wait until the copies hold the data."""
+        self._backend.synchronize(self._stream)
+
+    def back(self) -> None:
+        """Copy what MPI has written to the device, and wait for that: the pinned memory is given up then."""
+        for copy in self._copies:
+            if copy.written:
+                self._backend.copy(copy.memory.pointer, copy.host.ctypes.data, copy.memory.nbytes, self._stream)
+        self._backend.synchronize(self._stream)
+
+
+def announce(operation: str, reason: str) -> None:
+    """Say once per operation and reason, at INFO, that a call on device arrays goes through host memory."""
+    if f"{operation} {reason}" not in _named:
+        _named.add(f"{operation} {reason}")
+        logger.info("%s on device arrays goes through pinned host memory and MPI: %s", operation, reason)
+
+
+def through_host(
+    backend: Backend, stream: int, call: Callable[..., Any], arguments: Sequence[tuple[Any, bool, str]]
+) -> Any:
+    """Call ``call`` with host copies of ``arguments``: (specification, whether it is written, name). Blocking."""
+    copies = HostCopies(backend, stream)
+    specs = [copies.spec(spec, writable=writable, name=name) for spec, writable, name in arguments]
+    copies.ready()
+    result = call(*specs)
+    copies.back()
+    return result
+
+
+def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, Any]:
+    """Return the input of a Reduce_scatter that is in place in host memory, copied, and that memory as its output.
+
+    Where elements are of a type of the user's own it stays in place.
+    """
+    operand = parse(receive, writable=True, name="recvbuf")
+    datatype = None if operand.dtype is None else types.mpi_datatype(operand.dtype)
+    if operand.dtype is None or datatype is None:
+        return MPI.IN_PLACE, receive
+    memory = array_at(operand.pointer, operand.total, operand.dtype)
+    return [memory.copy(), datatype], [memory[: counts[rank]], datatype]
+
+
+def _with_buffer(spec: Any, host: npt.NDArray[np.uint8], memory: Memory, name: str) -> Any:
+    """Put the host copy where the device array stood; a spec without a type gets the array's."""
+    if isinstance(spec, (list, tuple)) and any(isinstance(item, (MPI.Datatype, str)) for item in spec[1:]):
+        return [host, *spec[1:]]
+    datatype = None if memory.dtype is None else types.mpi_datatype(memory.dtype)
+    if datatype is None:
+        raise InvalidUsageError(
+            f"{name} has elements of type {memory.dtype}, for which MPI has no type, and this call is MPI's: convert "
+            "it, or move it as bytes with [buffer, MPI.BYTE]"
+        )
+    return [host, *spec[1:], datatype] if isinstance(spec, (list, tuple)) else [host, datatype]

@@ -1,0 +1,82 @@
+"""Reduction operations: their names, the average that MPI lacks, and which element types each is defined for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import types
+
+
+class Average(MPI.Op):
+    """The type of `AVG`: an MPI.Op that MPI itself does not know, and refuses as it does ``MPI.OP_NULL``."""
+
+    def __repr__(self) -> str:
+        return "mpicomm.AVG"
+
+    def __reduce__(self) -> str:
+        return "AVG"  # copies and unpickled ones are the same object
+
+
+AVG = Average()
+"""``op=mpicomm.AVG``: the sum of all contributions, divided by their number. For floats and complex numbers."""
+
+_NAMES = {
+    getattr(MPI, name).handle: name.lower()
+    for name in ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
+}
+
+# What an operation is defined for, as in the MPI standard.
+_LEGAL = {
+    **dict.fromkeys(("sum", "prod"), ("integer", "float", "complex")),
+    **dict.fromkeys(("max", "min"), ("integer", "float")),
+    **dict.fromkeys(("land", "lor", "lxor"), ("integer", "bool")),
+    **dict.fromkeys(("band", "bor", "bxor"), ("integer", "byte")),
+    "avg": ("float", "complex"),
+}
+_KINDS = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}
+
+_checked: set[tuple[str, np.dtype[Any]]] = set()
+
+
+def op_name(op: MPI.Op) -> str | None:
+    """Return the name of an operation the engines know ("sum", "avg"), None for one that MPI alone can carry out.
+
+    Those are a user's own, MINLOC and MAXLOC, REPLACE and NO_OP. Raises `TypeError` for what is no operation.
+    """
+    if op is AVG:
+        return "avg"
+    if isinstance(op, MPI.Op):
+        return _NAMES.get(op.handle)
+    raise TypeError(f"op={op!r} is no reduction operation: pass an MPI.Op such as MPI.SUM, or mpicomm.AVG")
+
+
+def check_legal(name: str, dtype: np.dtype[Any]) -> None:
+    """Raise `InvalidUsageError` unless the operation of that name is defined for the element type."""
+    if (name, dtype) in _checked:
+        return
+    kind = _kind(dtype)
+    if kind in _LEGAL[name]:
+        _checked.add((name, dtype))
+        return
+    legal = [other for other, kinds in _LEGAL.items() if kind in kinds]
+    shown = "MPI.BYTE" if dtype == types.BYTE else str(dtype)
+    raise InvalidUsageError(
+        f"op={name} is not defined for {shown}, only for {_listed(_LEGAL[name])}; "
+        f"defined for {shown}: {_listed(legal) if legal else 'none, it can only be moved'}"
+    )
+
+
+def _kind(dtype: np.dtype[Any]) -> str | None:
+    if dtype == types.BYTE:
+        return "byte"
+    if dtype.isbuiltin == 2:  # of the types that are added to NumPy the engines know floats
+        return "float" if types.is_covered(dtype) else None
+    return _KINDS.get(dtype.kind)
+
+
+def _listed(words: tuple[str, ...] | list[str]) -> str:
+    return ", ".join(words)

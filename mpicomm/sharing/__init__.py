@@ -1,0 +1,1 @@
+"""Handles of memory, exchanged between ranks and opened by each."""

@@ -1,0 +1,90 @@
+"""Choose a handle kind by trying: open, write through the mapping, read back. What a driver claims is not enough."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from typing import Any
+
+import numpy as np
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.devices.base import Backend
+from mpicomm.devices.handle import Kind
+from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError
+from mpicomm.sharing.segments import share
+
+
+def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict[str, str]]:
+    """Return the best kind that works between all ranks of the node, and why the better ones do not. Collective.
+
+    ``request`` is a kind, which then must work, or "auto". Every rank of the node raises the same error.
+    """
+    if request == "auto":
+        candidates = backend.kinds
+    else:
+        candidates = tuple(kind for kind in backend.kinds if kind == request)
+        if not candidates:
+            raise InvalidUsageError(
+                f'handle="{request}" does not go with device={backend.device!r}, which has {", ".join(backend.kinds)}; '
+                'use handle="auto"'
+            )
+    rejected: dict[str, str] = {}
+    for kind in candidates:
+        try:
+            probe(node, backend, kind)
+        except CollectiveTimeoutError:
+            raise
+        except MpicommError as error:
+            if request != "auto" or node.broken is not None:
+                raise
+            rejected[kind] = str(error)
+        else:
+            return kind, rejected
+    raise HandleError(f"no handle kind works between the ranks of this node: {rejected}")
+
+
+def probe(node: Group, backend: Backend, kind: Kind) -> None:
+    """Open memory of ``kind`` between all ranks of the node, and write and read it both ways. Collective.
+
+    Each rank's segment holds its own token and an inbox per rank. The inboxes are written as kernels write, the tokens
+    are read as copy engines read.
+    """
+    word = np.dtype(np.int64)
+    nbytes = (node.size + 2) * word.itemsize
+    what = f"probe {kind}"
+    segments = share(node, backend, what, lambda: backend.allocate(kind, nbytes), lambda: kind)
+    try:
+        own: Any = None
+
+        def prepare() -> int:
+            nonlocal own
+            own = backend.view(segments.own, (node.size + 2,), word)
+            token = secrets.randbits(62)
+            own[:-1] = token
+            backend.synchronize()
+            return token
+
+        def write() -> None:
+            for index in range(node.size):
+                inboxes = backend.view(segments[index], (node.size + 2,), word)
+                inboxes[1 + node.rank : 2 + node.rank] = tokens[node.rank] ^ index
+            backend.synchronize()
+
+        def read() -> None:
+            stream = backend.stream(None)
+            for index, expected in enumerate(tokens):
+                if int(own[1 + index]) != expected ^ node.rank:
+                    raise HandleError(f"what rank {node.ranks[index]} wrote into this rank's memory did not arrive")
+                landing = segments.own.pointer + (node.size + 1) * word.itemsize
+                backend.copy(landing, segments[index].pointer, word.itemsize, stream)
+                backend.synchronize(stream)
+                if int(own[-1]) != expected:
+                    raise HandleError(f"rank {node.ranks[index]}'s memory reads {int(own[-1])} instead of {expected}")
+
+        tokens = node.exchange(f"{what}: prepare", prepare)
+        node.agree(f"{what}: write", write)
+        node.agree(f"{what}: read back", read)
+    finally:
+        with contextlib.suppress(MpicommError):
+            segments.close(f"{what}: close")

@@ -1,0 +1,237 @@
+"""Pass file descriptors between processes of one node: abstract unix sockets and SCM_RIGHTS, no CUDA, no MPI.
+
+Every rank listens, tells the others its `address` by a channel they trust (MPI), and then `swap`s: one message from
+each rank to each other rank, with at most one descriptor. ``pidfd_getfd`` would need no socket, but containers often
+forbid it.
+
+Who can get in: the socket's name is visible to every user of the machine (/proc/net/unix), so it proves nothing. A
+message counts only if its process has this process's uid (SO_PEERCRED, from the kernel) and it carries the secret that
+the rank it claims to be told everyone over MPI. Strangers are dropped and the swap goes on.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import functools
+import hmac
+import itertools
+import logging
+import operator
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.errors import HandleError
+
+logger = logging.getLogger("mpicomm")
+
+_MAGIC = b"mpicommF"
+_SECRET_NBYTES = 32
+_HELLO = struct.Struct(f"<8sII{_SECRET_NBYTES}s")
+_CREDENTIALS = struct.Struct("3i")
+_RETRY_S = 0.01
+
+_numbers = functools.partial(array.array, "i")
+_FD_NBYTES = array.array("i").itemsize
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank listens, and the secret by which its own messages are known. The repr keeps the secret."""
+
+    name: bytes
+    secret: bytes = field(repr=False)
+
+
+class FdExchange:
+    """One rank's end of one swap of descriptors; ``rank`` of ``size``. Local; `close` it, or use ``with``."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._listener: socket.socket | None = None
+        name = b"\0mpicomm-" + secrets.token_hex(16).encode()
+        self.address = Address(name, secrets.token_bytes(_SECRET_NBYTES))
+        if size == 1:
+            return
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        try:
+            listener.bind(name)
+            listener.listen(socket.SOMAXCONN)
+        except OSError as error:
+            listener.close()
+            raise HandleError(f"cannot listen on an abstract unix socket: {error.strerror}") from error
+        self._listener = listener
+
+    def __enter__(self) -> FdExchange:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop listening. A second call does nothing."""
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def swap(self, addresses: Sequence[Address], fd: int, timeout_s: float) -> dict[int, Descriptor]:
+        """Send ``fd`` to every other rank and return theirs, by rank. Collective among the ranks, blocking.
+
+        ``addresses`` holds every rank's `address`. ``fd`` stays the caller's. The returned descriptors are new and the
+        caller closes each; when this raises, it has closed what it had received. Raises `HandleError` for a peer that
+        cannot be reached, sends something else, or sends nothing in time.
+        """
+        if self._size == 1:
+            return {}
+        if self._listener is None:
+            raise HandleError("this exchange of descriptors is closed")
+        deadline = time.monotonic() + timeout_s
+        others = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
+        try:
+            return self._swap(self._listener, others, fd, deadline)
+        except OSError as error:
+            raise HandleError(
+                f"cannot exchange descriptors: {error.strerror}; if too many are open, raise the limit (ulimit -n)"
+            ) from error
+
+    def _swap(
+        self, listener: socket.socket, others: Mapping[int, Address], fd: int, deadline: float
+    ) -> dict[int, Descriptor]:
+        # All sends come first: nothing that fails while receiving can then keep a peer waiting for this rank. A
+        # message rests in the peer's queue, descriptor included, although this end is closed before it is read.
+        unsent = self._send(others, fd)
+        received: dict[int, Descriptor] = {}
+        with (
+            contextlib.ExitStack() as on_failure,
+            contextlib.ExitStack() as sockets,
+            selectors.DefaultSelector() as selector,
+        ):
+            selector.register(listener, selectors.EVENT_READ)
+            while unsent or len(received) < len(others):
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0 and unsent:
+                    raise HandleError(f"the sockets of local ranks {sorted(unsent)} accepted no connection in time")
+                if remaining_s <= 0:
+                    missing = sorted(set(others) - set(received))
+                    raise HandleError(f"no descriptor came from local ranks {missing} in time")
+                for key, _ in selector.select(min(remaining_s, _RETRY_S) if unsent else remaining_s):
+                    if key.data is None:
+                        # A connection that stays silent costs a place in the selector and delays nobody.
+                        if connection := _accept(listener):
+                            sockets.enter_context(connection)
+                            selector.register(connection, selectors.EVENT_READ, connection)
+                        continue
+                    selector.unregister(key.data)
+                    with key.data as connection:
+                        message = self._read(connection, others)
+                    if message is None:
+                        logger.warning("dropped a stranger's message to the descriptor exchange")
+                        continue
+                    rank, received_fd = message
+                    on_failure.callback(received_fd.close)
+                    if rank in received:
+                        raise HandleError(f"local rank {rank} sent two descriptors")
+                    received[rank] = received_fd
+                # A full queue empties as its owner goes on. The owner may be waiting for this rank's queue in the same
+                # way, so this rank receives meanwhile.
+                unsent = self._send(unsent, fd)
+            on_failure.pop_all()
+        return received
+
+    def _send(self, addresses: Mapping[int, Address], fd: int) -> dict[int, Address]:
+        """Send the descriptor; return the addresses whose queue of connections is full."""
+        unsent = {}
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        for rank, address in addresses.items():
+            hello = _HELLO.pack(_MAGIC, self._rank, rank, self.address.secret)
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as peer:
+                try:
+                    peer.connect(address.name)
+                    if not _same_user(peer):
+                        raise HandleError(f"the socket of rank {rank} belongs to another user; nothing was sent to it")
+                    peer.sendmsg([hello], rights)
+                except BlockingIOError:
+                    unsent[rank] = address
+                except OSError as error:
+                    raise HandleError(
+                        f"cannot send a descriptor to rank {rank}: {error.strerror}; if its container has a network "
+                        "namespace of its own, give it another MPICOMM_HOSTID"
+                    ) from error
+        return unsent
+
+    def _read(self, connection: socket.socket, others: Mapping[int, Address]) -> tuple[int, Descriptor] | None:
+        """Return (rank, descriptor), which the caller closes, or None for a stranger's, whose descriptors are closed.
+
+        When this raises, it has closed what came.
+        """
+        try:
+            content, fds, flags = _receive(connection)
+        except OSError:
+            return None
+        rank = self._sender(content, others)
+        if rank is not None and len(fds) == 1 and not flags & socket.MSG_CTRUNC:
+            return rank, fds[0]
+        for fd in fds:
+            fd.close()
+        if rank is None:
+            return None
+        if flags & socket.MSG_CTRUNC and not fds:
+            # The kernel drops a descriptor it cannot install, and says no more than this.
+            raise HandleError(f"no room for the descriptor of local rank {rank}: raise the limit (ulimit -n)")
+        raise HandleError(f"local rank {rank} sent {len(fds)} descriptors instead of 1")
+
+    def _sender(self, content: bytes, others: Mapping[int, Address]) -> int | None:
+        if len(content) != _HELLO.size:
+            return None
+        magic, sender, receiver, secret = _HELLO.unpack(content)
+        if magic != _MAGIC or receiver != self._rank or sender not in others:
+            return None
+        return sender if hmac.compare_digest(secret, others[sender].secret) else None
+
+
+def _accept(listener: socket.socket) -> socket.socket | None:
+    """Return the next connection, or None for one of another user, which is closed unread.
+
+    One at a time: what a flood sends is then read and closed as it comes in, and cannot use all descriptors up.
+    """
+    try:
+        connection, _ = listener.accept()
+    except BlockingIOError:
+        return None
+    if _same_user(connection):
+        connection.setblocking(False)
+        return connection
+    connection.close()
+    logger.warning("dropped another user's connection to the descriptor exchange")
+    return None
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, list[Descriptor], int]:
+    """Return a message, its descriptors, which the caller closes, and its flags.
+
+    A Ctrl-C between two steps would lose what has come in by then as mere numbers: nothing comes in before `list` asks
+    for it, and that is one step, as those of `Descriptor` are.
+    """
+    room = socket.CMSG_SPACE(2 * _FD_NBYTES)
+    messages = map(connection.recvmsg, [_HELLO.size + 1], [room], [socket.MSG_CMSG_CLOEXEC])
+    kept, again = itertools.tee(messages)
+    # The kernel adds nothing but descriptors, and those whole: a socket has to ask for anything else.
+    ancillary = itertools.chain.from_iterable(map(operator.itemgetter(1), again))
+    numbers = itertools.chain.from_iterable(map(_numbers, map(operator.itemgetter(2), ancillary)))
+    fds = list(map(Descriptor, numbers))
+    content, _, flags, _ = next(kept)
+    return content, fds, flags
+
+
+def _same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(credentials)
+    return bool(uid == os.geteuid())  # what the kernel reports is the effective uid

@@ -1,0 +1,134 @@
+"""Memory that the ranks of a node open for each other: allocate, export, exchange, open; and the way back."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.devices.base import Backend, Segment
+from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.handle import SEALED_KINDS, MemoryHandle
+from mpicomm.devices.host import require_sealed
+from mpicomm.errors import HandleError, InvalidUsageError, MpicommError
+from mpicomm.sharing.fd_exchange import Address, FdExchange
+
+
+class SharedSegments:
+    """Every rank's segment, by index in the node: this rank's own, and the others' as mapped here."""
+
+    def __init__(self, node: Group) -> None:
+        self._node = node
+        self._segments: dict[int, Segment] = {}
+
+    @property
+    def own(self) -> Segment:
+        """This rank's segment."""
+        return self._segments[self._node.rank]
+
+    def __getitem__(self, index: int) -> Segment:
+        return self._segments[index]
+
+    def close_peers(self) -> None:
+        """Unmap the peers' segments; local. This rank's work on them must be over."""
+        for index in [index for index in self._segments if index != self._node.rank]:
+            self._segments.pop(index).close()
+
+    def close_own(self) -> None:
+        """Free this rank's segment; local. Every peer must have unmapped it: see `close`."""
+        if self._node.rank in self._segments:
+            self._segments.pop(self._node.rank).close()
+
+    def close(self, step: str) -> None:
+        """Give everything back. Collective, blocking; this rank's work on the segments must be over.
+
+        Own memory is freed although the barrier in between fails: the barrier only keeps a rank from freeing memory
+        that a slower peer has still mapped, and a peer that is gone has nothing mapped.
+        """
+        try:
+            self._node.agree(step, self.close_peers)
+        finally:
+            self.close_peers()  # where the group is broken, nothing was done above
+            self.close_own()
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank tells the others of its segment."""
+
+    signature: Hashable
+    packet: bytes
+    address: Address | None  # where its descriptor is asked for, if it has one
+
+
+def share(
+    node: Group,
+    backend: Backend,
+    what: str,
+    produce: Callable[[], Segment],
+    signature: Callable[[], Hashable],
+    *,
+    sealed: bool = True,
+) -> SharedSegments:
+    """Let every rank of ``node`` open the segment that ``produce`` returns on each. Collective, blocking.
+
+    ``signature`` describes the segment; it must come out the same on all ranks. ``what`` names the call in errors.
+    Host memory has to be ``sealed``, but for that of a user, which mpicomm has not made.
+    A failure on any rank raises the same error on all, and leaves no memory, mapping or descriptor behind.
+    """
+    segments = SharedSegments(node)
+    with contextlib.ExitStack() as temporary:  # descriptors and the socket; all ranks have opened when it closes them
+        swap: FdExchange | None = None
+        own_fd: Descriptor | None = None
+
+        def export() -> _Offer:
+            nonlocal swap, own_fd
+            described = signature()
+            segments._segments[node.rank] = segment = produce()
+            handle, own_fd = backend.export(segment)
+            if own_fd is not None:
+                temporary.callback(own_fd.close)
+                swap = temporary.enter_context(FdExchange(node.rank, node.size))
+            return _Offer(described, handle.pack(), swap.address if swap else None)
+
+        def open_peers(offers: list[_Offer]) -> None:
+            received: dict[int, Descriptor] = {}
+            if swap is not None and own_fd is not None:
+                addresses = [offer.address for offer in offers if offer.address]
+                # Half the deadline, so that a descriptor that does not come leaves time for all to agree on that.
+                received = swap.swap(addresses, own_fd, node.timeout_s / 2)
+                for fd in received.values():
+                    temporary.callback(fd.close)
+            for index, offer in enumerate(offers):
+                if index != node.rank:
+                    try:
+                        handle, descriptor = MemoryHandle.unpack(offer.packet), received.get(index)
+                        if sealed and descriptor is not None and handle.kind in SEALED_KINDS:
+                            require_sealed(descriptor)
+                        segments._segments[index] = backend.open(handle, descriptor)
+                    except HandleError as error:
+                        raise HandleError(f"memory of rank {node.ranks[index]}: {error}") from error
+
+        try:
+            offers = node.exchange(f"{what}: allocate and export", export)
+            _require_same_signature(what, node, offers)
+        except Exception:
+            # Nobody has opened it yet, and ranks that called something else are not here.
+            with contextlib.suppress(MpicommError):
+                segments.close_own()
+            raise
+        try:
+            node.agree(f"{what}: open", lambda: open_peers(offers))
+        except Exception:
+            # All ranks are here together, or the group is broken and the barrier fails at once.
+            with contextlib.suppress(MpicommError):
+                segments.close(f"{what}: undo")
+            raise
+    return segments
+
+
+def _require_same_signature(what: str, node: Group, offers: list[_Offer]) -> None:
+    if len({offer.signature for offer in offers}) > 1:
+        said = ", ".join(f"{offer.signature} on rank {rank}" for rank, offer in zip(node.ranks, offers, strict=True))
+        raise InvalidUsageError(f"{what}: the ranks differ: {said}; a symmetric array is the same on all")

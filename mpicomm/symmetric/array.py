@@ -1,0 +1,236 @@
+"""SymmetricArray: an array of the same shape on every rank, each rank's part open to the others of its node."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.sharing.segments import SharedSegments
+from mpicomm.symmetric.owner import Owner
+from mpicomm.symmetric.signals import SignalPad
+
+_MOST_NBYTES = 2**63 - 1
+
+
+class SymmetricArray:
+    """Memory of the same shape and dtype on every rank, mapped by all ranks of the node.
+
+    Made by ``comm.empty``, ``comm.zeros`` and ``comm.register``. `local` and `peer` are NumPy arrays on the host and
+    CuPy arrays on a GPU: kernels and array expressions work on a peer's memory as on one's own. Nothing orders two
+    ranks' accesses but `signal` and `wait_signal`, barriers, and events.
+
+    The memory lives until `close` or the communicator's ``Free``, whichever comes first, also when no Python object
+    refers to it any more; freeing it is collective, so garbage collection cannot. On a GPU the views are invalid from
+    then on, on the host they stay readable.
+    """
+
+    def __init__(self, owner: Owner, segments: SharedSegments, pad: SignalPad, local: Any, number: int) -> None:
+        self._owner = owner
+        self._segments = segments
+        self._pad = pad
+        self._number = number
+        self._local = local
+        self._peers: dict[int, Any] = {}
+        self._pointers: Any = None
+        self.shape: tuple[int, ...] = local.shape
+        self.dtype: np.dtype[Any] = local.dtype
+        self.size: int = local.size
+        self.nbytes: int = local.nbytes
+        self.closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"device={self._owner.placement.here.device!r}"
+        return f"<SymmetricArray shape={self.shape} dtype={self.dtype} {state}>"
+
+    def __enter__(self) -> SymmetricArray:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.local.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        kind, number = self.local.__dlpack_device__()
+        return int(kind), int(number)
+
+    @property
+    def local(self) -> Any:
+        """This rank's part: a numpy or cupy ndarray, zero copy."""
+        self._require_open("local")
+        return self._local
+
+    def peer(self, rank: int) -> Any:
+        """Return the part of ``rank``, mapped here: a numpy or cupy ndarray, zero copy. Local.
+
+        Raises `InvalidUsageError` for a rank outside the communicator or on another node.
+        """
+        index = self._node_index(rank)
+        if index == self._pad.own:
+            return self._local
+        if index not in self._peers:
+            self._peers[index] = self._owner.backend.view(self._segments[index], self.shape, self.dtype)
+        return self._peers[index]
+
+    @property
+    def pointers(self) -> Any:
+        """Address of every rank's part as mapped here: uint64[size] on the device, 0 for ranks of other nodes.
+
+        Made for kernels; the array is cached, leave it as it is.
+        """
+        self._require_open("pointers")
+        if self._pointers is None:
+            table = [0] * len(self._owner.placement.places)
+            for index, rank in enumerate(self._owner.placement.node_ranks):
+                table[rank] = self._segments[index].pointer
+            self._pointers = self._owner.backend.pointer_table(table)
+        return self._pointers
+
+    def put(self, src: Any, peer: int, *, offset: int = 0, stream: Any = None) -> None:
+        """Copy ``src`` into the part of ``peer``, from element ``offset`` of the flattened array on. Local.
+
+        ``src`` is a C-contiguous array of this dtype on this rank's device. Stream-ordered on a GPU, blocking on the
+        host. The peer knows that the data is there after a `signal` on the same stream. Raises `InvalidUsageError`.
+        """
+        index = self._node_index(peer)
+        source = self._checked(src, "src")
+        offset = operator.index(offset)  # of NumPy's integers, some are too small for an address
+        if not 0 <= offset <= self.size - source.size:
+            raise InvalidUsageError(
+                f"src has {source.size} elements and offset={offset}: they do not fit into {self.size} elements"
+            )
+        target = self._segments[index].pointer + offset * self.dtype.itemsize
+        backend = self._owner.backend
+        backend.copy(target, _pointer(source), source.nbytes, backend.stream(stream, src))
+
+    def get(self, peer: int, out: Any = None, *, stream: Any = None) -> Any:
+        """Copy the whole part of ``peer`` into ``out``, or into a new array of this shape, and return that. Local.
+
+        ``out`` is a writable C-contiguous array of this dtype and size on this rank's device. Stream-ordered on a GPU,
+        blocking on the host. Raises `InvalidUsageError`.
+        """
+        index = self._node_index(peer)
+        if out is None:
+            out = np.empty_like(self._local)  # NumPy hands this to CuPy for a CuPy array
+        target = self._checked(out, "out")
+        if target.size != self.size:
+            raise InvalidUsageError(f"out has {target.size} elements, the array {self.size}: give it as many")
+        if not _writable(target):
+            raise InvalidUsageError("out is read-only: give an array that can be written")
+        backend = self._owner.backend
+        backend.copy(_pointer(target), self._segments[index].pointer, self.nbytes, backend.stream(stream, out))
+        return out
+
+    def signal(self, peer: int, *, stream: Any = None) -> None:
+        """Release one `wait_signal` of ``peer`` for this rank and this array. Local.
+
+        All work before it, on the stream of a GPU or of this thread on the host, `put` above all, is visible to the
+        peer when its `wait_signal` is over. Signals are counted: several may be ahead of their waits.
+        """
+        index = self._node_index(peer)
+        backend = self._owner.backend
+        inbox = self._pad.inbox(owner=index, sender=self._pad.own)
+        backend.signal(self._pad.sent(index), inbox, backend.stream(stream, self._local))
+
+    def wait_signal(self, peer: int, *, stream: Any = None) -> None:
+        """Wait for one `signal` of ``peer`` on this array: the stream of a GPU waits, on the host the caller. Local.
+
+        After ``timeout_s`` seconds it gives up and the communicator is unusable: on the host it raises
+        `CollectiveTimeoutError` naming the peer, on a GPU the next call, or ``comm.check()``, does.
+        """
+        index = self._node_index(peer)
+        backend = self._owner.backend
+        inbox = self._pad.inbox(owner=self._pad.own, sender=index)
+        backend.wait_signal(self._pad.expected(index), inbox, peer, backend.stream(stream, self._local))
+
+    def close(self) -> None:
+        """Give the memory back. Collective, blocking; waits for this rank's device first. A second call does nothing.
+
+        Memory that came from ``register`` stays the caller's; the peers only unmap it.
+        """
+        if not self.closed:
+            self._owner.close_shared(self, "SymmetricArray")
+
+    def close_peers(self) -> None:
+        """Unmap the peers' parts; local, first step of a close."""
+        self.closed = True
+        self._owner.mappings.remove(self._number)
+        self._peers.clear()
+        self._local = self._pointers = None
+        self._segments.close_peers()
+
+    def close_own(self) -> None:
+        """Free this rank's part; local, last step of a close, after every peer's `close_peers`."""
+        self._segments.close_own()
+        self._owner.pads.give_back(self._pad)
+
+    def _require_open(self, name: str) -> None:
+        if self.closed:
+            raise InvalidUsageError(f"{name}: this SymmetricArray is closed; create another with comm.empty()")
+        self._owner.require_usable(name)
+
+    def _node_index(self, rank: int) -> int:
+        self._require_open("peer access")
+        return self._owner.placement.node_index_of(rank)
+
+    def _checked(self, array: Any, name: str) -> Any:
+        converted = self._owner.backend.asarray(array)
+        if converted.dtype != self.dtype:
+            raise InvalidUsageError(f"{name} has dtype {converted.dtype}, the array {self.dtype}: convert it first")
+        require_contiguous(converted, name)
+        return converted
+
+
+def require_contiguous(array: Any, name: str) -> None:
+    """Raise `InvalidUsageError` for an array that is not C-contiguous."""
+    if not array.flags.c_contiguous:
+        raise InvalidUsageError(
+            f"{name} of shape {array.shape} with strides {array.strides} is not C-contiguous: copy it first "
+            "(numpy.ascontiguousarray, cupy.ascontiguousarray)"
+        )
+
+
+def require_writable(array: Any, name: str) -> None:
+    """Raise `InvalidUsageError` for an array that must not be written."""
+    if not _writable(array):
+        raise InvalidUsageError(f"{name} is read-only: peers could write it; give an array that can be written")
+
+
+def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return shape and dtype as NumPy would; raises `InvalidUsageError` for what no array can have."""
+    try:
+        sizes = tuple(operator.index(n) for n in shape) if isinstance(shape, Sequence) else (operator.index(shape),)
+    except TypeError:
+        raise InvalidUsageError(f"shape={shape!r} is no shape: use an int or a tuple of ints") from None
+    try:
+        element = np.dtype(dtype)
+    except (TypeError, ValueError) as error:
+        raise InvalidUsageError(f"dtype={dtype!r} is no NumPy dtype: {error}") from None
+    if element.subdtype is not None:
+        raise InvalidUsageError(f"dtype={element} is itself an array: add its shape to that of the array")
+    if element.hasobject or element.itemsize == 0:
+        raise InvalidUsageError(f"dtype={element} holds no plain bytes of a fixed size: use a numeric dtype")
+    if any(n < 0 for n in sizes):
+        raise InvalidUsageError(f"shape={sizes} has a negative size")
+    nbytes = element.itemsize
+    for n in sizes:
+        nbytes *= n
+    if nbytes > _MOST_NBYTES:
+        raise InvalidUsageError(f"shape={sizes} of {element} has {nbytes} bytes, more than an address can count")
+    return sizes, element
+
+
+def _writable(array: Any) -> bool:
+    # CuPy's flags know no writeable: its arrays always are.
+    return bool(getattr(array.flags, "writeable", True))
+
+
+def _pointer(array: Any) -> int:
+    # NumPy's `data` is a memoryview, which some dtypes (bfloat16, dates) do not allow.
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)

@@ -1,0 +1,92 @@
+"""Signal pads: for each symmetric array, counters with which the ranks of a node signal one another."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.devices.base import Backend
+from mpicomm.devices.handle import Kind
+from mpicomm.sharing.segments import SharedSegments, share
+
+_WORD_NBYTES = 8
+_LINE_NBYTES = 128  # pads do not share cache lines, nor the sectors a GPU polls
+_CHUNK_NBYTES = 64 * 1024
+
+
+@dataclass(frozen=True)
+class SignalPad:
+    """One array's counters: per rank of the node an inbox, how often it was sent to, how often it was waited for.
+
+    Only rank i writes inbox i of a peer's pad and only the owner writes the other two, so no counter has two writers.
+    """
+
+    number: int
+    bases: tuple[int, ...]
+    """Address of every rank's pad, by index in the node, as mapped here."""
+    own: int
+
+    def inbox(self, owner: int, sender: int) -> int:
+        """Address where ``sender`` counts its signals to ``owner``."""
+        return self.bases[owner] + sender * _WORD_NBYTES
+
+    def sent(self, peer: int) -> int:
+        """Address where this rank counts what it sent to ``peer``."""
+        return self.bases[self.own] + (len(self.bases) + peer) * _WORD_NBYTES
+
+    def expected(self, peer: int) -> int:
+        """Address where this rank counts what it waited for from ``peer``."""
+        return self.bases[self.own] + (2 * len(self.bases) + peer) * _WORD_NBYTES
+
+
+class SignalPads:
+    """The pads of one communicator, cut from shared chunks; all ranks take and give back in the same order."""
+
+    def __init__(self, node: Group, backend: Backend, kind: Kind) -> None:
+        self._node = node
+        self._backend = backend
+        self._kind = kind
+        self._chunks: list[SharedSegments] = []
+        self._free: list[int] = []
+        pad_nbytes = 3 * _WORD_NBYTES * node.size
+        self._stride = -(-pad_nbytes // _LINE_NBYTES) * _LINE_NBYTES
+        self._per_chunk = max(1, _CHUNK_NBYTES // self._stride)
+
+    def take(self) -> SignalPad:
+        """Return a pad, to be cleared; collective where a new chunk is needed."""
+        if not self._free:
+            nbytes = self._per_chunk * self._stride
+            chunk = share(
+                self._node,
+                self._backend,
+                "signal pads",
+                lambda: self._backend.allocate(self._kind, nbytes),
+                lambda: nbytes,
+            )
+            first = len(self._chunks) * self._per_chunk
+            self._chunks.append(chunk)
+            self._free.extend(range(first, first + self._per_chunk))
+        number = heapq.heappop(self._free)
+        index, slot = divmod(number, self._per_chunk)
+        chunk = self._chunks[index]
+        bases = tuple(chunk[rank].pointer + slot * self._stride for rank in range(self._node.size))
+        return SignalPad(number, bases, self._node.rank)
+
+    def clear(self, pad: SignalPad) -> None:
+        """Set this rank's counters to zero; local. Peers may signal only after the next exchange with them."""
+        self._backend.zero(pad.bases[pad.own], self._stride)
+
+    def give_back(self, pad: SignalPad) -> None:
+        """Let the pad be taken again; local. Every peer must have stopped using it."""
+        heapq.heappush(self._free, pad.number)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' chunks; local."""
+        for chunk in self._chunks:
+            chunk.close_peers()
+
+    def close_own(self) -> None:
+        """Free this rank's chunks; local, after every peer's `close_peers`."""
+        for chunk in self._chunks:
+            chunk.close_own()

@@ -1,0 +1,14 @@
+"""The sources of all kernels, wherever in the package they lie; no two have the same name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mpicomm
+from mpicomm.kernels.headers import SHARED
+
+PACKAGE = Path(mpicomm.__file__).parent
+SOURCES = {path.name: path for path in sorted(PACKAGE.rglob("*.cu"))}
+HEADERS = {path.name: path for path in sorted(PACKAGE.rglob("*.cuh")) if path.parent != SHARED / "include"}
+DIRECTORIES = sorted({SHARED, *(path.parent for path in SOURCES.values())})
+INCLUDES = tuple(f"-I{directory}" for directory in DIRECTORIES)
