@@ -1,0 +1,185 @@
+"""The sections of `python -m mpicomm.bench` results, and their overview."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from cells import microseconds, nbytes, table
+
+Bench = dict[str, Any]
+
+OWN = "mpicomm"
+NOISE = 0.03
+COLLECTIVES = {
+    "allreduce": "All-reduce",
+    "allgather": "All-gather",
+    "reduce_scatter": "Reduce-scatter",
+    "alltoall": "All-to-all",
+    "alltoallv": "All-to-all (v)",
+    "bcast": "Broadcast",
+    "reduce": "Reduce",
+    "gather": "Gather",
+    "scatter": "Scatter",
+    "barrier": "Barrier",
+    "sendrecv": "Send and receive",
+}
+PEERS = {"nccl": "NCCL", "nccl-symmetric": "NCCL symm.", "torch": "torch", "nvshmem": "NVSHMEM", "mpi": "MPI"}
+PLACES = {"out-of-place": "", "in-place": "in place: "}
+REMARKS = {
+    "alltoallv": "The blocks are uneven: of 4 ranks 1/4, 3/4, 5/4 and 7/4 of the even ones, of 2 ranks 1/2 and 3/2.",
+    "sendrecv": "Every rank sends to the next rank at once. NCCL groups ncclSend and ncclRecv.",
+}
+
+
+def ranks(bench: Bench) -> int:
+    """Return how many ranks ran."""
+    found = re.search(r"-np (\d+)", bench["command"])
+    if found is None:
+        raise SystemExit(f"{bench['file']}: the command has no -np")
+    return int(found[1])
+
+
+def place(bench: Bench) -> tuple[Any, ...]:
+    """Return the place of a section among all: float32 in CUDA graphs comes first, with symmetric arrays."""
+    options = bench["options"]
+    usual = (bool(options["beside"]), options["eager"], options["datatype"] != "float32", options["datatype"])
+    return (list(COLLECTIVES).index(bench["collective"]), ranks(bench), *usual, options["buffers"] != "symmetric")
+
+
+def bench_title(bench: Bench) -> str:
+    """Return the heading of a section."""
+    options = bench["options"]
+    parts = [COLLECTIVES[bench["collective"]], f"{ranks(bench)} ranks"]
+    if bench["collective"] != "barrier":
+        parts += [f"{options['buffers']} arrays", options["datatype"]]
+    if options["eager"]:
+        parts.append("call by call")
+    if options["beside"]:
+        parts.append(f"beside a {options['beside']}")
+    return ", ".join(parts)
+
+
+def versions_of(bench: Bench) -> dict[str, str]:
+    """Return the versions of mpicomm, what it needs, and its peers."""
+    return {**bench["versions"], **{PEERS[name]: version for name, version in bench["peers"].items()}}
+
+
+def anchor(title: str) -> str:
+    """Return what GitHub makes of a heading in links."""
+    return re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+def overview(benches: list[Bench]) -> list[str]:
+    """Return a table of all geometric means, one run of the bench a line."""
+    rows = []
+    for bench in benches:
+        sizes = [row["nbytes"] for row in bench["results"]]
+        span = nbytes(sizes[0]) if len(sizes) == 1 else f"{nbytes(sizes[0])} to {nbytes(sizes[-1])}"
+        means = bench["geometric_means"]
+        cells = [" / ".join(f"{mean:.2f}" for mean in means.get(peer, {}).values()) for peer in _peers(benches)]
+        title = bench_title(bench)
+        rows.append([f"[{title}](#{anchor(title)})", span if sizes != [0] else "", *cells])
+    return table(["", "sizes", *(PEERS[peer] for peer in _peers(benches))], rows)
+
+
+def bench_section(bench: Bench, versions: dict[str, str]) -> list[str]:
+    """Return the lines below the heading; only versions that are not in ``versions`` are named."""
+    named = "".join(f"; {name} {text}" for name, text in versions_of(bench).items() if name not in versions)
+    lines = [
+        f"{bench['hardware']}. {bench['date'][:10]}; {_how(bench)}{named}. [{bench['file']}]({bench['file']})",
+        "",
+        f"`{bench['command']}`",
+        "",
+    ]
+    if bench["collective"] in REMARKS:
+        lines += [REMARKS[bench["collective"]], ""]
+    return [*lines, *_times(bench), "", *_footer(bench), *_beside(bench)]
+
+
+def _peers(benches: list[Bench]) -> list[str]:
+    return [peer for peer in PEERS if any(peer in bench["peers"] for bench in benches)]
+
+
+def _how(bench: Bench) -> str:
+    options = bench["options"]
+    if options["eager"] or not options["cudagraph"]:
+        return f"{options['iters']} calls one after the other"
+    return f"{options['cudagraph']} launches of a CUDA graph of {options['iters']} calls"
+
+
+def _times(bench: Bench) -> list[str]:
+    """Return the table: a line for each size, and the geometric means."""
+    peers = _peers([bench])
+    places = list(bench["results"][0]["places"])
+    sized = bench["results"][-1]["nbytes"] > 0
+    issue = any(mine["issue_us"] is not None for mine in bench["results"][0]["places"][places[0]].values())
+    head, means = ["size"], ["geometric mean"]
+    for place in places:
+        head.append(PLACES[place] + OWN)
+        head += ["issue"] * issue + ["GB/s"] * sized
+        means += [""] * (1 + issue + sized)
+        for peer in peers:
+            head += [PEERS[peer]] + ["issue"] * issue
+            mean = bench["geometric_means"].get(peer, {}).get(place)
+            means += [f"({mean:.2f})" if mean else ""] + [""] * issue
+    rows = [[nbytes(row["nbytes"]), *_cells(row, places, peers, issue, sized)] for row in bench["results"]]
+    if not sized:
+        return table(head[1:], [row[1:] for row in rows])
+    return table(head, rows if len(rows) == 1 else [*rows, means])
+
+
+def _cells(row: dict[str, Any], places: list[str], peers: list[str], issue: bool, sized: bool) -> list[str]:
+    cells = []
+    for place in places:
+        outcomes = row["places"][place]
+        mine = outcomes[OWN]
+        cells.append(_time(mine))
+        cells += [microseconds(mine["issue_us"])] * issue + [f"{mine['busbw_gb_s']:.1f}"] * sized
+        for peer in peers:
+            other = outcomes.get(peer)
+            if other is None:
+                cells += ["-"] * (1 + issue)
+                continue
+            ratio = other["time_us"] / mine["time_us"]
+            text = f"{_time(other)} ({ratio:.2f})"
+            cells.append(f"**{text}**" if ratio < 1 - NOISE else text)
+            cells += [microseconds(other["issue_us"])] * issue
+    return cells
+
+
+def _time(outcome: dict[str, Any]) -> str:
+    return microseconds(outcome["time_us"]) + ("\\*" if outcome["eager"] else "")
+
+
+def _footer(bench: Bench) -> list[str]:
+    """Return what has to be said below a table: of peers that are missing, of stars, and of wrong elements."""
+    said = [f"{PEERS.get(name, name)} is missing: {reason}." for name, reason in bench["missing"].items()]
+    for row in bench["results"]:
+        for place, reasons in row["missing"].items():
+            said += [f"{nbytes(row['nbytes'])} {place}, {PEERS[name]}: {why}." for name, why in reasons.items()]
+        for place, outcomes in row["places"].items():
+            for name, outcome in outcomes.items():
+                if outcome["eager"]:
+                    said.append(f"\\* {PEERS.get(name, name)} is timed call by call: {outcome['eager']}.")
+                if outcome["wrong"]:
+                    where = f"{nbytes(row['nbytes'])} {place}"
+                    said.append(f"{PEERS.get(name, name)} has {outcome['wrong']} wrong elements at {where}.")
+    return [line for each in dict.fromkeys(said) for line in (each, "")]
+
+
+def _beside(bench: Bench) -> list[str]:
+    """Return the table of a matrix product beside the collective, where it was measured."""
+    if not bench["beside"]:
+        return []
+    rows = []
+    for entry in bench["beside"]:
+        name, size = PEERS.get(entry["name"], entry["name"]), nbytes(entry["nbytes"])
+        if entry["failure"]:
+            rows.append([name, size, entry["failure"], "", ""])
+            continue
+        alone, beside = entry["alone_us"], entry["beside_us"]
+        ratio = f"{beside / alone:.2f}" + ("" if entry["spanned"] else ", though the collective was over before")
+        rows.append([name, size, microseconds(alone), microseconds(beside), ratio])
+    head = ["beside", "size", "8192^3 product alone", "beside the collective", "times as long"]
+    return [*table(head, rows), ""]
