@@ -25,7 +25,7 @@ from mpicomm.collectives.host.engine import SLOT_NBYTES, SLOTS, HostEngine
 from mpicomm.collectives.host.selection import piece_nbytes
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
-from mpicomm.session import Shared
+from mpicomm.symmetric.owner import Shared
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

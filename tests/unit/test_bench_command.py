@@ -56,7 +56,8 @@ def test_every_collective_runs(tmp_path: Path) -> None:
     driver = tmp_path / "driver.py"
     driver.write_text(
         "import sys\nfrom mpicomm.bench import __main__ as bench\nfrom mpicomm.bench.operations import OPERATIONS\n"
-        f"from mpicomm.cli import options as command_line\noptions = {[*SHORT, '-b', '24', '-e', '48K', '-f', '2048']}\n"
+        "from mpicomm.cli import options as command_line\n"
+        f"options = {[*SHORT, '-b', '24', '-e', '48K', '-f', '2048']}\n"
         "def main():\n    status = 0\n    for name in OPERATIONS:\n        for dtype in 'int32', 'bfloat16':\n"
         "            sys.argv = ['bench', name, *options, '-d', dtype, '--compare', 'mpi']\n"
         "            status = max(status, bench.main())\n    return status\ncommand_line.run(main)\n"

@@ -37,7 +37,8 @@ def run_changed(tmp_path: Path) -> Job:
         driver = tmp_path / "driver.py"
         driver.write_text(
             "import numpy as np\nfrom mpi4py import MPI\nimport mpicomm\n"
-            "from mpicomm import SymmetricArray, ring\nfrom mpicomm.cli import options as command_line\nRANK = MPI.COMM_WORLD.rank\n"
+            "from mpicomm import SymmetricArray, ring\nfrom mpicomm.cli import options as command_line\n"
+            "RANK = MPI.COMM_WORLD.rank\n"
             f"{code}\ncommand_line.run(ring.main)\n"
         )
         return run_job(nprocs, str(driver), "--device", "cpu", *(arguments or SHORT))
