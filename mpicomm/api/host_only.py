@@ -13,8 +13,8 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.dispatch import is_on_device
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.location import is_on_device
 
 
 class Guarded:

@@ -8,10 +8,10 @@ from typing import Any, cast
 from mpi4py import MPI
 
 from mpicomm.api.host_only import require_host
-from mpicomm.collectives.dispatch import is_on_device, refuse_stream
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.in_stream_order import InStreamOrder
+from mpicomm.mpi.location import is_on_device, refuse_stream
 from mpicomm.mpi.requests import DeferredRequest, PersistentRequest, Work
 
 _ALGORITHMS = ("auto", "one_shot", "copy_engine")

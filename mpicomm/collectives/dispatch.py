@@ -29,8 +29,9 @@ from mpicomm.devices.host import HostBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.buffers import array_of, read
+from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
+from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import AVG
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work
 from mpicomm.mpi.span import Span
@@ -351,14 +352,6 @@ class Collectives:
         return self._board
 
 
-def is_on_device(spec: Any) -> bool:
-    """Whether a buffer argument is a device array, which MPI must not see."""
-    array = array_of(spec)
-    if type(array) is np.ndarray or array is None or array is MPI.BOTTOM or array is MPI.IN_PLACE:
-        return False
-    return read(array, False, "buf").on_device
-
-
 def _mpi_knows(call: Call) -> bool:
     """Whether MPI has the element type and the operation, and gives what mpicomm promises of it."""
     if call.dtype is None:
@@ -386,9 +379,3 @@ def _require_one_node(domain: Domain, what: str) -> None:
     nodes = len(domain.placement.nodes)
     if nodes > 1:
         raise InvalidUsageError(f"{what} works between the ranks of one node; these are on {nodes}")
-
-
-def refuse_stream(operation: str, stream: Any) -> None:
-    """Raise for a stream given with host arrays."""
-    if stream is not None:
-        raise InvalidUsageError(f"{operation}: stream={stream!r} is for device arrays: calls on host arrays block")

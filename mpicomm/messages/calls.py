@@ -13,7 +13,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.collectives.dispatch import is_on_device, refuse_stream
 from mpicomm.devices.base import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.description import LEAST_PIECE_NBYTES, NBYTES, THRESHOLD_NBYTES
@@ -26,6 +25,7 @@ from mpicomm.messages.outgoing import Outgoing, Sending, copied, describe, packe
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_copies import announce
+from mpicomm.mpi.location import is_on_device, refuse_stream
 from mpicomm.mpi.requests import Completer, DeferredRequest, Work
 
 Send = Callable[..., Any]
