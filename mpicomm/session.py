@@ -1,4 +1,4 @@
-"""Domain: what one communicator has on this rank: its groups, its device, its shared memory, and their teardown."""
+"""Session: what one communicator has on this rank: its groups, its device, its shared memory, and their teardown."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NODE_TAG = 1  # keeps the messages of a node's group apart from those of the wh
 T = TypeVar("T", bound=Shared)
 
 
-class Domain:
+class Session:
     """Groups, device and shared memory of one communicator. ``comm`` is private to it and freed by `close`."""
 
     def __init__(self, comm: MPI.Intracomm, group: Group, node: Group, placement: Placement, backend: Backend) -> None:
@@ -52,10 +52,10 @@ class Domain:
         release_before_finalize(self)
 
     @classmethod
-    def create(cls, comm: MPI.Intracomm, device: int | str, handle: str, timeout_s: float | None) -> Domain:
+    def create(cls, comm: MPI.Intracomm, device: int | str, handle: str, timeout_s: float | None) -> Session:
         """Find nodes, devices and the best handle kind. Collective; a failure raises the same error on all ranks.
 
-        ``comm`` is a duplicate of the user's communicator, and the domain's own from now on.
+        ``comm`` is a duplicate of the user's communicator, and the session's own from now on.
         """
         group = Group(comm, range(comm.size), environment.usable_timeout_s(timeout_s))
         with _freed_on_failure(comm, group):
@@ -64,7 +64,7 @@ class Domain:
     @classmethod
     def _create(
         cls, comm: MPI.Intracomm, group: Group, device: int | str, handle: str, timeout_s: float | None
-    ) -> Domain:
+    ) -> Session:
         # What is wrong on one rank must not keep it from telling the others, so it is judged inside an exchange.
         group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
         group.agree("Communicator: log", lambda: log.configure(world_rank()))
@@ -80,10 +80,10 @@ class Domain:
             return cls(comm, group, node, placement, backend)
 
     @classmethod
-    def derive(cls, comm: MPI.Intracomm, placement: Placement, backend: Backend | None = None) -> Domain:
-        """Return the domain of a communicator made from another, whose choices it keeps. Collective, as `create`.
+    def derive(cls, comm: MPI.Intracomm, placement: Placement, backend: Backend | None = None) -> Session:
+        """Return the session of a communicator made from another, whose choices it keeps. Collective, as `create`.
 
-        ``backend`` is this rank's if it has one already; it becomes the domain's.
+        ``backend`` is this rank's if it has one already; it becomes the session's.
         """
         group = Group(comm, range(comm.size), placement.here.timeout_s)
         node = _node_of(group, placement)

@@ -27,7 +27,7 @@ from mpicomm.devices.base import Backend, Link
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.in_stream_order import InStreamOrder
-from mpicomm.session import Domain
+from mpicomm.session import Session
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.symmetric.events import SharedEvent
 
@@ -75,9 +75,9 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
     """
 
     _placement: Placement
-    _domain: Domain | None  # None until the first use of a communicator that was made from another
+    _session: Session | None  # None until the first use of a communicator that was made from another
     _unfreed = False
-    _own_backend: Backend | None  # of one that was used without a domain, which takes it over
+    _own_backend: Backend | None  # of one that was used without a session, which takes it over
 
     def __new__(
         cls,
@@ -92,9 +92,9 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
             raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
         deadline_s = environment.usable_timeout_s(timeout_s)
-        domain = Domain.create(duplicate(plain, "Communicator", deadline_s), device, handle, timeout_s)
+        session = Session.create(duplicate(plain, "Communicator", deadline_s), device, handle, timeout_s)
         self = super().__new__(cls, duplicate(plain, "Communicator", deadline_s))
-        self._begin(domain.placement, domain)
+        self._begin(session.placement, session)
         self._unfreed = True
         return self
 
@@ -108,15 +108,15 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
                 f"{self!r} was not freed: call Free, or use a with block", ResourceWarning, stacklevel=2, source=self
             )
 
-    def _begin(self, placement: Placement, domain: Domain | None) -> None:
+    def _begin(self, placement: Placement, session: Session | None) -> None:
         self._placement = placement
-        self._domain = domain
+        self._session = session
         self._own_backend = None
         self._collectives = Collectives(self, placement, self._set_up)
         self._messages = Messages(self, placement, self._local_backend)
         self._in_stream_order = InStreamOrder(self._collectives)
-        if domain is not None:
-            domain.beside.append(self._messages.memory)
+        if session is not None:
+            session.beside.append(self._messages.memory)
         self._block_limit = min(LIMITS["Gather"], LIMITS["Scatter"]) // len(placement.places)
 
     def __repr__(self) -> str:
@@ -194,7 +194,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
         Raises `CollectiveTimeoutError` naming the rank that did not come. The communicator is unusable then.
         """
-        if self._domain is None and self != MPI.COMM_NULL:  # setting up would be collective
+        if self._session is None and self != MPI.COMM_NULL:  # setting up would be collective
             if self._own_backend is not None:
                 self._own_backend.synchronize(self._own_backend.stream(stream))
                 self._own_backend.check()
@@ -203,7 +203,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
     def describe(self) -> RankInfo:
         """Return where this rank is and how it reaches the others. Local, once the communicator is set up."""
-        domain = self._set_up("describe")
+        session = self._set_up("describe")
         places, here = self._placement.places, self._placement.here
         device = here.devices[here.device] if isinstance(here.device, int) else None
         return RankInfo(
@@ -216,12 +216,12 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
             device_uuid=here.device_uuid,
             pci_bus_id=device.pci_bus_id if device else "",
             numa_node=device.numa_node if device else -1,
-            handle=domain.kind,
+            handle=session.kind,
             rejected=here.rejected,
             links=tuple(
                 Link("self")
                 if rank == self.rank
-                else domain.backend.link(place.device_uuid, domain.kind)
+                else session.backend.link(place.device_uuid, session.kind)
                 if rank in self._placement.node_ranks
                 else Link("other node")
                 for rank, place in enumerate(places)
@@ -235,12 +235,12 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees what is this
         rank's and does not wait for the others.
         """
-        if self._close_domain():
+        if self._close_session():
             super().Free()
 
     def Disconnect(self) -> None:
         """Free as `Free` does, after pending communication has completed."""
-        if self._close_domain():
+        if self._close_session():
             super().Disconnect()
 
     def Dup(self, info: MPI.Info | None = None) -> Self:
@@ -296,40 +296,40 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         child._begin(self._placement.subset(ranks), None)
         return child
 
-    def _set_up(self, what: str) -> Domain:
-        """Return the domain; collective the first time, on a communicator that was made from another."""
-        if self._domain is None:
+    def _set_up(self, what: str) -> Session:
+        """Return the session; collective the first time, on a communicator that was made from another."""
+        if self._session is None:
             if self == MPI.COMM_NULL:
                 raise InvalidUsageError(f"{what}: the communicator was freed; create another")
             private = duplicate(MPI.Intracomm(self), what, self._placement.here.timeout_s)
-            self._domain = Domain.derive(private, self._placement, self._own_backend)
+            self._session = Session.derive(private, self._placement, self._own_backend)
             self._own_backend = None
-            self._domain.beside.append(self._messages.memory)
-        return self._domain
+            self._session.beside.append(self._messages.memory)
+        return self._session
 
     def _local_backend(self, what: str) -> Backend:
         """Return this rank's device; local, whether or not the communicator is set up."""
         if self == MPI.COMM_NULL:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
-        if self._domain is not None:
-            return self._domain.backend
+        if self._session is not None:
+            return self._session.backend
         if self._own_backend is None:
             self._own_backend = self._placement.create_backend()
         return self._own_backend
 
-    def _close_domain(self) -> bool:
-        """Close the domain if there is one; return whether MPI's own free, which is collective, may follow."""
+    def _close_session(self) -> bool:
+        """Close the session if there is one; return whether MPI's own free, which is collective, may follow."""
         self._unfreed = False  # freed as well as it can be: of a broken communicator MPI keeps its part
         if self == MPI.COMM_NULL or MPI.Is_finalized() or forked():
             return False
-        if self._domain is None:
+        if self._session is None:
             self._close_messages()
             return True
-        self._domain.close()
-        return self._domain.intact
+        self._session.close()
+        return self._session.intact
 
     def _close_messages(self) -> None:
-        """Give back what messages have taken on a communicator without a domain; as `Domain.close` does."""
+        """Give back what messages have taken on a communicator without a session; as `Session.close` does."""
         backend, self._own_backend = self._own_backend, None
         with contextlib.ExitStack() as then:  # the last first, whatever fails before
             if backend is not None:

@@ -35,7 +35,7 @@ from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import AVG
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work
 from mpicomm.mpi.span import Span
-from mpicomm.session import Domain
+from mpicomm.session import Session
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -50,10 +50,10 @@ End = tuple[Any, int, int]
 class Collectives:
     """The collectives of the communicator ``comm``.
 
-    ``set_up`` gives its domain, collectively the first time.
+    ``set_up`` gives its session, collectively the first time.
     """
 
-    def __init__(self, comm: MPI.Intracomm, placement: Placement, set_up: Callable[[str], Domain]) -> None:
+    def __init__(self, comm: MPI.Intracomm, placement: Placement, set_up: Callable[[str], Session]) -> None:
         self._comm = comm
         self._set_up = set_up
         self._rank = placement.rank
@@ -168,12 +168,12 @@ class Collectives:
 
     def barrier(self, stream: Any) -> None:
         """Hold a stream of this rank's GPU until the streams of all ranks of the node have come here."""
-        domain = self._set_up("Barrier")
-        if not isinstance(domain.backend.device, int):
+        session = self._set_up("Barrier")
+        if not isinstance(session.backend.device, int):
             refuse_stream("Barrier", stream)
-        _require_one_node(domain, "Barrier(stream=)")
+        _require_one_node(session, "Barrier(stream=)")
         engine = self._on_device("Barrier")
-        engine.enqueue(engine.prepare_barrier(), domain.backend.stream(stream))
+        engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
 
     def message(
         self,
@@ -181,7 +181,7 @@ class Collectives:
         stream: Any,
         send: End,
         receive: End,
-        read: Callable[[str, End, End, Domain], tuple[Message | None, Message | None]],
+        read: Callable[[str, End, End, Session], tuple[Message | None, Message | None]],
     ) -> None:
         """Enqueue what goes out of one device array and what comes into another, in the order of the stream.
 
@@ -194,15 +194,15 @@ class Collectives:
             if found:
                 known.enqueue(found, stream, sendbuf, recvbuf)
                 return
-        domain = self._set_up(operation)
-        sent, received = read(operation, send, receive, domain)
-        domain.require_usable(operation)
+        session = self._set_up(operation)
+        sent, received = read(operation, send, receive, session)
+        session.require_usable(operation)
         engine = self._on_device(operation)
         plan = engine.prepare_messages(operation, sent, received)
         assert self._known is not None
         by_output = sendbuf is None
         self._known.add(plan, (operation, "one_shot", sendbuf, recvbuf, None, route, None), by_output=by_output)
-        engine.enqueue(plan, domain.backend.stream(stream, array_of(recvbuf if by_output else sendbuf)))
+        engine.enqueue(plan, session.backend.stream(stream, array_of(recvbuf if by_output else sendbuf)))
 
     def _read(self, operation: str, arguments: Arguments, algorithm: str) -> Call:
         if algorithm not in ALGORITHMS:
@@ -249,30 +249,30 @@ class Collectives:
         """Carry a call on device arrays out, which was made with ``arguments``; return the stream it is on."""
         operation = call.operation
         self._require_device(operation)
-        domain = self._set_up(operation)
+        session = self._set_up(operation)
         for operand in call.operands:
-            require_here(operation, operand, domain)
-        domain.require_usable(operation)
+            require_here(operation, operand, session)
+        session.require_usable(operation)
         array = array_of(call.operands[0].spec) if call.operands else None
-        one_node = len(domain.placement.nodes) == 1
+        one_node = len(session.placement.nodes) == 1
         if call.dtype is not None and algorithm != "mpi" and one_node:
             from mpicomm.collectives.gpu.preparation import prepare
 
             engine = self._on_device(operation)
-            plan = prepare(engine, domain.mappings, call, self._size, algorithm, self._scratch_for)
+            plan = prepare(engine, session.mappings, call, self._size, algorithm, self._scratch_for)
             assert self._known is not None
             send, receive, op = arguments.send, arguments.receive, arguments.op
             known = (operation, algorithm, send, receive, op, arguments.root, arguments.counts)
             self._known.add(plan, known, by_output=bool(call.operands) and call.operands[0] is call.receive)
-            resolved = domain.backend.stream(stream, array)
+            resolved = session.backend.stream(stream, array)
             engine.enqueue(plan, resolved)
             return resolved
-        resolved = domain.backend.stream(stream, array)
+        resolved = session.backend.stream(stream, array)
         announce(operation, "only MPI can carry it out" if one_node else "the ranks are on several nodes")
         arguments = call.arguments
         buffers = [(arguments.send, False, "sendbuf"), (arguments.receive, True, "recvbuf")]
         through_host(
-            domain.backend,
+            session.backend,
             resolved,
             lambda send, receive: self._mpi(operation, replace(arguments, send=send, receive=receive)),
             buffers,
@@ -327,9 +327,9 @@ class Collectives:
 
     def _on_host(self, operation: str) -> HostEngine:
         if self._host_engine is None:
-            domain = self._set_up(operation)
-            domain.require_usable(operation)
-            self._host_engine = domain.keep(HostEngine(domain.node, self._shared_board(domain)))
+            session = self._set_up(operation)
+            session.require_usable(operation)
+            self._host_engine = session.keep(HostEngine(session.node, self._shared_board(session)))
         return self._host_engine
 
     def _on_device(self, operation: str) -> DeviceEngine:
@@ -337,18 +337,18 @@ class Collectives:
             from mpicomm.collectives.gpu.engine import DeviceEngine
             from mpicomm.devices.cuda.backend import CudaBackend
 
-            domain = self._set_up(operation)
-            backend = domain.backend
+            session = self._set_up(operation)
+            backend = session.backend
             assert isinstance(backend, CudaBackend)
-            board = self._shared_board(domain)
+            board = self._shared_board(session)
             with backend.loading():  # it allocates and waits, which a thread that captures a graph may not otherwise
-                self._device_engine = domain.keep(DeviceEngine(domain.node, backend, domain.kind, board))
-            self._known = KnownCalls(domain, self._device_engine)
+                self._device_engine = session.keep(DeviceEngine(session.node, backend, session.kind, board))
+            self._known = KnownCalls(session, self._device_engine)
         return self._device_engine
 
-    def _shared_board(self, domain: Domain) -> Board:
+    def _shared_board(self, session: Session) -> Board:
         if self._board is None:
-            self._board = domain.keep(Board(domain.node))
+            self._board = session.keep(Board(session.node))
         return self._board
 
 
@@ -366,16 +366,16 @@ def _is_mpis(call: Call, algorithm: str) -> bool:
     return algorithm == "mpi" or (algorithm == "auto" and _mpi_knows(call))
 
 
-def require_here(operation: str, operand: Operand, domain: Domain) -> None:
+def require_here(operation: str, operand: Operand, session: Session) -> None:
     """Raise for an array of another GPU."""
-    if operand.device is not None and operand.on_device and operand.device != domain.backend.device:
+    if operand.device is not None and operand.on_device and operand.device != session.backend.device:
         raise InvalidUsageError(
             f"{operation}: {operand.name} is on GPU {operand.device}, but this communicator is on GPU "
-            f"{domain.backend.device}: copy it there"
+            f"{session.backend.device}: copy it there"
         )
 
 
-def _require_one_node(domain: Domain, what: str) -> None:
-    nodes = len(domain.placement.nodes)
+def _require_one_node(session: Session, what: str) -> None:
+    nodes = len(session.placement.nodes)
     if nodes > 1:
         raise InvalidUsageError(f"{what} works between the ranks of one node; these are on {nodes}")

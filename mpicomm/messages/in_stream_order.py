@@ -11,7 +11,7 @@ from mpicomm.collectives.exchange import Message
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse, require_separate
 from mpicomm.mpi.span import Span
-from mpicomm.session import Domain
+from mpicomm.session import Session
 
 _NO_SEND: End = (None, MPI.PROC_NULL, 0)
 _NO_RECEIVE: End = (None, MPI.PROC_NULL, MPI.ANY_TAG)
@@ -44,21 +44,21 @@ class InStreamOrder:
             status.Set_cancelled(False)
 
 
-def _read(operation: str, send: End, receive: End, domain: Domain) -> tuple[Message | None, Message | None]:
+def _read(operation: str, send: End, receive: End, session: Session) -> tuple[Message | None, Message | None]:
     """Understand and check both ends."""
     outward, inward = _NAMES[operation]
-    sent = _operand(operation, send, outward, domain)
-    received = _operand(operation, receive, inward, domain, receives=True)
+    sent = _operand(operation, send, outward, session)
+    received = _operand(operation, receive, inward, session, receives=True)
     if sent is not None and received is not None:
         require_separate(sent, received)
     return (
-        _message(operation, send, sent, outward, domain),
-        _message(operation, receive, received, inward, domain),
+        _message(operation, send, sent, outward, session),
+        _message(operation, receive, received, inward, session),
     )
 
 
 def _operand(
-    operation: str, end: End, names: tuple[str, str, str], domain: Domain, *, receives: bool = False
+    operation: str, end: End, names: tuple[str, str, str], session: Session, *, receives: bool = False
 ) -> Operand | None:
     """Understand and check one end, None of PROC_NULL."""
     buf, rank, tag = end
@@ -72,7 +72,7 @@ def _operand(
             f"{operation}: {name} is {what}, and messages in the order of streams are plain device arrays: use "
             'algorithm="auto" outside of CUDA graphs'
         )
-    require_here(operation, operand, domain)
+    require_here(operation, operand, session)
     if receives and rank == MPI.ANY_SOURCE:
         raise InvalidUsageError(
             f"{operation}: {rank_name}=MPI.ANY_SOURCE needs the host to match messages: name the rank, or use "
@@ -84,13 +84,13 @@ def _operand(
 
 
 def _message(
-    operation: str, end: End, operand: Operand | None, names: tuple[str, str, str], domain: Domain
+    operation: str, end: End, operand: Operand | None, names: tuple[str, str, str], session: Session
 ) -> Message | None:
     if operand is None:
         return None
     _, rank, tag = end
     try:
-        peer = domain.placement.node_index_of(rank)
+        peer = session.placement.node_index_of(rank)
     except InvalidUsageError as error:
         raise InvalidUsageError(f"{operation}: {str(error).replace('peer=', names[1] + '=', 1)}") from None
     return Message(peer, _span(operand), None if tag == MPI.ANY_TAG else tag)

@@ -21,7 +21,7 @@ class Shared(Protocol):
 
 
 class Owner(Protocol):
-    """The part of a session that symmetric arrays and shared events need; `mpicomm.session.Domain` has it."""
+    """The part of a session that symmetric arrays and shared events need; `mpicomm.session.Session` has it."""
 
     placement: Placement
     backend: Backend

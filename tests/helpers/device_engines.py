@@ -50,14 +50,14 @@ class Rig:
         from mpicomm.collectives.gpu.engine import DeviceEngine
         from mpicomm.devices.cuda.backend import CudaBackend
 
-        domain = comm._set_up("test")
-        assert isinstance(domain.backend, CudaBackend)
-        self.backend = domain.backend
+        session = comm._set_up("test")
+        assert isinstance(session.backend, CudaBackend)
+        self.backend = session.backend
         self.comm = comm
-        self.node = domain.node
+        self.node = session.node
         self.rank, self.size = self.node.rank, self.node.size
-        self._board = Board(domain.node)
-        self.engine = DeviceEngine(domain.node, domain.backend, domain.kind, self._board)
+        self._board = Board(session.node)
+        self.engine = DeviceEngine(session.node, session.backend, session.kind, self._board)
         self.stream = cupy.cuda.Stream(non_blocking=True)
 
     def run(self, exchanges: Sequence[Exchange], signature: Signature = SUM, stream: Any = None) -> None:

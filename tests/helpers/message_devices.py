@@ -267,7 +267,7 @@ def on_threads(
 
 
 def take_for_gpu(comm: mpicomm.Communicator, handle: str = "ipc", **options: Any) -> ThreadDevice:
-    """Let a communicator without a domain take a `ThreadDevice` for its GPU; local."""
+    """Let a communicator without a session take a `ThreadDevice` for its GPU; local."""
     places = [replace(place, device=0, handle=handle) for place in comm._placement.places]
     comm._begin(Placement(places, comm._placement.rank), None)
     device = ThreadDevice(comm.rank, comm._placement.here.timeout_s, **options)

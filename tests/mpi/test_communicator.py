@@ -371,10 +371,10 @@ def test_one_that_is_lost_is_warned_of(comm_world: MPI.Intracomm) -> None:
         with mpicomm.Communicator(comm_world, device="cpu"):
             pass
         gc.collect()
-    domain = comm._domain
-    assert domain is not None
+    session = comm._session
+    assert session is not None
     with pytest.warns(ResourceWarning, match="rank .* was not freed: call Free, or use a with block"):
         del comm
         gc.collect()
-    domain.close()
+    session.close()
     plain.Free()

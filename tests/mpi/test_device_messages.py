@@ -287,7 +287,7 @@ def test_a_communicator_made_from_another_has_a_secret_of_its_own(rig: Rig) -> N
     half.Free()
 
 
-def test_a_domain_takes_over_the_device_and_gives_back_what_messages_took(parent: mpicomm.Communicator) -> None:
+def test_a_session_takes_over_the_device_and_gives_back_what_messages_took(parent: mpicomm.Communicator) -> None:
     with nothing_leaks():
         comm, device = on_threads(parent)
         rig = Rig(comm, device)

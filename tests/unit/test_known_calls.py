@@ -79,10 +79,10 @@ class Known:
         self.enqueued: list[tuple[Any, Any, bool]] = []
         self.streams: list[Any] = []
         backend = SimpleNamespace(stream=lambda stream, array: stream or array)
-        domain: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
+        session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
         self.runs = True  # and is not in a capture
         engine: Any = SimpleNamespace(enqueue=self._enqueue, completion=lambda: self.enqueued.copy)
-        self._calls = KnownCalls(domain, engine)
+        self._calls = KnownCalls(session, engine)
 
     def _require_usable(self, what: str) -> None:
         if self.usable is not None:

@@ -14,7 +14,7 @@ from mpicomm.mpi.buffers import array_of
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
     from mpicomm.collectives.gpu.plan import Plan
-    from mpicomm.session import Domain
+    from mpicomm.session import Session
 
 _MOST = 1024  # calls that are kept
 _PLAIN = frozenset((int, str, type(None)))  # types of what is known by itself; no subclasses, to which True belongs
@@ -39,11 +39,11 @@ class KnownCalls:
     name or as one of MPI's own: what a derived one is, its handle does not say for good.
     """
 
-    def __init__(self, domain: Domain, engine: DeviceEngine) -> None:
-        self._domain = domain
+    def __init__(self, session: Session, engine: DeviceEngine) -> None:
+        self._session = session
         self._engine = engine
         self._calls: dict[Hashable, KnownCall] = {}
-        self._version = domain.mappings.version
+        self._version = session.mappings.version
         self._cupy = _of_library("cupy", "ndarray")
         self._identify: dict[type, Callable[[Any], Hashable]] = {
             type(None): id,
@@ -65,7 +65,7 @@ class KnownCalls:
 
         Of a message ``root`` is its ends and tags.
         """
-        version = self._domain.mappings.version
+        version = self._session.mappings.version
         if version != self._version:  # symmetric memory may be ordinary now, or the other way round
             self._version = version
             self._calls.clear()
@@ -79,9 +79,9 @@ class KnownCalls:
 
         Raises as any call does: what went wrong with earlier ones, and where the communicator was freed.
         """
-        domain, plan = self._domain, call.plan
-        domain.require_usable(plan.text)
-        resolved = domain.backend.stream(stream, array_of(receive if call.by_output else send))
+        session, plan = self._session, call.plan
+        session.require_usable(plan.text)
+        resolved = session.backend.stream(stream, array_of(receive if call.by_output else send))
         return self._engine.enqueue(plan, resolved, again=True)
 
     def begin(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
