@@ -10,6 +10,23 @@ from numpy import ndarray
 
 from mpicomm.collectives.dispatch import Collectives
 from mpicomm.collectives.host.fast_path import LIMITS, MPI_TYPES, are_apart, is_plain
+from mpicomm.collectives.operations import (
+    ALLGATHER,
+    ALLGATHERV,
+    ALLREDUCE,
+    ALLTOALL,
+    ALLTOALLV,
+    BCAST,
+    EXSCAN,
+    GATHER,
+    GATHERV,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_BLOCK,
+    SCAN,
+    SCATTER,
+    SCATTERV,
+)
 from mpicomm.mpi.ops import AVG
 
 # MPI's own, found once: `super()` takes a tenth of the time of a small call.
@@ -67,13 +84,13 @@ class BlockingCollectives(MPI.Intracomm):
         """Every rank's block r of ``recvbuf`` is what rank r sends."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgather"]):
             return _allgather(self, sendbuf, recvbuf)
-        return self._collectives.run("Allgather", stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.run(ALLGATHER, stream, algorithm, sendbuf, recvbuf)
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and places."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgatherv"]):
             return _allgatherv(self, sendbuf, recvbuf)
-        return self._collectives.run("Allgatherv", stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.run(ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Allreduce(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -90,19 +107,19 @@ class BlockingCollectives(MPI.Intracomm):
             and ((recvbuf.base is sendbuf.base is None and recvbuf is not sendbuf) or are_apart(sendbuf, recvbuf))
         ):
             return _allreduce(self, sendbuf, recvbuf, op)
-        return self._collectives.run("Allreduce", stream, algorithm, sendbuf, recvbuf, op)
+        return self._collectives.run(ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Block r of rank s's ``recvbuf`` is block s of rank r's ``sendbuf``."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoall"]):
             return _alltoall(self, sendbuf, recvbuf)
-        return self._collectives.run("Alltoall", stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.run(ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and places."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoallv"]):
             return _alltoallv(self, sendbuf, recvbuf)
-        return self._collectives.run("Alltoallv", stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.run(ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Every rank's ``buf`` is the root's."""
@@ -115,7 +132,7 @@ class BlockingCollectives(MPI.Intracomm):
             and buf.dtype in MPI_TYPES
         ):
             return _bcast(self, buf, root)
-        return self._collectives.run("Bcast", stream, algorithm, None, buf, root=root)
+        return self._collectives.run(BCAST, stream, algorithm, None, buf, root=root)
 
     def Exscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -123,13 +140,13 @@ class BlockingCollectives(MPI.Intracomm):
         """Rank r's ``recvbuf`` is the reduction of ``sendbuf`` of the ranks before r; rank 0's is left alone."""
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Exscan"]):
             return _exscan(self, sendbuf, recvbuf, op)
-        return self._collectives.run("Exscan", stream, algorithm, sendbuf, recvbuf, op)
+        return self._collectives.run(EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Block r of the root's ``recvbuf`` is what rank r sends."""
         if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._block_limit):
             return _gather(self, sendbuf, recvbuf, root)
-        return self._collectives.run("Gather", stream, algorithm, sendbuf, recvbuf, root=root)
+        return self._collectives.run(GATHER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Gatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -137,7 +154,7 @@ class BlockingCollectives(MPI.Intracomm):
         """As Gather, with blocks of any counts and places."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Gatherv"]):
             return _gatherv(self, sendbuf, recvbuf, root)
-        return self._collectives.run("Gatherv", stream, algorithm, sendbuf, recvbuf, root=root)
+        return self._collectives.run(GATHERV, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Reduce(
         self,
@@ -153,7 +170,7 @@ class BlockingCollectives(MPI.Intracomm):
         # The other way round: what ranks that are not the root pass as recvbuf may be anything.
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(recvbuf, sendbuf, LIMITS["Reduce"]):
             return _reduce(self, sendbuf, recvbuf, op, root)
-        return self._collectives.run("Reduce", stream, algorithm, sendbuf, recvbuf, op, root)
+        return self._collectives.run(REDUCE, stream, algorithm, sendbuf, recvbuf, op, root)
 
     def Reduce_scatter(
         self,
@@ -174,7 +191,7 @@ class BlockingCollectives(MPI.Intracomm):
             and is_plain(recvbuf, sendbuf, LIMITS["Reduce_scatter"])
         ):
             return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
-        return self._collectives.run("Reduce_scatter", stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
+        return self._collectives.run(REDUCE_SCATTER, stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
 
     def Reduce_scatter_block(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -187,7 +204,7 @@ class BlockingCollectives(MPI.Intracomm):
             and is_plain(recvbuf, sendbuf, LIMITS["Reduce_scatter_block"])
         ):
             return _reduce_scatter_block(self, sendbuf, recvbuf, op)
-        return self._collectives.run("Reduce_scatter_block", stream, algorithm, sendbuf, recvbuf, op)
+        return self._collectives.run(REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op)
 
     def Scan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -195,7 +212,7 @@ class BlockingCollectives(MPI.Intracomm):
         """Rank r's ``recvbuf`` is the reduction of ``sendbuf`` of the ranks up to r."""
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Scan"]):
             return _scan(self, sendbuf, recvbuf, op)
-        return self._collectives.run("Scan", stream, algorithm, sendbuf, recvbuf, op)
+        return self._collectives.run(SCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Scatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -203,7 +220,7 @@ class BlockingCollectives(MPI.Intracomm):
         """Every rank's ``recvbuf`` is its block of the root's ``sendbuf``."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._block_limit):
             return _scatter(self, sendbuf, recvbuf, root)
-        return self._collectives.run("Scatter", stream, algorithm, sendbuf, recvbuf, root=root)
+        return self._collectives.run(SCATTER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Scatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -211,4 +228,4 @@ class BlockingCollectives(MPI.Intracomm):
         """As Scatter, with blocks of any counts and places."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Scatterv"]):
             return _scatterv(self, sendbuf, recvbuf, root)
-        return self._collectives.run("Scatterv", stream, algorithm, sendbuf, recvbuf, root=root)
+        return self._collectives.run(SCATTERV, stream, algorithm, sendbuf, recvbuf, root=root)

@@ -9,6 +9,23 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import Collectives
+from mpicomm.collectives.operations import (
+    ALLGATHER,
+    ALLGATHERV,
+    ALLREDUCE,
+    ALLTOALL,
+    ALLTOALLV,
+    BCAST,
+    EXSCAN,
+    GATHER,
+    GATHERV,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_BLOCK,
+    SCAN,
+    SCATTER,
+    SCATTERV,
+)
 
 
 class NonblockingCollectives(MPI.Intracomm):
@@ -23,49 +40,47 @@ class NonblockingCollectives(MPI.Intracomm):
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start a nonblocking Allgather."""
-        return self._collectives.start("Allgather", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.start(ALLGATHER, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start a nonblocking Allgatherv."""
-        return self._collectives.start("Allgatherv", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.start(ALLGATHERV, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Iallreduce(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start a nonblocking Allreduce."""
-        return self._collectives.start("Allreduce", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
+        return self._collectives.start(ALLREDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start a nonblocking Alltoall."""
-        return self._collectives.start("Alltoall", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.start(ALLTOALL, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start a nonblocking Alltoallv."""
-        return self._collectives.start("Alltoallv", Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.start(ALLTOALLV, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Ibcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start a nonblocking Bcast."""
-        return self._collectives.start("Bcast", Arguments(receive=buf, root=root), stream, algorithm)
+        return self._collectives.start(BCAST, Arguments(receive=buf, root=root), stream, algorithm)
 
     def Iexscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start a nonblocking Exscan."""
-        return self._collectives.start("Exscan", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
+        return self._collectives.start(EXSCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
 
     def Igather(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start a nonblocking Gather."""
-        return self._collectives.start("Gather", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
+        return self._collectives.start(GATHER, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Igatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start a nonblocking Gatherv."""
-        return self._collectives.start(
-            "Gatherv", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm
-        )
+        return self._collectives.start(GATHERV, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Ireduce(
         self,
@@ -79,7 +94,7 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start a nonblocking Reduce."""
         return self._collectives.start(
-            "Reduce", Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), stream, algorithm
+            REDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), stream, algorithm
         )
 
     def Ireduce_scatter(
@@ -94,7 +109,7 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start a nonblocking Reduce_scatter."""
         return self._collectives.start(
-            "Reduce_scatter", Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op), stream, algorithm
+            REDUCE_SCATTER, Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op), stream, algorithm
         )
 
     def Ireduce_scatter_block(
@@ -102,27 +117,23 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start a nonblocking Reduce_scatter_block."""
         return self._collectives.start(
-            "Reduce_scatter_block", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm
+            REDUCE_SCATTER_BLOCK, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm
         )
 
     def Iscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start a nonblocking Scan."""
-        return self._collectives.start("Scan", Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
+        return self._collectives.start(SCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
 
     def Iscatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start a nonblocking Scatter."""
-        return self._collectives.start(
-            "Scatter", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm
-        )
+        return self._collectives.start(SCATTER, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Iscatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start a nonblocking Scatterv."""
-        return self._collectives.start(
-            "Scatterv", Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm
-        )
+        return self._collectives.start(SCATTERV, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)

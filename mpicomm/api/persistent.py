@@ -9,6 +9,23 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import Collectives
+from mpicomm.collectives.operations import (
+    ALLGATHER,
+    ALLGATHERV,
+    ALLREDUCE,
+    ALLTOALL,
+    ALLTOALLV,
+    BCAST,
+    EXSCAN,
+    GATHER,
+    GATHERV,
+    REDUCE,
+    REDUCE_SCATTER,
+    REDUCE_SCATTER_BLOCK,
+    SCAN,
+    SCATTER,
+    SCATTERV,
+)
 
 
 class PersistentCollectives(MPI.Intracomm):
@@ -24,15 +41,13 @@ class PersistentCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare a persistent Allgather."""
-        return self._collectives.prepare("Allgather", Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(ALLGATHER, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
 
     def Allgatherv_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare a persistent Allgatherv."""
-        return self._collectives.prepare(
-            "Allgatherv", Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm
-        )
+        return self._collectives.prepare(ALLGATHERV, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
 
     def Allreduce_init(
         self,
@@ -46,26 +61,26 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare a persistent Allreduce."""
         return self._collectives.prepare(
-            "Allreduce", Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
+            ALLREDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
         )
 
     def Alltoall_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare a persistent Alltoall."""
-        return self._collectives.prepare("Alltoall", Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(ALLTOALL, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
 
     def Alltoallv_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare a persistent Alltoallv."""
-        return self._collectives.prepare("Alltoallv", Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(ALLTOALLV, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
 
     def Bcast_init(
         self, buf: Any, root: int = 0, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare a persistent Bcast."""
-        return self._collectives.prepare("Bcast", Arguments(receive=buf, root=root), info, stream, algorithm)
+        return self._collectives.prepare(BCAST, Arguments(receive=buf, root=root), info, stream, algorithm)
 
     def Exscan_init(
         self,
@@ -79,7 +94,7 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare a persistent Exscan."""
         return self._collectives.prepare(
-            "Exscan", Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
+            EXSCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
         )
 
     def Gather_init(
@@ -94,7 +109,7 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare a persistent Gather."""
         return self._collectives.prepare(
-            "Gather", Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
+            GATHER, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
         )
 
     def Gatherv_init(
@@ -109,7 +124,7 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare a persistent Gatherv."""
         return self._collectives.prepare(
-            "Gatherv", Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
+            GATHERV, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
         )
 
     def Reduce_init(
@@ -125,7 +140,7 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare a persistent Reduce."""
         return self._collectives.prepare(
-            "Reduce", Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), info, stream, algorithm
+            REDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), info, stream, algorithm
         )
 
     def Reduce_scatter_init(
@@ -141,7 +156,7 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare a persistent Reduce_scatter; of host arrays all ranks are in place, or none."""
         return self._collectives.prepare(
-            "Reduce_scatter",
+            REDUCE_SCATTER,
             Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op),
             info,
             stream,
@@ -160,7 +175,7 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare a persistent Reduce_scatter_block."""
         return self._collectives.prepare(
-            "Reduce_scatter_block", Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
+            REDUCE_SCATTER_BLOCK, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
         )
 
     def Scan_init(
@@ -174,9 +189,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> MPI.Prequest:
         """Prepare a persistent Scan."""
-        return self._collectives.prepare(
-            "Scan", Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
-        )
+        return self._collectives.prepare(SCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm)
 
     def Scatter_init(
         self,
@@ -190,7 +203,7 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare a persistent Scatter."""
         return self._collectives.prepare(
-            "Scatter", Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
+            SCATTER, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
         )
 
     def Scatterv_init(
@@ -205,5 +218,5 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare a persistent Scatterv."""
         return self._collectives.prepare(
-            "Scatterv", Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
+            SCATTERV, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
         )

@@ -1,18 +1,18 @@
-"""A collective call as one rank makes it: its arguments read, checked, and turned into exchanges."""
+"""Call: one rank's collective call, with its arguments read and checked."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.operations import INTO_ALL
+from mpicomm.collectives.operations import Operation, Shape
+from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
@@ -20,69 +20,36 @@ from mpicomm.mpi.arguments import Operand, parse, parse_vector, require_separate
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.span import Span
 
-Shape = Literal["one", "blocks", "vector"]
 
-
-@dataclass(frozen=True)
-class Form:
-    """How an operation reads its buffers: one block, a block per rank, or a vector of blocks; and on which ranks."""
-
-    send: Shape
-    receive: Shape
-    rooted: Literal["", "send", "receive", "bcast"] = ""
-    """Which buffer only the root has."""
-    reduces: bool = False
-    counts_differ: bool = False
-    """Whether ranks may know different counts, so that they cannot be compared."""
-
-
-FORMS = {
-    "Allgather": Form("one", "blocks"),
-    "Allgatherv": Form("one", "vector", counts_differ=True),
-    "Allreduce": Form("one", "one", reduces=True),
-    "Alltoall": Form("blocks", "blocks"),
-    "Alltoallv": Form("vector", "vector", counts_differ=True),
-    "Bcast": Form("one", "one", rooted="bcast"),
-    "Exscan": Form("one", "one", reduces=True),
-    "Gather": Form("one", "blocks", rooted="receive"),
-    "Gatherv": Form("one", "vector", rooted="receive", counts_differ=True),
-    "Reduce": Form("one", "one", rooted="receive", reduces=True),
-    "Reduce_scatter": Form("one", "one", reduces=True),
-    "Reduce_scatter_block": Form("blocks", "one", reduces=True),
-    "Scan": Form("one", "one", reduces=True),
-    "Scatter": Form("blocks", "one", rooted="send"),
-    "Scatterv": Form("vector", "one", rooted="send", counts_differ=True),
-}
-
-
-@dataclass(slots=True)  # not frozen, which would cost a device call a microsecond
+@dataclass(slots=True)  # not frozen, because a frozen one costs a device call a microsecond
 class Arguments:
-    """What the user passed to a collective."""
+    """The arguments of a collective call, as the user passed them."""
 
     send: Any = None
     receive: Any = None
     op: MPI.Op | None = None
     root: int = 0
     counts: Sequence[int] | None = None
-    """``recvcounts`` of Reduce_scatter."""
+    """``recvcounts``."""
 
 
 class Call:
     """One collective call of one rank: read and checked. Local.
 
-    ``dtype`` is None where only MPI can carry it out: a derived datatype, ``MPI.BOTTOM``, an operation or an element
-    type that the engines do not know. Raises `InvalidUsageError` and `TypeError` as mpi4py raises ValueError and
-    TypeError.
+    ``dtype`` is None where only MPI can carry the call out: with a derived datatype, with ``MPI.BOTTOM``, or with an
+    operation or element type that the engines do not know. Raises `InvalidUsageError` and `TypeError` where mpi4py
+    raises ValueError and TypeError.
     """
 
-    def __init__(self, operation: str, arguments: Arguments, rank: int, size: int, algorithm: str = "auto") -> None:
+    def __init__(
+        self, operation: Operation, arguments: Arguments, rank: int, size: int, algorithm: str = "auto"
+    ) -> None:
         self.operation = operation
-        self._algorithm = algorithm
         self.arguments = arguments
+        self._algorithm = algorithm
         self._rank = rank
         self._size = size
-        self._form = FORMS[operation]
-        if self._form.rooted:
+        if operation.rooted:
             _require_root(operation, arguments.root, size)
         self.send, self.receive = self._read_buffers()
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
@@ -97,155 +64,109 @@ class Call:
         self._require_agreeing_counts()
 
     @property
-    def reduces(self) -> bool:
-        """Whether the operation takes an ``op``."""
-        return self._form.reduces
-
-    @property
     def in_place(self) -> bool:
         """Whether this rank's input of a reduction is in its receive buffer."""
         return self.send is not None and self.send is self.receive
 
     @property
-    def at_root(self) -> bool:
-        """Whether this rank is the root; false where there is none."""
-        return bool(self._form.rooted) and self._rank == self.arguments.root
-
-    @property
     def nbytes(self) -> int | None:
         """Bytes of the whole call, the same number on every rank; None where ranks may know different ones."""
-        if self._form.counts_differ and self.operation != "Allgatherv":
+        operation = self.operation
+        if operation.counts == "private":
             return None
         assert self.dtype is not None
         per_rank = max((operand.count for operand in self.operands), default=0) * self.dtype.itemsize
-        one_block = "blocks" not in (self._form.send, self._form.receive)
-        return per_rank if one_block else per_rank * self._size
+        return per_rank * self._size if "blocks" in (operation.send, operation.receive) else per_rank
 
     @property
     def common_output(self) -> Operand | None:
-        """The buffer that all ranks have, alike, and receive into; None where they may differ.
+        """The buffer that all ranks have in the same form and receive into; None where their buffers may differ.
 
-        In an all-to-all in place it is input too, of which a rank does not know when others have read it.
+        The buffer of an all-to-all in place is input too, and a rank does not know when the others have read it.
         """
-        if self.operation not in INTO_ALL:
-            return None
-        return self.receive if self.operation != "Alltoall" or self.send is not None else None
+        operation = self.operation
+        input_too = operation.send == "blocks" and self.send is None
+        return self.receive if operation.into_all and not input_too else None
 
     @property
     def signature(self) -> Signature:
-        """What all ranks must agree on."""
-        count = None
-        if not self._form.counts_differ:
+        """The facts in which all ranks must agree."""
+        operation, count = self.operation, None
+        if operation.counts == "same":
             count = max((operand.count for operand in self.operands), default=0)
-        root = self.arguments.root if self._form.rooted else None
-        asked = None if self._algorithm == "auto" else self._algorithm  # others meet in other places, and in vain
-        return Signature(self.operation, str(self.dtype), count, self.op, root, asked)
+        root = self.arguments.root if operation.rooted else None
+        asked = None if self._algorithm == "auto" else self._algorithm  # ranks with another algorithm never meet
+        return Signature(operation.name, str(self.dtype), count, self.op, root, asked)
 
     @property
     def scratch_nbytes(self) -> int:
-        """Bytes of scratch memory that `exchanges` needs on this rank."""
-        if not self.in_place or not self.operation.startswith("Reduce_scatter"):
+        """Bytes of scratch memory that this rank needs for `buffers`."""
+        if not self.in_place or self.operation.send == "one":
             return 0
-        if self.operation == "Reduce_scatter_block" and self.on_device:
-            return 0  # equal blocks, of which the engine of GPUs sends parts: see `patterns.reduce_scatter`
+        if self.operation.send == "blocks" and self.on_device:
+            return 0  # blocks are equal, and kernels send a part of each before they overwrite it
         assert self.dtype is not None and self.send is not None
-        return max(1, self._reduce_blocks(self.send)[self._rank].count * self.dtype.itemsize)
+        return max(1, self._input_blocks(self.send)[self._rank].count * self.dtype.itemsize)
 
-    def exchanges(
-        self, piece_nbytes: int | None, scratch: Span | None = None, *, algorithm: str = ""
-    ) -> list[Exchange]:
-        """Return the call as exchanges; two-shot where ``piece_nbytes`` is given and the operation has one.
-
-        With ``algorithm`` "ring" or "chain" each rank sends to the next alone.
-        """
+    def buffers(self, scratch: Span | None = None) -> Buffers:
+        """Return this rank's memory for the patterns; ``scratch`` has `scratch_nbytes` where that is not 0."""
         assert self.dtype is not None
-        rank, size, root = self._rank, self._size, self.arguments.root
-        if not self._form.reduces:
-            return self._movement(piece_nbytes, chained=algorithm == "chain")
-        dtype, op = self.dtype, self.op
-        assert op is not None
-        send, receive = self.send, self.receive
-        output = receive.whole() if receive is not None else None
-        if self.operation in ("Reduce_scatter", "Reduce_scatter_block"):
-            assert send is not None and output is not None
-            blocks = self._reduce_blocks(send)
-            result = Span(output.pointer, blocks[rank].count)
-            return patterns.reduce_scatter(rank, size, dtype, blocks, result, op, scratch=scratch)
-        assert send is not None
-        if algorithm == "chain":
-            return patterns.chained_reduce(rank, size, dtype, send.whole(), output, op, root)
-        if self.operation == "Reduce" and piece_nbytes and self.on_device:
-            return patterns.relayed_reduce(rank, size, dtype, send.whole(), output, op, root)
-        if self.operation == "Reduce":
-            return patterns.reduce(rank, size, dtype, send.whole(), output, op, root)
-        assert output is not None
-        if algorithm == "ring":
-            return patterns.ring_allreduce(rank, size, dtype, send.whole(), output, op)
-        if self.operation == "Allreduce":
-            return patterns.allreduce(rank, size, dtype, send.whole(), output, op, piece_nbytes=piece_nbytes)
-        scan = patterns.scan if self.operation == "Scan" else patterns.exscan
-        return scan(rank, size, dtype, send.whole(), output, op)
+        operation, dtype, factor = self.operation, self.dtype, 1
+        if not operation.reduces:  # bytes go as words of any size that fits all buffers
+            dtype, factor = types.movement(self.dtype)
+        send = send_blocks = output = output_blocks = None
+        if self.send is not None:
+            if operation.send == "one":
+                send = _scaled(self.send.whole(), factor)
+            else:
+                send_blocks = [_scaled(block, factor) for block in self._input_blocks(self.send)]
+        if self.receive is not None:
+            if operation.receive == "one":
+                output = self._output(self.receive, send_blocks, factor)
+            else:
+                output_blocks = [_scaled(self.receive.block(peer), factor) for peer in range(self._size)]
+        root, op = self.arguments.root, self.op or ""
+        return Buffers(self._rank, self._size, dtype, send, send_blocks, output, output_blocks, op, root, scratch)
 
-    def _movement(self, piece_nbytes: int | None, *, chained: bool) -> list[Exchange]:
-        """Return the exchanges of a call that only moves: bytes go as words of whatever size fits all buffers."""
-        assert self.dtype is not None
-        rank, size, root = self._rank, self._size, self.arguments.root
-        dtype, factor = types.movement(self.dtype)
+    def _output(self, receive: Operand, send_blocks: list[Span] | None, factor: int) -> Span:
+        if self.operation.reduces and send_blocks is not None:
+            # The buffer may hold more: in place it has the input, which begins where the result goes.
+            return Span(receive.pointer, send_blocks[self._rank].count)
+        return _scaled(receive.whole(), factor)
 
-        def one(operand: Operand | None) -> Span:
-            assert operand is not None
-            return _scaled(operand.whole(), factor)
-
-        def each(operand: Operand | None) -> list[Span] | None:
-            return None if operand is None else [_scaled(operand.block(peer), factor) for peer in range(size)]
-
-        send, receive = self.send, self.receive
-        if chained:
-            return patterns.chained_bcast(rank, size, dtype, one(receive), root)
-        if self.operation == "Bcast" and piece_nbytes and self.on_device:
-            return patterns.relayed_bcast(rank, size, dtype, one(receive), root)
-        if self.operation == "Bcast":
-            return patterns.bcast(rank, size, dtype, one(receive), root, piece_nbytes=piece_nbytes)
-        if self._form.send == "one":
-            blocks = each(receive)
-            own = one(send) if send is not None else (blocks or [])[rank]
-            if self._form.rooted:
-                return patterns.gather(rank, size, dtype, own, blocks, root)
-            assert blocks is not None
-            return patterns.allgather(rank, size, dtype, own, blocks)
-        if self._form.rooted:
-            sends = each(send)
-            output = one(receive) if receive is not None else (sends or [])[rank]
-            return patterns.scatter(rank, size, dtype, sends, output, root)
-        received = each(receive)
-        assert received is not None
-        return patterns.alltoall(rank, size, dtype, each(send) or received, received)
+    def _input_blocks(self, send: Operand) -> list[Span]:
+        if self.operation.send != "counted":
+            return [send.block(peer) for peer in range(self._size)]
+        assert self.dtype is not None and self.arguments.counts is not None
+        counts = _read_counts(self.operation, self.arguments.counts)
+        starts = [sum(counts[:peer]) for peer in range(self._size)]
+        return patterns.blocks(send.pointer, counts, starts, self.dtype.itemsize)
 
     def _read_buffers(self) -> tuple[Operand | None, Operand | None]:
-        arguments, form = self.arguments, self._form
-        at_root = self.at_root
-        if form.rooted == "bcast":
+        arguments, operation = self.arguments, self.operation
+        rooted = operation.rooted
+        at_root = bool(rooted) and self._rank == arguments.root
+        if rooted == "bcast":
             return None, parse(arguments.receive, writable=not at_root, name="buf")
-        has_send = form.rooted != "send" or at_root
-        has_receive = form.rooted != "receive" or at_root
+        has_send = rooted != "send" or at_root
+        has_receive = rooted != "receive" or at_root
         send_in_place = has_send and is_in_place(arguments.send)
-        receive_in_place = has_receive and is_in_place(arguments.receive) and form.rooted == "send" and at_root
-        if send_in_place and form.rooted == "receive" and not at_root:
-            raise InvalidUsageError(f"{self.operation}: sendbuf=MPI.IN_PLACE is for the root alone: pass a buffer")
+        receive_in_place = rooted == "send" and at_root and is_in_place(arguments.receive)
+        if send_in_place and rooted == "receive" and not at_root:
+            raise InvalidUsageError(f"{operation}: sendbuf=MPI.IN_PLACE is for the root alone: pass a buffer")
         send = receive = None
         if has_receive and not receive_in_place:
-            shape = form.receive
-            if send_in_place and self.operation == "Reduce_scatter_block":
-                shape = "blocks"  # the input of all ranks' blocks lies in the receive buffer
+            # In place the receive buffer of a reduction holds the input.
+            shape = operation.send if send_in_place and operation.reduces else operation.receive
             receive = self._read(arguments.receive, shape, writable=True, name="recvbuf")
         if has_send and not send_in_place:
-            send = self._read(arguments.send, form.send, writable=False, name="sendbuf")
+            send = self._read(arguments.send, operation.send, writable=False, name="sendbuf")
         if send is not None and receive is not None:
-            require_separate(send, receive, reduction=form.reduces)
-            same = form.reduces and send.pointer == receive.pointer
+            require_separate(send, receive, reduction=operation.reduces)
+            same = operation.reduces and send.pointer == receive.pointer
             if same and send.total and receive.total:  # the same memory given twice
                 send_in_place, self.arguments = True, replace(arguments, send=MPI.IN_PLACE)
-        if send_in_place and form.reduces:
+        if send_in_place and operation.reduces:
             send = receive
         return send, receive
 
@@ -264,7 +185,7 @@ class Call:
         if any(dtype != first for dtype in dtypes):
             names = " and ".join(f"{operand.name} {operand.dtype}" for operand in self.operands)
             raise InvalidUsageError(f"{self.operation}: the element types differ: {names}; convert one")
-        if self._form.reduces:
+        if self.operation.reduces:
             if self.op is None:
                 return None
             assert first is not None
@@ -273,59 +194,48 @@ class Call:
         return first
 
     def _require_agreeing_counts(self) -> None:
-        """Raise where this rank's own two buffers contradict each other; what others pass, the engines compare."""
-        if self.dtype is None or self.send is None or self.receive is None:
+        """Raise where this rank's two buffers contradict each other. The engines compare the counts of ranks."""
+        send, receive, operation = self.send, self.receive, self.operation
+        if self.dtype is None or send is None or receive is None:
             return
-        if self.operation == "Reduce_scatter":
-            self._require_recvcounts(self.send, self.receive)
+        if operation.send == "counted":
+            self._require_recvcounts(send, receive)
             return
         if self.in_place:
             return
-        if self.operation in ("Alltoall", "Alltoallv"):
-            sent, room = self.send.block(self._rank).count, self.receive.block(self._rank).count
-        elif self._form.send == "one" and self._form.receive != "one":
-            sent, room = self.send.total, self.receive.block(self._rank).count
+        rank = self._rank
+        if operation.receive == "one":
+            sent, room = send.count if operation.send == "one" else send.block(rank).count, receive.total
         else:
-            sent, room = (
-                self.send.block(self._rank).count if self._form.send != "one" else self.send.count,
-                (self.receive.total),
-            )
+            sent = send.total if operation.send == "one" else send.block(rank).count
+            room = receive.block(rank).count
         if sent != room:
             raise InvalidUsageError(
-                f"{self.operation}: sendbuf holds {sent} elements where recvbuf has room for {room}: they must be equal"
+                f"{operation}: sendbuf holds {sent} elements where recvbuf has room for {room}: they must be equal"
             )
 
     def _require_recvcounts(self, send: Operand, receive: Operand) -> None:
+        operation = self.operation
         if self.arguments.counts is None:
-            raise InvalidUsageError("Reduce_scatter: recvcounts is needed with MPI.IN_PLACE")
-        counts = _read_counts(self.arguments.counts)
+            raise InvalidUsageError(f"{operation}: recvcounts is needed with MPI.IN_PLACE")
+        counts = _read_counts(operation, self.arguments.counts)
         if len(counts) != self._size or sum(counts) != send.total or min(counts) < 0:
             raise InvalidUsageError(
-                f"Reduce_scatter: recvcounts={counts} must be {self._size} counts that add up to the "
+                f"{operation}: recvcounts={counts} must be {self._size} counts that add up to the "
                 f"{send.total} elements of the input"
             )
         if receive.total < counts[self._rank]:
             raise InvalidUsageError(
-                f"Reduce_scatter: recvbuf has room for {receive.total} elements, this rank receives "
-                f"{counts[self._rank]}"
+                f"{operation}: recvbuf has room for {receive.total} elements, this rank receives {counts[self._rank]}"
             )
-
-    def _reduce_blocks(self, send: Operand) -> list[Span]:
-        assert self.dtype is not None
-        if self.operation == "Reduce_scatter_block":
-            return [send.block(peer) for peer in range(self._size)]
-        assert self.arguments.counts is not None
-        counts = _read_counts(self.arguments.counts)
-        starts = [sum(counts[:peer]) for peer in range(self._size)]
-        return patterns.blocks(send.pointer, counts, starts, self.dtype.itemsize)
 
 
 def is_in_place(buffer: Any) -> bool:
-    """Whether a buffer argument says that the data is in the other one."""
+    """Return whether a buffer argument says that the data is in the other buffer."""
     return buffer is MPI.IN_PLACE or buffer is None  # None says the same in mpi4py
 
 
-def _require_root(operation: str, root: Any, size: int) -> None:
+def _require_root(operation: Operation, root: Any, size: int) -> None:
     try:
         rank = operator.index(root)
     except TypeError:
@@ -334,12 +244,12 @@ def _require_root(operation: str, root: Any, size: int) -> None:
         raise InvalidUsageError(f"{operation}: root={root} is no rank: use 0 to {size - 1}")
 
 
-def _read_counts(counts: Any) -> list[int]:
-    """Return ``recvcounts`` as Python's integers: NumPy's are of 64 bits at most, which addresses exceed."""
+def _read_counts(operation: Operation, counts: Any) -> list[int]:
+    """Return ``recvcounts`` as Python's integers: NumPy's have at most 64 bits, which addresses exceed."""
     try:
         return [operator.index(count) for count in counts]
     except TypeError:
-        raise TypeError(f"Reduce_scatter: recvcounts={counts!r}: pass a sequence of integers, one per rank") from None
+        raise TypeError(f"{operation}: recvcounts={counts!r}: pass a sequence of integers, one per rank") from None
 
 
 def _scaled(span: Span, factor: int) -> Span:

@@ -1,8 +1,8 @@
-"""Exchange: what one rank sends to each rank and does with what it receives; every collective is a list of these.
+"""Exchange: the data that one rank sends to each rank and receives from each rank in one step of a collective.
 
-The engines (host_engine, device_engine) know exchanges and nothing of MPI; patterns.py knows MPI's collectives and
-nothing of memory. Between two ranks the bytes sent and received agree, which is all that has to agree: no rank needs to
-know the counts of others.
+The engines of the host and of GPUs know exchanges and nothing of MPI. patterns.py knows MPI's collectives and nothing
+of memory. A rank needs to know only its own counts, because an exchange is right where the bytes that rank a sends to
+rank b are the bytes that rank b receives from rank a.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpicomm.mpi.span import Span
 
 @dataclass(frozen=True)
 class Message:
-    """Bytes that go to rank ``peer`` of the node or come from it; ``tag`` is MPI's, None where any will do."""
+    """Bytes that go to rank ``peer`` of the node or come from it; ``tag`` is MPI's, None where any tag matches."""
 
     peer: int
     span: Span
@@ -26,10 +26,10 @@ class Message:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduce what the ``sources`` send, in that order, into ``output``.
+    """Reduce the data that the ranks ``sources`` send, in this order, into ``output``.
 
-    ``own`` is this rank's contribution where it is one of the sources. It may be the same memory as ``output``; sources
-    and output do not overlap otherwise.
+    ``own`` is this rank's contribution where this rank is one of the sources. ``own`` may be the same memory as
+    ``output``. Sources and output do not overlap otherwise.
     """
 
     op: str
@@ -42,12 +42,13 @@ class Reduction:
 class Exchange:
     """One step of a collective as one rank sees it; ranks are indices in the node.
 
-    ``sends[r]`` is what goes to rank r. Of what comes from rank r, ``receives[r]`` says where it lands; a rank that is
-    one of ``reduction.sources`` has no place in ``receives``: its data is reduced. What a rank sends to itself is
-    copied to ``receives[self]`` (nothing happens if both are the same memory); in a reduction it is ``own``. Sends may
-    overlap each other and the output, in a reduction only where they are the same memory: an engine reads all of an
-    element's contributions before it writes the element, and sends a piece before it overwrites it. (On the host that
-    memory has to be ``own`` too.)
+    ``sends[r]`` goes to rank r, and the data of rank r lands in ``receives[r]``. A rank that is one of
+    ``reduction.sources`` has no place in ``receives``, because its data is reduced. An engine copies ``sends[self]`` to
+    ``receives[self]``, unless both are the same memory; in a reduction ``own`` is this rank's data.
+
+    Sends may overlap each other. In a reduction they may also be the same memory as the output, because an engine reads
+    all contributions to an element before it writes the element, and sends a piece before it overwrites the piece. (On
+    the host such memory must be ``own`` too.)
     """
 
     dtype: np.dtype[Any]
@@ -55,19 +56,66 @@ class Exchange:
     receives: tuple[Span | None, ...]
     reduction: Reduction | None = None
     lands: tuple[Span | None, ...] | None = None
-    """Where what goes to each rank belongs there, as it would on this rank, if the place is the same on all: known
-    where all ranks have buffers of one form. For engines that store into symmetric memory."""
+    """The place where ``sends[r]`` belongs on rank r, as an address of this rank. It is given where all ranks have
+    output of one form. Engines that store into symmetric memory use it."""
+    move: tuple[Span, Span] | None = None
+    """After the exchange this rank copies the first span to the second. Other ranks take no part in that."""
 
     @property
     def longest_nbytes(self) -> int:
-        """The most that one rank sends to another, as far as this one can know."""
+        """The most bytes that one rank sends to another, as far as this rank can know."""
         spans = [*self.sends, *self.receives, self.reduction.output if self.reduction else None]
         return max((span.count for span in spans if span is not None), default=0) * self.dtype.itemsize
 
     def nbytes_with(self, peer: int) -> tuple[int, int]:
-        """Return how much goes to ``peer`` and how much comes from it."""
+        """Return the bytes that go to ``peer`` and the bytes that come from it."""
         place = self.receives[peer]
         if self.reduction is not None and peer in self.reduction.sources:
             place = self.reduction.output
         sent, received = (span.count if span else 0 for span in (self.sends[peer], place))
         return sent * self.dtype.itemsize, received * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TwoShot:
+    """Two exchanges, of which the second sends on the data that the first has reduced or brought to this rank."""
+
+    first: Exchange
+    second: Exchange
+
+    @property
+    def longest_nbytes(self) -> int:
+        """The most bytes that one rank sends to another, as far as this rank can know."""
+        return max(self.first.longest_nbytes, self.second.longest_nbytes)
+
+
+@dataclass(frozen=True)
+class Station:
+    """A rank's place in a chain: it adds ``own`` to the data that it receives, keeps ``output``, and sends it on.
+
+    ``own`` is None where the rank adds nothing, ``output`` is None where it keeps nothing. The first station sends its
+    ``own`` and receives nothing.
+    """
+
+    own: Span | None
+    output: Span | None
+    receives: bool
+    sends: bool
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Data that goes from rank to rank, each sending to the next one alone, over ``hops`` links.
+
+    A rank has two stations where the chain comes back to the rank where it began.
+    """
+
+    dtype: np.dtype[Any]
+    stations: tuple[Station, ...]
+    hops: int
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that each link carries."""
+        spans = (span for station in self.stations for span in (station.own, station.output) if span is not None)
+        return max(span.count for span in spans) * self.dtype.itemsize

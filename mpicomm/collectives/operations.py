@@ -1,6 +1,121 @@
-"""The table of MPI's collectives."""
+"""The table of MPI's collectives: a row says all that the package knows of one of them.
+
+The API, the dispatcher, the engines, tuning, bench and tests read this table. No other file compares names of
+collectives.
+"""
 
 from __future__ import annotations
 
-INTO_ALL = ("Allreduce", "Bcast", "Allgather", "Alltoall")
-"""The operations whose output all ranks have alike, so that others may store into it."""
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from mpicomm.collectives import patterns
+from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
+from mpicomm.collectives.patterns import Buffers, OneShot
+
+Shape = Literal["one", "blocks", "vector", "counted"]
+"""How a buffer is read: one block; an equal block for each rank; a block of any count and place for each rank; blocks
+that ``recvcounts`` cuts, one after the other."""
+
+
+# Rows are compared by identity, because each exists once; that also makes them cheap keys of dictionaries.
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One collective."""
+
+    name: str
+    """mpi4py's name of the blocking method."""
+    send: Shape
+    receive: Shape
+    one_shot: OneShot
+    """The collective as one exchange, in which every rank sends straight to every rank."""
+    rooted: Literal["", "send", "receive", "bcast"] = ""
+    """The buffer that only the root has; "bcast" is one buffer, which all ranks have and the root sends."""
+    reduces: bool = False
+    counts: Literal["same", "vector", "private"] = "same"
+    """The ranks that know a count: all ranks pass the same; every rank knows those of all ranks, but passes its own;
+    or only the two ranks of a message know it."""
+    traffic: Literal["even", "uneven", "one-way"] = "one-way"
+    """All ranks send all others as many bytes; all send to all, some more than others; or a rank mostly either sends or
+    receives."""
+    into_all: bool = False
+    """Whether all ranks have output of the same form and receive into it, so that peers may store into it."""
+    two_shot: Callable[[Buffers], TwoShot] | None = None
+    ring: Callable[[Buffers], list[Exchange]] | None = None
+    chain: Callable[[Buffers], Chain] | None = None
+    copies: Literal["", "one_shot", "two_shot"] = ""
+    """The pattern that copy engines carry out; "" where they do not serve the collective."""
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of mpi4py's arguments, in order."""
+        names = ["buf"] if self.rooted == "bcast" else ["sendbuf", "recvbuf"]
+        names += ["recvcounts"] * (self.send == "counted") + ["op"] * self.reduces + ["root"] * bool(self.rooted)
+        return tuple(names)
+
+
+ALLGATHER = Operation(
+    "Allgather", "one", "blocks", patterns.allgather, traffic="even", into_all=True, copies="one_shot"
+)
+ALLGATHERV = Operation("Allgatherv", "one", "vector", patterns.allgather, counts="vector", traffic="uneven")
+ALLREDUCE = Operation(
+    "Allreduce",
+    "one",
+    "one",
+    patterns.allreduce,
+    reduces=True,
+    traffic="even",
+    into_all=True,
+    two_shot=patterns.two_shot_allreduce,
+    ring=patterns.ring_allreduce,
+    copies="two_shot",
+)
+ALLTOALL = Operation(
+    "Alltoall", "blocks", "blocks", patterns.alltoall, traffic="even", into_all=True, copies="one_shot"
+)
+ALLTOALLV = Operation("Alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven")
+BCAST = Operation(
+    "Bcast",
+    "one",
+    "one",
+    patterns.bcast,
+    rooted="bcast",
+    into_all=True,
+    two_shot=patterns.two_shot_bcast,
+    chain=patterns.chain_bcast,
+    copies="two_shot",
+)
+EXSCAN = Operation("Exscan", "one", "one", patterns.exscan, reduces=True)
+GATHER = Operation("Gather", "one", "blocks", patterns.gather, rooted="receive", copies="one_shot")
+GATHERV = Operation("Gatherv", "one", "vector", patterns.gather, rooted="receive", counts="private")
+REDUCE = Operation(
+    "Reduce",
+    "one",
+    "one",
+    patterns.reduce,
+    rooted="receive",
+    reduces=True,
+    two_shot=patterns.two_shot_reduce,
+    chain=patterns.chain_reduce,
+    copies="one_shot",  # a rank but the root has no memory for a shard that copy engines would send on
+)
+REDUCE_SCATTER = Operation("Reduce_scatter", "counted", "one", patterns.reduce_scatter, reduces=True, traffic="uneven")
+REDUCE_SCATTER_BLOCK = Operation(
+    "Reduce_scatter_block", "blocks", "one", patterns.reduce_scatter, reduces=True, traffic="even", copies="one_shot"
+)
+SCAN = Operation("Scan", "one", "one", patterns.scan, reduces=True)
+SCATTER = Operation("Scatter", "blocks", "one", patterns.scatter, rooted="send", copies="one_shot")
+SCATTERV = Operation("Scatterv", "vector", "one", patterns.scatter, rooted="send", counts="private")
+
+OPERATIONS = {
+    row.name: row
+    for row in (
+        ALLGATHER, ALLGATHERV, ALLREDUCE, ALLTOALL, ALLTOALLV, BCAST, EXSCAN, GATHER, GATHERV, REDUCE, REDUCE_SCATTER,
+        REDUCE_SCATTER_BLOCK, SCAN, SCATTER, SCATTERV,
+    )
+}  # fmt: skip
+"""All rows, by name."""

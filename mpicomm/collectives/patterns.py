@@ -1,29 +1,66 @@
-"""Patterns: what each of MPI's collectives is as a list of exchanges, seen from one rank. Pure functions.
+"""Patterns: each of MPI's collectives as exchanges between ranks, seen from one rank. Pure functions.
 
-All take ``rank`` and ``size`` (of the node), the dtype, then spans of this rank's memory: ``send`` is one span, and
-``blocks`` one per rank (see `blocks` and `split`). A span that MPI does not look at on this rank is None. In place is
-expressed by equal pointers, as MPI says where: input and output are then the same span, or in the gathering ones the
-rank's own block. All ranks get equally many exchanges, in which what one sends to another agrees with what that
-receives; counts of 0 are nothing.
+Every pattern takes the `Buffers` of one rank. All ranks get equally many exchanges, in which the bytes that one rank
+sends to another are the bytes that the other receives. Counts of 0 stand for nothing.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from mpicomm.collectives.exchange import Exchange, Reduction
+from mpicomm.collectives.exchange import Chain, Exchange, Reduction, Station, TwoShot
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
 
-_ALIGNED_NBYTES = 128  # shards begin at whole cache lines of the array, where it has that many
+_ALIGNED_NBYTES = 128  # a shard begins at a whole cache line of the array where the array has that many lines
 
-Dtype = np.dtype[Any]
 Spans = Sequence[Span]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """The memory of one rank in one collective call.
+
+    A span is None where MPI does not look at that buffer on this rank. A collective in place has equal pointers for
+    input and output, as MPI says where: both are the same span, or in the gathering collectives ``send`` is this rank's
+    block of ``blocks``.
+    """
+
+    rank: int
+    """This rank's index in the node."""
+    size: int
+    dtype: np.dtype[Any]
+    send: Span | None = None
+    send_blocks: Spans | None = None
+    """The input, a block for each rank."""
+    output: Span | None = None
+    blocks: Spans | None = None
+    """The output, a block for each rank."""
+    op: str = ""
+    root: int = 0
+    scratch: Span | None = None
+    """Memory for this rank's result of a reduce-scatter in place, see `reduce_scatter`."""
+
+    def pieces(self, nbytes: int) -> Iterator[Buffers]:
+        """Cut a call that has one input and one output of the same count into calls of at most ``nbytes`` each."""
+        step = max(1, nbytes // self.dtype.itemsize)
+        count = next((span.count for span in (self.send, self.output) if span is not None), 0)
+        for start in range(0, count, step):
+            stop = min(start + step, count)
+            send, output = (
+                None if span is None else _part(span, start, stop, self.dtype.itemsize)
+                for span in (self.send, self.output)
+            )
+            yield replace(self, send=send, output=output)
+
+
+OneShot = Callable[[Buffers], Exchange]
 
 
 def blocks(pointer: int, counts: Sequence[int], displs: Sequence[int], itemsize: int) -> list[Span]:
@@ -32,7 +69,7 @@ def blocks(pointer: int, counts: Sequence[int], displs: Sequence[int], itemsize:
 
 
 def split(span: Span, size: int, itemsize: int) -> list[Span]:
-    """Return ``size`` shards of a span, in order and equal but for the last ones; depends on nothing else."""
+    """Return ``size`` shards of a span, in order and equal but for the last ones; a function of its arguments alone."""
     step = -(-span.count // size)
     line = max(1, _ALIGNED_NBYTES // itemsize)
     if step > line:
@@ -41,242 +78,217 @@ def split(span: Span, size: int, itemsize: int) -> list[Span]:
     return [_part(span, start, stop, itemsize) for start, stop in itertools.pairwise(bounds)]
 
 
-def allreduce(
-    rank: int,
-    size: int,
-    dtype: Dtype,
-    send: Span,
-    output: Span,
-    op: str,
-    *,
-    piece_nbytes: int | None = None,
-) -> list[Exchange]:
-    """Every rank's ``output`` is the reduction of all ranks' ``send``.
+# One shot: every rank sends its data straight to every rank that needs it.
 
-    One-shot: all send all to all. With ``piece_nbytes`` two-shot: piece after piece, each rank reduces a shard and
-    sends the result to all, while it is in the cache. Both return the same, bitwise.
+
+def allreduce(b: Buffers) -> Exchange:
+    """Every rank's ``output`` is the reduction of all ranks' ``send``."""
+    send, output = _needed(b.send), _needed(b.output)
+    return Exchange(b.dtype, (send,) * b.size, _nowhere(b), Reduction(b.op, tuple(range(b.size)), send, output))
+
+
+def reduce(b: Buffers) -> Exchange:
+    """The root's ``output`` is the reduction of all ranks' ``send``."""
+    send = _needed(b.send)
+    if b.rank == b.root:
+        reduction = Reduction(b.op, tuple(range(b.size)), send, _needed(b.output))
+        return Exchange(b.dtype, _nowhere(b), _nowhere(b), reduction)
+    return Exchange(b.dtype, _only(b.root, send, b), _nowhere(b))
+
+
+def reduce_scatter(b: Buffers) -> Exchange:
+    """Rank r's ``output`` is the reduction of all ranks' block r of ``send_blocks``.
+
+    In place MPI wants the result at the start of block 0, where the input of other ranks is, and the rest of the buffer
+    unchanged. With ``scratch`` this rank reduces into scratch memory, of as many elements as the output has, and moves
+    the result afterwards. Other ranks take no part in the move, because a rank that receives nothing need not be in
+    place. No scratch memory is needed where blocks are equal and an engine sends a part of each block before it
+    overwrites that part of block 0.
     """
-    everybody = tuple(range(size))
-    if piece_nbytes is None:
-        return [Exchange(dtype, (send,) * size, (None,) * size, Reduction(op, everybody, send, output))]
-    steps = []
-    for piece, result in zip(_pieces(send, dtype, piece_nbytes), _pieces(output, dtype, piece_nbytes), strict=True):
-        shards, results = split(piece, size, dtype.itemsize), split(result, size, dtype.itemsize)
-        steps.append(_reduce_blocks(rank, size, dtype, shards, results[rank], op))
-        steps += allgather(rank, size, dtype, results[rank], results)
-    return steps
+    output = _needed(b.output)
+    if b.scratch is None:
+        return _reduce_blocks(b, _needed(b.send_blocks), output)
+    result = Span(b.scratch.pointer, output.count)
+    return replace(_reduce_blocks(b, _needed(b.send_blocks), result), move=(result, output))
 
 
-def ring_allreduce(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> list[Exchange]:
+def scan(b: Buffers) -> Exchange:
+    """Rank r's ``output`` is the reduction of ``send`` of the ranks up to r."""
+    send = _needed(b.send)
+    reduction = Reduction(b.op, tuple(range(b.rank + 1)), send, _needed(b.output))
+    return Exchange(b.dtype, _to_later(b, send), _nowhere(b), reduction)
+
+
+def exscan(b: Buffers) -> Exchange:
+    """Rank r's ``output`` is the reduction of ``send`` of the ranks before r; rank 0 writes nothing."""
+    reduction = Reduction(b.op, tuple(range(b.rank)), None, _needed(b.output)) if b.rank else None
+    return Exchange(b.dtype, _to_later(b, _needed(b.send)), _nowhere(b), reduction)
+
+
+def allgather(b: Buffers) -> Exchange:
+    """Every rank's block r is the ``send`` of rank r; blocks may have any counts and places, as in Allgatherv."""
+    received = _needed(b.blocks)
+    send = received[b.rank] if b.send is None else b.send
+    return Exchange(b.dtype, (send,) * b.size, tuple(received), lands=(received[b.rank],) * b.size)
+
+
+def gather(b: Buffers) -> Exchange:
+    """The root's block r is the ``send`` of rank r; blocks may have any counts and places, as in Gatherv."""
+    if b.rank != b.root:
+        return Exchange(b.dtype, _only(b.root, _needed(b.send), b), _nowhere(b))
+    received = _needed(b.blocks)
+    send = received[b.rank] if b.send is None else b.send
+    return Exchange(b.dtype, _only(b.root, send, b), tuple(received))
+
+
+def scatter(b: Buffers) -> Exchange:
+    """Rank r's ``output`` is the root's block r; blocks may have any counts and places, as in Scatterv."""
+    if b.rank != b.root:
+        return Exchange(b.dtype, _nowhere(b), _only(b.root, _needed(b.output), b))
+    sends = _needed(b.send_blocks)
+    output = sends[b.rank] if b.output is None else b.output
+    return Exchange(b.dtype, tuple(sends), _only(b.root, output, b))
+
+
+def alltoall(b: Buffers) -> Exchange:
+    """Block r of rank s's output is block s of rank r's input; any counts and places, as in Alltoallv."""
+    received = _needed(b.blocks)
+    sends = received if b.send_blocks is None else b.send_blocks
+    return Exchange(b.dtype, tuple(sends), tuple(received), lands=(received[b.rank],) * b.size)
+
+
+def bcast(b: Buffers) -> Exchange:
+    """Every rank's ``output`` is the root's: the root sends all of it to all."""
+    buffer = _needed(b.output)
+    sends = tuple(buffer if b.rank == b.root != peer else None for peer in range(b.size))
+    received = None if b.rank == b.root else buffer
+    return Exchange(b.dtype, sends, _only(b.root, received, b), lands=(buffer,) * b.size)
+
+
+# Two shots: each rank reduces or receives a shard, and sends the shard on.
+
+
+def two_shot_allreduce(b: Buffers) -> TwoShot:
+    """As `allreduce`: each rank reduces a shard, then sends its result to all. It returns the same bits."""
+    shards, results = _shards(b, b.send), _shards(b, b.output)
+    gathered = allgather(replace(b, send=results[b.rank], blocks=results))
+    return TwoShot(_reduce_blocks(b, shards, results[b.rank]), gathered)
+
+
+def two_shot_bcast(b: Buffers) -> TwoShot:
+    """As `bcast`: the root sends each other rank a shard, which that rank sends on. The root sends its data once."""
+    rank, root, everybody = b.rank, b.root, range(b.size)
+    shards = _split_without(b, _needed(b.output))
+    sends = tuple(shards) if rank == root else _nowhere(b)
+    own = None if rank == root else shards[rank]
+    first = Exchange(b.dtype, sends, _only(root, own, b), lands=tuple(shards))
+    others = tuple(own if peer not in (rank, root) else None for peer in everybody)
+    received = tuple(shards[peer] if rank not in (peer, root) and peer != root else None for peer in everybody)
+    return TwoShot(first, Exchange(b.dtype, others, received, lands=(shards[rank],) * b.size))
+
+
+def two_shot_reduce(b: Buffers) -> TwoShot:
+    """As `reduce`: each rank but the root reduces a shard and sends it to the root, which receives its result once.
+
+    It is for engines that send a result on without storing it: on all ranks but the root the result has address 0.
+    """
+    shards = _split_without(b, _needed(b.send))
+    if b.rank == b.root:
+        results = _split_without(b, _needed(b.output))
+        return TwoShot(Exchange(b.dtype, tuple(shards), _nowhere(b)), Exchange(b.dtype, _nowhere(b), tuple(results)))
+    result = Span(0, shards[b.rank].count)
+    return TwoShot(_reduce_blocks(b, shards, result), Exchange(b.dtype, _only(b.root, result, b), _nowhere(b)))
+
+
+# Ring and chain: each rank sends to the next rank alone.
+
+
+def ring_allreduce(b: Buffers) -> list[Exchange]:
     """Every rank's ``output`` is the reduction of all ranks' ``send``; a rank sends to the next one alone.
 
     A reduce-scatter, which leaves the result of shard r on rank r, then an all-gather, of ``size - 1`` exchanges each:
     P. Patarasuk and X. Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 69 (2009).
 
-    The order of reduction is not `allreduce`'s but the ring's own, and as fixed: for shard r ranks r + 1, ... and
-    r itself last. Partial results travel as ``dtype``: types of 16 bits or fewer are rounded at every step. None can be
-    averaged on the way: ``avg`` raises `InvalidUsageError`.
+    The order of reduction is the ring's own and is fixed: for shard r the ranks r + 1, ... and r itself last. Partial
+    results travel as ``dtype``, so types of 16 bits or fewer are rounded at every step.
     """
-    if op == "avg":
-        raise InvalidUsageError('the ring cannot average: use algorithm="auto", or sum and divide by the ranks')
+    rank, size = b.rank, b.size
     if size == 1:
-        return allreduce(rank, size, dtype, send, output, op)
+        return [allreduce(b)]
     following, previous = (rank + 1) % size, (rank - 1) % size
-    nowhere: tuple[None, ...] = (None,) * size
-    shards, results = split(send, size, dtype.itemsize), split(output, size, dtype.itemsize)
+    shards, results = _shards(b, b.send), _shards(b, b.output)
     steps = []
     partial = shards[previous]
     for step in range(1, size):
         index = (previous - step) % size
-        reduction = Reduction(op, (previous, rank), shards[index], results[index])
-        steps.append(Exchange(dtype, _only(following, partial, size), nowhere, reduction))
+        reduction = Reduction(b.op, (previous, rank), shards[index], results[index])
+        steps.append(Exchange(b.dtype, _only(following, partial, b), _nowhere(b), reduction))
         partial = results[index]
     for step in range(size - 1):
         passed_on, taken = results[(rank - step) % size], results[(previous - step) % size]
-        steps.append(Exchange(dtype, _only(following, passed_on, size), _only(previous, taken, size)))
+        steps.append(Exchange(b.dtype, _only(following, passed_on, b), _only(previous, taken, b)))
     return steps
 
 
-def reduce(rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str, root: int) -> list[Exchange]:
-    """The root's ``output`` is the reduction of all ranks' ``send``: all send to the root, which reduces."""
-    nowhere: tuple[None, ...] = (None,) * size
-    if rank == root:
-        return [Exchange(dtype, nowhere, nowhere, Reduction(op, tuple(range(size)), send, _needed(output)))]
-    return [Exchange(dtype, _only(root, send, size), nowhere)]
+def ring_refusal(op: str) -> str | None:
+    """Return why the ring cannot reduce with an operation, in words for an error; None if it can."""
+    if op == "avg":
+        return "the ring cannot average on the way: sum, and divide by the number of ranks"
+    return None
 
 
-def reduce_scatter(
-    rank: int,
-    size: int,
-    dtype: Dtype,
-    blocks: Spans,
-    output: Span,
-    op: str,
-    *,
-    scratch: Span | None = None,
-) -> list[Exchange]:
-    """Rank r's ``output`` is the reduction of all ranks' block r; blocks of equal counts make it the block variant.
+def chain_bcast(b: Buffers) -> Chain:
+    """As `bcast`: each rank, from the root on, sends to the next rank the data that it receives."""
+    buffer, hop = _needed(b.output), (b.rank - b.root) % b.size
+    own, output = (buffer, None) if hop == 0 else (None, buffer)
+    station = Station(own, output, receives=hop > 0, sends=hop < b.size - 1)
+    return Chain(b.dtype, (station,), hops=b.size - 1)
 
-    In place MPI wants the result at the start of block 0, where other ranks' input is, and the rest left alone: it is
-    reduced into ``scratch``, of as many elements as the output has, and moved in a second exchange, in which no other
-    rank has a part: those that receive nothing need not be in place. None is needed where blocks are equal and an
-    engine sends a part of each of them before it overwrites that part of block 0.
+
+def chain_reduce(b: Buffers) -> Chain:
+    """As `reduce`: each rank sends to the next one the reduction of all ranks up to itself.
+
+    The reduction keeps the order of ranks, so it ends on the last rank; the root is that rank, or the first one, to
+    which the last rank sends the result. Partial results travel as ``dtype``.
     """
-    if scratch is None:
-        return [_reduce_blocks(rank, size, dtype, blocks, output, op)]
-    result = Span(scratch.pointer, output.count)
-    move = Exchange(dtype, _only(rank, result, size), _only(rank, output, size))
-    return [_reduce_blocks(rank, size, dtype, blocks, result, op), move]
+    send, last = _needed(b.send), b.size - 1
+    returns = b.root == 0 and last > 0
+    output = b.output if b.rank == b.root == last else None
+    stations = [Station(send, output, receives=b.rank > 0, sends=b.rank < last or returns)]
+    if returns and b.rank == 0:
+        stations.append(Station(None, _needed(b.output), receives=True, sends=False))
+    return Chain(b.dtype, tuple(stations), hops=last + returns)
 
 
-def allgather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans) -> list[Exchange]:
-    """Every rank's block r is what rank r sends; blocks of any counts and places make it MPI's Allgatherv."""
-    return [Exchange(dtype, (send,) * size, tuple(blocks), lands=(blocks[rank],) * size)]
+def _shards(b: Buffers, span: Span | None) -> list[Span]:
+    return split(_needed(span), b.size, b.dtype.itemsize)
 
 
-def gather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans | None, root: int) -> list[Exchange]:
-    """The root's block r is what rank r sends; any counts and places."""
-    receives = tuple(_needed(blocks)) if rank == root else (None,) * size
-    return [Exchange(dtype, _only(root, send, size), receives)]
+def _split_without(b: Buffers, span: Span) -> list[Span]:
+    """Split a span among all ranks but the root, whose shard is empty."""
+    shards = split(span, b.size - 1, b.dtype.itemsize)
+    return [*shards[: b.root], Span(span.pointer, 0), *shards[b.root :]]
 
 
-def scatter(rank: int, size: int, dtype: Dtype, blocks: Spans | None, output: Span, root: int) -> list[Exchange]:
-    """Rank r's ``output`` is the root's block r; any counts and places."""
-    sends = tuple(_needed(blocks)) if rank == root else (None,) * size
-    return [Exchange(dtype, sends, _only(root, output, size))]
+def _reduce_blocks(b: Buffers, blocks: Spans, output: Span) -> Exchange:
+    sends = tuple(None if peer == b.rank else block for peer, block in enumerate(blocks))
+    return Exchange(b.dtype, sends, _nowhere(b), Reduction(b.op, tuple(range(b.size)), blocks[b.rank], output))
 
 
-def alltoall(rank: int, size: int, dtype: Dtype, send_blocks: Spans, blocks: Spans) -> list[Exchange]:
-    """Block r of rank s is what rank r has in its send block s; any counts and places."""
-    return [Exchange(dtype, tuple(send_blocks), tuple(blocks), lands=(blocks[rank],) * size)]
+def _to_later(b: Buffers, send: Span) -> tuple[Span | None, ...]:
+    return tuple(send if peer > b.rank else None for peer in range(b.size))
 
 
-def bcast(
-    rank: int, size: int, dtype: Dtype, buffer: Span, root: int, *, piece_nbytes: int | None = None
-) -> list[Exchange]:
-    """Every rank's ``buffer`` is the root's.
-
-    The root sends all to all, or with ``piece_nbytes`` "scatter_allgather": piece after piece, the root sends each rank
-    a shard, which that sends on to the others: where what one rank can send is the limit.
-    """
-    if piece_nbytes is None:
-        sends = tuple(buffer if rank == root != peer else None for peer in range(size))
-        return [Exchange(dtype, sends, _only(root, None if rank == root else buffer, size), lands=(buffer,) * size)]
-    steps = []
-    for piece in _pieces(buffer, dtype, piece_nbytes):
-        shards = split(piece, size, dtype.itemsize)
-        steps += scatter(rank, size, dtype, shards, shards[rank], root)
-        others = tuple(None if peer in (rank, root) else shards[rank] for peer in range(size))
-        receives = tuple(None if rank in (peer, root) else shard for peer, shard in enumerate(shards))
-        steps.append(Exchange(dtype, others, receives))
-    return steps
+def _only(peer: int, span: Span | None, b: Buffers) -> tuple[Span | None, ...]:
+    return tuple(span if index == peer else None for index in range(b.size))
 
 
-def relayed_bcast(rank: int, size: int, dtype: Dtype, buffer: Span, root: int) -> list[Exchange]:
-    """As bcast: the root sends each other rank a shard, which that sends on. What the root sends is the whole, once."""
-    shards = _split_without(root, buffer, size, dtype.itemsize)
-    nowhere: tuple[None, ...] = (None,) * size
-    others = tuple(shards[rank] if peer not in (rank, root) and rank != root else None for peer in range(size))
-    receives = tuple(shard if rank not in (peer, root) and peer != root else None for peer, shard in enumerate(shards))
-    sends = tuple(shards) if rank == root else nowhere
-    first = Exchange(dtype, sends, _only(root, shards[rank] if rank != root else None, size), lands=tuple(shards))
-    return [first, Exchange(dtype, others, receives, lands=(shards[rank],) * size)]
-
-
-def relayed_reduce(
-    rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str, root: int
-) -> list[Exchange]:
-    """As reduce: each rank but the root reduces a shard and sends it to the root, which receives the whole, once.
-
-    For engines that send a result on without storing it: on all ranks but the root it lies at address 0.
-    """
-    shards = _split_without(root, send, size, dtype.itemsize)
-    if rank == root:
-        results = _split_without(root, _needed(output), size, dtype.itemsize)
-        nowhere: tuple[None, ...] = (None,) * size
-        return [Exchange(dtype, tuple(shards), nowhere), Exchange(dtype, nowhere, tuple(results))]
-    result = Span(0, shards[rank].count)
-    return [
-        _reduce_blocks(rank, size, dtype, shards, result, op),
-        Exchange(dtype, _only(root, result, size), (None,) * size),
-    ]
-
-
-def chained_bcast(rank: int, size: int, dtype: Dtype, buffer: Span, root: int) -> list[Exchange]:
-    """As bcast: each rank sends all to the next one, the last one to nobody."""
-    hops = [((root + hop) % size, (root + hop + 1) % size) for hop in range(size - 1)]
-    return [
-        Exchange(
-            dtype,
-            _only(receiver, buffer if rank == sender else None, size),
-            _only(sender, buffer if rank == receiver else None, size),
-        )
-        for sender, receiver in hops
-    ]
-
-
-def chained_reduce(
-    rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str, root: int
-) -> list[Exchange]:
-    """As reduce: each rank sends the next one the reduction of all up to itself; the root is the first or last rank.
-
-    For engines that send a result on without storing it: on all ranks but the root it lies at address 0. Partial
-    results travel as ``dtype``, which is for operations that do not widen it: see `device_selection.can_chain`.
-    """
-    partial = Span(0, send.count)
-    steps = []
-    for receiver in range(1, size):
-        sent = send if receiver == 1 else partial
-        reduction = None
-        if rank == receiver:
-            result = _needed(output) if receiver == root else partial
-            reduction = Reduction(op, (rank - 1, rank), send, result)
-        sends = _only(receiver, sent if rank == receiver - 1 else None, size)
-        steps.append(Exchange(dtype, sends, (None,) * size, reduction))
-    if root == 0 and size > 1:
-        sends = _only(0, partial if rank == size - 1 else None, size)
-        steps.append(Exchange(dtype, sends, _only(size - 1, output if rank == 0 else None, size)))
-    return steps
-
-
-def scan(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> list[Exchange]:
-    """Rank r's ``output`` is the reduction of ``send`` of the ranks up to r."""
-    reduction = Reduction(op, tuple(range(rank + 1)), send, output)
-    return [Exchange(dtype, _to_later(rank, send, size), (None,) * size, reduction)]
-
-
-def exscan(rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str) -> list[Exchange]:
-    """Rank r's ``output`` is the reduction of ``send`` of the ranks before r; rank 0's is left alone."""
-    reduction = Reduction(op, tuple(range(rank)), None, _needed(output)) if rank else None
-    return [Exchange(dtype, _to_later(rank, send, size), (None,) * size, reduction)]
-
-
-def _split_without(root: int, span: Span, size: int, itemsize: int) -> list[Span]:
-    shards = split(span, size - 1, itemsize)
-    return [*shards[:root], Span(span.pointer, 0), *shards[root:]]
-
-
-def _reduce_blocks(rank: int, size: int, dtype: Dtype, blocks: Spans, output: Span, op: str) -> Exchange:
-    sends = tuple(None if peer == rank else block for peer, block in enumerate(blocks))
-    return Exchange(dtype, sends, (None,) * size, Reduction(op, tuple(range(size)), blocks[rank], output))
-
-
-def _to_later(rank: int, send: Span, size: int) -> tuple[Span | None, ...]:
-    return tuple(send if peer > rank else None for peer in range(size))
-
-
-def _only(peer: int, span: Span | None, size: int) -> tuple[Span | None, ...]:
-    return tuple(span if index == peer else None for index in range(size))
+def _nowhere(b: Buffers) -> tuple[None, ...]:
+    return (None,) * b.size
 
 
 def _part(span: Span, start: int, stop: int, itemsize: int) -> Span:
     return Span(span.pointer + start * itemsize, stop - start)
-
-
-def _pieces(span: Span, dtype: Dtype, piece_nbytes: int) -> list[Span]:
-    step = max(1, piece_nbytes // dtype.itemsize)
-    starts = range(0, span.count, step)
-    return [_part(span, start, min(start + step, span.count), dtype.itemsize) for start in starts]
 
 
 def _needed(value: T | None) -> T:

@@ -1,4 +1,4 @@
-"""Signature: what a rank calls, as all ranks of a collective must call it."""
+"""Signature: the facts of a collective call in which all ranks must agree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Signature:
-    """A collective call in words; ``count`` is None where ranks may know different ones, others where unused."""
+    """A collective call in words.
+
+    ``count`` is None where ranks may pass different counts. Other fields are None where the collective has no such
+    argument.
+    """
 
     operation: str
     dtype: str
@@ -16,16 +20,14 @@ class Signature:
     op: str | None = None
     root: int | None = None
     algorithm: str | None = None
-    """The one that was asked for by name."""
+    """The algorithm that the caller named."""
 
     def __str__(self) -> str:
-        parts = [self.dtype, *(f"{name}={value}" for name, value in self._optional() if value is not None)]
+        optional = {"count": self.count, "op": self.op, "root": self.root, "algorithm": self.algorithm}
+        parts = [self.dtype, *(f"{name}={value}" for name, value in optional.items() if value is not None)]
         return f"{self.operation}({', '.join(parts)})"
-
-    def _optional(self) -> list[tuple[str, int | str | None]]:
-        return [("count", self.count), ("op", self.op), ("root", self.root), ("algorithm", self.algorithm)]
 
     @property
     def hash32(self) -> int:
-        """A 32-bit hash that travels with the data, so that ranks which call different things notice."""
+        """A 32-bit hash. It travels with the data, so that ranks which call different things notice."""
         return int.from_bytes(hashlib.blake2b(str(self).encode(), digest_size=4).digest(), "little")

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+
 from mpicomm.errors import InvalidUsageError
+
+Reduction = tuple[str, str]
+"""A reduction by the names of its element type and its operation."""
 
 # A sum is NumPy's, bit for bit: a product and a sum may not become one rounding.
 OPTIONS = ("-fmad=false",)
@@ -29,7 +36,7 @@ def cpp_name(dtype: str) -> str:
     return "boolean" if dtype == "bool" else dtype  # a keyword of C++
 
 
-def options_for(reduction: tuple[str, str] | None) -> tuple[str, ...]:
+def options_for(reduction: Reduction | None) -> tuple[str, ...]:
     """Return NVRTC's options for a variant of exchange.cu: ``(dtype, op)``, or None for the one that does not reduce.
 
     Raises `InvalidUsageError` for a reduction that does not exist.
@@ -43,3 +50,10 @@ def options_for(reduction: tuple[str, str] | None) -> tuple[str, ...]:
             + (f"these are: {', '.join(REDUCTIONS[dtype])}" if dtype in REDUCTIONS else "no operation is")
         )
     return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", f"-DMPICOMM_OP={op}")
+
+
+def reduction_of(dtype: np.dtype[Any], op: str) -> Reduction:
+    """Return the reduction of an element type by an operation; raises `InvalidUsageError` where there is none."""
+    reduction = ("uint8" if dtype == np.dtype("V1") else dtype.name, op)  # V1 is MPI.BYTE
+    options_for(reduction)
+    return reduction

@@ -34,6 +34,14 @@ def is_covered(dtype: np.dtype[Any]) -> bool:
     return dtype in _covered or _learn(dtype)
 
 
+_NARROW = {"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
+
+
+def is_narrow(dtype: np.dtype[Any]) -> bool:
+    """Whether ``dtype`` is a float that reductions accumulate in float32."""
+    return dtype.name in _NARROW
+
+
 def is_plain(dtype: np.dtype[Any] | None) -> bool:
     """Whether an array of this type says by itself what its elements are, as mpi4py and mpicomm see it."""
     return dtype in _plain or (dtype is not None and _learn(dtype))

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.bench.operations import OPERATIONS, ROOT, Case, Operation, block_of
+from mpicomm.bench.operations import OPERATIONS, Case, Operation, block_of
 from mpicomm.collectives.gpu import tuning
-from mpicomm.collectives.gpu.choose import can_chain
 from mpicomm.collectives.gpu.tuning import Kind, algorithms_of, kind_of
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.types import is_narrow
 
 OP = "sum"
 """What is measured of reductions."""
@@ -62,8 +62,8 @@ def subjects_of(operations: Sequence[str], dtype: np.dtype[Any]) -> list[Subject
 
 
 def _require_carried(subject: Subject) -> None:
-    dtype, reduction = subject.dtype, OP if subject.operation.reduces else None
-    if "chain" in subject.algorithms and not can_chain(dtype, reduction, ROOT, size=2):
+    dtype = subject.dtype
+    if "chain" in subject.algorithms and subject.operation.reduces and is_narrow(dtype):
         name = subject.kind.operation
         raise InvalidUsageError(
             f"-d {dtype.name}: chain cannot carry a {name} of {dtype.name}, and would be missing from the table, which "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,11 +12,11 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
-from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
+from tests.helpers import patterns
+from tests.helpers.patterns import Pattern
 from tests.helpers.reductions import samples
 
 Array = npt.NDArray[Any]
@@ -60,8 +60,11 @@ class Rig:
         self.engine = DeviceEngine(session.node, session.backend, session.kind, self._board)
         self.stream = cupy.cuda.Stream(non_blocking=True)
 
-    def run(self, exchanges: Sequence[Exchange], signature: Signature = SUM, stream: Any = None) -> None:
-        self.engine.enqueue(self.engine.prepare(exchanges, signature), (stream or self.stream).ptr)
+    def run(self, pattern: Pattern, signature: Signature = SUM, stream: Any = None) -> None:
+        self.engine.enqueue(self.prepare(pattern, signature), (stream or self.stream).ptr)
+
+    def prepare(self, pattern: Pattern, signature: Signature = SUM) -> Any:
+        return self.engine.prepare(pattern.call(signature), pattern.algorithm)
 
     def finish(self) -> None:
         self.backend.synchronize()
@@ -93,6 +96,6 @@ def contributions(rig: Rig, dtype: np.dtype[Any], count: int, *seed: int) -> lis
     return [samples(dtype, count, np.random.default_rng([*seed, rank])) for rank in range(rig.size)]
 
 
-def in_place_sum(rig: Rig, memory: Memory, *, two_shot: bool) -> list[Exchange]:
+def in_place_sum(rig: Rig, memory: Memory, *, two_shot: bool) -> Pattern:
     piece = memory.count * 8 if two_shot else None
     return patterns.allreduce(rig.rank, rig.size, memory.dtype, memory.span, memory.span, "sum", piece_nbytes=piece)

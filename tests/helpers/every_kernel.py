@@ -19,7 +19,7 @@ from cuda.bindings import driver
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.gpu import choose as device_selection
+from mpicomm.collectives.gpu.algorithms.direct import plan as direct_plan
 from tests.helpers.checked_on_device import idle_kernel
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples
 
@@ -160,7 +160,7 @@ def messages(comm: mpicomm.Communicator) -> None:
 
 def large_messages() -> None:
     """Let direct.cu carry out what it does with messages that are larger than any here."""
-    device_selection._most_copied_nbytes = lambda size: 1 << 10
+    direct_plan._most_copied_nbytes = lambda size: 1 << 10
     with mpicomm.Communicator(MPI.COMM_WORLD, timeout_s=120) as comm:  # another one, which knows no calls
         check(movements(comm, 300007, len(COUNTS)))
         each_way(comm)

@@ -67,7 +67,7 @@ def fold(parts: Sequence[Sequence[str]]) -> list[str]:
     return result
 
 
-def run(memories: list[Memory], steps: list[list[Exchange]]) -> None:
+def run(memories: list[Memory], steps: Sequence[Sequence[Exchange]]) -> None:
     """Carry out every rank's list, and check it against what exchange.py promises."""
     before = [list(memory.cells) for memory in memories]
     assert len({len(each) for each in steps}) == 1, "ranks have different numbers of exchanges"
@@ -101,6 +101,9 @@ def run(memories: list[Memory], steps: list[list[Exchange]]) -> None:
                     assert data is not None and len(data) == reduction.output.count
                     arrived.append(data)
                 memory.cells[_cells(reduction.output)] = fold(arrived)
+            if exchange.move:
+                source_span, target = exchange.move
+                memory.cells[_cells(target)] = memory.read(source_span)
     for memory, cells in zip(memories, before, strict=True):
         memory.require_expected(cells)
 
@@ -132,7 +135,7 @@ def ranks(size: int) -> list[Memory]:
     return [Memory(rank) for rank in range(size)]
 
 
-def everywhere(memories: list[Memory], pattern: Callable[[int, int], list[Exchange]]) -> None:
+def everywhere(memories: list[Memory], pattern: Callable[[int, int], Sequence[Exchange]]) -> None:
     run(memories, [pattern(memory.rank, len(memories)) for memory in memories])
 
 

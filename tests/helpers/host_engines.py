@@ -12,11 +12,11 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
+from tests.helpers import patterns
 from tests.helpers.reductions import reduced, samples
 
 Array = npt.NDArray[Any]

@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
-from mpicomm.collectives.gpu.algorithms.chunks.plan import reduction_of
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
-from mpicomm.collectives.gpu.program import tag_of
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
+from tests.helpers.patterns import Pattern
 from tests.kernels.build import Builds, Change
 from tests.kernels.memory_rig import MemoryRig
 
@@ -42,7 +40,7 @@ class ChainRig(MemoryRig[ChainPlanner]):
     def run(
         self,
         rank: int,
-        exchanges: Sequence[Exchange],
+        pattern: Pattern,
         signature: Signature,
         *,
         threads: int | None = None,
@@ -50,7 +48,6 @@ class ChainRig(MemoryRig[ChainPlanner]):
     ) -> None:
         """Enqueue a rank's part of a chain."""
         assert threads is None
-        reduction = reduction_of(exchanges[0].dtype, signature.op) if signature.op else None
-        memory = self.machine.addresses(self.memory, rank)
-        launch = self.planners[rank].launch(exchanges, reduction, tag_of(signature, 0), self.layout, memory)
+        call, memory = pattern.call(signature), self.machine.addresses(self.memory, rank)
+        launch = self.planners[rank].launch(pattern.chain, call.reduction, call.tag(), self.layout, memory)
         self.launch(rank, launch, threads=None, nap_us=nap_us)

@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mpicomm.collectives import patterns
-from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
+from tests.helpers import patterns
+from tests.helpers.patterns import Pattern
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples, with_sentinels
 from tests.kernels.machine import Array, Machine, Place
 
@@ -30,7 +30,7 @@ class Rig(Protocol):
     def run(
         self,
         rank: int,
-        exchanges: Sequence[Exchange],
+        pattern: Pattern,
         signature: Signature,
         *,
         threads: int | None = None,
@@ -104,66 +104,30 @@ class Calls:
             targets.append(target)
         return lambda: _require(targets, [np.concatenate(parts)] * size)
 
-    def bcast(self, nbytes: int) -> Check:
-        """One rank's buffer goes to all, in two steps if that is drawn."""
-        dtype, root = np.dtype(np.uint8), int(self._rng.integers(self._rig.size))
-        content = self._bytes(nbytes)
-        piece_nbytes = nbytes // 2 + 1 if self._rng.integers(2) else None
-        places = [
-            self._place(rank, content if rank == root else np.zeros_like(content)) for rank in range(self._rig.size)
-        ]
-        for rank, place in enumerate(places):
-            exchanges = patterns.bcast(rank, self._rig.size, dtype, self._span(place), root, piece_nbytes=piece_nbytes)
-            self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
-        return lambda: _require(places, [content] * self._rig.size)
-
-    def relayed_bcast(self, nbytes: int) -> Check:
-        """One rank's buffer goes to all in shards, which the others send on."""
+    def bcast(self, nbytes: int, algorithm: str = "one_shot") -> Check:
+        """One rank's buffer goes to all; in two shots each rank sends a shard on, in a chain all of it."""
         dtype, root = np.dtype(np.uint8), int(self._rng.integers(self._rig.size))
         content = self._bytes(nbytes)
         places = [
             self._place(rank, content if rank == root else np.zeros_like(content)) for rank in range(self._rig.size)
         ]
         for rank, place in enumerate(places):
-            exchanges = patterns.relayed_bcast(rank, self._rig.size, dtype, self._span(place), root)
+            exchanges = patterns.bcast(rank, self._rig.size, dtype, self._span(place), root, algorithm)
             self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
         return lambda: _require(places, [content] * self._rig.size)
 
-    def relayed_reduce(self, name: str, op: str, count: int) -> Check:
-        """The root's result is all ranks', reduced by the others."""
+    def reduce(self, name: str, op: str, count: int, algorithm: str, *, in_place: bool | None = None) -> Check:
+        """The root's result is all ranks'; in a chain the root is the first rank or the last one."""
         dtype, size = dtype_named(name), self._rig.size
-        root = int(self._rng.integers(size))
-        parts = [samples(dtype, count, self._rng) for _ in range(size)]
-        sources = [self._place(rank, part) for rank, part in enumerate(parts)]
-        target = self._place(root, np.zeros_like(parts[0]))
-        for rank, source in enumerate(sources):
-            output = Span(target.address, count) if rank == root else None
-            exchanges = patterns.relayed_reduce(rank, size, dtype, Span(source.address, count), output, op, root)
-            self._run(rank, exchanges, Signature("Reduce", dtype.name, count, op, root))
-        return lambda: _require([target], [reduced(op, parts)])
-
-    def chained_bcast(self, nbytes: int) -> Check:
-        """One rank's buffer goes to all, each of which sends it on to the next."""
-        dtype, size, root = np.dtype(np.uint8), self._rig.size, int(self._rng.integers(self._rig.size))
-        content = self._bytes(nbytes)
-        places = [self._place(rank, content if rank == root else np.zeros_like(content)) for rank in range(size)]
-        for rank, place in enumerate(places):
-            exchanges = patterns.chained_bcast(rank, size, dtype, self._span(place), root)
-            self._run(rank, exchanges, Signature("Bcast", "uint8", nbytes, root=root))
-        return lambda: _require(places, [content] * size)
-
-    def chained_reduce(self, name: str, op: str, count: int, *, in_place: bool | None = None) -> Check:
-        """The result of the first rank, or of the last one, is all ranks', each of which adds its own."""
-        dtype, size = dtype_named(name), self._rig.size
-        root = int(self._rng.choice((0, size - 1)))
+        root = int(self._rng.choice((0, size - 1) if algorithm == "chain" else range(size)))
         parts = [samples(dtype, count, self._rng) for _ in range(size)]
         sources = [self._place(rank, part) for rank, part in enumerate(parts)]
         in_place = bool(self._rng.integers(2)) if in_place is None else in_place
         target = sources[root] if in_place else self._place(root, np.zeros_like(parts[0]))
         for rank, source in enumerate(sources):
             output = Span(target.address, count) if rank == root else None
-            exchanges = patterns.chained_reduce(rank, size, dtype, Span(source.address, count), output, op, root)
-            self._run(rank, exchanges, Signature("Reduce", dtype.name, count, op, root))
+            pattern = patterns.reduce(rank, size, dtype, Span(source.address, count), output, op, root, algorithm)
+            self._run(rank, pattern, Signature("Reduce", dtype.name, count, op, root))
         return lambda: _require([target], [reduced(op, parts)])
 
     def reduce_scatter(self, name: str, op: str, counts: Sequence[int], *, in_place: bool = False) -> Check:
@@ -198,11 +162,11 @@ class Calls:
         expected = [parts[0], *(reduced(op, parts[: rank + 1]) for rank in range(1, self._rig.size))]
         return lambda: _require(places, expected)
 
-    def _run(self, rank: int, exchanges: Sequence[Exchange], signature: Signature) -> None:
+    def _run(self, rank: int, pattern: Pattern, signature: Signature) -> None:
         threads = self._threads[int(self._rng.integers(len(self._threads)))]
         late = self._nap_us and self._rng.integers(20) == 0
         nap_us = int(self._rng.integers(self._nap_us)) if late else 0
-        self._rig.run(rank, exchanges, signature, threads=threads, nap_us=nap_us)
+        self._rig.run(rank, pattern, signature, threads=threads, nap_us=nap_us)
 
     def _place(self, rank: int, content: Array) -> Place:
         offset = int(self._rng.choice((0, 0, content.dtype.itemsize % 16, 8, 1)))

@@ -8,7 +8,7 @@ import numpy as np
 
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
-from mpicomm.collectives.gpu.algorithms.launch import Launch
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers.launch_numbers import begin_behind
 from tests.kernels.build import Change

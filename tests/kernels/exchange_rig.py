@@ -8,8 +8,8 @@ import numpy as np
 
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.chunks.plan import ChannelPlanner
-from mpicomm.collectives.gpu.algorithms.launch import Launch
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import LINE_NBYTES
 from mpicomm.kernels.variant import Variant

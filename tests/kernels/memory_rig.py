@@ -7,8 +7,8 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from mpicomm.collectives.gpu.algorithms.launch import Launch
 from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, escapes_nbytes
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.kernels.team import HEAD_NBYTES, Team
 from tests.kernels.build import Builds, Change
 from tests.kernels.exchange_rig import kernel_of

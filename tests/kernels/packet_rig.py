@@ -9,13 +9,13 @@ from typing import Any, cast
 
 import numpy as np
 
-from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.chunks.plan import reduction_of
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
+from mpicomm.collectives.exchange import TwoShot
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
-from mpicomm.collectives.gpu.algorithms.packets.plan import Geometry, PacketPlanner, fans_out, relays
+from mpicomm.collectives.gpu.algorithms.packets.plan import Geometry, PacketPlanner
 from mpicomm.collectives.signature import Signature
 from tests.helpers.launch_numbers import begin_behind, old_flags
+from tests.helpers.patterns import Pattern
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
@@ -71,7 +71,7 @@ class PacketRig:
     def run(
         self,
         rank: int,
-        exchanges: Sequence[Exchange],
+        pattern: Pattern,
         signature: Signature,
         *,
         threads: int | None = None,
@@ -79,22 +79,15 @@ class PacketRig:
     ) -> None:
         """Enqueue a rank's part of a collective; how threads share the work is the rig's, the same on all ranks."""
         assert threads is None
-        steps = list(exchanges)
-        spans = [span for each in steps for span in (*each.sends, *each.receives)]
-        spans += [each.reduction.output for each in steps if each.reduction]
-        longest = max(span.count for span in spans if span) * steps[0].dtype.itemsize
-        nbytes = _ANY_NBYTES if signature.operation == "Alltoallv" else longest
-        while steps:
-            exchange = steps.pop(0)
-            reduction = reduction_of(exchange.dtype, signature.op) if signature.op else None
-            merges = fans_out if reduction else relays
-            fan_out = steps.pop(0) if steps and merges(rank, exchange, steps[0]) else None
+        call = pattern.call(signature)
+        for step in pattern.steps:
+            exchange, fan_out = (step.first, step.second) if isinstance(step, TwoShot) else (step, None)
             launch = self._planners[rank].launch(
                 exchange,
-                reduction,
+                call.reduction,
                 signature.hash32,
                 self._wire,
-                nbytes=nbytes,
+                nbytes=_ANY_NBYTES if pattern.operation.counts == "private" else step.longest_nbytes,
                 fan_out=fan_out,
                 geometry=self._geometry,
             )
@@ -114,6 +107,6 @@ class PacketRig:
             layout=layout,
             flagged=inboxes(layout.flagged, layout.flagged_inbox_nbytes),
             sentinels=sentinels,
-            large_inboxes=lambda nbytes: sentinels,
+            region=lambda request: Region(sentinels.pointers, 4 * self.size * sentinels.nbytes),
         )
         return PacketPlanner(team, cast(Any, arena), most_blocks=self._geometry.blocks)

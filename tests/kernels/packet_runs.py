@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 
@@ -31,9 +32,9 @@ def run_every_size(builds: Builds, wire: Wire, size: int) -> None:
     for count in sizes_around(*limits, itemsize=4):
         if 0 < count * 4 <= most:
             checks += [calls.allreduce("float32", "sum", count, two_shot=two_shot) for two_shot in (False, True)]
-            checks.append(calls.relayed_reduce("float32", "sum", count))
+            checks.append(calls.reduce("float32", "sum", count, "two_shot", in_place=False))
             checks.append(calls.scan("float32", "sum", count))
-            checks += [calls.allgather(4 * count), calls.relayed_bcast(4 * count - 1)]
+            checks += [calls.allgather(4 * count), calls.bcast(4 * count - 1, "two_shot")]
     rig.machine.run(seed=size, jitter_us=300)
     for check in checks:
         check()
@@ -43,7 +44,7 @@ def run_movements(builds: Builds, wire: Wire, nbytes: int) -> None:
     """What reduces nothing."""
     rig = PacketRig(Machine(builds, 4), wire, SMALL, inbox_nbytes=INBOX_NBYTES)
     calls = Calls(rig, np.random.default_rng(nbytes))
-    checks = [call(nbytes) for call in (calls.bcast, calls.relayed_bcast, calls.allgather)]
+    checks = [call(nbytes) for call in (calls.bcast, partial(calls.bcast, algorithm="two_shot"), calls.allgather)]
     rig.machine.run(jitter_us=100)
     for check in checks:
         check()
@@ -88,7 +89,7 @@ def run_long(
         checks += [calls.scan("float32", "sum", int(count)) for count in rng.integers(1, 600, 50)]
         if wire != "flagged":  # several times what the inboxes hold
             checks += [calls.allreduce("float32", "sum", 5000, two_shot=two_shot) for two_shot in (False, True)]
-            checks += [calls.allgather(12000), calls.relayed_bcast(20000), calls.allgather(12000)]
+            checks += [calls.allgather(12000), calls.bcast(20000, "two_shot"), calls.allgather(12000)]
         machine.run(seed=batch, jitter_us=(300, 0)[batch % 2], limit_s=30)
         for check in checks:
             check()

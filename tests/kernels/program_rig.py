@@ -1,124 +1,116 @@
-"""Whole collectives between the ranks of a machine, by the kernels and copies that the package chooses."""
+"""Whole collectives between the ranks of a machine, by the algorithms that the package chooses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
-from mpicomm.collectives.gpu.algorithms.chunks.plan import ChannelPlanner
-from mpicomm.collectives.gpu.algorithms.copies.plan import Copy, Reduce, local_reduction
-from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
-from mpicomm.collectives.gpu.algorithms.launch import Launch
-from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Inboxes, escapes_nbytes
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
-from mpicomm.collectives.gpu.algorithms.packets.plan import PacketPlanner
-from mpicomm.collectives.gpu.program import Planners, Program
+from mpicomm.collectives.gpu.algorithms.copies.plan import Reduce, local_reduction
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Inboxes, Region, Request, escapes_nbytes
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
+from mpicomm.collectives.gpu.algorithms.packets.plan import large_inboxes
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
+from mpicomm.collectives.gpu.choose import choose
+from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
 from mpicomm.symmetric.registry import Mapped
+from tests.helpers.patterns import Pattern
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout
 
-BLOCKS, CHANNELS, CHAIN_BLOCKS = 2, 2, 1
+BLOCKS, CHANNELS = 2, 2
 INBOX_NBYTES = 144 << 10  # six steps of packets in as many blocks, and a little
 STAGING_NBYTES = 1 << 20
-MOST_STAGED_NBYTES = 96 << 10  # less than a message: regions are used again
+MOST_STAGED_NBYTES = 96 << 10  # less than a message, so that regions are used again
+
+
+class Layout(SmallLayout):
+    """One whose inboxes are as large as inboxes get, so that longer messages use them again."""
+
+    @property
+    def most_inbox_nbytes(self) -> int:
+        return INBOX_NBYTES
 
 
 class SimulatedArena:
-    """The arena of one rank's planners: that of the rig as this rank sees it, and no more memory than that."""
+    """The arena of one rank: that of the rig as this rank sees it, with the ``regions`` that the rig has."""
 
-    def __init__(
-        self,
-        layout: SmallLayout,
-        arenas: Sequence[int],
-        slots: Sequence[int],
-        staging: Sequence[int],
-        chain: Sequence[int],
-        *,
-        chain_layout: ChannelMemory,
-    ) -> None:
+    def __init__(self, layout: SmallLayout, arenas: Sequence[int], regions: Mapping[str, Region]) -> None:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
-        self._slots, self._staging = tuple(slots), tuple(staging)
-        self._chain = chain_layout, tuple(chain)
-        self.most_inbox_nbytes = INBOX_NBYTES
+        self._regions = regions
 
-    def large_inboxes(self, nbytes: int) -> Inboxes:
-        """Return the ordinary ones, which are used again the more often."""
-        return self.sentinels
-
-    def slots(self) -> tuple[int, ...]:
-        return self._slots
-
-    def chain(self, layout: ChannelMemory) -> tuple[ChannelMemory, tuple[int, ...]]:
-        assert layout.nbytes <= self._chain[0].nbytes
-        return self._chain
-
-    def staging(self, nbytes: int) -> tuple[int, ...]:
-        assert nbytes <= STAGING_NBYTES
-        return self._staging
+    def region(self, request: Request) -> Region:
+        if request.what == large_inboxes(self.layout, 1).what:  # the ordinary ones, which are used again more often
+            return Region(self.sentinels.pointers, PARITIES * STAGES * self.layout.size * self.sentinels.nbytes)
+        region = self._regions[request.what]
+        assert request.slots_nbytes <= region.slots_nbytes
+        return region
 
 
 class ProgramRig:
-    """Planners for each rank, and symmetric memory of ``nbytes``."""
+    """A node as each rank sees it, and symmetric memory of ``nbytes``."""
 
     def __init__(self, machine: Machine, nbytes: int, *, timeout_s: float = 20) -> None:
         self.machine = machine
         self.size = machine.size
-        layout = SmallLayout(self.size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
+        self.requests: list[Request] = []
+        """The memory that algorithms have asked for."""
+        layout = Layout(self.size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
+        # The largest slots of a chain; smaller ones of a message fit into them.
+        chain = ChainPlanner(Team(), BLOCKS).layout(1 << 30, hops=1)
+        sizes = {
+            "collectives: slots": layout.slots_nbytes,
+            "collectives: copies": STAGING_NBYTES,
+            "collectives: chain": chain.nbytes - chain.slots,
+        }
         arenas = [machine.allocate(rank, layout.nbytes) for rank in range(self.size)]
-        slots = [machine.allocate(rank, layout.slots_nbytes) for rank in range(self.size)]
-        staging = [machine.allocate(rank, STAGING_NBYTES) for rank in range(self.size)]
-        chain_layout = ChainPlanner(Team(), CHAIN_BLOCKS).layout(1 << 30, hops=1)
-        chain_nbytes = chain_layout.nbytes + escapes_nbytes(chain_layout.nbytes - chain_layout.slots)
-        chain = [machine.allocate(rank, chain_nbytes) for rank in range(self.size)]
+        places = {
+            what: [
+                machine.allocate(rank, nbytes + (chain.slots + escapes_nbytes(nbytes)) * (what == "collectives: chain"))
+                for rank in range(self.size)
+            ]
+            for what, nbytes in sizes.items()
+        }
         self.outputs = [machine.allocate(rank, nbytes) for rank in range(self.size)]
         machine.keep()
         for arena in arenas:
             arena.bytes[layout.sentinels : layout.escapes].view(np.uint32)[:] = ABSENT
-        for place in chain:
-            place.bytes[chain_layout.slots : chain_layout.nbytes].view(np.uint32)[:] = ABSENT
-        self._planners = []
+        for place in places["collectives: chain"]:
+            place.bytes[chain.slots : chain.nbytes].view(np.uint32)[:] = ABSENT
+        self._nodes = []
         for rank in range(self.size):
-            bases = machine.addresses(arenas, rank)
+            regions = {
+                what: Region(tuple(machine.addresses(places[what], rank)), slots_nbytes)
+                for what, slots_nbytes in sizes.items()
+            }
+            arena_here = SimulatedArena(layout, machine.addresses(arenas, rank), regions)
             team = machine.team(arenas, rank, timeout_s)
-            here = [machine.addresses(each, rank) for each in (slots, staging, chain)]
-            arena_here = SimulatedArena(layout, bases, *here, chain_layout=chain_layout)
-            self._planners.append(
-                Planners(
-                    rank,
-                    self.size,
-                    arena_here,  # type: ignore[arg-type]
-                    MOST_STAGED_NBYTES,
-                    1.0,
-                    ChannelPlanner(team, layout),
-                    PacketPlanner(team, arena_here, BLOCKS),  # type: ignore[arg-type]
-                    DirectPlanner(team, layout, BLOCKS),
-                    ChainPlanner(team, CHAIN_BLOCKS),
-                )
-            )
+            self._nodes.append(Node(team, arena_here, BLOCKS, most_staged_nbytes=MOST_STAGED_NBYTES))
 
     def run(
         self,
         rank: int,
-        exchanges: Sequence[Exchange],
+        pattern: Pattern,
         signature: Signature,
         *,
         threads: int | None = None,
         nap_us: int = 0,
         symmetric: bool = False,
-        algorithm: str = "one_shot",
     ) -> None:
         """Enqueue a rank's part of a collective, all of it on one stream; ``symmetric`` if it is into `outputs`."""
         assert threads is None
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
-        for step in Program(self._planners[rank], exchanges, signature, memory, algorithm).steps():
+        call, node = pattern.call(signature, memory), self._nodes[rank]
+        algorithm = choose(call, pattern.algorithm, BUILT_IN, node)
+        self.requests += algorithm.memory(call, node)
+        for step in algorithm.plan(call, node):
             if isinstance(step, Copy):
                 step = local_reduction(Reduce((step.source,), step.target, step.nbytes), ("uint8", "max"))
             if isinstance(step, Launch):

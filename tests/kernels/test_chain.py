@@ -8,10 +8,10 @@ import pytest
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives import patterns
+from mpicomm.collectives.exchange import Station
 from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS
-from mpicomm.collectives.gpu.algorithms.chain.plan import Station, stations_of
 from mpicomm.mpi.span import Span
+from tests.helpers import patterns
 from tests.kernels.build import Builds, Change
 from tests.kernels.chain_rig import ChainRig
 from tests.kernels.collective_calls import Calls, sizes_around
@@ -53,8 +53,8 @@ def play(
     checks = []
     for nbytes in rng.permutation(sizes).tolist():
         checks += [
-            calls.chained_bcast(nbytes),
-            calls.chained_reduce("int32", "sum", -(-nbytes // 4), in_place=in_place),
+            calls.bcast(nbytes, "chain"),
+            calls.reduce("int32", "sum", -(-nbytes // 4), "chain", in_place=in_place),
         ]
     rig.machine.run(seed=seed, jitter_us=200, limit_s=60)
     for check in checks:
@@ -79,7 +79,7 @@ def test_slots_of_few_batches(builds: Builds, batches: int) -> None:
 def test_flags_of_all_slots_are_written(builds: Builds) -> None:
     """Those of slots that no launch begins with, too: what is left for 2**31 slots is ahead of what is awaited then."""
     rig = ChainRig(builds, 3, 1)
-    check = Calls(rig, np.random.default_rng(0)).chained_bcast((CHAIN_SLOTS + 2) * SLOTS_NBYTES)
+    check = Calls(rig, np.random.default_rng(0)).bcast((CHAIN_SLOTS + 2) * SLOTS_NBYTES, "chain")
     rig.machine.run(seed=1)
     check()
     layout = rig.layout
@@ -96,7 +96,7 @@ def test_flags_of_all_slots_are_written(builds: Builds) -> None:
 def test_every_class_of_types(builds: Builds, reduction: tuple[str, str]) -> None:
     rig = ChainRig(builds, 3, 1)
     calls = Calls(rig, np.random.default_rng(len(reduction[0])))
-    checks = [calls.chained_reduce(*reduction, count) for count in (1, 15, 1021, 9001) for _ in range(3)]
+    checks = [calls.reduce(*reduction, count, "chain") for count in (1, 15, 1021, 9001) for _ in range(3)]
     rig.machine.run(seed=1, jitter_us=100)
     for check in checks:
         check()
@@ -108,7 +108,7 @@ def test_no_race(watched_builds: Builds) -> None:
 
 def test_where_a_rank_stands() -> None:
     dtype, span, output = np.dtype(np.int32), Span(4096, 7), Span(8192, 7)
-    told = [stations_of(rank, patterns.chained_bcast(rank, 3, dtype, span, 1)) for rank in range(3)]
+    told = [[*patterns.bcast(rank, 3, dtype, span, 1, "chain").chain.stations] for rank in range(3)]
     assert told == [
         [Station(None, span, receives=True, sends=False)],
         [Station(span, None, receives=False, sends=True)],
@@ -120,8 +120,9 @@ def test_where_a_rank_stands() -> None:
         (0, [[first, Station(None, output, receives=True, sends=False)], [middle], [middle]]),
     ):
         for rank in range(3):
-            exchanges = patterns.chained_reduce(rank, 3, dtype, span, output if rank == root else None, "sum", root)
-            assert stations_of(rank, exchanges) == expected[rank]
+            pattern = patterns.reduce(rank, 3, dtype, span, output if rank == root else None, "sum", root, "chain")
+            assert [*pattern.chain.stations] == expected[rank]
+            assert pattern.chain.hops == (2 if root else 3)
 
 
 MISTAKES = {

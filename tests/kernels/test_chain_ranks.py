@@ -7,9 +7,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives import patterns
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
+from tests.helpers import patterns
 from tests.kernels.build import Builds
 from tests.kernels.chain_rig import ChainRig
 from tests.kernels.machine import RunFailedError
@@ -22,7 +22,7 @@ def add(rig: ChainRig, rank: int, count: int) -> None:
     dtype, root = np.dtype(np.float32), rig.size - 1
     span = Span(rig.machine.allocate(rank, count * dtype.itemsize).address, count)
     output = span if rank == root else None
-    exchanges = patterns.chained_reduce(rank, rig.size, dtype, span, output, "sum", root)
+    exchanges = patterns.reduce(rank, rig.size, dtype, span, output, "sum", root, "chain")
     rig.run(rank, exchanges, Signature("Reduce", dtype.name, count, "sum", root))
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.copies.plan import Reduce, local_reduction
 from mpicomm.mpi.span import Span
+from tests.helpers import patterns
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.direct_rig import DirectRig

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import pytest
 
-from mpicomm.collectives import patterns
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
+from tests.helpers import patterns
 from tests.helpers.reductions import SENTINELS
 from tests.kernels.build import Builds, Change
 from tests.kernels.collective_calls import Calls
@@ -97,7 +98,11 @@ def run_escapes(builds: Builds, *, changes: Sequence[Change] = (), timeout_s: fl
         Machine(builds, 3), "sentinel", SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=timeout_s
     )
     calls = SentinelCalls(rig, np.random.default_rng(3), nap_us=1000)
-    checks = [call(nbytes) for nbytes in (64, 20_000) * 3 for call in (calls.relayed_bcast, calls.allgather)]
+    checks = [
+        call(nbytes)
+        for nbytes in (64, 20_000) * 3
+        for call in (partial(calls.bcast, algorithm="two_shot"), calls.allgather)
+    ]
     rig.machine.run(jitter_us=100)
     for check in checks:
         check()
@@ -112,7 +117,7 @@ def test_five_ranks_with_no_more_than_six_steps_of_room(builds: Builds) -> None:
     calls = Calls(rig, np.random.default_rng(5), nap_us=1000)
     checks = [calls.allreduce("int32", "sum", 3001, two_shot=two_shot) for two_shot in (False, True)]
     checks.append(calls.reduce_scatter("int32", "sum", [3001] * rig.size, in_place=True))
-    checks += [calls.allgather(9001), calls.relayed_bcast(30001), calls.allgather(9001)]
+    checks += [calls.allgather(9001), calls.bcast(30001, "two_shot"), calls.allgather(9001)]
     rig.machine.run(seed=5, jitter_us=300)
     for check in checks:
         check()

@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives import patterns
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
+from tests.helpers import patterns
 from tests.helpers.reductions import reduced, require_same, samples
 from tests.kernels.build import Builds
 from tests.kernels.collective_calls import Calls, random_counts
 from tests.kernels.machine import Machine, RunFailedError
-from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig, SimulatedArena
+from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
 
 COUNTS = (1, 700, 4096, INBOX_NBYTES // 4 - 1, INBOX_NBYTES // 4 + 1, 2 * INBOX_NBYTES // 4)  # of 4 bytes each
 
 
-def test_messages_of_nothing_need_neither_kernels_nor_memory(builds: Builds, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_of_nothing_need_neither_kernels_nor_memory(builds: Builds) -> None:
     rig, nothing = ProgramRig(Machine(builds, 2), 16), Span(0, 0)
-    for name in ("slots", "chain", "staging", "large_inboxes"):
-        monkeypatch.setattr(SimulatedArena, name, lambda *_: pytest.fail("this sets up memory"))
     dtype = np.dtype(np.int32)
     reduced, told = patterns.allreduce(0, 2, dtype, nothing, nothing, "sum"), patterns.bcast(0, 2, dtype, nothing, 1)
     rig.run(0, reduced, Signature("Allreduce", "int32", 0, "sum"))
     rig.run(0, told, Signature("Bcast", "int32", 0, root=1))
     rig.machine.run()
+    assert not rig.requests
 
 
 @pytest.mark.parametrize(
@@ -41,11 +42,11 @@ def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
     calls = Calls(rig, rng, nap_us=1000)
     for count in COUNTS:
         checks = [calls.allreduce(name, "sum", count, two_shot=two_shot) for two_shot in (False, True)]
-        checks += [calls.scan(name, "sum", count), calls.bcast(4 * count), calls.relayed_bcast(4 * count)]
+        checks += [calls.scan(name, "sum", count), calls.bcast(4 * count), calls.bcast(4 * count, "two_shot")]
         checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
         checks.append(calls.allgather(4 * count))
         checks.append(calls.reduce_scatter(name, "sum", [count] * size, in_place=True))
-        checks.append(calls.relayed_reduce(name, "sum", count))
+        checks.append(calls.reduce(name, "sum", count, "two_shot", in_place=False))
         rig.machine.run(seed=count, jitter_us=200)
         for check in checks:
             check()
@@ -134,13 +135,9 @@ def test_straight_into_memory(builds: Builds, size: int, algorithm: str, symmetr
         for rank, part in enumerate(parts):
             send = Span(rig.machine.place(rank, part).address, count)
             output = Span(rig.outputs[rank].address, count)
-            if algorithm == "ring":
-                exchanges = patterns.ring_allreduce(rank, size, dtype, send, output, "sum")
-            else:
-                shot = None if algorithm == "one_shot" else 4 * count
-                exchanges = patterns.allreduce(rank, size, dtype, send, output, "sum", piece_nbytes=shot)
+            pattern = patterns.allreduce(rank, size, dtype, send, output, "sum")
             signature = Signature("Allreduce", "int32", count, "sum")
-            rig.run(rank, exchanges, signature, symmetric=symmetric, algorithm=algorithm)
+            rig.run(rank, replace(pattern, algorithm=algorithm), signature, symmetric=symmetric)
         rig.machine.run(seed=count, jitter_us=200)
         for place in rig.outputs:
             require_same(place.bytes[: 4 * count].copy().view(dtype), reduced("sum", parts))
@@ -159,8 +156,8 @@ def gather(rig: ProgramRig, parts: list[np.ndarray], algorithm: str, *, symmetri
         send, base = Span(rig.machine.place(rank, part).address, count), rig.outputs[rank].address
         starts = [index * count for index in range(rig.size)]
         blocks = patterns.blocks(base, [count] * rig.size, starts, dtype.itemsize)
-        exchanges = patterns.allgather(rank, rig.size, dtype, send, blocks)
-        rig.run(rank, exchanges, Signature("Allgather", "int32", count), symmetric=symmetric, algorithm=algorithm)
+        pattern = replace(patterns.allgather(rank, rig.size, dtype, send, blocks), algorithm=algorithm)
+        rig.run(rank, pattern, Signature("Allgather", "int32", count), symmetric=symmetric)
     rig.machine.run(seed=count, jitter_us=200)
     for place in rig.outputs:
         require_same(place.bytes[: 4 * count * rig.size].copy().view(dtype), np.concatenate(parts))
@@ -171,10 +168,8 @@ def tell(rig: ProgramRig, content: np.ndarray, algorithm: str, *, symmetric: boo
     rig.outputs[root].bytes[: content.nbytes] = content.view(np.uint8)
     for rank in range(rig.size):
         buffer = Span(rig.outputs[rank].address, content.size)
-        pattern = {"one_shot": patterns.bcast, "chain": patterns.chained_bcast}.get(algorithm, patterns.relayed_bcast)
-        exchanges = pattern(rank, rig.size, content.dtype, buffer, root)
-        signature = Signature("Bcast", "int32", content.size, root=root)
-        rig.run(rank, exchanges, signature, symmetric=symmetric, algorithm=algorithm)
+        pattern = patterns.bcast(rank, rig.size, content.dtype, buffer, root, algorithm)
+        rig.run(rank, pattern, Signature("Bcast", "int32", content.size, root=root), symmetric=symmetric)
     rig.machine.run(seed=content.size, jitter_us=200)
     for place in rig.outputs:
         require_same(place.bytes[: content.nbytes].copy().view(content.dtype), content)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from mpicomm.collectives import patterns
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
+from tests.helpers import patterns
 from tests.helpers.reductions import dtype_named, require_same, samples
 from tests.helpers.ring_order import ring_reduced
 from tests.kernels.build import Builds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from mpi4py import MPI
@@ -95,7 +96,8 @@ def test_no_text_is_half_written(comm_world: MPI.Intracomm, board: Board) -> Non
 
 
 def calls_on(comm_world: MPI.Intracomm, board: Board, timeout_s: float = 20.0) -> DeviceCalls:
-    return DeviceCalls(Group(comm_world, range(comm_world.size), timeout_s, tag=79), board)
+    backend, arena = SimpleNamespace(fail=lambda error: None), SimpleNamespace(abort=lambda: None)
+    return DeviceCalls(Group(comm_world, range(comm_world.size), timeout_s, tag=79), board, backend, arena)  # type: ignore[arg-type]
 
 
 def test_ranks_that_call_the_same_go_on(comm_world: MPI.Intracomm, board: Board) -> None:

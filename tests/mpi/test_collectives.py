@@ -222,7 +222,7 @@ def test_reduce_scatter_takes_parts_of_any_size(
         assert receive.get().tolist() == reduced("sum", parts)[start : start + counts[comm.rank]].tolist()
 
 
-def test_reduce_scatters_in_place_of_many_sizes_keep_little_memory(device: str) -> None:
+def test_reduce_scatters_in_place_of_many_sizes(device: str) -> None:
     with communicator(device) as comm, array_module(comm) as xp:
         for count in range(1, 100):
             parts = [values(np.dtype(np.float16), count * comm.size, rank, count) for rank in range(comm.size)]
@@ -231,8 +231,6 @@ def test_reduce_scatters_in_place_of_many_sizes_keep_little_memory(device: str) 
             comm.check()
             expected = reduced("sum", parts)[comm.rank * count : (comm.rank + 1) * count]
             assert buffer.get()[:count].tobytes() == expected.tobytes()
-        kept = comm._collectives._scratch[xp is not np]
-        assert sum(memory.nbytes for memory in kept) < 2 * 256  # for one block: the input is that of others too
 
 
 @pytest.mark.mpi(min_size=3)

@@ -8,11 +8,10 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives import patterns
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.reductions import REDUCTIONS
 from mpicomm.mpi.span import Span
-from tests.helpers import launch_numbers
+from tests.helpers import launch_numbers, patterns
 from tests.helpers.communicators import communicator
 from tests.helpers.compiling import compile_kernels
 from tests.helpers.device_engines import Array, Memory, Rig, contributions, in_place_sum, rig_of
@@ -116,8 +115,8 @@ def test_long_messages_of_which_more_go_one_way(rig: Rig) -> None:
         counts = [[lengths[(2 * a + b + call) % 5] for b in range(size)] for a in range(size)]  # [from][to]
         sends = [Memory(np.arange(rank + to, rank + to + counts[rank][to], dtype=dtype)) for to in range(size)]
         receives = [Memory(np.zeros(counts[frm][rank], dtype)) for frm in range(size)]
-        spans = [[each.span for each in memories] for memories in (sends, receives)]
-        rig.run(patterns.alltoall(rank, size, dtype, *spans), Signature("Alltoallv", "int32"))
+        sent, taken = ([each.span for each in memories] for memories in (sends, receives))
+        rig.run(patterns.alltoall(rank, size, dtype, sent, taken), Signature("Alltoallv", "int32"))
         shares = counts[0]
         starts = [0, *itertools.accumulate(shares)]
         source = Memory(np.arange(starts[-1], dtype=dtype))

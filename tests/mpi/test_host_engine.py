@@ -11,13 +11,13 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.reduction import OPERATIONS, is_supported
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
+from tests.helpers import patterns
 from tests.helpers.host_engines import CALL, FLOAT32, SMALL, Array, engine_of, parts_of, span, spans, wanted
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere

@@ -11,7 +11,6 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.channels import Channels
 from mpicomm.collectives.host.engine import HostEngine
@@ -20,6 +19,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import HostBackend
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.sharing.segments import share
+from tests.helpers import patterns
 from tests.helpers.host_engines import CALL, FLOAT32, engine_of, meet, span, spans
 from tests.helpers.raising import raises_everywhere
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.channels import Channels
 from mpicomm.collectives.host.engine import HostEngine
+from tests.helpers import patterns
 from tests.helpers.host_engines import CALL, engine_of, meet, span, spans
 
 
@@ -24,7 +24,9 @@ def engine(comm_world: MPI.Intracomm) -> Iterator[HostEngine]:
         yield engine
 
 
-def random_call(comm: MPI.Intracomm, rng: np.random.Generator, largest: int) -> tuple[list[Exchange], list[Any], Any]:
+def random_call(
+    comm: MPI.Intracomm, rng: np.random.Generator, largest: int
+) -> tuple[Sequence[Exchange], list[Any], Any]:
     """A collective drawn from a generator that is in the same state on all ranks.
 
     Returns its exchanges, the array they fill with what is to be in it, and what must stay alive.

@@ -1,4 +1,4 @@
-"""What the ranks' arenas give for copy engines, and what becomes of it where there is no memory."""
+"""The regions of an arena: which requests share one, and what becomes of a request where there is no memory."""
 
 from __future__ import annotations
 
@@ -8,48 +8,58 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("cuda.bindings", reason="the sizes of kernels' memory are in modules that need cuda-bindings")
+pytest.importorskip("cuda.bindings", reason="the arena is memory of a GPU")
 
 from mpicomm.collectives.gpu import arena as device_arena
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
-from mpicomm.collectives.gpu.arena import DeviceArena, NoStagingError
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
+from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
 from mpicomm.errors import HandleError
 
 MIB = 1 << 20
 
 
 class Machine:
-    """Memory of which there is so much, in one piece, for what comes after the arena."""
+    """An arena of two ranks on a machine that has ``free`` bytes for each region."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free = 1 << 40
         self.asked: list[int] = []
         monkeypatch.setattr(device_arena, "share", self._share)
         node, backend = SimpleNamespace(size=2), SimpleNamespace(loading=contextlib.nullcontext)
-        self.arena = DeviceArena(node, backend, "ipc", ArenaLayout(2, 8), lambda: None)  # type: ignore[arg-type]
+        self.arena = DeviceArena(node, backend, "ipc", ArenaLayout(2, 8))  # type: ignore[arg-type]
         self.asked.clear()
 
     def _share(self, node: Any, backend: Any, what: str, produce: Any, signature: Any) -> Any:
         self.asked.append(signature())
         if signature() > self.free:
-            raise HandleError("rank 1: out of memory")
+            raise HandleError("rank 1: out of memory", ranks=[1])
         return [SimpleNamespace(pointer=100 * len(self.asked) + rank) for rank in range(node.size)]
 
 
-def test_memory_that_was_refused_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_takes_the_smallest_region_of_its_purpose_that_it_fits_into(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch)
-    machine.free = 6 * MIB
-    small = machine.arena.staging(2 * MIB)
-    for again in range(2):
-        for nbytes in (5 * MIB, 8 * MIB, 9 * MIB):
-            with pytest.raises(NoStagingError, match="rank 1: out of memory"):
-                machine.arena.require_staging(nbytes) if again else machine.arena.staging(nbytes)
-    assert machine.asked == [2 * MIB, 8 * MIB]
-    # Also when there is some again: ranks that keep what they chose then would choose otherwise than the others.
-    machine.free = 1 << 40
-    with pytest.raises(NoStagingError):
-        machine.arena.staging(8 * MIB)
-    machine.arena.require_staging(0)
-    machine.arena.require_staging(2 * MIB)
-    assert machine.arena.staging(2 * MIB) == machine.arena.staging(MIB) == small
-    assert machine.arena.staging(3 * MIB) != small and machine.asked == [2 * MIB, 8 * MIB, 4 * MIB]
+    large, small = Request("copies", 8 * MIB), Request("copies", 2 * MIB)
+    for request in (large, small):
+        machine.arena.set_up(request)
+    assert machine.arena.region(Request("copies", MIB)) == machine.arena.region(small)
+    assert machine.arena.region(Request("copies", 3 * MIB)) == machine.arena.region(large)
+    assert machine.arena.region(large).slots_nbytes == 8 * MIB
+    assert not machine.arena.has(Request("copies", 9 * MIB))
+    assert not machine.arena.has(Request("chain", MIB))
+    assert not machine.arena.has(Request("copies", MIB, words_nbytes=128))
+
+
+def test_slots_of_the_sentinel_wire_have_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.arena.set_up(Request("chain", 32 * MIB, words_nbytes=MIB, sentinel=True))
+    machine.arena.set_up(Request("slots", 32 * MIB, words_nbytes=MIB))
+    assert machine.asked == [35 * MIB, 33 * MIB]
+
+
+def test_a_region_that_cannot_be_set_up_names_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch)
+    machine.free = MIB
+    with pytest.raises(NoMemoryError, match="rank 1: out of memory") as caught:
+        machine.arena.set_up(Request("copies", 2 * MIB))
+    assert list(caught.value.ranks) == [1]
+    assert not machine.arena.has(Request("copies", 2 * MIB))

@@ -15,23 +15,21 @@ from hypothesis import strategies as st
 
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives import patterns
 from mpicomm.collectives.gpu.algorithms.copies import landing as device_landing
 from mpicomm.collectives.gpu.algorithms.copies.landing import InOutput, InStaging, Landing, Parts
 from mpicomm.collectives.gpu.algorithms.copies.plan import (
     Action,
     Barrier,
-    Copy,
-    Fork,
-    Join,
     Reduce,
     Then,
     allreduce,
     movement,
     parts_of,
 )
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped
+from tests.helpers import patterns
 
 Array = npt.NDArray[Any]
 RANK_NBYTES = 1 << 20
@@ -290,7 +288,7 @@ def test_broadcast(size: int, staged: bool, number: int) -> None:
         programs: list[list[Action]] = []
         cut = Parts.equal(4 * patterns.split(Span(0, count), size - 1, 4)[0].count, number)
         for rank in range(size):
-            first, second = patterns.relayed_bcast(rank, size, FLOAT32, Span(base(rank, OUTPUT), count), root)
+            first, second = patterns.bcast(rank, size, FLOAT32, Span(base(rank, OUTPUT), count), root, "two_shot")
             landing = landing_of(rank, size, cut, staged=staged)
             programs.append(movement(rank, first, cut, landing, second if size > 2 else None))
         require_balanced(programs)

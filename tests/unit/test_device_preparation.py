@@ -1,84 +1,129 @@
+"""From a call to its steps: the algorithm that is chosen, and another one where there is no memory for the first."""
+
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mpi4py import MPI
 
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 
-from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu import preparation as device_preparation
-from mpicomm.collectives.gpu.arena import NoStagingError
-from mpicomm.collectives.gpu.preparation import prepare
+from mpicomm.collectives.gpu import preparation
+from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
+from mpicomm.collectives.gpu.arena import NoMemoryError
+from mpicomm.collectives.gpu.preparation import Preparation
+from mpicomm.collectives.signature import Signature
 from mpicomm.errors import HandleError, MpicommError, PeerError
-from mpicomm.symmetric.registry import Mappings
+from mpicomm.kernels.team import Team
+from mpicomm.mpi.span import Span
+from tests.helpers import patterns
 from tests.helpers.tuning import row, table
 
-TUNING = table(row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine")))
+TABLE = table(row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine")))
+FLOAT32 = np.dtype(np.float32)
 
 
-class Engine:
-    """Prepares what is not to fail, and says with which algorithm and how many exchanges."""
+class Arena:
+    """An arena that raises what ``failures`` has for a purpose."""
 
-    tuning = TUNING
-
-    def __init__(self, **failures: MpicommError) -> None:
-        self._failures = failures
+    def __init__(self, failures: dict[str, MpicommError]) -> None:
+        self.layout = ArenaLayout(3, 8)
+        self.flagged = Inboxes((0, 1 << 30, 2 << 30), self.layout.flagged_inbox_nbytes)
+        self.sentinels = Inboxes((0, 1 << 30, 2 << 30), self.layout.sentinel_inbox_nbytes)
+        self.failures = failures
         self.tried: list[str] = []
+        self._there: list[Request] = []
 
-    def prepare(self, exchanges: Sequence[Exchange], *_: Any, algorithm: str) -> Any:
-        self.tried.append(algorithm)
-        if algorithm in self._failures:
-            raise self._failures[algorithm]
-        return algorithm, len(exchanges)
+    def has(self, request: Request) -> bool:
+        return request in self._there
+
+    def set_up(self, request: Request) -> None:
+        self.tried.append(request.what)
+        if request.what in self.failures:
+            raise self.failures[request.what]
+        self._there.append(request)
+
+    def region(self, request: Request) -> Region:
+        assert request in self._there
+        return Region((0, 1 << 32, 2 << 32), request.slots_nbytes)
 
 
-def prepared(engine: Engine, count: int = 1000, asked: str = "auto", operation: str = "Allreduce") -> Any:
-    array = np.zeros(count, np.float32)
-    call = Call(operation, Arguments(array, array.copy(), MPI.SUM), 0, 3)
-    return prepare(engine, Mappings(), call, 3, asked, lambda call: None)  # type: ignore[arg-type]
+class Rig:
+    def __init__(self, **failures: MpicommError) -> None:
+        self.arena = Arena({what.replace("_", ": "): error for what, error in failures.items()})
+        self.posted: list[str] = []
+        node = Node(Team(size=3, rank=0), self.arena, 8, most_staged_nbytes=1 << 30)
+        board, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
+        self._preparation = Preparation(TABLE, node, self.arena, board, calls)  # type: ignore[arg-type]
+
+    def steps(self, count: int, asked: str = "auto") -> list[Step]:
+        send, output = Span(1 << 40, count), Span(2 << 40, count)
+        pattern = patterns.allreduce(0, 3, FLOAT32, send, output, "sum")
+        return self._preparation.steps(pattern.call(Signature("Allreduce", "float32", count, "sum")), asked)[1]
+
+
+def is_copied(steps: Iterable[Step]) -> bool:
+    return any(isinstance(step, Copy) for step in steps)
 
 
 @pytest.fixture(autouse=True)
 def _unwarned() -> None:
-    device_preparation._warn_of_memory.cache_clear()
+    preparation._warn_of_memory.cache_clear()
 
 
-def test_the_table_decides_and_two_hops_are_two_exchanges() -> None:
-    for count, expected in ((2, ("one_shot", 1)), (100, ("two_shot", 2)), (1000, ("copy_engine", 2))):
-        assert prepared(Engine(), count) == expected
-    assert prepared(Engine(), 1000, "one_shot") == ("one_shot", 1)
-    # All goes to the root: what another rank reduces it could not store for copy engines to send on.
-    assert prepared(Engine(), 1000, "copy_engine", "Reduce") == ("copy_engine", 1)
-    assert prepared(Engine(), 1000, "chain", "Reduce") == ("chain", 3)  # two hops to the last rank, one to the first
+def test_the_table_decides_and_an_algorithm_may_be_asked_for() -> None:
+    rig = Rig()
+    assert not is_copied(rig.steps(2)) and not is_copied(rig.steps(100)) and is_copied(rig.steps(1000))
+    assert not is_copied(rig.steps(1000, "one_shot")) and is_copied(rig.steps(100, "copy_engine"))
+    assert rig.posted[:1] == ["Allreduce(float32, count=2, op=sum)"]
+    assert rig.arena.tried == ["collectives: copies"] * 2
 
 
 def test_without_memory_for_copy_engines_another_way_is_taken_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "mpicomm")
-    engine = Engine(copy_engine=NoStagingError("rank 1: out of memory"))
+    rig = Rig(collectives_copies=NoMemoryError("rank 1: out of memory"))
     for _ in range(2):
-        assert prepared(engine) == ("two_shot", 2)
-    assert engine.tried == ["copy_engine", "two_shot"] * 2
+        assert not is_copied(rig.steps(1000))
+    # Never again, also when there is memory: a rank that repeats the call does not prepare it again.
+    rig.arena.failures.clear()
+    assert not is_copied(rig.steps(1000)) and not is_copied(rig.steps(2000))
+    assert rig.arena.tried == ["collectives: copies"]
+    with pytest.raises(NoMemoryError, match="rank 1: out of memory"):
+        rig.steps(1000, "copy_engine")
     assert [record.getMessage() for record in caplog.records] == [
-        "Allreduce goes without copy engines, which is slower, for want of memory: rank 1: out of memory"
+        "Allreduce goes without algorithm 'copy_engine', which is slower, for want of memory: rank 1: out of memory"
     ]
 
 
 @pytest.mark.parametrize(
-    ("asked", "failures"),
+    ("asked", "failure"),
     [
-        ("copy_engine", {"copy_engine": NoStagingError("x")}),  # asked for
-        ("auto", {"copy_engine": PeerError("x")}),  # no matter of memory
-        ("auto", {"copy_engine": HandleError("x")}),  # of a kernel's code, say, on this rank alone
-        ("auto", {"copy_engine": NoStagingError("y"), "two_shot": HandleError("x")}),  # not for anything
-        ("two_shot", {"two_shot": HandleError("x")}),
+        ("copy_engine", NoMemoryError("x")),  # it was asked for
+        ("auto", PeerError("x")),  # no matter of memory
+        ("auto", HandleError("x")),  # of a kernel's code, for example, on this rank alone
     ],
 )
-def test_other_failures_are_raised(asked: str, failures: dict[str, MpicommError]) -> None:
+def test_other_failures_are_raised(asked: str, failure: MpicommError) -> None:
     with pytest.raises(MpicommError, match="x"):
-        prepared(Engine(**failures), asked=asked)
+        Rig(collectives_copies=failure).steps(1000, asked)
+
+
+def test_what_one_shot_lacks_memory_for_is_raised_and_tried_again() -> None:
+    rig = Rig(**{"collectives_large messages": NoMemoryError("x")})
+    for _ in range(2):
+        with pytest.raises(NoMemoryError, match="x"):
+            rig.steps(10 << 20, "one_shot")
+    assert len(rig.arena.tried) == 2
+
+
+def test_an_undefined_reduction_is_refused_before_the_ranks_are_told() -> None:
+    rig = Rig()
+    pattern = patterns.allreduce(0, 3, np.dtype(np.int32), Span(0, 1), Span(8, 1), "avg")
+    with pytest.raises(MpicommError, match="op='avg' is not defined for int32"):
+        rig._preparation.steps(pattern.call(Signature("Allreduce", "int32", 1, "avg")), "auto")
+    assert not rig.posted

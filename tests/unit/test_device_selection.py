@@ -1,5 +1,8 @@
+"""Which algorithm carries out a call on GPUs, the same on all ranks; and the launches and memory of algorithms."""
+
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -9,33 +12,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("ml_dtypes")
-pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
 
-from mpicomm.collectives import patterns
-from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives import operations
+from mpicomm.collectives.gpu.algorithms import registry
+from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
-from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
+from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainPlanner
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     SLOT_NBYTES,
     flags_can_carry,
     most_workers,
 )
-from mpicomm.collectives.gpu.algorithms.packets.plan import MAX_BLOCKS, PacketPlanner, geometry_of
-from mpicomm.collectives.gpu.choose import (
-    Room,
-    Way,
-    can_chain,
-    choose_algorithm,
-    choose_ways,
-    packet_wire,
-)
+from mpicomm.collectives.gpu.algorithms.packets.plan import MAX_BLOCKS, PacketPlanner, geometry_of, packet_wire
+from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.choose import choose
+from mpicomm.collectives.gpu.tuning import BUILT_IN
+from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
 from mpicomm.mpi.span import Span
+from mpicomm.symmetric.registry import Mapped
+from tests.helpers import patterns
 from tests.helpers.reductions import dtype_named
 from tests.helpers.tuning import row, table
 
@@ -114,7 +116,8 @@ def test_slots_of_a_chain_grow_with_its_messages() -> None:
 def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_host(host_slots: bool) -> None:
     layout, tag = ArenaLayout(2, 64), 1
     inboxes = Inboxes((4096, 8192), layout.sentinel_inbox_nbytes)
-    arena = cast(Any, SimpleNamespace(layout=layout, sentinels=inboxes, large_inboxes=lambda nbytes: inboxes))
+    region = Region((4096, 8192), 8 * layout.large_inbox_nbytes(64 * MIB))
+    arena = cast(Any, SimpleNamespace(layout=layout, sentinels=inboxes, region=lambda request: region))
     planner = PacketPlanner(Team(size=2), arena, 8, host_slots=host_slots)
     for nbytes, again in ((KIB, False), (64 * MIB, True)):
         span = Span(4096, nbytes)
@@ -122,7 +125,7 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
         options = planner.launch(exchange, None, tag, "sentinel", nbytes=nbytes).variant.options
         assert (HOST_SLOTS[0] in options) == (host_slots and again)
     chains = ChainPlanner(Team(size=2), 8, host_slots=host_slots)
-    chain = patterns.chained_bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0)
+    chain = patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").chain
     options = chains.launch(chain, None, tag, chains.layout(MIB, 1), [4096, 8192]).variant.options
     assert (HOST_SLOTS[0] in options) == host_slots
 
@@ -132,111 +135,170 @@ def test_an_arena_takes_no_more_than_it_says() -> None:
         assert ArenaLayout(size, 64).nbytes <= 64 * MIB
 
 
-def exchanges_of(operation: str, rank: int, count: int, *, two_shot: bool) -> list[Exchange]:
-    dtype, span = np.dtype(np.int32), Span(4096, count)
-    if operation == "Bcast":
-        if two_shot:
-            return patterns.relayed_bcast(rank, 4, dtype, span, 1)
-        return patterns.bcast(rank, 4, dtype, span, 1)
-    if operation == "Allreduce":
-        return patterns.allreduce(rank, 4, dtype, span, span, "sum", piece_nbytes=4 * count if two_shot else None)
-    if operation == "Reduce":
-        pattern = patterns.relayed_reduce if two_shot else patterns.reduce
-        return pattern(rank, 4, dtype, span, span if rank == 1 else None, "sum", 1)
-    if operation == "Allgatherv":
-        counts = [count, 0, 5, count]
-        uneven = patterns.blocks(span.pointer, counts, [0, count, count, count + 5], dtype.itemsize)
-        return patterns.allgather(rank, 4, dtype, uneven[rank], uneven)
-    blocks = patterns.blocks(span.pointer, [count] * 4, [index * count for index in range(4)], dtype.itemsize)
-    if operation == "Allgather":
-        return patterns.allgather(rank, 4, dtype, blocks[rank], blocks)
-    sends = patterns.blocks(1 << 40, [count] * 4, [index * count for index in range(4)], dtype.itemsize)
-    return patterns.alltoall(rank, 4, dtype, sends, blocks)
+class Arena:
+    """An arena of ``size`` ranks with any region that is asked for."""
+
+    def __init__(self, size: int) -> None:
+        self.layout = ArenaLayout(size, 64)
+        bases = tuple(rank << 40 for rank in range(1, size + 1))
+        self.flagged = Inboxes(bases, self.layout.flagged_inbox_nbytes)
+        self.sentinels = Inboxes(bases, self.layout.sentinel_inbox_nbytes)
+        self._bases = bases
+
+    def region(self, request: Request) -> Region:
+        return Region(self._bases, request.slots_nbytes)
+
+
+def node_of(rank: int, size: int, *, link_speed: float = 1.0) -> Node:
+    return Node(Team(size=size, rank=rank), Arena(size), 132, link_speed, most_staged_nbytes=1 << 30)
+
+
+def call_of(
+    operation: Operation,
+    rank: int,
+    counts: Sequence[int],
+    *,
+    op: str = "sum",
+    root: int = 1,
+    dtype: str = "int32",
+    symmetric: bool = False,
+) -> GpuCall:
+    """One rank's part of a call between ``len(counts)`` ranks, of which rank r has a block of ``counts[r]``."""
+    size, element = len(counts), dtype_named(dtype)
+    starts = [sum(counts[:peer]) for peer in range(size)]
+    sent, received = 1 << 50, 1 << 51
+
+    def parts(pointer: int, shape: str) -> tuple[Span | None, list[Span] | None]:
+        if shape == "one":
+            return Span(pointer, counts[rank]), None
+        return None, patterns.blocks(pointer, counts, starts, element.itemsize)
+
+    (send, send_blocks), (output, blocks) = parts(sent, operation.send), parts(received, operation.receive)
+    if operation.rooted == "bcast":
+        send = None
+    if operation.rooted == "receive" and rank != root:
+        output = blocks = None
+    if operation.rooted == "send" and rank != root:
+        send_blocks = None
+    buffers = Buffers(rank, size, element, send, send_blocks, output, blocks, op * operation.reduces, root)
+    nbytes = 0 if operation.counts == "private" else max(counts) * element.itemsize
+    memory = Mapped(1, 0, tuple(received for _ in counts)) if symmetric and operation.into_all else None
+    count = counts[0] if operation.counts == "same" else None
+    return GpuCall(operation, Signature(operation.name, dtype, count), buffers, nbytes, memory)
+
+
+def choice(call: GpuCall, asked: str, node: Node) -> tuple[Any, ...]:
+    """The algorithm, its memory, and its launches where every rank has the same."""
+    algorithm = choose(call, asked, BUILT_IN, node)
+    launches = [step for step in algorithm.plan(call, node) if isinstance(step, Launch)]
+    # By copy engines, in a ring and in chunks a rank without a part launches less.
+    alike = algorithm.name in ("one_shot", "two_shot") and call.operation.traffic == "even"
+    same = [(step.variant.source.name, step.blocks, step.threads) for step in launches] if alike else []
+    return type(algorithm), algorithm.memory(call, node), same
+
+
+NAMED = [(operation, name) for operation in OPERATIONS.values() for name in ("auto", *registry.names_for(operation))]
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("two_shot", [False, True])
-@pytest.mark.parametrize("operation", ["Allgather", "Allgatherv", "Allreduce", "Alltoall", "Bcast", "Reduce"])
-@pytest.mark.parametrize("count", [1, 1000, 100_000, 10_000_000])
-def test_all_ranks_choose_alike(operation: str, two_shot: bool, symmetric: bool, count: int) -> None:
-    signature = Signature(operation, "int32", count, "sum" if operation in ("Allreduce", "Reduce") else None)
-    chosen = []
-    for rank in range(4):
-        exchanges = exchanges_of(operation, rank, count, two_shot=two_shot)
-        ways = choose_ways(exchanges, signature, rank, 4 * count, Room(MIB // 4, 8 * MIB), symmetric=symmetric)
-        chosen.append([(way.step, way.merged is not None, way.reduction, way.wire, way.direct) for way in ways])
-        assert not any(way.direct for way in ways) or symmetric
+@pytest.mark.parametrize(("operation", "asked"), NAMED, ids=str)
+@pytest.mark.parametrize("count", [1, 1000, 100_000, 10_000_000, 200_000_000])
+def test_all_ranks_choose_alike(operation: Operation, asked: str, symmetric: bool, count: int) -> None:
+    uneven = operation.counts != "same" or operation.send == "counted"
+    counts = [count, 0, 5, count] if uneven else [count] * 4
+    root = 3 if asked == "chain" and operation.reduces else 1
+    chosen = [
+        choice(call_of(operation, rank, counts, root=root, symmetric=symmetric), asked, node_of(rank, 4))
+        for rank in range(4)
+    ]
     assert chosen == [chosen[0]] * 4
-    if operation == "Allgather":
-        assert chosen[0][0][-1] == (symmetric and 4 * count > 4 * MIB)
+    if operation is operations.ALLGATHER and asked == "one_shot":
+        assert (chosen[0][0].__name__ == "IntoMemory") == (symmetric and 4 * count > 4 * MIB)
 
 
-@pytest.mark.parametrize("operation", ["Alltoallv", "Gatherv", "Scatterv"])
+@pytest.mark.parametrize("operation", [row for row in OPERATIONS.values() if row.counts == "private"], ids=str)
 @pytest.mark.parametrize("counts", [[0, 0, 0], [5, 2 * MIB, 6 * MIB], [MIB, 60 * MIB, 300 * MIB]])
-def test_what_only_two_ranks_know_goes_in_packets(counts: list[int], operation: str) -> None:
+def test_messages_whose_length_two_ranks_alone_know_go_in_packets(counts: list[int], operation: Operation) -> None:
     """In one kernel, of which nothing but the messages themselves depends on their lengths."""
-    dtype = np.dtype(np.int32)
-    blocks = patterns.blocks(0, counts, [0, 10**4, 2 * 10**4], dtype.itemsize)
-    exchanges = patterns.alltoall(0, 3, dtype, blocks, blocks[::-1])
-    (way,) = choose_ways(exchanges, Signature(operation, "int32"), 0, 4 * max(counts), Room(400, 8), symmetric=False)
-    assert way.exchange is exchanges[0]
-    assert (way.step, way.merged, way.reduction, way.wire, way.direct) == (0, None, None, "sentinel", False)
-    assert way.nbytes == 1 << 62
+    call, node = call_of(operation, 0, counts), node_of(0, 3)
+    algorithm = choose(call, "auto", BUILT_IN, node)
+    (launch,) = algorithm.plan(call, node)
+    assert isinstance(launch, Launch) and launch.variant.source.name == "packets.cu"
+    assert "-DMPICOMM_SENTINEL" in launch.variant.options
+    (request,) = algorithm.memory(call, node)
+    assert request.slots_nbytes == 4 * 3 * node.arena.layout.most_inbox_nbytes
 
 
 @pytest.mark.parametrize("largest", [10**6, 100 * MIB])
 @pytest.mark.parametrize("least", [0, 5, 10**6])
-def test_parts_of_any_lengths_go_in_packets(least: int, largest: int) -> None:
-    dtype, room, counts = np.dtype(np.float32), Room(400, 8 * MIB), [largest, least, least]
-    blocks = patterns.blocks(0, counts, [0, largest, largest + least], dtype.itemsize)
+@pytest.mark.parametrize("operation", [operations.REDUCE_SCATTER, operations.ALLGATHERV], ids=str)
+def test_parts_of_any_lengths_go_in_packets(operation: Operation, least: int, largest: int) -> None:
     for rank in range(3):
-        output = Span(1 << 40, counts[rank])
-        scattered = patterns.reduce_scatter(rank, 3, dtype, blocks, output, "sum")
-        gathered = patterns.allgather(rank, 3, dtype, output, blocks)
-        for operation, op, exchanges in (("Reduce_scatter", "sum", scattered), ("Allgatherv", None, gathered)):
-            signature = Signature(operation, "float32", sum(counts), op)
-            (way,) = choose_ways(exchanges, signature, rank, 4 * largest, room, symmetric=False)
-            assert way.wire == "sentinel"
+        call, node = call_of(operation, rank, [largest, least, least]), node_of(rank, 3)
+        (launch,) = choose(call, "auto", BUILT_IN, node).plan(call, node)
+        assert isinstance(launch, Launch) and "-DMPICOMM_SENTINEL" in launch.variant.options
 
 
 @pytest.mark.parametrize("link_speed", [0.1, 1, 1.5])
 def test_sizes_are_scaled_by_the_speed_of_the_links(link_speed: float) -> None:
-    signature = Signature("Allgather", "int32", 1)
+    def way(nbytes: float) -> tuple[str, bool]:
+        call = call_of(operations.ALLGATHER, 0, [int(nbytes)] * 4, dtype="uint8", symmetric=True)
+        node = node_of(0, 4, link_speed=link_speed)
+        (launch,) = choose(call, "one_shot", BUILT_IN, node).plan(call, node)
+        assert isinstance(launch, Launch)
+        return launch.variant.source.stem, "-DMPICOMM_SENTINEL" in launch.variant.options
 
-    def way(nbytes: float) -> Way:
-        exchanges = exchanges_of("Allgather", 0, int(nbytes) // 4, two_shot=False)
-        room = Room(1 << 40, 1 << 40)
-        (found,) = choose_ways(exchanges, signature, 0, int(nbytes), room, symmetric=True, link_speed=link_speed)
-        return found
+    assert way(32 * KIB * link_speed) == ("packets", False)
+    assert way(32 * KIB * link_speed + 8) == ("packets", True)
+    assert way(4 * MIB * link_speed) == ("packets", True)
+    assert way(4 * MIB * link_speed + 8) == ("direct", False)
 
-    assert way(32 * KIB * link_speed).wire == "flagged"
-    assert way(32 * KIB * link_speed + 8).wire == "sentinel"
-    assert way(4 * MIB * link_speed).wire == "sentinel"
-    assert way(4 * MIB * link_speed + 8).direct
+
+def can_chain(operation: Operation, dtype: str, op: str = "sum", root: int = 0) -> bool:
+    call = call_of(operation, 0, [8] * 4, op=op, root=root, dtype=dtype)
+    return AlongRanks().accepts(call, node_of(0, 4)) is None
 
 
 def test_what_goes_along_a_chain() -> None:
-    float32 = np.dtype(np.float32)
     for root in range(4):
-        assert can_chain(dtype_named("float16"), None, root, 4)
-        assert can_chain(float32, "sum", root, 4) == (root in (0, 3))
-    assert not can_chain(float32, "avg", 0, 4)
+        assert can_chain(operations.BCAST, "float16", root=root)
+        assert can_chain(operations.REDUCE, "float32", root=root) == (root in (0, 3))
+    assert not can_chain(operations.REDUCE, "float32", "avg")
     rounded = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
     for name in REDUCTIONS:
-        assert can_chain(dtype_named(name), "lor", 0, 4) == (name not in rounded)
+        assert can_chain(operations.REDUCE, name, "lor") == (name not in rounded)
 
 
 def test_a_chain_is_chosen_where_it_is_possible() -> None:
     tuning = table(row("Reduce", 4, (100, "two_shot"), (1000, "chain"), (9000, "copy_engine")))
 
-    def chosen(asked: str, nbytes: int, *, chainable: bool) -> str:
-        which = {"registered": False, "chainable": chainable}
-        return choose_algorithm(tuning, asked, "Reduce", nbytes, 4, **which)
+    def chosen(asked: str, nbytes: int, *, root: int) -> str:
+        call = call_of(operations.REDUCE, 0, [nbytes] * 4, dtype="uint8", op="max", root=root)
+        return choose(call, asked, tuning, node_of(0, 4)).name
 
     for nbytes, expected in ((99, "one_shot"), (100, "two_shot"), (1000, "chain"), (9000, "copy_engine")):
-        assert chosen("auto", nbytes, chainable=True) == expected
-        assert chosen("auto", nbytes, chainable=False) == ("two_shot" if expected == "chain" else expected)
-    assert chosen("chain", 1, chainable=True) == "chain"
-    assert chosen("chain", 0, chainable=True) == "one_shot"
-    with pytest.raises(InvalidUsageError, match=r'algorithm="chain" of Reduce is for .*: use "two_shot"'):
-        chosen("chain", 1, chainable=False)
+        assert chosen("auto", nbytes, root=0) == expected
+        assert chosen("auto", nbytes, root=1) == ("two_shot" if expected == "chain" else expected)
+    assert chosen("chain", 1, root=3) == "chain"
+    assert chosen("chain", 0, root=3) == "one_shot"
+    with pytest.raises(InvalidUsageError, match=r'algorithm="chain" of Reduce: it is for .*: use "auto"'):
+        chosen("chain", 1, root=1)
+
+
+def test_the_ring_does_not_average_and_a_table_never_takes_it() -> None:
+    call = call_of(operations.ALLREDUCE, 0, [100] * 3, op="avg", dtype="float32")
+    with pytest.raises(
+        InvalidUsageError, match=r'algorithm="ring" of Allreduce: the ring cannot average .*: use "auto"'
+    ):
+        choose(call, "ring", BUILT_IN, node_of(0, 3))
+    assert "ring" in registry.names_for(operations.ALLREDUCE)
+    assert "ring" not in registry.names_for(operations.ALLREDUCE, in_rank_order=True)
+
+
+def test_every_algorithm_has_a_reason_where_it_does_not_accept() -> None:
+    for operation, algorithm in ((op, each) for op in OPERATIONS.values() for each in registry.ALGORITHMS):
+        for size in (1, 2, 4):
+            if algorithm.serves(operation):
+                call = call_of(operation, 0, [1000] * size, root=0)
+                reason = algorithm.accepts(call, node_of(0, size))
+                assert reason is None or len(reason) > 10

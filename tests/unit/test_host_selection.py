@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.collectives.host import selection as host_selection
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES
-from mpicomm.collectives.host.selection import piece_nbytes, use_mapped
+from mpicomm.collectives.host.selection import algorithms_for, schedule, use_mapped
+from mpicomm.collectives.operations import ALLREDUCE, BCAST, OPERATIONS, REDUCE, Operation
 
 LARGE = 1 << 30
+MIB = 1 << 20
 
 
-@pytest.mark.parametrize("operation", host_selection._MAPPED_FROM)
-def test_operations_are_named_as_in_mpi_and_have_one_switch_point(operation: str) -> None:
-    assert hasattr(MPI.Intracomm, operation)
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
+def test_operations_have_one_switch_point(operation: Operation) -> None:
     for size in (2, 3, 8):
         chosen = [use_mapped(operation, 1 << power, size) for power in range(31)]
         assert chosen == sorted(chosen)
@@ -20,17 +23,35 @@ def test_operations_are_named_as_in_mpi_and_have_one_switch_point(operation: str
     assert not use_mapped(operation, LARGE, 1)
 
 
+def test_switch_points_are_of_operations_that_there_are() -> None:
+    assert set(selection._MAPPED_FROM) | set(selection._TWO_SHOT_FROM) <= set(OPERATIONS)
+
+
 def test_what_is_chosen_where_it_matters_most() -> None:
-    assert use_mapped("Allreduce", 64 << 20, 2) and use_mapped("Allreduce", 64 << 20, 8)
-    assert not use_mapped("Allreduce", 1024, 2)
-    for operation in ("Allgather", "Alltoall", "Alltoallv", "Barrier", "Bcast", "Gatherv", "Scatterv"):
-        assert not use_mapped(operation, LARGE, 2) and not use_mapped(operation, LARGE, 4)
+    assert use_mapped(ALLREDUCE, 64 * MIB, 2) and use_mapped(ALLREDUCE, 64 * MIB, 8)
+    assert not use_mapped(ALLREDUCE, 1024, 2)
+    for name in ("Allgather", "Alltoall", "Alltoallv", "Bcast", "Gatherv", "Scatterv"):
+        assert not use_mapped(OPERATIONS[name], LARGE, 2) and not use_mapped(OPERATIONS[name], LARGE, 4)
 
 
-def test_pieces_have_shards_that_fit_a_slot() -> None:
-    for size in (2, 3, 8):
-        assert piece_nbytes("Allreduce", 64 << 20, size) == size * host_selection._SHARD_NBYTES
-    assert host_selection._SHARD_NBYTES <= SLOT_NBYTES
-    assert piece_nbytes("Allreduce", 1000, 2) is None
-    assert piece_nbytes("Bcast", LARGE, 2) is None
-    assert piece_nbytes("Bcast", 1000, 2, forced=True) is not None
+def exchanges(operation: Operation, nbytes: int, size: int, algorithm: str = "auto") -> int:
+    """How many exchanges a call takes."""
+    array = np.zeros(nbytes, np.uint8)
+    call = Call(operation, Arguments(array, array.copy(), MPI.SUM if operation.reduces else None), 0, size, algorithm)
+    return len(schedule(call, algorithm, size, None))
+
+
+def test_large_allreduces_take_two_shots_of_pieces_whose_shards_fit_a_slot() -> None:
+    assert selection._SHARD_NBYTES <= SLOT_NBYTES
+    for size in (2, 3):
+        assert exchanges(ALLREDUCE, 6 * MIB, size) == 2 * -(-6 // size)
+    assert exchanges(ALLREDUCE, 1000, 2) == exchanges(ALLREDUCE, 6 * MIB, 2, "one_shot") == 1
+    assert exchanges(ALLREDUCE, 1000, 2, "two_shot") == exchanges(BCAST, 1000, 2, "two_shot") == 2
+    assert exchanges(BCAST, 6 * MIB, 2) == exchanges(ALLREDUCE, 6 * MIB, 1) == 1
+    assert exchanges(ALLREDUCE, 1000, 3, "ring") == 4
+
+
+def test_two_shots_of_a_reduce_are_for_gpus() -> None:
+    assert algorithms_for(REDUCE) == ("one_shot",)
+    assert algorithms_for(BCAST) == ("one_shot", "two_shot")
+    assert algorithms_for(ALLREDUCE) == ("one_shot", "two_shot", "ring")

@@ -10,7 +10,8 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.gpu import plan_cache as known_calls
-from mpicomm.collectives.gpu.plan_cache import KnownCalls
+from mpicomm.collectives.gpu.plan_cache import PlanCache
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.errors import InvalidUsageError
 from mpicomm.symmetric.registry import Mappings
 
@@ -82,7 +83,7 @@ class Known:
         session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
         self.runs = True  # and is not in a capture
         engine: Any = SimpleNamespace(enqueue=self._enqueue, completion=lambda: self.enqueued.copy)
-        self._calls = KnownCalls(session, engine)
+        self._calls = PlanCache(session, engine)
 
     def _require_usable(self, what: str) -> None:
         if self.usable is not None:
@@ -94,13 +95,13 @@ class Known:
 
     def add(self, operation: str, given: Arguments, algorithm: str = "auto", *, by_output: bool = False) -> Any:
         plan: Any = SimpleNamespace(text=operation)
-        call = (operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
+        call = (OPERATIONS[operation], algorithm, given.send, given.receive, given.op, given.root, given.counts)
         self._calls.add(plan, call, by_output=by_output)
         return plan
 
     def find(self, operation: str, given: Arguments, algorithm: str = "auto", stream: Any = 7) -> Any:
         """Return the plan that is enqueued, if any."""
-        call = (operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
+        call = (OPERATIONS[operation], algorithm, given.send, given.receive, given.op, given.root, given.counts)
         found = self._calls.find(*call)
         if found is None:
             return None
@@ -112,7 +113,8 @@ class Known:
 
     def begin(self, operation: str, given: Arguments) -> Any:
         """Begin a call that is known; return what says whether it is done."""
-        found = self._calls.find(operation, "auto", given.send, given.receive, given.op, given.root, given.counts)
+        call = (OPERATIONS[operation], "auto", given.send, given.receive, given.op, given.root, given.counts)
+        found = self._calls.find(*call)
         assert found is not None
         return self._calls.begin(found, 7, given.send, given.receive)
 

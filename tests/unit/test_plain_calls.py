@@ -9,9 +9,10 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.call import FORMS, Arguments
+from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.host.fast_path import LIMITS, is_plain, is_plainly_mpis
 from mpicomm.collectives.host.selection import use_mapped
+from mpicomm.collectives.operations import ALLREDUCE, OPERATIONS, Operation
 
 SIZES = (2, 3, 8)
 
@@ -28,10 +29,10 @@ class OnDevice:
 LIMIT = 1000
 
 
-@pytest.mark.parametrize("operation", FORMS)
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_below_the_limit_is_never_for_mapped_memory(operation: str, size: int) -> None:
-    assert not use_mapped(operation, LIMITS[operation] - 1, size)
+def test_what_is_below_the_limit_is_never_for_mapped_memory(operation: Operation, size: int) -> None:
+    assert not use_mapped(operation, LIMITS[operation.name] - 1, size)
 
 
 @pytest.mark.parametrize(
@@ -62,10 +63,10 @@ def test_the_other_buffer_counts_too() -> None:
         assert not is_plain(other, both[:2], LIMIT)
 
 
-@pytest.mark.parametrize("operation", FORMS)
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 @pytest.mark.parametrize("nbytes", [8, 1 << 10, 1 << 17, 1 << 20, 1 << 25])
 @pytest.mark.parametrize("size", SIZES)
-def test_an_array_with_its_own_type_is_that_array(operation: str, nbytes: int, size: int) -> None:
+def test_an_array_with_its_own_type_is_that_array(operation: Operation, nbytes: int, size: int) -> None:
     send, receive = np.empty(nbytes // 8), np.empty(nbytes // 8)
 
     def decided(send: Any, receive: Any) -> bool:
@@ -73,7 +74,7 @@ def test_an_array_with_its_own_type_is_that_array(operation: str, nbytes: int, s
 
     plain = decided(send, receive)
     assert decided([send, MPI.DOUBLE], (receive, MPI.DOUBLE)) == decided(send, [receive, MPI.DOUBLE]) == plain
-    assert plain or not is_plain(send, receive, LIMITS[operation] // size)
+    assert plain or not is_plain(send, receive, LIMITS[operation.name] // size)
     for other in (MPI.FLOAT, MPI.BYTE, MPI.DOUBLE_INT, "d", 1, None):
         assert not decided(send, [receive, other])
     assert not decided([OnDevice(), MPI.DOUBLE], receive) and not decided(send, [OnDevice(), MPI.DOUBLE])
@@ -82,4 +83,4 @@ def test_an_array_with_its_own_type_is_that_array(operation: str, nbytes: int, s
 
 def test_mpi_has_no_average() -> None:
     arguments = Arguments(send=np.zeros(1), receive=np.zeros(1), op=mpicomm.AVG)
-    assert not is_plainly_mpis("Allreduce", arguments, 2)
+    assert not is_plainly_mpis(ALLREDUCE, arguments, 2)

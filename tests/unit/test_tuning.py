@@ -102,14 +102,13 @@ def test_below_the_copies_a_symmetric_output_changes_nothing(size: int) -> None:
 def test_what_is_built_in_is_possible(operation: str, nbytes: int, size: int, registered: bool) -> None:
     algorithm = BUILT_IN.algorithm(operation, nbytes, size, registered=registered)
     assert algorithm in algorithms_of(operation)
-    assert algorithm != "ring"
 
 
 def test_what_each_operation_can_be_carried_out_with() -> None:
     def possible(*operations: str) -> set[str]:
         return {" ".join(algorithms_of(operation)) for operation in operations}
 
-    assert possible("Allreduce") == {"one_shot two_shot copy_engine ring"}
+    assert possible("Allreduce") == {"one_shot two_shot copy_engine"}  # the ring has an order of its own
     assert possible("Bcast", "Reduce") == {"one_shot two_shot chain copy_engine"}
     assert possible("Allgather", "Alltoall", "Gather", "Scatter") == {"one_shot copy_engine"}
     assert possible("Alltoallv", "Gatherv", "Reduce_scatter", "Scan") == {"one_shot"}

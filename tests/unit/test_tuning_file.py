@@ -111,9 +111,9 @@ FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
         (put("rows", {}), "rows", "it must be a list"),
         (put("rows", 0, 7), "rows[0]=7", "it must be an object"),
         (without(*FIRST, "ranks"), "rows[0]", 'it lacks "ranks"'),
-        (put(*FIRST, "operation", "Allredcue"), "rows[0].operation='Allredcue'", "use one of Allreduce, Bcast"),
-        (put(*FIRST, "operation", "Scan"), "rows[0].operation='Scan'", "use one of Allreduce, Bcast"),
-        (put(*FIRST, "operation", []), "rows[0].operation", "use one of Allreduce, Bcast"),
+        (put(*FIRST, "operation", "Allredcue"), "rows[0].operation='Allredcue'", "use one of Allgather, Allreduce"),
+        (put(*FIRST, "operation", "Scan"), "rows[0].operation='Scan'", "use one of Allgather, Allreduce"),
+        (put(*FIRST, "operation", []), "rows[0].operation", "use one of Allgather, Allreduce"),
         (put(*FIRST, "ranks", 1), "rows[0].ranks=1", "it must be a whole number from 2 up"),
         (put(*FIRST, "ranks", 4.0), "rows[0].ranks=4.0", "it must be a whole number from 2 up"),
         (put(*FIRST, "ranks", True), "rows[0].ranks=True", "it must be a whole number from 2 up"),
@@ -213,7 +213,7 @@ def write(path: Path, *rows: Row) -> Path:
     return path
 
 
-MINE = row("Allreduce", 4, (100, "ring"))
+MINE = row("Allreduce", 4, (100, "copy_engine"))
 OTHER = "NVIDIA H100 80GB HBM3"
 
 
@@ -229,7 +229,7 @@ def test_the_file_for_this_device_is_found(cache: Path) -> None:
     path = write(cache / "tuning-nvidia-h200.json", MINE)
     assert tuning.default_file(GPU) == path
     found = find(GPU)
-    assert chosen(found, 100, 4) == "ring"
+    assert chosen(found, 100, 4) == "copy_engine"
     assert chosen(found, MIB, 4, "Bcast") == "chain"
     assert found.describe()[0] == f"{path} (NVIDIA H200); for the rest built in, measured on H200s"
     assert find(OTHER) is BUILT_IN
@@ -243,7 +243,7 @@ def test_a_file_that_is_named_wins(cache: Path, monkeypatch: pytest.MonkeyPatch)
     assert chosen(find(GPU), 100, 4) == "two_shot"
     assert chosen(find(GPU), MIB, 4, "Bcast") == "chain"
     monkeypatch.setenv("MPICOMM_TUNING", "")
-    assert chosen(find(GPU), 100, 4) == "ring"
+    assert chosen(find(GPU), 100, 4) == "copy_engine"
     monkeypatch.setenv("MPICOMM_TUNING", "off")
     assert find(GPU) is BUILT_IN
 

@@ -1,8 +1,7 @@
-"""DeviceEngine: carries out exchanges between the GPUs of a node with a kernel each, in stream order."""
+"""DeviceEngine: carries out collectives between the GPUs of a node, in stream order."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -14,55 +13,46 @@ from cupy.cuda import runtime
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
-from mpicomm.collectives.exchange import Exchange, Message
+from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning
-from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
-from mpicomm.collectives.gpu.algorithms.chunks.plan import ChannelPlanner
+from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
-from mpicomm.collectives.gpu.algorithms.copies.plan import Copy, Fork
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
-from mpicomm.collectives.gpu.algorithms.launch import Launch
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
-from mpicomm.collectives.gpu.algorithms.packets.plan import MAX_BLOCKS, PacketPlanner
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
-from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory
+from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory, sendrecv_request
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.collectives.gpu.plan import Plan, launching
-from mpicomm.collectives.gpu.program import Planners, Program, Step, tag_of
+from mpicomm.collectives.gpu.preparation import Preparation
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import slowest_gb_s
+from mpicomm.devices.base import Scratch, slowest_gb_s
 from mpicomm.devices.cuda.backend import CudaBackend
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import Enqueue
 from mpicomm.devices.handle import Kind
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
+from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import MAX_RANKS, Team
-from mpicomm.symmetric.registry import Mapped
+from mpicomm.mpi.span import Span
 
 MAX_CHANNELS = 128
-"""Blocks of a kernel of exchange.cu: of an H200's 132 multiprocessors half keep the links full but for some percent."""
-_MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and those that receive
+"""Blocks of a kernel of exchange.cu: half of an H200's 132 multiprocessors keep the links nearly full."""
+_MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and the blocks that receive
 _MOST_STAGED_NBYTES = 1 << 30
-_STAGED_PART = 64  # and no more than this part of a device's memory
-
-_log = logging.getLogger("mpicomm")
+_STAGED_PART = 64  # and at most this part of a device's memory
 
 
 class DeviceEngine:
-    """Collectives on GPU memory that need not be shared: everything goes through the ranks' arenas.
+    """Collectives on GPU memory, which need not be shared: data goes through the ranks' arenas.
 
-    Messages go in packets (kernels/packets.cu), larger ones straight into symmetric memory (kernels/direct.cu) or from
-    rank to rank (kernels/chain.cu), the largest by copy engines. Chunk by chunk (kernels/exchange.cu) goes what does
-    not fit into inboxes and goes one way alone.
+    Construction is collective over ``node`` and raises as ``share`` does. A call that was enqueued and could not be
+    carried out is raised by the backend's `check`: `CollectiveTimeoutError` names the rank that did not come,
+    `PeerError` says what each rank called. The communicator is unusable then.
 
-    Construction is collective over ``node`` and raises as ``share`` does. What was enqueued and could not be done is
-    raised by the backend's `check`: `CollectiveTimeoutError` naming the rank that did not come, `PeerError` with what
-    each rank called. The communicator is unusable then.
-
-    How the ranks meet, and why they cannot wait for each other in a circle, is told at the top of the three.
+    The top of each algorithm's kernel explains how the ranks meet, and why they cannot wait for each other in a circle.
     """
 
     def __init__(self, node: Group, backend: CudaBackend, kind: Kind, board: Board) -> None:
@@ -70,20 +60,14 @@ class DeviceEngine:
             raise InvalidUsageError(
                 f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, this one has {node.size}"
             )
-        self._node = node
+        self._group = node
         self._backend = backend
         self._board = board
-        self._calls = DeviceCalls(node, board)
-        # All blocks of all ranks must run at once: as many as the smallest of the devices can hold.
         told = node.exchange(
-            "collectives: set-up",
-            lambda: (
-                backend.multiprocessors,
-                backend.total_nbytes,
-                backend.info.uuid,
-            ),
+            "collectives: set-up", lambda: (backend.multiprocessors, backend.total_nbytes, backend.info.uuid)
         )
-        smallest = min(multiprocessors for multiprocessors, *_ in told)
+        # All blocks of all ranks must run at once: as many as the smallest of the devices can hold.
+        multiprocessors = min(count for count, *_ in told)
         most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, _ in told) // _STAGED_PART)
 
         def link_gb_s() -> float | None:
@@ -95,70 +79,71 @@ class DeviceEngine:
         found = node.exchange("collectives: table", find)[0]
         assert found is not None
         self.tuning: Tuning = found
-        """The table of the first rank, which all go by."""
-        layout = ArenaLayout(node.size, min(MAX_CHANNELS, smallest))
-        self._arena = DeviceArena(node, backend, kind, layout, self._require_same_call)
+        """The table of the first rank. All ranks go by it."""
+        layout = ArenaLayout(node.size, min(MAX_CHANNELS, multiprocessors))
+        self._arena = DeviceArena(node, backend, kind, layout)
+        calls = DeviceCalls(node, board, backend, self._arena)
         self._order = backend.stream_order()
         team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
         for index, rank in enumerate(node.ranks):
             team.arenas[index] = self._arena.pointers[index]
             team.names[index] = rank
         host_slots = kind == "staged"
-        # Older devices cannot begin a kernel before the last has ended. And one that began early would be promised that
-        # what the last has put back is seen on this device, which says nothing of memory of the host.
-        early = backend.info.compute_capability >= (9, 0) and not host_slots
-        self._planners = Planners(
-            node.rank,
-            node.size,
+        self._node = Node(
+            team,
             self._arena,
-            most_staged_nbytes,
+            multiprocessors,
             self.tuning.link_speed,
-            ChannelPlanner(team, layout),
-            PacketPlanner(team, self._arena, min(MAX_BLOCKS, smallest), early=early, host_slots=host_slots),
-            DirectPlanner(team, layout, min(MAX_BLOCKS, smallest), early=early),
-            ChainPlanner(team, smallest, early=early, host_slots=host_slots),
+            most_staged_nbytes,
+            # Devices before 9.0 cannot set up a kernel's blocks before the last kernel has ended. A kernel that begins
+            # early relies on the last kernel's stores being seen on this device, which says nothing of host memory.
+            early=backend.info.compute_capability >= (9, 0) and not host_slots,
+            host_slots=host_slots,
         )
-        channels = max(1, min(_MESSAGE_CHANNELS, smallest * SENDRECV_BLOCKS // 2))
+        self._preparation = Preparation(self.tuning, self._node, self._arena, board, calls)
+        channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
+        self._scratch: list[Scratch] = []
         self._kernels = kernels_of(backend.info)
-        self._plans: WeakSet[Plan] = WeakSet()  # whoever enqueues them keeps them
+        self._plans: WeakSet[Plan] = WeakSet()  # the callers who enqueue plans keep them
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
-        backend.calls = self._calls.different
+        backend.calls = calls.different
 
-    def prepare(
-        self,
-        exchanges: Sequence[Exchange],
-        signature: Signature,
-        memory: Mapped | None = None,
-        *,
-        algorithm: str = "one_shot",
-    ) -> Plan:
-        """Return this rank's part of ``exchanges``, those of ``algorithm``, to be enqueued as often as wanted.
+    def prepare(self, call: GpuCall, asked: str = "auto") -> Plan:
+        """Return this rank's part of a call, to be enqueued any number of times; ``asked`` is ``algorithm=``.
 
-        ``memory`` is where all ranks' output lies, if it is symmetric.
+        Collective where the call needs more memory than all calls before, else local. The board is told of it: that
+        counts as the first time that the plan is enqueued. Where the ranks cannot set up memory for an algorithm that
+        was not asked for, they take another one, and a warning says so.
 
-        Collective where a message is larger than all before and needs more memory, else local; all ranks prepare with
-        as many exchanges each. The board is told of it: it counts as the first time that the plan is enqueued. Raises
-        `InvalidUsageError` for a reduction that is not defined, and as ``share`` does; the first use of a reduction
-        compiles its kernel, about a second once per machine.
+        Raises `InvalidUsageError` for an algorithm that cannot carry out the call and for a reduction that is not
+        defined, and as ``share`` does. The first use of a reduction compiles its kernel, about a second once per
+        machine.
         """
-        self._require_open(signature.operation)
-        program = Program(self._planners, exchanges, signature, memory, algorithm)
-        # Before the board is told: it is not of a rank that has kept what was chosen instead, and makes the call again.
-        self._arena.require_staging(program.staging_nbytes)
-        self._board.post(str(program))  # before anything waits for others, who may be in something else
-        return self._plan(str(program), [*program.steps()])
+        self._require_open(call.operation.name)
+        return self._plan(*self._preparation.steps(call, asked))
+
+    def scratch(self, nbytes: int) -> Span | None:
+        """Return memory of this rank alone, None for 0 bytes; all calls share it, in stream order. Local."""
+        if nbytes == 0:
+            return None
+        if not self._scratch or self._scratch[-1].nbytes < nbytes:
+            # Smaller ones are kept, because a captured graph may use them. By powers of two all of them together have
+            # at most twice the bytes of the largest.
+            self._scratch.append(self._backend.scratch(1 << (nbytes - 1).bit_length()))
+        return Span(self._scratch[-1].pointer, 0)
 
     def prepare_barrier(self) -> Plan:
         """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local."""
         signature = Signature("Barrier", "uint8")
         self._require_open(signature.operation)
         self._board.post(str(signature))
-        return self._plan(str(signature), [self._planners.direct.barrier(tag_of(signature, 0), after_copies=False)])
+        barrier = DirectPlanner.of(self._node).barrier(signature.hash32, after_copies=False)
+        return self._plan(str(signature), [barrier])
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
         """Return a plan that sends one message and receives another; ``text`` says so.
@@ -167,9 +152,11 @@ class DeviceEngine:
         relative to their other messages and to collectives.
         """
         self._require_open(text)
-        if not self._arena.has_messages:
+        request = sendrecv_request(self._sendrecv.layout)
+        if not self._arena.has(request):
             self._board.post("the first message in the order of streams, for which all ranks set up memory")
-        launch = self._sendrecv.launch(sent, received, self._arena.messages(self._sendrecv.layout.nbytes))
+            self._preparation.provide(request)
+        launch = self._sendrecv.launch(sent, received, self._arena.region(request).pointers)
         return self._plan(text, [] if launch is None else [launch], collective=False)
 
     def _plan(self, text: str, steps: Sequence[Step], *, collective: bool = True) -> Plan:
@@ -241,16 +228,6 @@ class DeviceEngine:
     def _require_open(self, what: str) -> None:
         if not self._open:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
-
-    def _require_same_call(self) -> None:
-        """Raise what `DeviceCalls.require_same` does, from now on, and let those go who are in a kernel."""
-        try:
-            self._calls.require_same()
-        except (CollectiveTimeoutError, PeerError) as error:
-            if isinstance(error, PeerError):
-                self._arena.abort()
-            self._backend.fail(error)
-            raise
 
     def _enqueuer(self, step: Step) -> Enqueue:
         if isinstance(step, Launch):

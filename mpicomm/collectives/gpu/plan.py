@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cupy.cuda import runtime
 
-from mpicomm.collectives.gpu.algorithms.launch import Launch
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.cuda.load import Kernel
 from mpicomm.devices.cuda.stream_order import Enqueue
 

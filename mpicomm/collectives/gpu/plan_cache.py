@@ -1,4 +1,4 @@
-"""KnownCalls: collectives on device arrays that were made before, recognised by their arguments."""
+"""PlanCache: the plans of calls on device arrays, found again by the arguments of a call."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.collectives.operations import REDUCE_SCATTER, Operation
 from mpicomm.mpi.buffers import array_of
 
 if TYPE_CHECKING:
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from mpicomm.collectives.gpu.plan import Plan
     from mpicomm.session import Session
 
-_MOST = 1024  # calls that are kept
-_PLAIN = frozenset((int, str, type(None)))  # types of what is known by itself; no subclasses, to which True belongs
+_MOST = 1024  # plans that are kept
+_PLAIN = frozenset((int, str, type(None)))  # types whose values are keys; no subclasses, because True is one of int
 
 
 class KnownCall(NamedTuple):
@@ -25,23 +26,23 @@ class KnownCall(NamedTuple):
 
     plan: Plan
     op: MPI.Op | None
-    """The operation: while it lives, nothing else has its id."""
+    """The operation. It is kept because its id is part of the key, and no other object has that id while it lives."""
     by_output: bool
-    """Whether the receive buffer says which library's stream is meant; the other one may be anything, and ignored."""
+    """Whether the receive buffer says which library's stream is meant. MPI ignores the other buffer then."""
 
 
-class KnownCalls:
-    """Plans by the arguments of the calls they carry out, all of what a plan depends on.
+class PlanCache:
+    """Plans by the arguments of the calls that they carry out, and by nothing else, because a plan depends on no more.
 
-    To read and check the arguments takes ten times as long as to enqueue a kernel, and programs call the same again and
-    again. Only CuPy's and PyTorch's arrays are recognised, by what they say of their memory: the objects themselves are
-    often new, and can be changed in place. Of what comes with them, counts and displacements are, and types by their
-    name or as one of MPI's own: what a derived one is, its handle does not say for good.
+    Reading and checking arguments takes ten times as long as enqueueing a kernel, and programs repeat their calls. Only
+    arrays of CuPy and PyTorch are recognised, by their memory, because the objects are often new and can be changed in
+    place. Counts and displacements are recognised by value, datatypes by name or as predefined types of MPI. The handle
+    of a derived datatype is no key, because MPI may give it to another datatype.
     """
 
     def __init__(self, session: Session, engine: DeviceEngine) -> None:
         self._session = session
-        self._engine = engine
+        self.engine = engine
         self._calls: dict[Hashable, KnownCall] = {}
         self._version = session.mappings.version
         self._cupy = _of_library("cupy", "ndarray")
@@ -53,7 +54,7 @@ class KnownCalls:
 
     def find(
         self,
-        operation: str,
+        operation: Operation | str,
         algorithm: str,
         send: Any,
         receive: Any,
@@ -61,41 +62,38 @@ class KnownCalls:
         root: Hashable,
         counts: Sequence[int] | None,
     ) -> KnownCall | None:
-        """Return a call that was made before; None if it was not.
-
-        Of a message ``root`` is its ends and tags.
-        """
+        """Return a call that was made before; None if it was not. The ``root`` of a message is its ends and tags."""
         version = self._session.mappings.version
-        if version != self._version:  # symmetric memory may be ordinary now, or the other way round
+        if version != self._version:  # symmetric memory may have become ordinary memory, or the other way round
             self._version = version
             self._calls.clear()
         try:
             return self._calls.get(self._key(operation, algorithm, send, receive, op, root, counts))
-        except TypeError:  # a root that is a list, say, of which `Call` says what is wrong
+        except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
 
     def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
 
-        Raises as any call does: what went wrong with earlier ones, and where the communicator was freed.
+        Raises the error of an earlier call, and `InvalidUsageError` where the communicator was freed.
         """
         session, plan = self._session, call.plan
         session.require_usable(plan.text)
         resolved = session.backend.stream(stream, array_of(receive if call.by_output else send))
-        return self._engine.enqueue(plan, resolved, again=True)
+        return self.engine.enqueue(plan, resolved, again=True)
 
     def begin(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
         """As `enqueue`; return a function that says whether it is done, callable in any thread."""
-        return self._engine.completion() if self.enqueue(call, stream, send, receive) else lambda: True
+        return self.engine.completion() if self.enqueue(call, stream, send, receive) else lambda: True
 
     def add(
         self,
         plan: Plan,
-        call: tuple[str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None],
+        call: tuple[Operation | str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None],
         *,
         by_output: bool,
     ) -> None:
-        """Keep the plan of a call, that of `find`, if it can be recognised; local."""
+        """Keep the plan of a call with the arguments of `find`, if they can be recognised; local."""
         key = self._key(*call)
         if key is not None:
             if len(self._calls) >= _MOST:
@@ -104,7 +102,7 @@ class KnownCalls:
 
     def _key(
         self,
-        operation: str,
+        operation: Operation | str,
         algorithm: str,
         send: Any,
         receive: Any,
@@ -112,9 +110,11 @@ class KnownCalls:
         root: Hashable,
         counts: Sequence[int] | None,
     ) -> Hashable:
-        """Return what a call is known by, None if it cannot be."""
-        if type(send) is type(receive) is self._cupy and operation != "Reduce_scatter":
-            # As below, spelled out: it is on the way of nearly every call, and takes half the time.
+        """Return the key of a call, None where its arguments cannot be recognised."""
+        if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
+            return None  # the ranks tell each other their counts in every call, and those may have changed
+        if type(send) is type(receive) is self._cupy and counts is None:
+            # The same as below, spelled out, because nearly every call comes here and it takes half the time.
             return (
                 operation,
                 send.data.ptr,
@@ -129,15 +129,13 @@ class KnownCalls:
                 root,
                 algorithm,
             )
-        if operation == "Reduce_scatter" and counts is None and send is not MPI.IN_PLACE:
-            return None  # the ranks tell each other, in every call, how much they want
         sent, received, shares = self._identity_of(send), self._identity_of(receive), _identify_said(counts)
         if sent is None or received is None or shares is None:
             return None
         return operation, sent, received, shares, id(op), root, algorithm
 
     def _identity_of(self, argument: Any) -> Hashable:
-        """Return what a buffer argument is known by, None if it cannot be."""
+        """Return the key of a buffer argument, None where it cannot be recognised."""
         if type(argument) in (list, tuple) and argument:
             array, length = self._identity_of(argument[0]), len(argument)
             said = None if array is None else _identify_said(argument[1] if length == 2 else tuple(argument[1:]))
@@ -152,36 +150,36 @@ class KnownCalls:
 
 
 def _of_library(library: str, name: str) -> Any:
-    """Return a class of a library, None if that is not imported: then nobody can have an object of it."""
+    """Return a class of a library, None where the library is not imported, because then no object of it exists."""
     return getattr(sys.modules.get(library), name, None)
 
 
 def _identify_cupy(array: Any) -> Hashable:
-    # Of contiguous memory nothing but its size matters. `array.flags`, which is public, takes eight times as long.
+    # Only the size of contiguous memory matters. `array.flags`, which is public, takes eight times as long.
     return array.data.ptr, array.size, array.dtype, array._c_contiguous or (array.shape, array.strides)
 
 
 def _identify_torch(tensor: Any) -> Hashable:
-    if not tensor.is_cuda:  # empty ones of the host are at the same address as those of a GPU
+    if not tensor.is_cuda:  # empty tensors of the host and of a GPU have the same address
         return None
     try:
         pointer = tensor.data_ptr()
-    except RuntimeError:  # sparse, say, of which `read` says that it cannot be taken
+    except RuntimeError:  # a sparse tensor, for example; `read` refuses it
         return None
     return (
         pointer,
         tensor.numel(),
         tensor.dtype,
         tensor.is_contiguous() or (tensor.shape, tensor.stride()),
-        # One of these is refused, although its memory may be that of another tensor, which is known.
+        # Such a tensor is refused, although its memory may be that of another tensor whose call is known.
         tensor.requires_grad or tensor.is_conj() or tensor.is_neg(),
     )
 
 
 def _identify_said(said: Any) -> Hashable:
-    """Return what counts, displacements and types are known by, None if they cannot be: as they are now."""
+    """Return the key of counts, displacements and types as they are now, None where they cannot be recognised."""
     kind = type(said)
-    if kind is list or kind is tuple:  # which mean different things
+    if kind is list or kind is tuple:  # the two mean different things
         if _PLAIN.issuperset(map(type, said)):
             return kind, *said
         parts = tuple(map(_identify_said, said))

@@ -1,72 +1,75 @@
-"""From a call on device arrays to a plan of the engine: which algorithm, in which exchanges, with which memory."""
+"""Preparation: from a call to the steps of one algorithm, with the memory that the algorithm needs."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
-from mpicomm.collectives.call import Call
-from mpicomm.collectives.gpu.arena import NoStagingError
-from mpicomm.collectives.gpu.choose import can_chain, choose_algorithm
+from mpicomm.collectives.board import Board
+from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.memory import Request
+from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
+from mpicomm.collectives.gpu.choose import choose
+from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.collectives.gpu.tuning import Tuning
-from mpicomm.mpi.span import Span
-from mpicomm.symmetric.registry import Mappings
-
-if TYPE_CHECKING:
-    from mpicomm.collectives.gpu.engine import DeviceEngine  # needs CuPy
-    from mpicomm.collectives.gpu.plan import Plan
-
-_log = logging.getLogger("mpicomm")
+from mpicomm.log import logger
 
 
-def prepare(
-    engine: DeviceEngine,
-    mappings: Mappings,
-    call: Call,
-    size: int,
-    asked: str,
-    scratch_for: Callable[[Call], Span | None],
-) -> Plan:
-    """Return this rank's part of a call between ``size`` ranks, for which the algorithm ``asked`` was given.
+class Preparation:
+    """Chooses an algorithm for each call and sets up its memory. Local but for a set-up, in which all ranks meet."""
 
-    Collective where the engine's `prepare` is; raises as that and `choose_algorithm`. Where there is no memory for
-    copy engines to bring data to, and they were not asked for, another algorithm takes less: a warning says so.
-    """
-    assert call.dtype is not None  # else it is MPI's
-    dtype, output, nbytes = call.dtype, call.common_output, call.nbytes or 0
-    memory = None
-    if output is not None and output.total:
-        memory = mappings.find(output.pointer, output.total * dtype.itemsize)
+    def __init__(self, tuning: Tuning, node: Node, arena: DeviceArena, board: Board, calls: DeviceCalls) -> None:
+        self._tuning = tuning
+        self._node = node
+        self._arena = arena
+        self._board = board
+        self._calls = calls
+        self._refused: dict[str, tuple[int, str]] = {}  # by purpose: the least memory that was refused, and why
 
-    def choose(tuning: Tuning) -> str:
-        return choose_algorithm(
-            tuning,
-            asked,
-            call.operation,
-            nbytes,
-            size,
-            registered=memory is not None,
-            chainable=can_chain(dtype, call.op, call.arguments.root, size),
-        )
+    def steps(self, call: GpuCall, asked: str) -> tuple[str, list[Step]]:
+        """Return a call in words and this rank's steps; see `DeviceEngine.prepare`."""
+        _ = call.reduction  # it raises here where it is not defined, before the other ranks are told of the call
+        table = self._tuning
+        while True:
+            algorithm = choose(call, asked, table, self._node)
+            requests = algorithm.memory(call, self._node)
+            text = call.text(into_memory=algorithm.into_memory)
+            try:
+                # Before the board is told, because a rank that keeps the plan of another algorithm never comes here.
+                for request in requests:
+                    self._require_not_refused(request)
+                self._board.post(text)  # before this rank waits for others, which may be in another call
+                for request in requests:
+                    self.provide(request)
+                return text, [*algorithm.plan(call, self._node)]
+            except NoMemoryError as error:
+                if asked != "auto" or algorithm.name == "one_shot":
+                    raise
+                for request in requests:
+                    least, _ = self._refused.get(request.what, (request.nbytes, ""))
+                    self._refused[request.what] = min(least, request.nbytes), str(error)
+                _warn_of_memory(call.operation.name, algorithm.name, str(error))
+                table = table.without(algorithm.name)
 
-    def prepared(algorithm: str) -> Plan:
-        # A rank cannot store what it has reduced of a Reduce, for copy engines to send it on: all goes to the root.
-        two_hops = algorithm == "two_shot" or (algorithm == "copy_engine" and call.operation != "Reduce")
-        exchanges = call.exchanges(nbytes if two_hops else None, scratch_for(call), algorithm=algorithm)
-        return engine.prepare(exchanges, call.signature, memory, algorithm=algorithm)
+    def provide(self, request: Request) -> None:
+        """Set up memory for a request where there is none. Collective then, else local. Raises `NoMemoryError`."""
+        if not self._arena.has(request):
+            self._calls.require_same()
+            self._arena.set_up(request)
 
-    algorithm = choose(engine.tuning)
-    try:
-        return prepared(algorithm)
-    except NoStagingError as error:
-        if asked != "auto" or algorithm != "copy_engine":
-            raise
-        _warn_of_memory(call.operation, str(error))
-        return prepared(choose(engine.tuning.without("copy_engine")))
+    def _require_not_refused(self, request: Request) -> None:
+        """Raise `NoMemoryError` where ranks have taken another algorithm for want of such memory. Local, on all alike.
+
+        The ranks never try again, because a rank that has kept the plan of the other algorithm, for a call that it
+        repeats, would not come to the set-up.
+        """
+        least, why = self._refused.get(request.what, (request.nbytes + 1, ""))
+        if request.nbytes >= least and not self._arena.has(request):
+            raise NoMemoryError(why)
 
 
 @lru_cache
-def _warn_of_memory(operation: str, reason: str) -> None:
-    _log.warning("%s goes without copy engines, which is slower, for want of memory: %s", operation, reason)
+def _warn_of_memory(operation: str, algorithm: str, reason: str) -> None:
+    logger.warning(
+        "%s goes without algorithm %r, which is slower, for want of memory: %s", operation, algorithm, reason
+    )

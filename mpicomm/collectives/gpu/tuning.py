@@ -14,21 +14,13 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from mpicomm import environment
-from mpicomm.collectives.operations import INTO_ALL
+from mpicomm.collectives.gpu.algorithms.registry import NAMES, names_for
+from mpicomm.collectives.operations import OPERATIONS as COLLECTIVES
 from mpicomm.errors import InvalidUsageError
 
-_ALGORITHMS = {
-    "Allreduce": ("one_shot", "two_shot", "copy_engine", "ring"),
-    "Bcast": ("one_shot", "two_shot", "chain", "copy_engine"),
-    "Reduce": ("one_shot", "two_shot", "chain", "copy_engine"),
-    "Allgather": ("one_shot", "copy_engine"),
-    "Alltoall": ("one_shot", "copy_engine"),
-    "Gather": ("one_shot", "copy_engine"),
-    "Scatter": ("one_shot", "copy_engine"),
-    "Reduce_scatter_block": ("one_shot", "copy_engine"),
-}
-OPERATIONS = tuple(_ALGORITHMS)
-"""The operations that have more than one algorithm."""
+_CHOICES = {row.name: names_for(row, in_rank_order=True) for row in COLLECTIVES.values()}
+OPERATIONS = tuple(name for name, names in _CHOICES.items() if len(names) > 1)
+"""The collectives between whose algorithms a table chooses."""
 _FORMAT = 2
 _BUILT_IN_LINK_GB_S = 478.0
 """What the links of an H200 carry each way: 18 NVLinks of 26.6 GB/s."""
@@ -36,13 +28,8 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 
 def algorithms_of(operation: str) -> tuple[str, ...]:
-    """Return the algorithms that can carry an operation out."""
-    return _ALGORITHMS.get(operation, ("one_shot",))
-
-
-def operations_of(algorithm: str) -> tuple[str, ...]:
-    """Return the operations that an algorithm is for, where it is not all."""
-    return tuple(operation for operation, names in _ALGORITHMS.items() if algorithm in names)
+    """Return the algorithms that a table may choose for a collective: those that reduce in the order of ranks."""
+    return _CHOICES[operation]
 
 
 class Kind(NamedTuple):
@@ -55,7 +42,7 @@ class Kind(NamedTuple):
 def kind_of(operation: str, *, registered: bool) -> Kind:
     """Return the kind of a call: only what makes a difference to the operation is told apart."""
     # Into the output of one rank alone nobody else can store.
-    return Kind(operation, registered and operation in INTO_ALL)
+    return Kind(operation, registered and COLLECTIVES[operation].into_all)
 
 
 @dataclass(frozen=True)
@@ -346,7 +333,7 @@ def _row_from_json(value: _Value) -> Row:
     source, measured = value["measured"], None
     if source.content is not None:
         times_us = {
-            line["nbytes"].whole(1): {name: time.positive() for name, time in line["us"].members(legal).items()}
+            line["nbytes"].whole(1): {name: time.positive() for name, time in line["us"].members(NAMES).items()}
             for line in source["times"].items()
         }
         measured = Measured(source["date"].text(), source["mpicomm"].text(), source["datatype"].text(), times_us)

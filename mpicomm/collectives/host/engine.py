@@ -60,6 +60,7 @@ class HostEngine:
         self._peers = [(node.rank + step) % node.size for step in range(1, node.size)]
         self._reducers: dict[tuple[str, np.dtype[Any]], Reducer] = {}
         self._slots: dict[tuple[int, np.dtype[Any]], npt.NDArray[Any]] = {}
+        self._scratch: npt.NDArray[np.uint8] | None = None
         self._open = True
         self._broken: MpicommError | None = None
 
@@ -87,6 +88,14 @@ class HostEngine:
                     self._carry_out(exchange)
 
         self._call(work, signature)
+
+    def scratch(self, nbytes: int) -> Span | None:
+        """Return memory of this rank alone for one call, None for 0 bytes. Local."""
+        if nbytes == 0:
+            return None
+        if self._scratch is None or self._scratch.nbytes < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return Span(self._scratch.ctypes.data, 0)
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. The engine cannot be used any more."""
@@ -157,6 +166,9 @@ class HostEngine:
                     channels.release((peer,))
             if reduce is not None and start < sizes[-1]:
                 reduce(start // itemsize, min(step, sizes[-1] - start) // itemsize)
+        if exchange.move is not None:
+            source, target = exchange.move
+            ctypes.memmove(target.pointer, source.pointer, target.count * itemsize)
 
     def _outgoing(self, exchange: Exchange, itemsize: int) -> list[tuple[int, int, list[int]]]:
         """Return address, bytes and readers of what is sent to peers: once for all peers that get the same.

@@ -11,14 +11,15 @@ import numpy as np
 from mpi4py import MPI
 from numpy import may_share_memory, ndarray
 
-from mpicomm.collectives.call import FORMS, Arguments
+from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.host.selection import least_mapped, use_mapped
+from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi.ops import AVG
 from mpicomm.mpi.types import numpy_dtype
 
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")  # with which MPI does what mpicomm promises
 
-LIMITS = {operation: least_mapped(operation) for operation in FORMS}
+LIMITS = {name: least_mapped(operation) for name, operation in OPERATIONS.items()}
 """Of fewer bytes of `MPI_TYPES` in the whole call a collective is MPI's, with any number of ranks."""
 
 
@@ -49,31 +50,29 @@ def are_apart(a: Any, b: Any) -> bool:
     return (a.base is b.base is None and a is not b) or not may_share_memory(a, b)
 
 
-def is_plainly_mpis(operation: str, arguments: Arguments, size: int) -> bool:
-    """Whether a call on plain NumPy arrays is below the switch point, of those too that `is_plain` does not tell.
+def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int) -> bool:
+    """Return whether a call on NumPy arrays is surely MPI's, also where `is_plain` does not tell.
 
-    It has to be what is decided on ranks that pass their buffers in other forms.
+    The answer is the one that `selection.is_mpis` gives on ranks that pass their buffers in other forms.
     """
     send, receive = _array(arguments.send), _array(arguments.receive)
     if arguments.op is AVG:
         return False
-    if operation == "Reduce_scatter" and (arguments.counts is None or type(send) is not ndarray):
-        return False  # the counts have to be found out, or MPI cannot be trusted with it
+    if operation.send == "counted" and (arguments.counts is None or type(send) is not ndarray):
+        return False  # the ranks have to tell each other the counts, or MPI cannot be trusted with the call
     for buffer in (send, receive):
         if type(buffer) is not ndarray and buffer is not MPI.IN_PLACE and buffer is not None:
             return False
     if type(send) is type(receive) is ndarray and not are_apart(send, receive):
         return False
-    # A buffer that every rank has: what others than the root pass for the root's alone may be anything.
-    blocks = 1
-    if operation == "Allgatherv" or type(send) is not ndarray:
-        array = receive
-    elif operation in ("Allgather", "Gather"):
-        array, blocks = send, size
-    else:
-        array = send
-    if operation in ("Scatter", "Scatterv") and type(receive) is ndarray:
+    # A buffer that every rank has: a buffer of the root alone may be anything on other ranks.
+    array, blocks = send, 1
+    if operation.rooted == "send" and type(receive) is ndarray:
         array, blocks = receive, size
+    elif type(send) is not ndarray or operation.counts == "vector":
+        array = receive
+    elif operation.send == "one" and operation.receive == "blocks":
+        blocks = size
     if type(array) is not ndarray or array.dtype not in MPI_TYPES:
         return False
     return not use_mapped(operation, blocks * array.nbytes, size)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.types import is_narrow
 
 _UFUNCS: dict[str, np.ufunc] = {
     "sum": np.add,
@@ -40,15 +41,9 @@ _UFUNCS: dict[str, np.ufunc] = {
 OPERATIONS = tuple(_UFUNCS)
 """The names of all operations."""
 
-_NARROW = {"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 _FLOAT32 = np.dtype(np.float32)
 # Parts, accumulator and result of a block stay in a core's L2 cache while they go through several operations.
 _BLOCK_NBYTES = 128 * 1024
-
-
-def is_narrow(dtype: np.dtype[Any]) -> bool:
-    """Return whether ``dtype`` is a float that is accumulated in float32."""
-    return dtype.name in _NARROW
 
 
 def is_supported(op: str, dtype: np.dtype[Any]) -> bool:

@@ -1,12 +1,24 @@
-"""Selection: which collectives on host arrays go through mapped memory, and how, by what was measured.
+"""Which collectives on host arrays are MPI's own, and which go through mapped memory and how, by measurement.
 
 `scripts/measure_host_collectives.py` compares with the MPI beneath: MPICH 5 with its copies from process to process, 2
-ranks on 2 cores, and 4 ranks on the same 2. The reductions gain most: MPI's are bound by what they do between copies.
-What only moves data is bound by memory in MPI as well, so there is little to gain, and much to lose: MPI copies from
-memory to memory, the slots pass from cache to cache, which takes four times as long where two cores share none.
+ranks on 2 cores, and 4 ranks on the same 2. Reductions gain most, because MPI spends its time between its copies.
+Collectives that only move data gain little and may lose much, because memory bounds them in MPI as well: MPI copies
+from memory to memory, and slots pass from cache to cache, which takes four times as long where cores share no cache.
 """
 
 from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mpicomm.collectives.call import Call
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import ring_refusal
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import types
+from mpicomm.mpi.span import Span
 
 _KIB = 1024
 _MIB = 1024 * _KIB
@@ -23,32 +35,77 @@ _MAPPED_FROM = {
     "Scatter": (_NEVER, 256 * _KIB),
 }
 """From how many bytes on mapped memory is used, with 2 ranks and with more. Other operations are MPI's at any size: in
-Allgather, Alltoall and Bcast it copies once where mapped memory copies twice; in the rest ranks do not know how many
-bytes others have."""
+Allgather, Alltoall and Bcast MPI copies once where mapped memory copies twice; in the others ranks do not know how many
+bytes the other ranks have."""
 
-_TWO_SHOT_FROM = _MIB
+_TWO_SHOT_FROM = {"Allreduce": _MIB}
 _SHARD_NBYTES = _MIB
 
 
-def least_mapped(operation: str) -> int:
+def least_mapped(operation: Operation) -> int:
     """Return from how many bytes on a collective may go through mapped memory, with any number of ranks. Local."""
-    return min(_MAPPED_FROM.get(operation, (_NEVER,)))
+    return min(_MAPPED_FROM.get(operation.name, (_NEVER,)))
 
 
-def use_mapped(operation: str, nbytes: int, size: int) -> bool:
-    """Return whether a collective of MPI's name ``operation`` goes through mapped memory. Local.
+def use_mapped(operation: Operation, nbytes: int, size: int) -> bool:
+    """Return whether mapped memory is faster than MPI for a collective that MPI can carry out. Local.
 
-    ``nbytes`` is that of a rank's largest buffer, which has to be the same number on all ranks.
+    ``nbytes`` is `Call.nbytes`, the same number on all ranks.
     """
-    few, many = _MAPPED_FROM.get(operation, (_NEVER, _NEVER))
+    few, many = _MAPPED_FROM.get(operation.name, (_NEVER, _NEVER))
     return size > 1 and nbytes >= (few if size == 2 else many)
 
 
-def piece_nbytes(operation: str, nbytes: int, size: int, *, forced: bool = False) -> int | None:
-    """Return the size of the pieces of a two-shot collective, or None where one-shot is faster. Local.
+def mpi_has(dtype: np.dtype[Any] | None, op: str | None) -> bool:
+    """Return whether MPI has an element type and an operation, and gives what mpicomm promises of them. Local."""
+    if dtype is None:
+        return True
+    if op == "avg" or (op is not None and dtype == np.float16):  # MPI would round float16 after every step
+        return False
+    return types.mpi_datatype(dtype) is not None
 
-    A piece has a shard for each rank, of a size that is still in the cache when the next step reads it.
+
+def is_mpis(call: Call, algorithm: str, size: int, nodes: int) -> bool:
+    """Return whether MPI carries out a blocking call on host arrays; the same on all ranks. Local.
+
+    Raises `InvalidUsageError` where neither MPI nor mapped memory can.
     """
-    if forced or (operation == "Allreduce" and nbytes >= _TWO_SHOT_FROM):
-        return _SHARD_NBYTES * size
-    return None
+    if call.dtype is None or algorithm == "mpi":
+        return True
+    if algorithm == "auto" and mpi_has(call.dtype, call.op):
+        return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size) or nodes > 1
+    if nodes > 1:
+        raise InvalidUsageError(
+            f"{call.operation} of {call.dtype} works between the ranks of one node; these are on {nodes}"
+        )
+    return False
+
+
+def is_mpis_request(call: Call, algorithm: str) -> bool:
+    """Return whether a nonblocking or persistent call on host arrays is MPI's, which alone has requests for them."""
+    return algorithm == "mpi" or (algorithm == "auto" and mpi_has(call.dtype, call.op))
+
+
+def algorithms_for(operation: Operation) -> tuple[str, ...]:
+    """Return the algorithms on mapped memory that a collective has."""
+    # Two shots need memory on every rank for the data that it sends on: the output of a collective into all ranks.
+    names = ["one_shot"] + ["two_shot"] * (operation.into_all and operation.two_shot is not None)
+    return tuple(names + ["ring"] * (operation.ring is not None))
+
+
+def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> list[Exchange]:
+    """Return a call on mapped memory as exchanges. Raises `InvalidUsageError` where the algorithm cannot reduce so."""
+    operation, buffers = call.operation, call.buffers(scratch)
+    if algorithm == "ring":
+        assert operation.ring is not None
+        refusal = ring_refusal(buffers.op)
+        if refusal is not None:
+            raise InvalidUsageError(f'algorithm="ring" of {operation}: {refusal}: use "auto"')
+        return operation.ring(buffers)
+    two_shot = operation.two_shot
+    least = 0 if algorithm == "two_shot" else _TWO_SHOT_FROM.get(operation.name, _NEVER)
+    if two_shot is None or size == 1 or algorithm == "one_shot" or (call.nbytes or 0) < least:
+        return [operation.one_shot(buffers)]
+    # A piece has a shard for each rank, of a size that is still in the cache when the second exchange reads it.
+    pieces = [two_shot(piece) for piece in buffers.pieces(_SHARD_NBYTES * size)]
+    return [exchange for piece in pieces for exchange in (piece.first, piece.second)]

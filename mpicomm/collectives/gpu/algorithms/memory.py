@@ -178,22 +178,48 @@ class Inboxes:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Request:
+    """Memory of the same size on every rank that a call needs beyond the arena: words, then slots.
+
+    Words and slots hold zeros at first. Slots of the sentinel wire hold `ABSENT` instead, and their escapes follow
+    them, a byte for each.
+    """
+
+    what: str
+    """The purpose, as errors and ``info`` say it. Memory of one purpose is shared by all calls that fit into it."""
+    slots_nbytes: int
+    words_nbytes: int = 0
+    sentinel: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.words_nbytes + self.slots_nbytes + (escapes_nbytes(self.slots_nbytes) if self.sentinel else 0)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Memory of every rank that answers a `Request`: where it begins, and the size of its slots, or of larger ones."""
+
+    pointers: tuple[int, ...]
+    slots_nbytes: int
+
+
 class Arena(Protocol):
-    """What a program asks of the ranks' arenas."""
+    """The memory of the ranks of a node that kernels of all of them reach."""
 
-    layout: ArenaLayout
-    flagged: Inboxes
-    sentinels: Inboxes
-    most_inbox_nbytes: int
+    @property
+    def layout(self) -> ArenaLayout:
+        """The layout of each rank's arena."""
 
-    def slots(self) -> tuple[int, ...]:
-        """Return where the slots of every rank begin, for exchange.cu."""
+    @property
+    def flagged(self) -> Inboxes:
+        """The inboxes of the LL wire."""
 
-    def chain(self, layout: ChannelMemory) -> tuple[ChannelMemory, tuple[int, ...]]:
-        """Return where the memory of every rank begins, for chain.cu, and its layout: this or larger slots."""
+    @property
+    def sentinels(self) -> Inboxes:
+        """The inboxes of the sentinel wire."""
 
-    def staging(self, nbytes: int) -> tuple[int, ...]:
-        """Return where ``nbytes`` or more of every rank begin, for copy engines."""
-
-    def large_inboxes(self, nbytes: int) -> Inboxes:
-        """Return inboxes of the sentinel wire for ``nbytes`` from each rank, or for a part of that, many times."""
+    def region(self, request: Request) -> Region:
+        """Return memory for a request. Collective where there is none yet, else local."""

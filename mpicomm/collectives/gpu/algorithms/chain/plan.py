@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
-from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.exchange import Chain
+from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chain.arguments import (
     BATCH_NBYTES,
     CHAIN_SLOTS,
@@ -15,10 +16,12 @@ from mpicomm.collectives.gpu.algorithms.chain.arguments import (
     chain_kernel,
 )
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
-from mpicomm.collectives.gpu.algorithms.launch import Launch
-from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory
+from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.operations import Operation
+from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES, Team
-from mpicomm.mpi.span import Span
+from mpicomm.mpi.types import is_narrow
 
 # Of one launch, as measured on H200s: half as many where a batch would not be whole, or a rank stands in two places.
 _MOST_BLOCKS = 128
@@ -27,14 +30,55 @@ _WARPS = CHAIN_THREADS // LANES
 _UNIT_NBYTES = LANES * PACKET_NBYTES  # a packet for each lane
 
 
-@dataclass(frozen=True)
-class Station:
-    """Where a rank stands: what it adds, where it keeps the result, and whether a rank is before and behind it."""
+class AlongRanks:
+    """Each rank sends to the next rank what it receives, as it is or reduced with its own data."""
 
-    own: Span | None
-    output: Span | None
-    receives: bool
-    sends: bool
+    name = "chain"
+    in_rank_order = True
+    into_memory = False
+
+    def serves(self, operation: Operation) -> bool:
+        """See `Algorithm`."""
+        return operation.chain is not None
+
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """See `Algorithm`.
+
+        A chain that reduces in the order of ranks ends on the last rank. A root in the middle would receive everything
+        twice. Partial results travel as the type they have, which would round them.
+        """
+        b = call.buffers
+        if not call.operation.reduces or (b.root in (0, b.size - 1) and b.op != "avg" and not is_narrow(b.dtype)):
+            return None
+        return (
+            "it is for the first or the last rank as root, and for types and operations that are not reduced in a "
+            "wider type (of float16, bfloat16, float8, and avg)"
+        )
+
+    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
+        """See `Algorithm`."""
+        return (_request(self._layout(call, node)),)
+
+    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
+        """See `Algorithm`."""
+        layout = self._layout(call, node)
+        region = node.arena.region(_request(layout))
+        layout = replace(layout, channel_nbytes=region.slots_nbytes // layout.channels)
+        yield ChainPlanner.of(node).launch(_chain(call), call.reduction, call.tag(), layout, region.pointers)
+
+    def _layout(self, call: GpuCall, node: Node) -> ChannelMemory:
+        chain = _chain(call)
+        return ChainPlanner.of(node).layout(chain.nbytes, chain.hops)
+
+
+def _chain(call: GpuCall) -> Chain:
+    assert call.operation.chain is not None
+    return call.operation.chain(call.buffers)
+
+
+def _request(layout: ChannelMemory) -> Request:
+    slots_nbytes = layout.nbytes - layout.slots
+    return Request("collectives: chain", slots_nbytes, words_nbytes=layout.slots, sentinel=True)
 
 
 class ChainPlanner:
@@ -51,6 +95,11 @@ class ChainPlanner:
         # A multiprocessor holds two blocks: all run at once, of both places.
         self._most_blocks = min(_MOST_BLOCKS, multiprocessors)
 
+    @classmethod
+    def of(cls, node: Node) -> ChainPlanner:
+        """Return the planner for this rank of a node."""
+        return cls(node.team, node.multiprocessors, early=node.early, host_slots=node.host_slots)
+
     def layout(self, nbytes: int, hops: int) -> ChannelMemory:
         """Return that of each rank's memory for messages of ``nbytes``: a slot holds what a channel carries of one.
 
@@ -66,21 +115,19 @@ class ChainPlanner:
 
     def launch(
         self,
-        exchanges: Sequence[Exchange],
-        reduction: tuple[str, str] | None,
+        chain: Chain,
+        reduction: Reduction | None,
         tag: int,
         layout: ChannelMemory,
         memory: Sequence[int],
     ) -> Launch:
-        """Return the launch for all ``exchanges``, of something, between two ranks or more.
+        """Return the launch for a ``chain`` of some bytes between two ranks or more.
 
         ``memory`` is that of every rank, of a ``layout`` of this planner; ``tag`` is what they have to agree on.
         """
         rank, size = self._team.rank, self._team.size
-        stations = stations_of(rank, exchanges)
-        nbytes = max(span.count for each in stations for span in (each.own, each.output) if span)
-        nbytes *= exchanges[0].dtype.itemsize
-        blocks, batch_nbytes = self._cut(nbytes, len(exchanges))
+        nbytes = chain.nbytes
+        blocks, batch_nbytes = self._cut(nbytes, chain.hops)
         slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
         arguments = ChainArguments(
             team=self._team,
@@ -98,13 +145,13 @@ class ChainPlanner:
             tag=tag,
         )
         arguments.memory[: len(memory)] = memory
-        for number, station in enumerate(stations):
+        for number, station in enumerate(chain.stations):
             own, output = (span.pointer if span else 0 for span in (station.own, station.output))
             arguments.places[number] = Place(own, output, station.receives, station.sends)
         return Launch(
             chain_kernel(reduction, host_slots=self._host_slots),
             arguments,
-            blocks=blocks * len(stations),
+            blocks=blocks * len(chain.stations),
             threads=CHAIN_THREADS,
             early=self._early,
         )
@@ -119,21 +166,3 @@ class ChainPlanner:
         blocks = min(wanted, self._most_blocks)
         batch_nbytes = min(BATCH_NBYTES, -(-nbytes // (blocks * _WARPS * _UNIT_NBYTES)) * _UNIT_NBYTES)
         return min(blocks, -(-nbytes // batch_nbytes)), batch_nbytes
-
-
-def stations_of(rank: int, exchanges: Sequence[Exchange]) -> list[Station]:
-    """Return where a rank stands in the chain that ``exchanges`` are: twice if it sends before it receives."""
-    stations: list[Station] = []
-    for exchange in exchanges:
-        reduction = exchange.reduction
-        stations += [Station(None, span, receives=True, sends=False) for span in exchange.receives if span is not None]
-        if reduction is not None:
-            stations.append(Station(reduction.own, reduction.output, receives=True, sends=False))
-        for sent in (span for span in exchange.sends if span is not None):
-            if not stations:
-                stations.append(Station(sent, None, receives=False, sends=True))
-                continue
-            # What comes as it is, is kept and sent on; what is reduced is not kept.
-            (station,) = stations
-            stations = [replace(station, output=None if station.own else station.output, sends=True)]
-    return stations

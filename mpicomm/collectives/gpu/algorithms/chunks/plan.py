@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
-from typing import Any
-
-import numpy as np
+from collections.abc import Iterator, Sequence
 
 from mpicomm.collectives.exchange import Exchange, Reduction
+from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node, moved
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import (
     PACKET_NBYTES,
     THREADS,
@@ -17,9 +15,11 @@ from mpicomm.collectives.gpu.algorithms.chunks.arguments import (
     Link,
     exchange_kernel,
 )
-from mpicomm.collectives.gpu.algorithms.launch import Launch
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
-from mpicomm.kernels.reductions import options_for
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import ring_refusal
+from mpicomm.kernels.reductions import reduction_of
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span
 
@@ -27,6 +27,70 @@ CHANNEL_NBYTES = 8 * 1024
 """What one block moves at least before a message is given another one."""
 _STRIDE_NBYTES = 128  # parts of channels begin at whole cache lines of the message, hence at whole elements
 _FEWEST_THREADS = 64  # the kernel needs two warps
+
+
+class OneShot:
+    """Ranks exchange data of any size and kind in chunks; it accepts every call."""
+
+    name = "one_shot"
+    in_rank_order = True
+    into_memory = False
+
+    def serves(self, operation: Operation) -> bool:
+        """See `Algorithm`."""
+        return True
+
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """See `Algorithm`."""
+        return None
+
+    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
+        """See `Algorithm`."""
+        return (slots_of(node.arena.layout),) if call.one_shot.longest_nbytes else ()
+
+    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
+        """See `Algorithm`."""
+        if call.one_shot.longest_nbytes:
+            yield from _launched(call, node, [call.one_shot])
+            yield from moved(call.one_shot)
+
+
+class Ring:
+    """Each rank sends chunks to the next rank alone, and reduces in an order of the ring."""
+
+    name = "ring"
+    in_rank_order = False
+    into_memory = False
+
+    def serves(self, operation: Operation) -> bool:
+        """See `Algorithm`."""
+        return operation.ring is not None
+
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """See `Algorithm`."""
+        return ring_refusal(call.buffers.op)
+
+    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
+        """See `Algorithm`."""
+        return (slots_of(node.arena.layout),)
+
+    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
+        """See `Algorithm`."""
+        assert call.operation.ring is not None
+        return _launched(call, node, call.operation.ring(call.buffers))
+
+
+def slots_of(layout: ArenaLayout) -> Request:
+    """Return the request for slots of all channels."""
+    return Request("collectives: slots", layout.slots_nbytes)
+
+
+def _launched(call: GpuCall, node: Node, exchanges: Sequence[Exchange]) -> Iterator[Launch]:
+    planner, slots = ChannelPlanner(node.team, node.arena.layout), node.arena.region(slots_of(node.arena.layout))
+    for step, exchange in enumerate(exchanges):
+        launch = planner.launch(exchange, (call.signature.hash32, step), slots.pointers)
+        if launch is not None:
+            yield launch
 
 
 class ChannelPlanner:
@@ -116,10 +180,3 @@ def threads_for(nbytes: int, most: int) -> int:
     """Return how many threads move ``nbytes`` at once, in packets."""
     packets = -(-nbytes // PACKET_NBYTES)
     return min(most, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length()))
-
-
-def reduction_of(dtype: np.dtype[Any], op: str) -> tuple[str, str]:
-    """Return the reduction's name among the kernels; raises `InvalidUsageError` where there is none."""
-    name = "uint8" if dtype == np.dtype("V1") else dtype.name  # MPI.BYTE
-    options_for((name, op))
-    return name, op

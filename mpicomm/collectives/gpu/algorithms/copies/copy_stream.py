@@ -7,7 +7,7 @@ from typing import Any
 import cupy
 from cupy.cuda import runtime
 
-from mpicomm.collectives.gpu.algorithms.copies.plan import Copy
+from mpicomm.collectives.gpu.algorithms.steps import Copy
 from mpicomm.devices.cuda.capture import capture_of, relaxed, takes_part
 from mpicomm.devices.cuda.stream_order import Enqueue
 

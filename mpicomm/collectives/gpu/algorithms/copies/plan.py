@@ -16,12 +16,13 @@ handle, CUDA does not promise so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isqrt
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.arguments import (
     REDUCTION_THREADS,
@@ -31,12 +32,17 @@ from mpicomm.collectives.gpu.algorithms.copies.arguments import (
 from mpicomm.collectives.gpu.algorithms.copies.landing import (
     ALIGNED_NBYTES,
     REGIONS,
+    InOutput,
     InStaging,
     Landing,
     Parts,
     aligned,
 )
-from mpicomm.collectives.gpu.algorithms.launch import Launch
+from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
+from mpicomm.collectives.gpu.algorithms.memory import Request
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join, Launch, Step
+from mpicomm.collectives.operations import Operation
+from mpicomm.kernels.reductions import Reduction
 
 _RELAYED_NBYTES = 4 << 20
 """What a link carries in the time of a barrier with the copies around it, which a part costs more."""
@@ -56,26 +62,6 @@ class Barrier:
 
 
 @dataclass(frozen=True)
-class Fork:
-    """Copies that follow wait for all that is ahead."""
-
-
-@dataclass(frozen=True)
-class Join:
-    """What follows, but for copies, waits for the copies ahead."""
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A copy into a peer's memory; a local one is within this rank's, beside the others."""
-
-    target: int
-    source: int
-    nbytes: int
-    local: bool = False
-
-
-@dataclass(frozen=True)
 class Reduce:
     """A reduction of this rank's memory, sources in order."""
 
@@ -86,10 +72,97 @@ class Reduce:
 
 
 Action = Barrier | Fork | Join | Copy | Reduce
+"""A `Step`, or one that `CopyEngines` turns into a launch."""
 
 
 Then = Literal["nothing", "relay", "gather"]
 """What follows an exchange: ranks send on what they have received, or what they have reduced."""
+
+
+class Copying(NamedTuple):
+    """How copy engines carry a call out: its exchanges, and the memory in which data is staged."""
+
+    exchange: Exchange
+    following: Exchange | None
+    """The exchange in which ranks send on the data of the first."""
+    then: Then
+    parts: Parts
+    contributions_nbytes: int
+    """Staging memory of each rank for the contributions of others to a reduction."""
+    staging_nbytes: int
+    """The same, and behind it the staging memory for results that cannot go straight to their place."""
+
+
+class CopyEngines:
+    """Copy engines move the data between barriers of the ranks, and leave most multiprocessors to other kernels."""
+
+    name = "copy_engine"
+    in_rank_order = True
+    into_memory = True
+
+    def serves(self, operation: Operation) -> bool:
+        """See `Algorithm`."""
+        return bool(operation.copies)
+
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """See `Algorithm`."""
+        return None
+
+    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
+        """See `Algorithm`."""
+        nbytes = _copying(call, node).staging_nbytes
+        return (_request(nbytes),) if nbytes else ()
+
+    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
+        """See `Algorithm`."""
+        planner, barriers = DirectPlanner.of(node), 0  # counted, because ranks without a part have fewer actions
+        for action in _actions(call, node):
+            if isinstance(action, Barrier):
+                yield planner.barrier(call.tag(barriers, into_memory=True), after_copies=True)
+                barriers += 1
+            elif isinstance(action, Reduce):
+                assert call.reduction is not None
+                yield local_reduction(action, call.reduction)
+            else:
+                yield action
+
+
+def _copying(call: GpuCall, node: Node) -> Copying:
+    reduces, staged = call.operation.reduces, call.memory is None
+    following: Exchange | None = None
+    if call.operation.copies == "two_shot":
+        exchange, second = call.two_shot.first, call.two_shot.second
+        longest_nbytes = call.two_shot.longest_nbytes
+        # Between two ranks no third rank is left to send a broadcast on to.
+        following = second if reduces or node.size > 2 else None
+    else:
+        exchange = call.one_shot
+        longest_nbytes = exchange.longest_nbytes
+    then: Then = "nothing" if following is None else "gather" if reduces else "relay"
+    parts = parts_of(longest_nbytes, node.size, node.most_staged_nbytes, reduces=reduces, then=then, staged=staged)
+    all_rooms = (node.size - 1) * parts.room_nbytes
+    contributions_nbytes = (then == "gather") * all_rooms
+    return Copying(exchange, following, then, parts, contributions_nbytes, contributions_nbytes + staged * all_rooms)
+
+
+def _request(nbytes: int) -> Request:
+    return Request("collectives: copies", 1 << (nbytes - 1).bit_length())  # few sizes are ever asked for
+
+
+def _actions(call: GpuCall, node: Node) -> list[Action]:
+    rank, copying = node.rank, _copying(call, node)
+    exchange, following, parts = copying.exchange, copying.following, copying.parts
+    pointers: Sequence[int] = ()
+    if copying.staging_nbytes:
+        pointers = node.arena.region(_request(copying.staging_nbytes)).pointers
+    landing: Landing
+    if call.memory is not None:
+        landing = InOutput(rank, call.memory)
+    else:
+        landing = InStaging(rank, [pointer + copying.contributions_nbytes for pointer in pointers], parts)
+    if following is None or copying.then == "relay":
+        return movement(rank, exchange, parts, landing, following)
+    return allreduce(rank, exchange, following, parts, InStaging(rank, pointers, parts), landing)
 
 
 def parts_of(
@@ -177,7 +250,7 @@ def allreduce(
     return actions
 
 
-def local_reduction(action: Reduce, reduction: tuple[str, str]) -> Launch:
+def local_reduction(action: Reduce, reduction: Reduction) -> Launch:
     """Return the launch for a reduction of this rank's memory; raises as `local_reduction_kernel`."""
     arguments = LocalReductionArguments(
         output=action.output, nbytes=action.nbytes, num_sources=len(action.sources), sources=action.sources

@@ -2,17 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
 from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_THREADS, Cut, DirectArguments, direct_kernel
-from mpicomm.collectives.gpu.algorithms.launch import Launch
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.team import Team
 from mpicomm.symmetric.registry import Mapped
 
+MAX_BLOCKS = 128
+"""All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
 _FEWEST_THREADS = 64  # one for each rank, and one that looks at the state of the team
 _MOST_THREADS_FOR_ALL_BLOCKS = 256
+
+
+class IntoMemory:
+    """Every rank stores its data straight into the symmetric output of its peers, between two barriers."""
+
+    name = "one_shot"
+    in_rank_order = True
+    into_memory = True
+
+    def serves(self, operation: Operation) -> bool:
+        """See `Algorithm`."""
+        return operation.into_all and not operation.reduces
+
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """See `Algorithm`."""
+        if call.memory is None:
+            return "the output is not symmetric memory on all ranks"
+        if node.size == 1:
+            return "there is one rank"
+        most_copied = _most_copied_nbytes(node.size) * node.link_speed
+        if call.operation.traffic == "one-way":  # longer messages find no inboxes to be copied from
+            most_copied = min(most_copied, node.arena.layout.most_inbox_nbytes)
+        return None if call.one_shot.longest_nbytes > most_copied else "packets are faster for so few bytes"
+
+    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
+        """See `Algorithm`."""
+        return ()
+
+    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
+        """See `Algorithm`."""
+        assert call.memory is not None
+        exchange, tag = call.one_shot, call.tag(into_memory=True)
+        yield DirectPlanner.of(node).launch(exchange, call.memory, tag, nbytes=exchange.longest_nbytes)
+
+
+def _most_copied_nbytes(size: int) -> int:
+    """Return up to how many bytes packets are faster, which a rank copies after they have arrived.
+
+    Packets save two barriers. Their other costs grow with all that a rank sends and with the ranks that send to it at
+    once.
+    """
+    return 76 << 20 if size == 2 else (36 << 20) // (size - 1) ** 2
 
 
 class DirectPlanner:
@@ -23,6 +71,11 @@ class DirectPlanner:
         self._layout = layout
         self._most_blocks = most_blocks
         self._early = early
+
+    @classmethod
+    def of(cls, node: Node) -> DirectPlanner:
+        """Return the planner for this rank of a node."""
+        return cls(node.team, node.arena.layout, min(MAX_BLOCKS, node.multiprocessors), early=node.early)
 
     def launch(self, exchange: Exchange, memory: Mapped, tag: int, *, nbytes: int) -> Launch:
         """Return the launch for an exchange that moves into ``memory``, at most ``nbytes`` from one rank to another."""

@@ -1,33 +1,170 @@
-"""Exchanges of packets.cu: which messages go that way, and their launches."""
+"""Packets: every rank stores packets into inboxes of its peers, and a packet says itself whether it has arrived.
+
+`OneShot` sends all data straight to the ranks that need it. `TwoShot` sends a shard to each rank, which reduces or
+takes it and sends the result on, in the same kernel.
+"""
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.launch import Launch
-from mpicomm.collectives.gpu.algorithms.memory import Arena, Inboxes
+from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node, moved
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Arena, ArenaLayout, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     OVERSEERS,
     SLOT_NBYTES,
+    STAGES,
     PacketArguments,
     Steps,
     Wire,
+    carried_nbytes,
+    flags_can_carry,
     most_workers,
     packet_kernel,
     packets_of,
 )
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
+from mpicomm.collectives.operations import Operation
 from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES, Team
 from mpicomm.mpi.span import Span
 
 MAX_BLOCKS = 128
 """All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
 _WORKERS = (128, 256, 512)
+
+
+_ANY_NBYTES = 1 << 62
+"""The length that all ranks take messages for where only the two ranks of a message know it."""
+
+
+class OneShot:
+    """All data goes straight to the ranks that need it."""
+
+    name = "one_shot"
+    in_rank_order = True
+    into_memory = False
+
+    def serves(self, operation: Operation) -> bool:
+        """See `Algorithm`."""
+        return True
+
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """See `Algorithm`."""
+        if node.size == 1:
+            return "there is one rank"
+        return None if self._wire(call, node) else "the inboxes are smaller than the data that goes one way"
+
+    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
+        """See `Algorithm`."""
+        return _memory(node, self._wire(call, node), self._nbytes(call))
+
+    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
+        """See `Algorithm`."""
+        wire = self._wire(call, node)
+        assert wire is not None
+        exchange, planner = call.one_shot, PacketPlanner.of(node)
+        yield planner.launch(exchange, call.reduction, call.tag(), wire, nbytes=self._nbytes(call))
+        yield from moved(exchange)
+
+    def _nbytes(self, call: GpuCall) -> int:
+        # One kernel for messages of all lengths: of two kernels, the second would wait for ranks in the first.
+        return _ANY_NBYTES if call.operation.counts == "private" else call.one_shot.longest_nbytes
+
+    def _wire(self, call: GpuCall, node: Node) -> Wire | None:
+        if call.operation.counts == "private":
+            return "sentinel"
+        to_all = call.operation.traffic != "one-way"
+        # Data that goes one way alone is faster in chunks where inboxes would be used again.
+        most_nbytes = inf if to_all else node.arena.layout.most_inbox_nbytes
+        return _wire_for(self._nbytes(call), call.reduction, node, to_all=to_all, most_nbytes=most_nbytes)
+
+
+class TwoShot:
+    """Each rank reduces or receives a shard, and sends it on to all ranks that need it."""
+
+    name = "two_shot"
+    in_rank_order = True
+    into_memory = False
+
+    def serves(self, operation: Operation) -> bool:
+        """See `Algorithm`."""
+        return operation.two_shot is not None
+
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """See `Algorithm`."""
+        return None
+
+    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
+        """See `Algorithm`."""
+        return _memory(node, self._wire(call, node), call.two_shot.longest_nbytes)
+
+    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
+        """See `Algorithm`."""
+        wire, schedule = self._wire(call, node), call.two_shot
+        assert wire is not None
+        yield PacketPlanner.of(node).launch(
+            schedule.first,
+            call.reduction,
+            call.tag(),
+            wire,
+            nbytes=schedule.longest_nbytes,
+            fan_out=schedule.second,
+        )
+
+    def _wire(self, call: GpuCall, node: Node) -> Wire | None:
+        return _wire_for(call.two_shot.longest_nbytes, call.reduction, node, to_all=True, most_nbytes=inf)
+
+
+def packet_wire(
+    nbytes: int, reduction: Reduction | None, most_flagged_nbytes: float, most_sentinel_nbytes: float
+) -> Wire | None:
+    """Return the wire for an exchange in which a rank sends another at most ``nbytes``; None if no wire fits.
+
+    LL packets are the fastest up to ``most_flagged_nbytes``, sentinel packets up to ``most_sentinel_nbytes``.
+    """
+    if nbytes == 0:
+        return None
+    if (reduction is None or flags_can_carry(reduction[0])) and nbytes <= most_flagged_nbytes:
+        return "flagged"
+    return "sentinel" if nbytes <= most_sentinel_nbytes else None
+
+
+def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:
+    """Return the request for inboxes of the sentinel wire that hold ``nbytes`` from each rank, or a part of that."""
+    slots_nbytes = _inboxes_of(layout) * layout.large_inbox_nbytes(nbytes)
+    return Request("collectives: large messages", slots_nbytes, sentinel=True)
+
+
+def _inboxes_of(layout: ArenaLayout) -> int:
+    return PARITIES * STAGES * layout.size
+
+
+def _memory(node: Node, wire: Wire | None, nbytes: int) -> Sequence[Request]:
+    if wire != "sentinel" or nbytes <= node.arena.sentinels.nbytes:
+        return ()
+    return (large_inboxes(node.arena.layout, nbytes),)
+
+
+def _wire_for(nbytes: int, reduction: Reduction | None, node: Node, *, to_all: bool, most_nbytes: float) -> Wire | None:
+    most_flagged = _most_flagged_nbytes(node.size, to_all, reduces=reduction is not None) * node.link_speed
+    room = carried_nbytes(node.arena.flagged.nbytes, "flagged")
+    return packet_wire(nbytes, reduction, min(room, most_flagged), most_nbytes)
+
+
+def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
+    """Return up to how many bytes LL packets are faster than others, which take half the bytes on the links."""
+    if reduces:
+        return 16 << 10
+    # Each rank sends to all and takes from all; else a rank mostly does either.
+    return (96 << 10 if to_all else 192 << 10) // (size - 1)
 
 
 @dataclass(frozen=True)
@@ -76,10 +213,16 @@ class PacketPlanner:
         self._arena = arena
         self._most_blocks = most_blocks
 
+    @classmethod
+    def of(cls, node: Node) -> PacketPlanner:
+        """Return the planner for this rank of a node."""
+        blocks = min(MAX_BLOCKS, node.multiprocessors)
+        return cls(node.team, node.arena, blocks, early=node.early, host_slots=node.host_slots)
+
     def launch(
         self,
         exchange: Exchange,
-        reduction: tuple[str, str] | None,
+        reduction: Reduction | None,
         tag: int,
         wire: Wire,
         *,
@@ -157,7 +300,8 @@ class PacketPlanner:
             return self._arena.flagged
         if nbytes <= self._arena.sentinels.nbytes:
             return self._arena.sentinels
-        return self._arena.large_inboxes(nbytes)
+        region = self._arena.region(large_inboxes(self._arena.layout, nbytes))
+        return Inboxes(region.pointers, region.slots_nbytes // _inboxes_of(self._arena.layout))
 
     def _fill_inboxes(self, arguments: PacketArguments, inboxes: Inboxes) -> None:
         for peer, pointer in enumerate(inboxes.pointers):
@@ -184,35 +328,6 @@ def _tag_of_pair(tag: int, rank: int, peer: int, exchange: Exchange) -> int:
     """
     ways = exchange.nbytes_with(peer)
     return zlib.crc32(struct.pack("<IQQ", tag, *(ways if rank < peer else reversed(ways))))
-
-
-def fans_out(rank: int, exchange: Exchange, following: Exchange) -> bool:
-    """Whether the second exchange only sends what the first has reduced to others; true on a rank without a part."""
-    result = exchange.reduction.output if exchange.reduction else None
-    return (
-        following.reduction is None
-        and all(send in (None, result) for send in following.sends)
-        and following.sends[rank] in (None, following.receives[rank])
-    )
-
-
-def relays(rank: int, exchange: Exchange, following: Exchange) -> bool:
-    """Whether the second exchange only sends on what the first has brought, between ranks that the first leaves free.
-
-    True on a rank that takes no part in the second.
-    """
-    return (
-        exchange.reduction is None
-        and following.reduction is None
-        and following.sends[rank] is None
-        and all(
-            later is None or (first is None and later in exchange.receives)
-            for first, later in zip(exchange.sends, following.sends, strict=True)
-        )
-        and all(
-            later is None or first is None for first, later in zip(exchange.receives, following.receives, strict=True)
-        )
-    )
 
 
 def _ranks_of(spans: Sequence[Span | None]) -> int:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES, stride_of, threads_for
-from mpicomm.collectives.gpu.algorithms.launch import Launch
-from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory
+from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Request
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
     SENDRECV_SLOT_NBYTES,
     SENDRECV_SLOTS,
@@ -18,12 +17,18 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import (
     Side,
     sendrecv_kernel,
 )
+from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.kernels.team import Team
 
 
 def sendrecv_memory(size: int, channels: int) -> ChannelMemory:
     """Return the layout of each rank's memory for messages, with ``channels`` of each two ranks."""
     return ChannelMemory(size, channels, SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES)
+
+
+def sendrecv_request(layout: ChannelMemory) -> Request:
+    """Return the request for memory of that layout."""
+    return Request("messages in the order of streams", layout.nbytes - layout.slots, words_nbytes=layout.slots)
 
 
 class SendrecvPlanner:

@@ -1,0 +1,137 @@
+"""Algorithm: one way to carry out collectives on GPUs, and the call and node that it plans for.
+
+A new algorithm is a folder with an `Algorithm` in its plan.py, and a line in registry.py.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+from mpicomm.collectives.call import Call
+from mpicomm.collectives.exchange import Exchange, TwoShot
+from mpicomm.collectives.gpu.algorithms.memory import Arena, Request
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
+from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.reductions import Reduction, reduction_of
+from mpicomm.kernels.team import Team
+from mpicomm.mpi.span import Span
+from mpicomm.symmetric.registry import Mapped, Mappings
+
+
+@dataclass(frozen=True)
+class Node:
+    """The ranks that an algorithm plans for, and this rank among them; all but ``team`` is the same on all ranks."""
+
+    team: Team
+    """What every kernel of this rank is told."""
+    arena: Arena
+    multiprocessors: int
+    """Blocks that run at once on each device, at least."""
+    link_speed: float = 1.0
+    """The speed of the slowest link, as a multiple of the links that built-in sizes were measured on."""
+    most_staged_nbytes: int = 0
+    """Memory of each rank, at most, in which copy engines may stage data."""
+    early: bool = True
+    """Whether blocks of a kernel may be set up before the kernel ahead of it has ended."""
+    host_slots: bool = False
+    """Whether the ranks' arenas lie in host memory."""
+
+    @property
+    def rank(self) -> int:
+        """This rank's index in the node."""
+        return int(self.team.rank)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return int(self.team.size)
+
+
+@dataclass(frozen=True)
+class GpuCall:
+    """One rank's collective call on device arrays."""
+
+    operation: Operation
+    signature: Signature
+    buffers: Buffers
+    nbytes: int
+    """Bytes of the whole call, by which a table chooses; 0 where ranks may know different numbers."""
+    memory: Mapped | None = None
+    """The place of all ranks' output, if that is symmetric memory."""
+
+    @classmethod
+    def of(cls, call: Call, mappings: Mappings, scratch: Span | None) -> GpuCall:
+        """Return a call that was read, with ``scratch`` memory of `Call.scratch_nbytes`."""
+        output, memory = call.common_output, None
+        if output is not None and output.total:
+            memory = mappings.find(output.pointer, output.nbytes)
+        return cls(call.operation, call.signature, call.buffers(scratch), call.nbytes or 0, memory)
+
+    @cached_property
+    def reduction(self) -> Reduction | None:
+        """The reduction's name among the kernels; raises `InvalidUsageError` where there is none."""
+        return reduction_of(self.buffers.dtype, self.buffers.op) if self.operation.reduces else None
+
+    @cached_property
+    def one_shot(self) -> Exchange:
+        """The call as one exchange."""
+        return self.operation.one_shot(self.buffers)
+
+    @cached_property
+    def two_shot(self) -> TwoShot:
+        """The call as two exchanges, of which the second sends on the data of the first."""
+        assert self.operation.two_shot is not None
+        return self.operation.two_shot(self.buffers)
+
+    def tag(self, step: int = 0, *, into_memory: bool = False) -> int:
+        """Return the facts in which ranks must agree in one launch, as a number."""
+        place = (self.memory.array, self.memory.offset) if into_memory and self.memory is not None else (0, 0)
+        return zlib.crc32(struct.pack("<IIIQ", self.signature.hash32, step, *place))
+
+    def text(self, *, into_memory: bool) -> str:
+        """Return the call in words, as errors say it."""
+        place = f", into {self.memory}" if into_memory and self.memory is not None else ""
+        return f"{self.signature}{place}"
+
+
+def moved(exchange: Exchange) -> Iterator[Copy]:
+    """Yield the copy within this rank's memory that ends an exchange, if it has one."""
+    if exchange.move is not None:
+        source, target = exchange.move
+        if target.count:
+            yield Copy(target.pointer, source.pointer, target.count * exchange.dtype.itemsize, local=True)
+
+
+class Algorithm(Protocol):
+    """One way to carry out collectives. Its methods are pure functions, with the same answer on all ranks."""
+
+    @property
+    def name(self) -> str:
+        """The value of ``algorithm=`` that asks for it; several algorithms may have one name."""
+
+    @property
+    def in_rank_order(self) -> bool:
+        """Whether it reduces in the order of ranks; "auto" takes no other."""
+
+    @property
+    def into_memory(self) -> bool:
+        """Whether it stores straight into symmetric output, so that ranks must agree on the place."""
+
+    def serves(self, operation: Operation) -> bool:
+        """Return whether it is for this collective at all."""
+
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """Return why it cannot carry out a call that it `serves`, in words for an error; None if it can."""
+
+    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
+        """Return the memory that it needs beyond the arena's own."""
+
+    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
+        """Yield this rank's steps, in order. The arena has all `memory` by now."""

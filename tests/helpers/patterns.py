@@ -1,0 +1,148 @@
+"""Collectives with their buffers spelled out: how tests say what the ranks of an engine are to exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, overload
+
+import numpy as np
+
+from mpicomm.collectives import operations
+from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
+from mpicomm.collectives.gpu.algorithms.base import GpuCall
+from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import Buffers, blocks, split
+from mpicomm.collectives.signature import Signature
+from mpicomm.mpi.span import Span
+from mpicomm.symmetric.registry import Mapped
+
+__all__ = ["Pattern", "blocks", "split"]
+
+Spans = Sequence[Span]
+Dtype = np.dtype[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class Pattern(Sequence[Exchange]):
+    """One rank's part of a collective by an algorithm of that name; as a sequence, its exchanges in order."""
+
+    operation: Operation
+    buffers: Buffers
+    algorithm: str = "one_shot"
+    piece_nbytes: int | None = None
+    """With two shots, the size of the pieces that the call is cut into; whole where it is None."""
+
+    @cached_property
+    def steps(self) -> list[Exchange | TwoShot]:
+        """The exchanges, those of two shots together."""
+        operation, buffers = self.operation, self.buffers
+        if self.algorithm == "ring":
+            assert operation.ring is not None
+            return [*operation.ring(buffers)]
+        if self.algorithm == "two_shot":
+            assert operation.two_shot is not None
+            pieces = [buffers] if self.piece_nbytes is None else buffers.pieces(self.piece_nbytes)
+            return [operation.two_shot(piece) for piece in pieces]
+        return [operation.one_shot(buffers)]
+
+    @property
+    def chain(self) -> Chain:
+        """The chain of ranks."""
+        assert self.operation.chain is not None
+        return self.operation.chain(self.buffers)
+
+    def call(self, signature: Signature, memory: Mapped | None = None) -> GpuCall:
+        """Return it as a call of a communicator of GPUs; ``memory`` is where all ranks' output lies."""
+        private = self.operation.counts == "private"
+        nbytes = 0 if private else self.operation.one_shot(self.buffers).longest_nbytes
+        return GpuCall(self.operation, signature, self.buffers, nbytes, memory)
+
+    @cached_property
+    def _exchanges(self) -> list[Exchange]:
+        return [
+            exchange
+            for step in self.steps
+            for exchange in ((step.first, step.second) if isinstance(step, TwoShot) else (step,))
+        ]
+
+    @overload
+    def __getitem__(self, index: int) -> Exchange: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Exchange]: ...
+    def __getitem__(self, index: int | slice) -> Exchange | list[Exchange]:
+        return self._exchanges[index]
+
+    def __len__(self) -> int:
+        return len(self._exchanges)
+
+
+def allreduce(
+    rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str, *, piece_nbytes: int | None = None
+) -> Pattern:
+    """In two shots with ``piece_nbytes``."""
+    buffers = Buffers(rank, size, dtype, send=send, output=output, op=op)
+    return Pattern(operations.ALLREDUCE, buffers, "one_shot" if piece_nbytes is None else "two_shot", piece_nbytes)
+
+
+def ring_allreduce(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> Pattern:
+    return Pattern(operations.ALLREDUCE, Buffers(rank, size, dtype, send=send, output=output, op=op), "ring")
+
+
+def reduce(
+    rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str, root: int, algorithm: str = "one_shot"
+) -> Pattern:
+    buffers = Buffers(rank, size, dtype, send=send, output=output, op=op, root=root)
+    return Pattern(operations.REDUCE, buffers, algorithm)
+
+
+def reduce_scatter(
+    rank: int, size: int, dtype: Dtype, blocks: Spans, output: Span, op: str, *, scratch: Span | None = None
+) -> Pattern:
+    equal = len({block.count for block in blocks}) == 1
+    operation = operations.REDUCE_SCATTER_BLOCK if equal else operations.REDUCE_SCATTER
+    return Pattern(operation, Buffers(rank, size, dtype, send_blocks=blocks, output=output, op=op, scratch=scratch))
+
+
+def allgather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans) -> Pattern:
+    equal = len({block.count for block in blocks}) == 1
+    operation = operations.ALLGATHER if equal else operations.ALLGATHERV
+    return Pattern(operation, Buffers(rank, size, dtype, send=send, blocks=blocks))
+
+
+def gather(rank: int, size: int, dtype: Dtype, send: Span, blocks: Spans | None, root: int) -> Pattern:
+    return Pattern(operations.GATHER, Buffers(rank, size, dtype, send=send, blocks=blocks, root=root))
+
+
+def scatter(rank: int, size: int, dtype: Dtype, blocks: Spans | None, output: Span, root: int) -> Pattern:
+    return Pattern(operations.SCATTER, Buffers(rank, size, dtype, send_blocks=blocks, output=output, root=root))
+
+
+def alltoall(
+    rank: int, size: int, dtype: Dtype, send_blocks: Spans, blocks: Spans, operation: Operation = operations.ALLTOALLV
+) -> Pattern:
+    return Pattern(operation, Buffers(rank, size, dtype, send_blocks=send_blocks, blocks=blocks))
+
+
+def bcast(
+    rank: int,
+    size: int,
+    dtype: Dtype,
+    buffer: Span,
+    root: int,
+    algorithm: str = "one_shot",
+    *,
+    piece_nbytes: int | None = None,
+) -> Pattern:
+    """In two shots with ``piece_nbytes``."""
+    buffers = Buffers(rank, size, dtype, output=buffer, root=root)
+    return Pattern(operations.BCAST, buffers, algorithm if piece_nbytes is None else "two_shot", piece_nbytes)
+
+
+def scan(rank: int, size: int, dtype: Dtype, send: Span, output: Span, op: str) -> Pattern:
+    return Pattern(operations.SCAN, Buffers(rank, size, dtype, send=send, output=output, op=op))
+
+
+def exscan(rank: int, size: int, dtype: Dtype, send: Span, output: Span | None, op: str) -> Pattern:
+    return Pattern(operations.EXSCAN, Buffers(rank, size, dtype, send=send, output=output, op=op))
