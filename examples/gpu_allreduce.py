@@ -1,6 +1,6 @@
 """Allreduce of CuPy arrays, without a CUDA-aware MPI: `mpirun -np 4 python examples/gpu_allreduce.py`.
 
-Every rank averages its gradients with those of the others, as data-parallel training does, and says how long it takes.
+The ranks average their gradients, as data-parallel training does, and rank 0 prints how long that takes.
 """
 
 import sys
@@ -13,7 +13,7 @@ try:
     import cupy
 
     cupy.cuda.runtime.getDeviceCount()
-except Exception as error:  # no CuPy, no driver, no device: each has a class of its own
+except Exception as error:  # no CuPy, no driver, no device: each raises another class
     sys.exit(f"this example needs CuPy and a GPU ({error}); examples/stock_mpi4py.py runs without")
 
 comm = mpicomm.Communicator(MPI.COMM_WORLD)
@@ -21,7 +21,7 @@ if comm.device == "cpu":
     sys.exit("this example needs a GPU on every rank; examples/stock_mpi4py.py runs without")
 
 count = 16 * 2**20
-gradients = cupy.full(count, comm.rank, cupy.float32)  # on this rank's GPU, which is the current device now
+gradients = cupy.full(count, comm.rank, cupy.float32)  # on this rank's GPU: Communicator made it the current device
 averaged = cupy.empty_like(gradients)
 
 # Enqueued on CuPy's current stream: the host goes on at once, and later work on the stream finds the result.

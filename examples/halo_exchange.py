@@ -1,7 +1,7 @@
-"""Heat along a ring that the ranks share: `mpirun -np 4 python examples/halo_exchange.py`.
+"""Heat that flows along a ring of cells, a part of them on each rank: `mpirun -np 4 python examples/halo_exchange.py`.
 
-Each step takes two messages, the cells next to a rank's own. On GPUs a hundred steps are one CUDA graph: the messages
-are matched by the streams of the two ranks, and the host has nothing to do between them.
+In each step a rank gets the two cells next to its part from its neighbours. On GPUs a hundred steps are one CUDA graph,
+because kernels match the messages and the host has nothing to do between them.
 """
 
 import time
@@ -22,16 +22,16 @@ else:
 
     xp, cells = cupy, 1_000_000
 
-heat, then = xp.zeros(cells + 2), xp.zeros(cells + 2)  # with a neighbour's cell at each end
+heat, then = xp.zeros(cells + 2), xp.zeros(cells + 2)  # a neighbour's cell at each end
 if comm.rank == 0:
     heat[cells // 2] = 1
 
 
 def step(old: Any, new: Any) -> None:
-    """Let the heat of a moment flow for another."""
+    """Compute the heat of the next moment."""
     comm.Sendrecv(old[1:2], left, 0, old[-1:], right, 0)
     comm.Sendrecv(old[-2:-1], right, 1, old[:1], left, 1)
-    inner = new[1:-1]  # a quarter of both neighbours and a half of itself, without memory in between
+    inner = new[1:-1]  # a quarter of both neighbours and half of itself, without temporary arrays
     xp.add(old[:-2], old[2:], out=inner)
     inner *= 0.5
     inner += old[1:-1]
@@ -39,7 +39,7 @@ def step(old: Any, new: Any) -> None:
 
 
 def two_steps() -> None:
-    """Go on, with the result in `heat` again."""
+    """Go two moments on; the result is in `heat` again."""
     step(heat, then)
     step(then, heat)
 

@@ -1,6 +1,6 @@
 """Each rank writes its rank into the next rank's memory: `mpirun -np 4 python examples/peer_memory.py`.
 
-Arrays are CuPy's on GPUs and NumPy's on a machine without; the program is the same.
+The same program has CuPy arrays on GPUs and NumPy arrays on a machine without.
 """
 
 from mpi4py import MPI
@@ -12,7 +12,7 @@ with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
 
     a = comm.zeros(8, "float32")  # collective: the same shape on every rank
     a.peer(following)[...] = comm.rank  # a kernel (or NumPy) writes straight into the next rank's memory
-    a.signal(following)  # what was written before is visible to who waits for this
+    a.signal(following)  # publishes what this rank has written before
     a.wait_signal(previous)
 
     assert (a.local == previous).all()

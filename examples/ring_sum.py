@@ -1,6 +1,6 @@
-"""A kernel that meets those of other ranks while it runs: `mpirun -np 4 python examples/ring_sum.py`.
+"""A kernel that meets the kernels of other ranks while it runs: `mpirun -np 4 python examples/ring_sum.py`.
 
-The kernel is in ring_sum.cu; it stores into the next rank's memory, signals, and waits for the rank before.
+The kernel in ring_sum.cu stores into the next rank's memory, signals, and waits for the rank before.
 """
 
 import sys
@@ -14,7 +14,7 @@ try:
     import cupy
 
     cupy.cuda.runtime.getDeviceCount()
-except Exception as error:  # no CuPy, no driver, no device: each has a class of its own
+except Exception as error:  # no CuPy, no driver, no device: each raises another class
     sys.exit(f"this example needs CuPy and a GPU ({error}); examples/peer_memory.py runs without")
 
 comm = mpicomm.Communicator(MPI.COMM_WORLD)
@@ -30,7 +30,7 @@ failed = cupy.zeros(1, cupy.uint32)
 source = Path(__file__).with_name("ring_sum.cu").read_text()
 options = ("-std=c++17", f"-I{mpicomm.include_dir()}")
 kernel = cupy.RawModule(code=source, options=options).get_function("ring_sum")
-# A kernel that waits may keep a GPU from loading another, so all load theirs first: asking for this does it.
+# A kernel that waits may keep its GPU from loading another kernel, so all ranks load theirs first: this asks for it.
 assert kernel.num_regs > 0
 comm.Barrier()
 

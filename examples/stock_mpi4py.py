@@ -1,6 +1,6 @@
 """Largest eigenvalue of a matrix, its rows spread over ranks: `mpirun -np 4 python examples/stock_mpi4py.py`.
 
-A program for mpi4py and NumPy as it stands, but for the two lines that are marked: the import, and the communicator.
+A program for mpi4py and NumPy. Two marked lines differ: the import, and the communicator.
 """
 
 import numpy as np
@@ -21,12 +21,12 @@ if rank == 0:
     matrix = (basis / np.arange(1, n + 1)) @ basis.T
     guess[:] = rng.standard_normal(n)
 
-# Every rank gets its rows of the matrix, and the first guess of the eigenvector.
+# Every rank gets its rows of the matrix and the first guess of the eigenvector.
 rows = np.empty((n // size, n))
 comm.Scatter(matrix, rows, root=0)
 comm.Bcast(guess, root=0)
 
-# Power iteration: multiply, normalise, and stop when nothing moves any more.
+# Power iteration: multiply, normalise, and stop when the vector stays the same.
 mine = slice(rank * (n // size), (rank + 1) * (n // size))
 eigenvalue, change, steps = np.zeros(1), np.ones(1), 0
 while change[0] > 1e-10 and steps < 200:

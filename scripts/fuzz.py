@@ -1,8 +1,10 @@
-"""Feed damaged packets to what reads them: `python scripts/fuzz.py [--packets 1000000]`, from the project's root.
+"""Feed damaged packets to their readers: `python scripts/fuzz.py [--packets 1000000]`, from the project's root.
 
-Handle packets, with a digest that belongs to them or not, and messages of the descriptor exchange. With atheris, where
-it is installed, inputs are chosen by the code they reach. Anything but a `HandleError`, or a message that is dropped,
-ends the program with a traceback; what is accepted must lie within its allocation, and bear the secret.
+The inputs are handle packets, with a digest that fits or not, and messages of the descriptor exchange: first random
+ones, then, where atheris is installed, as many that atheris chooses by the code they reach. A `HandleError` and a
+dropped message are right answers; anything else ends the program with a traceback. An accepted packet must lie within
+its allocation, and an accepted message must have the secret. ``--json FILE`` adds a row of the random inputs to a
+result file.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import importlib.util
 import random
 import sys
 
+from result_file import LONG_RUNS, Table, add_tables, hardware, today
+
+from mpicomm.cli.options import output_file, processor
 from mpicomm.devices import handle
 from mpicomm.devices.handle import PACKET_NBYTES, MemoryHandle
 from mpicomm.errors import HandleError
@@ -26,7 +31,7 @@ OTHERS = {1: Address(b"", SECRET)}
 
 
 def feed(content: bytes) -> None:
-    """Read the bytes in all ways."""
+    """Read bytes as each reader does."""
     body = content[:BODY_NBYTES].ljust(BODY_NBYTES, b"\0")
     for packet in (content, body + handle._digest(body), handle._MAGIC + b"\1" + body[9:] + handle._digest(body)):
         try:
@@ -43,7 +48,7 @@ EXCHANGE = FdExchange(0, 1)
 
 
 def mutated(rng: random.Random) -> bytes:
-    """Return random bytes, or a good packet or message in which some bytes are others, missing or added."""
+    """Return random bytes, or a good packet or message with bytes changed, missing or added."""
     if rng.random() < 0.1:
         return rng.randbytes(rng.randrange(2 * PACKET_NBYTES))
     content = bytearray(rng.choice((PACKET, HELLO)))
@@ -54,22 +59,28 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def main() -> None:
-    """Feed so many inputs."""
+    """Feed as many inputs as the options say."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--packets", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
+    rng = random.Random(options.seed)
+    for _ in range(options.packets):
+        feed(mutated(rng))
+    sys.stdout.write(f"{options.packets} inputs: nothing but HandleError\n")
+    if options.json is not None:
+        row = ["random damaged packets and messages", today(), f"{options.packets:,}", "nothing but `HandleError`"]
+        add_tables(
+            options.json, [Table("Reliability", "Long runs on the host", hardware([], processor()), LONG_RUNS, [row])]
+        )
     if importlib.util.find_spec("atheris"):
         import atheris
 
         atheris.instrument_func(MemoryHandle.unpack.__func__)  # type: ignore[attr-defined]
         atheris.instrument_func(FdExchange._sender)
         atheris.Setup([sys.argv[0], f"-runs={options.packets}", f"-seed={options.seed}", "-max_len=300"], feed)
-        atheris.Fuzz()
-    rng = random.Random(options.seed)
-    for _ in range(options.packets):
-        feed(mutated(rng))
-    sys.stdout.write(f"{options.packets} inputs: nothing but HandleError\n")
+        atheris.Fuzz()  # it ends the process
 
 
 main()

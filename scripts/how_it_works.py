@@ -74,7 +74,7 @@ def set_up() -> list[str]:
             text(middle + 32, 144, "others'", size=14, fill=GREY),
             text(middle + 32, 162, "handles", size=14, fill=GREY),
             box(left, 192, COLUMN_WIDTH, 92, fill=PAPER),
-            text(middle, 214, f"rank {rank} has mapped", weight="bold"),
+            text(middle, 214, f"rank {rank} maps memory of", weight="bold"),
             box(left, 310, COLUMN_WIDTH, 66, fill=FILLS[rank], stroke=STROKES[rank]),
             text(middle, 338, f"GPU {rank}", weight="bold"),
             text(middle, 361, f"memory of rank {rank}"),
@@ -96,8 +96,7 @@ def collective() -> list[str]:
         text(WIDTH / 2, 432, "Collective: kernels store into the memory of their peers", size=19, weight="bold"),
         text(WIDTH / 2, 456, "MPI takes no part", fill=GREY),
         box(left_of(0), 582, left_of(2) + COLUMN_WIDTH - left_of(0), 34, fill="#e5e7eb", stroke="none"),
-        text(left_of(0) + 60, 605, "NVLink", weight="bold"),
-        text(left_of(2) + COLUMN_WIDTH - 60, 605, "NVLink", weight="bold"),
+        text(left_of(0) + 75, 605, "NVLink or PCIe", weight="bold"),
     ]
     for rank in RANKS:
         left, middle = left_of(rank), middle_of(rank)

@@ -1,28 +1,30 @@
-"""Measure what the README quotes of set-up and of mapped memory: `mpirun -np N python scripts/measure.py [FILE]`.
+"""Measure set-up and mapped memory: `mpirun -np N python scripts/measure.py [--json FILE]`.
 
-Set-up: milliseconds to create a communicator, a first and a second array (slowest rank; the first creation in the
-process, which on GPUs includes the CUDA context, and the median of later ones).
-Ring, every rank to the next at once, GB/s per rank at 64 MiB (host) or 256 MiB (GPU): on the host, a put into the next
-rank's mapped memory, MPI's Sendrecv into the same memory and into an ordinary array, and the same for an array that is
-computed on the way (straight into the next rank's memory, or computed and then sent); on GPUs, a put for each handle
-kind beside plain copy-engine copies between the same two devices, made in one process without any handle.
+Set-up: milliseconds of the slowest rank to create a communicator, its first array and its second. The first
+communicator of the process counts by itself, because on GPUs it creates the CUDA context; other times are medians.
+
+Memory of the next rank: every rank moves data there at once. On the host these are 64 MiB: a put into mapped memory,
+MPI's Sendrecv into the same memory and into an ordinary array, and both for an array that is computed first, straight
+into the next rank's memory or into memory of this rank. On GPUs these are puts of 256 MiB for each handle kind, beside
+copies by the copy engine between the same two devices in one process.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from result_file import Table, add_tables, command, hardware
 
 import mpicomm
+from mpicomm.cli.options import output_file, processor, rank_record
 
 WORLD = MPI.COMM_WORLD
 ROUNDS = 21
@@ -43,7 +45,7 @@ def timed(work: Callable[[], object]) -> float:
 
 
 def set_up() -> dict[str, list[float]]:
-    """Return milliseconds per step: the first time in this process, then the median of later times."""
+    """Return milliseconds of each step: the first time in this process, then the median of later times."""
     times: dict[str, list[float]] = {"communicator": [], "first array": [], "second array": []}
     for _ in range(ROUNDS):
         made: list[Any] = []
@@ -56,7 +58,7 @@ def set_up() -> dict[str, list[float]]:
 
 
 def host_ring(nbytes: int) -> dict[str, float]:
-    """Return GB/s to the next rank, rounds interleaved: of data that exists, and of results as they are computed."""
+    """Return GB/s to the next rank by each way; the ways take turns."""
     with mpicomm.Communicator(WORLD, device="cpu") as comm:
         following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         source = np.random.default_rng(comm.rank).random(nbytes // 4, np.float32)
@@ -85,33 +87,39 @@ def host_ring(nbytes: int) -> dict[str, float]:
             np.sqrt(source, out=scratch)
             WORLD.Sendrecv(scratch, following, recvbuf=target, source=previous)
 
-        ways: list[Callable[[], None]] = [put, sendrecv, sendrecv_elsewhere, compute_there, compute_and_sendrecv]
-        times: dict[str, list[float]] = {way.__name__: [] for way in ways}
+        ways: dict[str, Callable[[], None]] = {
+            "put": put,
+            "Sendrecv into the same array": sendrecv,
+            "Sendrecv into an ordinary array": sendrecv_elsewhere,
+            "computed in the next rank's memory": compute_there,
+            "computed, then Sendrecv": compute_and_sendrecv,
+        }
+        times: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(ROUNDS):
-            for way in ways:
-                times[way.__name__].append(timed(way))
+            for name, way in ways.items():
+                times[name].append(timed(way))
         if not np.array_equal(array.local, target):
             raise SystemExit("the two ways moved different bytes")
     return {way: nbytes / statistics.median(values[1:]) / 1e9 for way, values in times.items()}
 
 
-def device_ring(nbytes: int) -> dict[str, float | str]:
-    """Return GB/s of a put for each handle kind, and of copies between the same devices without any handle."""
+def device_ring(nbytes: int) -> list[list[Any]]:
+    """Return for each handle kind GB/s of puts, GB/s of copies without handles, and why there are none."""
     import cupy
 
-    rates: dict[str, float | str] = {}
     with mpicomm.Communicator(WORLD) as comm:
         following, own = (comm.rank + 1) % comm.size, int(comm.device)
         devices = comm.allgather(own)
-    source = cupy.random.default_rng(comm_seed()).integers(0, 256, nbytes, cupy.uint8)
+    source = cupy.random.default_rng(1 + WORLD.rank).integers(0, 256, nbytes, cupy.uint8)
     with cupy.cuda.Device(devices[following]):
         plain = cupy.empty(nbytes, cupy.uint8)
+    note = None
     if devices[following] != own:
         if cupy.cuda.runtime.deviceCanAccessPeer(own, devices[following]):
             with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):  # enabled already
                 cupy.cuda.runtime.deviceEnablePeerAccess(devices[following])
         else:
-            rates["note"] = "no peer access: plain copies are staged by the driver"
+            note = "no peer access: the driver stages plain copies"
     stream = cupy.cuda.Stream(non_blocking=True)
 
     def copy_plain() -> None:
@@ -131,43 +139,80 @@ def device_ring(nbytes: int) -> dict[str, float | str]:
             seconds.append(slowest(cupy.cuda.get_elapsed_time(start, stop) / 10e3))
         return nbytes / statistics.median(seconds[1:]) / 1e9
 
+    rows: list[list[Any]] = []
     for kind in ("ipc", "fd", "fabric", "staged"):
         try:
             comm = mpicomm.Communicator(WORLD, handle=kind)
         except mpicomm.MpicommError as error:
-            rates[kind] = str(error)
+            rows.append([f"`{kind}`", None, None, str(error)])
             continue
         with comm:
             array = comm.empty(nbytes, cupy.uint8)
-            rates[f"plain copies beside {kind}"] = rate(copy_plain)
-            rates[kind] = rate(lambda: array.put(source, following, stream=stream))  # noqa: B023
+            beside = rate(copy_plain)
+            rows.append([f"`{kind}`", rate(lambda: array.put(source, following, stream=stream)), beside, note])  # noqa: B023
             WORLD.Barrier()
             if int(cupy.count_nonzero(array.peer(following) != source)):
                 raise SystemExit(f"{kind}: wrong bytes arrived")
             WORLD.Barrier()
-    return rates
-
-
-def comm_seed() -> int:
-    """Return a seed that differs between ranks."""
-    return 1 + WORLD.rank
+    return rows
 
 
 def main() -> None:
-    """Measure and print on rank 0; write JSON where a file is named."""
-    results: dict[str, Any] = {"ranks": WORLD.size, "set_up_ms": set_up()}
+    """Measure and print on rank 0; write the tables where a file is named."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--json", type=output_file)
+    options = parser.parse_args()
+    set_up_ms = set_up()  # first of all: it times the first communicator of the process
     with mpicomm.Communicator(WORLD) as comm:
-        on_gpu = comm.device != "cpu"
-        results["device"] = comm.describe().device_name
-        results["handle"] = comm.handle
-    results["host_ring_64MiB_GBps"] = host_ring(64 << 20)
-    if on_gpu:
-        results["device_ring_256MiB_GBps"] = device_ring(256 << 20)
-    if WORLD.rank == 0:
-        text = json.dumps(results, indent=2)
-        sys.stdout.write(text + "\n")
-        if len(sys.argv) > 1:
-            Path(sys.argv[1]).write_text(text + "\n")
+        where = hardware(comm.allgather(rank_record(comm.describe())), processor())
+        device, handle = "cpu" if comm.device == "cpu" else "GPUs", comm.handle
+    tables = [set_up_table(set_up_ms, where, device, handle), host_table(host_ring(64 << 20), where)]
+    if device != "cpu":
+        tables.append(device_table(device_ring(256 << 20), where))
+    if WORLD.rank != 0:
+        return
+    for table in tables:
+        sys.stdout.write(f"{table.title} ({table.hardware})\n")
+        for row in table.rows:
+            cells = zip(table.columns, row, strict=True)
+            sys.stdout.write("  " + ", ".join(f"{name}: {cell}" for name, cell in cells) + "\n")
+    if options.json is not None:
+        add_tables(options.json, tables)
+
+
+def set_up_table(milliseconds: dict[str, list[float]], where: str, device: str, handle: str) -> Table:
+    """Return the table of set-up."""
+    first, later = (round(value, 1) for value in milliseconds["communicator"])
+    arrays = [round(milliseconds[step][1], 1) for step in ("first array", "second array")]
+    rows = [
+        ["the first communicator" + ", with the CUDA context" * (device != "cpu"), first],
+        ["the next communicator", later],
+        ["its first array, with the signal pads", arrays[0]],
+        ["its second array", arrays[1]],
+    ]
+    columns = ["step", f"{WORLD.size} ranks, {device}, `{handle}`, ms"]
+    text = "Each time is the slowest rank's."
+    return Table("Mapped memory", "Set-up", where, columns, rows, text=text, command=command(WORLD.size))
+
+
+def host_table(rates: dict[str, float], where: str) -> Table:
+    """Return the table of mapped host memory."""
+    title, text = "Host memory: 64 MiB to the next rank", "GB/s per rank. Every rank sends to the next rank at once."
+    rows = [[processor(), WORLD.size, *(round(rate, 1) for rate in rates.values())]]
+    columns = ["host", "ranks", *rates]
+    return Table("Mapped memory", title, where, columns, rows, text=text, command=command(WORLD.size))
+
+
+def device_table(measured: list[list[Any]], where: str) -> Table:
+    """Return the table of mapped GPU memory."""
+    rows = [[kind, rate and round(rate), plain and round(plain), note] for kind, rate, plain, note in measured]
+    text = (
+        "Every rank puts into the memory of the next rank at once. The plain copy is the copy engine between the same "
+        "two GPUs inside one process, in the same run."
+    )
+    columns = ["handle", "put, GB/s per rank", "plain copy, GB/s per rank", "note"]
+    title = f"Puts of 256 MiB to the next rank, {WORLD.size} ranks"
+    return Table("Mapped memory", title, where, columns, rows, text=text, command=command(WORLD.size))
 
 
 main()

@@ -1,9 +1,10 @@
 """Measure MPI against mapped memory on host arrays: `mpiexec -n N python scripts/measure_host_collectives.py`.
 
-For each collective and size, milliseconds of the slowest rank (median of rounds in which the ways take turns) with the
-MPI beneath and with the host engine, both ways where it has two, and how many times as fast as MPI each is. Sizes are
-those of a rank's largest buffer. Beside them what memory can do: a plain np.copyto of as many bytes on all ranks at
-once. ``--slots 512x4,1024x4`` compares KiB per slot x slots; ``--kib 256,1024`` picks sizes; ``--only Allreduce``.
+For each collective and size the script gives milliseconds of the slowest rank (the median of rounds in which the ways
+take turns) by MPI and by the host engine, both ways where that has two, and how many times as fast as MPI each way is.
+Sizes are those of a rank's largest buffer. Beside them stands a plain np.copyto of as many bytes on all ranks at once,
+because memory can do no more. ``--slots 512x4,1024x4`` compares KiB per slot x slots; ``--kib 256,1024`` picks sizes;
+``--only Allreduce`` picks collectives. ``--json FILE`` adds the rows to a result file.
 """
 
 from __future__ import annotations
@@ -13,10 +14,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from result_file import Table, add_tables, command, hardware
 
+from mpicomm.cli.options import output_file, processor
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
@@ -45,7 +49,7 @@ class Buffers:
         self.block = count // SIZE
 
     def mpi(self, name: str) -> Callable[[], object]:
-        """Return the call of the MPI beneath."""
+        """Return MPI's call."""
         send, out, block = self.send, self.by_mpi, self.block
         calls: Ways = {
             "Allreduce": lambda: WORLD.Allreduce(send, out),
@@ -62,7 +66,7 @@ class Buffers:
         return calls[name]
 
     def exchanges(self, name: str) -> dict[str, Callable[[], list[Exchange]]]:
-        """Return the ways of the mapped path."""
+        """Return the exchanges of each way through mapped memory."""
         send, out = _span(self.send), _span(self.mapped)
         first = Span(out.pointer, self.block)
         send_blocks, blocks = self._blocks(self.send), self._blocks(self.mapped)
@@ -113,8 +117,8 @@ def measure(ways: Ways, rounds: int) -> dict[str, float]:
     return {name: 1e3 * statistics.median(values[1:]) for name, values in seconds.items()}
 
 
-def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int) -> None:
-    """Measure one collective at one size, check that both paths agree, and print a line."""
+def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int) -> list[list[Any]]:
+    """Measure one collective at one size, check that both paths agree, print a line, and return a row for each way."""
     buffers = Buffers(nbytes)
     signature = Signature(name, "float32", buffers.send.size)
     ways: Ways = {"MPI": buffers.mpi(name)}
@@ -129,6 +133,11 @@ def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int)
         ratios = "  ".join(f"{way} {value:8.3f} ({times['MPI'] / value:5.2f}x)" for way, value in times.items())
         sys.stdout.write(f"{name:21s}{nbytes >> 10:7d} KiB  {ratios}\n")
         sys.stdout.flush()
+    own = {way: value for way, value in times.items() if way != "MPI"}
+    return [
+        [name, f"{nbytes >> 10} KiB", way, round(value, 3), round(times["MPI"], 3), round(times["MPI"] / value, 2)]
+        for way, value in own.items()
+    ]
 
 
 def main() -> None:
@@ -138,6 +147,7 @@ def main() -> None:
     parser.add_argument("--slots", default="")
     parser.add_argument("--only", default="")
     parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     node = Group(WORLD.Dup(), range(SIZE), 30.0)
     board = Board(node)
@@ -147,10 +157,17 @@ def main() -> None:
         label: HostEngine(node, board, slot_nbytes=nbytes, slots=slots) for label, (nbytes, slots) in shapes.items()
     }
     names = "Allreduce Reduce Reduce_scatter_block Scan Exscan Allgather Gather Scatter Alltoall Bcast"
+    rows: list[list[Any]] = []
     for name in options.only.split(",") if options.only else names.split():
         for kib in options.kib.split(","):
             nbytes = int(kib) << 10
-            compare(name, nbytes, engines, options.rounds if nbytes > 1 << 20 else 5 * options.rounds)
+            rows += compare(name, nbytes, engines, options.rounds if nbytes > 1 << 20 else 5 * options.rounds)
+    if RANK == 0 and options.json is not None:
+        columns = ["collective", "size", "way", "this way, ms", "MPI, ms", "MPI's time by this way's"]
+        title = f"Collectives on host arrays through mapped memory, {SIZE} ranks"
+        text = "`np.copyto` copies as many bytes on all ranks at once."
+        table = Table("Calls", title, hardware([], processor()), columns, rows, text=text, command=command(SIZE))
+        add_tables(options.json, [table])
     parts: list[Shared] = [*engines.values(), board]
     for part in parts:
         part.close_peers()

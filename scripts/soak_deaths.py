@@ -1,12 +1,14 @@
 """Ranks that die, stop or fail at random lines: `python scripts/soak_deaths.py --trials 1000`, from the project's root.
 
-What a trial is, and what the survivors and the victims that live on have to do, says tests/helpers/peer_death.py.
-Prints what happened, and exits with 1 if one of them did anything else. GPUs need time to set up: `--timeout 3`.
+tests/helpers/peer_death.py says what a trial is, and what the survivors and the victims that live on have to do. This
+program prints what happened, and exits with 1 if one of them did anything else. GPUs need time to set up: `--timeout
+3`. ``--json FILE`` adds a row to a result file.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import tempfile
 from collections import Counter
@@ -18,14 +20,15 @@ TRIALS_PER_JOB = 50
 
 
 def main() -> None:
-    """Run the trials in as many jobs as they need, and print what came of them."""
+    """Run the trials in as many jobs as they need, and print the outcome."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu"))
     parser.add_argument("--timeout", type=float, default=0.3)
-    parser.add_argument("--step", default="", help="where all victims die, copy_engine say")
+    parser.add_argument("--step", default="", help="where all victims die, as in copy_engine")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kills = options.ranks - 1
     ways: Counter[str] = Counter()
@@ -53,7 +56,37 @@ def main() -> None:
             f"s with a timeout of {options.timeout:g} s; {wrong} did something else\n"
         )
         sys.stdout.flush()
+    if options.json is not None and not wrong:
+        record(options, sum(ways.values()), slowest)
     sys.exit(bool(wrong))
+
+
+def record(options: argparse.Namespace, victims: int, slowest: float) -> None:
+    """Add the row of a run to a result file."""
+    # Here, because this starts MPI in this process, and the jobs above must not inherit it.
+    from result_file import LONG_RUNS, Table, add_tables, hardware, today
+
+    from mpicomm.cli.options import processor
+    from mpicomm.devices.cuda.driver import visible_devices
+    from mpicomm.errors import BackendUnavailableError
+
+    gpus = []
+    if options.device != "cpu":
+        with contextlib.suppress(BackendUnavailableError):
+            gpus = visible_devices()[: options.ranks]
+    ranks = [{"device_uuid": each.uuid, "device_name": each.name, "links": [], "node": 0} for each in gpus]
+    where = f" in {options.step}" if options.step else ""
+    what = (
+        f"ranks that stop, raise, are interrupted, exit or are killed at random lines{where}; {options.ranks} ranks, "
+        f"`timeout_s` {options.timeout:g}"
+    )
+    outcome = (
+        f"survivors raised after at most {slowest:.2f} s; they and the victims that live on kept nothing of the "
+        "communicator; other communicators worked"
+    )
+    title = "Long runs on GPUs" if gpus else "Long runs on the host"
+    row = [what, today(), f"{victims:,}", outcome]
+    add_tables(options.json, [Table("Reliability", title, hardware(ranks, processor()), LONG_RUNS, [row])])
 
 
 main()

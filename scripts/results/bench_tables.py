@@ -83,6 +83,23 @@ def overview(benches: list[Bench]) -> list[str]:
     return table(["", "sizes", *(PEERS[peer] for peer in _peers(benches))], rows)
 
 
+def behind(benches: list[Bench]) -> list[str]:
+    """Return a list of the sizes at which a peer is faster by more than noise, one run of the bench a line."""
+    lines = []
+    for bench in benches:
+        sizes: dict[str, dict[int, None]] = {}
+        for row in bench["results"]:
+            for outcomes in row["places"].values():
+                for peer in bench["peers"].keys() & outcomes.keys():
+                    if _ratio(outcomes, peer) < 1 - NOISE:
+                        sizes.setdefault(PEERS[peer], {})[row["nbytes"]] = None
+        said = [f"{peer} at {', '.join(map(nbytes, found))}" for peer, found in sorted(sizes.items())]
+        if said:
+            title = bench_title(bench)
+            lines.append(f"* [{title}](#{anchor(title)}): {'; '.join(said)}")
+    return lines
+
+
 def bench_section(bench: Bench, versions: dict[str, str]) -> list[str]:
     """Return the lines below the heading; only versions that are not in ``versions`` are named."""
     named = "".join(f"; {name} {text}" for name, text in versions_of(bench).items() if name not in versions)
@@ -94,7 +111,8 @@ def bench_section(bench: Bench, versions: dict[str, str]) -> list[str]:
     ]
     if bench["collective"] in REMARKS:
         lines += [REMARKS[bench["collective"]], ""]
-    return [*lines, *_times(bench), "", *_footer(bench), *_beside(bench)]
+    notes = [line for note in bench.get("notes", []) for line in (note, "")]
+    return [*lines, *_times(bench), "", *_footer(bench), *_beside(bench), *notes]
 
 
 def _peers(benches: list[Bench]) -> list[str]:
@@ -141,11 +159,16 @@ def _cells(row: dict[str, Any], places: list[str], peers: list[str], issue: bool
             if other is None:
                 cells += ["-"] * (1 + issue)
                 continue
-            ratio = other["time_us"] / mine["time_us"]
+            ratio = _ratio(outcomes, peer)
             text = f"{_time(other)} ({ratio:.2f})"
             cells.append(f"**{text}**" if ratio < 1 - NOISE else text)
             cells += [microseconds(other["issue_us"])] * issue
     return cells
+
+
+def _ratio(outcomes: dict[str, Any], peer: str) -> float:
+    ratio: float = outcomes[peer]["time_us"] / outcomes[OWN]["time_us"]
+    return ratio
 
 
 def _time(outcome: dict[str, Any]) -> str:
@@ -153,7 +176,7 @@ def _time(outcome: dict[str, Any]) -> str:
 
 
 def _footer(bench: Bench) -> list[str]:
-    """Return what has to be said below a table: of peers that are missing, of stars, and of wrong elements."""
+    """Return the lines below a table: missing peers, stars, and wrong elements."""
     said = [f"{PEERS.get(name, name)} is missing: {reason}." for name, reason in bench["missing"].items()]
     for row in bench["results"]:
         for place, reasons in row["missing"].items():

@@ -16,7 +16,7 @@ PLACE = "out-of-place"
 
 
 def headline(benches: list[Bench]) -> list[str]:
-    """Return the lines: all-reduces with 2 and 4 ranks, then one geometric mean for each collective."""
+    """Return the lines: all-reduces with 2 and 4 ranks, the fastest in bold, and what all collectives gain."""
     chosen = [_only(benches, "allreduce", "symmetric", count) for count in RANKS]
     head = ["all-reduce, us"]
     for count in RANKS:
@@ -26,24 +26,16 @@ def headline(benches: list[Bench]) -> list[str]:
         cells = [nbytes(size)]
         for bench in chosen:
             outcomes = next(row for row in bench["results"] if row["nbytes"] == size)["places"][PLACE]
-            cells += [f"**{microseconds(outcomes[OWN]['time_us'])}**"]
-            cells += [microseconds(outcomes[peer]["time_us"]) for peer in COMPARED]
+            times = [outcomes[name]["time_us"] for name in (OWN, *COMPARED)]
+            cells += [f"**{microseconds(time)}**" if time == min(times) else microseconds(time) for time in times]
         rows.append(cells)
-    where = ". ".join(f"{bench['date'][:10]}: {bench['hardware']}" for bench in chosen)
-    peers = ", ".join(f"{PEERS[peer]} {chosen[0]['peers'][peer]}" for peer in COMPARED)
-    return [
-        "",
-        *table(head, rows),
-        "",
-        *textwrap.wrap(
-            f'All-reduce of float32 symmetric arrays, out of place, in CUDA graphs. {peers}. "NCCL symm." is NCCL with '
-            f'symmetric windows, "torch" PyTorch\'s symmetric memory. {where}.',
-            120,
-        ),
-        "",
-        *textwrap.wrap(_means(benches), 120),
-        "",
-    ]
+    versions = ", ".join(f"{PEERS[peer]} {chosen[0]['peers'][peer]}" for peer in COMPARED)
+    where = " ".join(f"{bench['date'][:10]}: {bench['hardware']}." for bench in chosen)
+    text = (
+        f"float32 symmetric arrays, out of place, in CUDA graphs; {versions}. NCCL symm. is NCCL with symmetric "
+        f"windows, torch is PyTorch's symmetric memory. {where} {_range_of_means(benches)}"
+    )
+    return ["", *table(head, rows), "", *textwrap.wrap(text, 120), ""]
 
 
 def _only(benches: list[Bench], collective: str, buffers: str, count: int) -> Bench:
@@ -63,21 +55,19 @@ def _runs(benches: list[Bench], collective: str, buffers: str, count: int) -> li
     ]
 
 
-def _means(benches: list[Bench]) -> str:
-    """Say for each collective how the faster of NCCL's two ways compares, in one geometric mean over all sizes."""
-    parts, sizes = [], set()
+def _range_of_means(benches: list[Bench]) -> str:
+    """Say how the faster of NCCL's two ways compares in the worst and in the best of all collectives."""
+    means, sizes = {}, set()
     for collective, title in COLLECTIVES.items():
-        means = []
         for count in RANKS:
-            runs = [run for run in _runs(benches, collective, "ordinary", count) if set(NCCL) <= set(run["peers"])]
-            means += [f"{_mean(run):.2f}" for run in runs] or ["-"]
-            sizes |= {row["nbytes"] for run in runs for row in run["results"]}
-        if any(mean != "-" for mean in means):
-            parts.append(f"{title.lower()} {' / '.join(means)}")
+            for run in _runs(benches, collective, "ordinary", count):
+                if set(NCCL) <= set(run["peers"]):
+                    means[_mean(run)] = f"{title.lower()}, {count} ranks"
+                    sizes |= {row["nbytes"] for row in run["results"]}
+    worst, best = min(means), max(means)
     return (
-        f"Geometric means over {nbytes(min(sizes))} to {nbytes(max(sizes))} of ordinary arrays, the time of NCCL's "
-        "faster way (with symmetric windows or without) divided by mpicomm's time, "
-        f"{' / '.join(map(str, RANKS))} ranks: {', '.join(parts)}."
+        f"For ordinary arrays NCCL's faster way takes from {worst:.2f} ({means[worst]}) to {best:.2f} ({means[best]}) "
+        f"times as long as {OWN}: geometric means of {nbytes(min(sizes))} to {nbytes(max(sizes))}, all collectives."
     )
 
 

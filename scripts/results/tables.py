@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from bench_tables import COLLECTIVES, anchor, bench_section, bench_title, overview, place, versions_of
+from bench_tables import COLLECTIVES, anchor, behind, bench_section, bench_title, overview, place, versions_of
 from cells import number, table
 from headline import headline
 
@@ -36,13 +36,17 @@ have mapped; ordinary arrays are each rank's alone.
 
 
 def documents() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the results of the bench, and the other tables; each remembers the name of its file."""
+    """Return the results of the bench, and the other tables, of which a file may hold a list.
+
+    Each remembers the name of its file.
+    """
     benches: list[dict[str, Any]] = []
     others: list[dict[str, Any]] = []
     for path in sorted(FOLDER.glob("*.json")):
-        document = json.loads(path.read_text())
-        document["file"] = path.name
-        (benches if "collective" in document else others).append(document)
+        content = json.loads(path.read_text())
+        for document in content if isinstance(content, list) else [content]:
+            document["file"] = path.name
+            (benches if "collective" in document else others).append(document)
     return sorted(benches, key=place), others
 
 
@@ -78,7 +82,8 @@ def all_tables() -> str:
     listed = ", ".join(f"{name} {version}" for name, version in versions.items())
     lines = [HEAD, *textwrap.wrap(f"All runs of `python -m mpicomm.bench` have {listed}.", 120), "", "## Overview", ""]
     lines += ["Geometric means of the peer's time divided by mpicomm's time, out of place / in place.", ""]
-    lines += [*overview(benches), ""]
+    lines += [*overview(benches), "", "Peers are faster by more than 3 % here:", "", *behind(benches), ""]
+    lines += ["Other tables:", ""]
     lines += [f"* [{group}](#{anchor(group)})" for group in GROUPS]
     lines += [""]
     for name, title in COLLECTIVES.items():

@@ -1,0 +1,99 @@
+"""Result files: tables of measurements as JSON, written by the scripts that measure, read by scripts/results/tables.py.
+
+A file holds one table, or a list of tables. To publish it, put it into scripts/results and run tables.py.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from mpicomm.cli.options import versions, write_json
+
+LONG_RUNS = ["run", "date", "how many", "result"]
+"""The columns of tables of reliability: a row is a run."""
+
+
+@dataclass
+class Table:
+    """A table and how it was measured. A cell is a text, a number, None, or a list of two numbers, which is a range."""
+
+    group: str
+    """A group of scripts/results/tables.py."""
+    title: str
+    hardware: str
+    columns: list[str]
+    rows: list[list[Any]]
+    text: str = ""
+    """What the columns mean, above the table."""
+    notes: list[str] = field(default_factory=list)
+    """Below the table."""
+    command: str | None = None
+    """The same for all rows; None where a column says it."""
+
+
+def add_tables(path: Path, tables: Sequence[Table]) -> None:
+    """Write tables into a file. Rows of a table that the file has already follow the rows that are there.
+
+    Exits where the file has the table with other hardware, because one table has one machine.
+    """
+    found: Any = json.loads(path.read_text()) if path.exists() else []
+    documents: list[dict[str, Any]] = found if isinstance(found, list) else [found]
+    for table in tables:
+        earlier = next((each for each in documents if _same_table(each, table)), None)
+        if earlier is None:
+            documents.append({**asdict(table), "date": today(), "versions": _versions()})
+        elif earlier["hardware"] != table.hardware:
+            sys.exit(f"{path} is of {earlier['hardware']}, this is {table.hardware}: name another file")
+        else:
+            earlier["rows"] += table.rows
+            first = earlier["date"].split(" to ")[0]
+            earlier["date"] = first if first == today() else f"{first} to {today()}"
+    write_json(path, documents if len(documents) > 1 else documents[0])
+
+
+def hardware(ranks: Sequence[dict[str, Any]], cpu: str) -> str:
+    """Return the GPUs, the links and the processor of a run; ``ranks`` are records of `cli.options.rank_record`."""
+    gpus = {rank["device_uuid"]: rank["device_name"] for rank in ranks if rank["device_uuid"]}
+    links = {link["path"] for rank in ranks for link in rank["links"]} & {"NVLink", "PCIe", "staged"}
+    nodes = len({rank["node"] for rank in ranks})
+    parts = [f"{count} x {name}" for name, count in Counter(gpus.values()).items()]
+    return "; ".join(filter(None, [", ".join([*parts, *sorted(links)]), f"{nodes} machines" * (nodes > 1), cpu]))
+
+
+def command(ranks: int | None = None) -> str:
+    """Return the command line of this process; ``ranks`` is how many of them mpirun started."""
+    program = ["python", *sys.orig_argv[1:]]
+    started = program if ranks is None else ["mpirun", "-np", str(ranks), *program]
+    return shlex.join(without(started, "--json"))
+
+
+def without(words: Sequence[str], *options: str) -> list[str]:
+    """Return a command without these options and their values; they do not change what is measured."""
+    kept, rest = [], iter(words)
+    for word in rest:
+        if word in options:
+            next(rest)
+        elif not word.startswith(tuple(f"{option}=" for option in options)):
+            kept.append(word)
+    return kept
+
+
+def today() -> str:
+    """Return the date of a row."""
+    return datetime.now(timezone.utc).date().isoformat()
+
+
+def _same_table(document: dict[str, Any], table: Table) -> bool:
+    return (document["title"], document["columns"]) == (table.title, table.columns)
+
+
+def _versions() -> dict[str, str]:
+    return {name: version for name, version in versions().items() if name != "Linux"}

@@ -1,0 +1,198 @@
+"""The rounds of soak.py: what all ranks do together, checked against what has to come out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from multiprocessing import shared_memory
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+import mpicomm
+from tests.helpers.checked_on_device import checked, draw, idle_kernel
+from tests.helpers.collective_calls import compile_reductions
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.random_collectives import REDUCED, Family, Player, known
+
+WORLD = MPI.COMM_WORLD
+CALLS = 200
+CAPTURED = 10
+REPLAYS = 1000
+SHARED = 100
+MESSAGES = 40
+MIB = 1 << 20
+CAPTURED_NBYTES = (64, 4 * MIB)
+LARGE_NBYTES = (24 * MIB, 512 * MIB)
+LATE_NBYTES = (4 * MIB, 240 * MIB)
+LATE_CYCLES = 200_000  # on average: as long as a call on 20 MiB between H200s
+LATE_RUNS = 10
+
+
+class Soak:
+    """The work of all ranks, which counts what it has ``done``. All methods are collective."""
+
+    def __init__(self, device: str, seed: int) -> None:
+        self._device, self._seed = device, seed
+        self.done: Counter[str] = Counter()
+        with communicator(device) as comm, array_module(comm):
+            self.device = comm.device
+            uuid = comm.describe().device_uuid
+            self.sharing = comm.allgather(uuid).count(uuid)  # ranks on one device, each with its own copy of all code
+            compile_reductions(comm, known(REDUCED))
+
+    def round(self, number: int) -> None:
+        """Do everything once; the same for the same number."""
+        self._rng = np.random.default_rng([self._seed, number])  # draws the same on all ranks
+        family = Family(self._device)
+        with array_module(family.world) as xp, self._stream(xp):
+            Player(family, self._seed + number, xp).play(CALLS)
+            self.done["calls"] += CALLS
+            if xp is not np:
+                self._replay(family.world, xp)
+                self._large(family.world, xp)
+            self._share(family.world, xp)
+            self._messages(family.world, xp)
+            if xp is not np:
+                self._in_stream_order(family.world, xp)
+            self.register(family.world, xp, 2)
+        family.free()
+        self.done["communicators"] += len(family.members)
+
+    def register(self, comm: mpicomm.Communicator, xp: Any, cycles: int) -> None:
+        """Register memory, write into it, and close it."""
+        with _memory(xp) as memory:
+            for number in range(cycles):
+                with comm.register(memory) as array:
+                    array.local[:] = comm.rank + number
+                    array.signal((comm.rank + 1) % comm.size)
+                    array.wait_signal((comm.rank - 1) % comm.size)
+                    comm.check()
+                    previous = (comm.rank - 1) % comm.size
+                    if int(array.peer(previous)[-1]) != previous + number:
+                        raise AssertionError("registered memory of a peer held something else")
+        self.done["registrations"] += cycles
+
+    def late(self, calls: int) -> None:
+        """Call collectives on arrays that go through inboxes many times over; each rank's GPU comes late at random."""
+        part = [self._seed, self.done["late calls"]]
+        rng, own = np.random.default_rng(part), np.random.default_rng([*part, 1 + WORLD.rank])
+        with communicator(self._device) as comm, array_module(comm) as xp:
+            idle = idle_kernel(xp)
+            for _ in range(-(-calls // (LATE_RUNS + 1))):
+                call = draw(rng, comm.size, LATE_NBYTES, ("auto", "one_shot", "two_shot"))
+                with checked(comm, [call], xp) as sequence:
+                    for _ in range(LATE_RUNS):
+                        if own.random() < 0.5:
+                            idle((1,), (1,), (int(own.exponential(LATE_CYCLES)),))
+                        sequence.run()
+                self.done["late calls"] += LATE_RUNS + 1
+
+    def communicators(self, cycles: int) -> None:
+        """Make communicators and free them."""
+        for _ in range(cycles):
+            with communicator(self._device) as comm:
+                comm.zeros(1)
+        self.done["communicators"] += cycles
+
+    @contextlib.contextmanager
+    def _stream(self, xp: Any) -> Iterator[None]:
+        """Make one of several streams the current one; its work is done at the end."""
+        choice = int(self._rng.integers(3))
+        if xp is np or choice == 0:
+            yield
+            return
+        stream = xp.cuda.Stream(non_blocking=choice == 1)
+        with stream:
+            yield
+        stream.synchronize()
+
+    def _replay(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Capture collectives into a graph that makes and checks their values by itself, and replay it."""
+        calls = [
+            draw(self._rng, comm.size, CAPTURED_NBYTES, ("auto", "auto", "one_shot", "chain")) for _ in range(CAPTURED)
+        ]
+        with checked(comm, calls, xp) as sequence:
+            stream = xp.cuda.Stream(non_blocking=True)
+            with stream:
+                stream.begin_capture()
+                sequence.run()
+                graph = stream.end_capture()
+                for _ in range(REPLAYS):
+                    graph.launch()
+        self.done["replays"] += REPLAYS
+        self.done["calls replayed"] += REPLAYS * CAPTURED
+
+    def _large(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Call a collective on arrays that are large enough for copy engines."""
+        call = draw(self._rng, comm.size, LARGE_NBYTES, ("auto", "copy_engine"))
+        with checked(comm, [call], xp) as sequence:
+            sequence.run()
+        self.done["large calls"] += 2
+
+    def _share(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Pass values around the ring, by put and by get."""
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        count = int(self._rng.integers(1, 100_000))
+        with comm.zeros(count, np.int64) as array:
+            for number in range(SHARED):
+                array.put(xp.full(count, number * comm.size + comm.rank), following)
+                array.signal(following)
+                array.wait_signal(previous)
+                comm.check()
+                if not (array.local == number * comm.size + previous).all():
+                    raise AssertionError(f"put {number} of {count} elements brought something else")
+                if not (array.get(following) == number * comm.size + comm.rank).all():
+                    raise AssertionError(f"get {number} of {count} elements brought something else")
+                comm.check()
+                # The next put overwrites what the peer may still be comparing.
+                array.signal(previous)
+                array.wait_signal(following)
+                comm.check()
+        self.done["puts and gets"] += 2 * SHARED
+
+    def _messages(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Send arrays around the ring, several at once, of sizes that take all ways."""
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for _ in range(MESSAGES // 4):
+            counts = [int(2 ** self._rng.uniform(0, 22)) for _ in range(4)]
+            sent = [xp.full(count, number * comm.size + comm.rank) for number, count in enumerate(counts)]
+            received = [xp.zeros_like(each) for each in sent]
+            requests = [comm.Irecv(each, previous, tag) for tag, each in enumerate(received)]
+            requests += [comm.Isend(sent[tag], following, tag) for tag in self._rng.permutation(4)]
+            MPI.Request.Waitall(requests)
+            comm.check()
+            for number, each in enumerate(received):
+                if not (each == number * comm.size + previous).all():
+                    raise AssertionError(f"message {number} of {counts[number]} elements brought something else")
+        self.done["messages"] += MESSAGES
+
+    def _in_stream_order(self, comm: mpicomm.Communicator, xp: Any) -> None:
+        """Send arrays around the ring, one after the other; kernels match them."""
+        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        for number in range(MESSAGES):
+            count = int(2 ** self._rng.uniform(0, 22))
+            received = xp.zeros(count, np.int64)
+            sent = xp.full_like(received, number * comm.size + comm.rank)
+            comm.Sendrecv(sent, following, number, received, previous, number, algorithm="one_shot")
+            if not (received == number * comm.size + previous).all():
+                raise AssertionError(f"message {number} of {count} elements brought something else")
+        comm.check()
+        self.done["messages in stream order"] += MESSAGES
+
+
+@contextlib.contextmanager
+def _memory(xp: Any) -> Iterator[Any]:
+    """Give an array that can be registered."""
+    if xp is not np:
+        yield xp.zeros(1000, np.int32)
+        return
+    block = shared_memory.SharedMemory(create=True, size=4000)
+    try:
+        yield np.ndarray(1000, np.int32, block.buf)
+    finally:
+        block.unlink()
+        with contextlib.suppress(BufferError):  # a view is left; the mapping goes with it
+            block.close()
