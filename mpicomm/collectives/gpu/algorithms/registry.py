@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from mpicomm.collectives.gpu.algorithms.base import Algorithm
 from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks
 from mpicomm.collectives.gpu.algorithms.chunks import plan as chunks
@@ -25,6 +27,7 @@ NAMES = tuple(dict.fromkeys(algorithm.name for algorithm in ALGORITHMS))
 """The values of ``algorithm=`` that name an algorithm."""
 
 
+@lru_cache  # every call that is not repeated asks
 def names_for(operation: Operation, *, in_rank_order: bool = False) -> tuple[str, ...]:
     """Return the names of the algorithms for a collective; with ``in_rank_order`` of those that "auto" may take."""
     serving = [each for each in ALGORITHMS if each.serves(operation) and (each.in_rank_order or not in_rank_order)]
