@@ -187,7 +187,7 @@ def report(
     options: argparse.Namespace,
     results: dict[int, dict[str, Measurement]],
 ) -> dict[str, Any]:
-    """Return everything that was shown, and what it ran on, for the JSON file."""
+    """Return the results and the setting of the run, for the JSON file."""
     wrong = sum(m.wrong for row in results.values() for m in row.values())
     return {
         **setting(ranks, options),

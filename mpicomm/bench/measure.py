@@ -105,7 +105,7 @@ class Measuring:
         return result
 
     def _make_ready(self, runner: _Runner, case: Case) -> None:
-        """Check what a runner returns, warm it up, and capture it."""
+        """Check the results of a runner, warm it up, and capture it."""
         effort = self._effort
         checks = effort.checks if case.name != "barrier" else 0
         for _ in range(checks):

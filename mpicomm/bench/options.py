@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
     )
     result.add_argument("--compare", type=_peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
-    result.add_argument("--beside", choices=("matmul",), help="what the largest size costs a matrix product beside it")
+    result.add_argument("--beside", choices=("matmul",), help="time a matrix product beside the largest size")
     result.add_argument("-J", "--json", type=command_line.output_file, metavar="FILE", help="write the results there")
     result.add_argument(
         "--plot", type=_plot_file, metavar="FILE", help="draw time and bus bandwidth by size: FILE.png or FILE.svg"

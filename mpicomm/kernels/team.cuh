@@ -127,10 +127,10 @@ MPICOMM_DEVICE void announce(const Team& team, u32 peer, u32 launch) {
   store_relaxed(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
 }
 
-// As `announce`, for a peer that may go on to read what any kernel or copy wrote here before `launch`, or to overwrite
-// what they read. Pairs with `acquire_announcements` and publishes all of these accesses. The end of an earlier kernel
-// orders its accesses for this device alone: after a relaxed store the peer could read old data, or overwrite data that
-// is still being read.
+// As `announce`, for a peer that may go on to read data that any kernel or copy wrote here before `launch`, or to
+// overwrite data that they read. Pairs with `acquire_announcements` and publishes all of these accesses. The end of an
+// earlier kernel orders its accesses for this device alone: after a relaxed store the peer could read old data, or
+// overwrite data that is still being read.
 MPICOMM_DEVICE void announce_all_before(const Team& team, u32 peer, u32 launch) {
   store_release(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
 }

@@ -1,7 +1,7 @@
-// Moves one message along a chain of ranks. Each rank sends on what comes from the rank before, as it is or reduced
-// with its own contribution. Each rank launches one kernel. Where one rank sends to all, or all send to one, a chain is
-// faster than shards that other ranks pass on: every link has one sender, and a link carries less when several ranks
-// send to one at a time.
+// Moves one message along a chain of ranks. Each rank sends on the packets that come from the rank before, as they are
+// or reduced with its own contribution. Each rank launches one kernel. Where one rank sends to all, or all send to one,
+// a chain is faster than shards that other ranks pass on: every link has one sender, and a link carries less when
+// several ranks send to one at a time.
 //
 // The message travels in packets that show by themselves whether they have come, on the sentinel wire
 // (packet_wires.cuh). So a rank passes on data without a release. The pieces can be small, and the first of them reach
@@ -16,7 +16,7 @@
 //   the flags of the other slots, too, though no receiver waits for them. Epochs wrap around: a flag that was left as
 //   it is would look new 2^31 slots later, when a launch begins with that slot.
 // - The receiver gives credit for a slot, not for each batch. Credit travels against the data that comes from the rank
-//   before, and takes a part of what the links carry.
+//   before, and takes a part of the bandwidth of the links.
 // - Credit comes after a fence instead of a release, see below.
 //
 //     sender                                             receiver
@@ -34,8 +34,8 @@
 //
 // Why that cannot deadlock. A batch waits for the batch before it in its channel, for the same batch on the rank
 // before, and for the next rank to be done with the slot kChainSlots epochs earlier. The first rank of the chain has
-// its batches, the last rank takes whatever comes, and the last slot of a launch gets credit like any other. The root
-// of a reduction may be the first rank, too: it then has two places in the chain, for sending and for receiving.
+// its batches, the last rank takes all packets that come, and the last slot of a launch gets credit like any other. The
+// root of a reduction may be the first rank, too: it then has two places in the chain, for sending and for receiving.
 // Different blocks serve these places and do not wait for each other. All blocks of a launch run at once (team.cuh):
 // the host launches no more than the smallest device holds, two for each multiprocessor.
 //

@@ -1,5 +1,5 @@
 // One exchange in packets of 16 bytes that show by themselves whether they have come (packet_wires.cuh). Every rank
-// stores what it sends straight into the inboxes of the other ranks. A receiver loads each slot of its inboxes until
+// stores its messages straight into the inboxes of the other ranks. A receiver loads each slot of its inboxes until
 // the packet is there. No flag, no fence and no barrier lies between the store of a packet and its use: that makes the
 // kernel fast, from 8 bytes up.
 //
@@ -20,7 +20,7 @@
 //
 // Why a slot is free when a rank stores in it, from launch to launch: there are two sets of inboxes, used in turns by
 // the parity of the launch. A rank begins launch n only when all other ranks have begun launch n-1 (`announce`). Hence
-// they have finished launch n-2, whose packets lay where those of n go. With one set a fast rank would overwrite
+// they have finished launch n-2, whose packets lay in the slots of launch n. With one set a fast rank would overwrite
 // packets that a slow rank has yet to read.
 //
 // Why a slot is free within a launch: a message may have more steps than the L steps that an inbox holds ("laps", on
