@@ -1,4 +1,4 @@
-"""``python -m mpicomm.info``: what the ranks run on, how they reach each other's memory, and with which versions."""
+"""``python -m mpicomm.info``: shows the ranks' devices, how they open each other's memory, and the versions in use."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mpicomm.collectives.gpu import tuning
 from mpicomm.devices.base import Link, slowest_gb_s
 from mpicomm.errors import InvalidUsageError
 
-_FILE_WIDTH = 1000  # nothing is folded where no terminal sets the width; a table takes what it needs
+_FILE_WIDTH = 1000  # wide enough to fold no cell where no terminal sets the width
 
 
 def collect(comm: Communicator) -> dict[str, Any]:
-    """Return all there is to show, ready for JSON. Collective."""
+    """Return all facts to show, ready for JSON. Collective."""
     here = comm.describe()
     record = command_line.rank_record(here)
     record["environment"] = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("MPICOMM_")}
@@ -38,7 +38,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
 
 
 def algorithms(device_name: str, links: Iterable[Link]) -> list[str]:
-    """Return what collectives on GPU arrays choose where the first rank has these links, or why they cannot."""
+    """Return the algorithms of collectives on GPU arrays, for these links of the first rank, or the table's error."""
     try:
         return tuning.find(device_name, lambda: slowest_gb_s(links)).describe()
     except InvalidUsageError as error:
@@ -46,7 +46,7 @@ def algorithms(device_name: str, links: Iterable[Link]) -> list[str]:
 
 
 def group_ranks(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, str, str]]:
-    """Return (ranks, name, value) for what each rank has set, ranks with the same value on one line."""
+    """Return (ranks, name, value) for the settings of all ranks; ranks with the same value share a line."""
     holders: dict[tuple[str, str], list[int]] = {}
     for rank, named in enumerate(settings):
         for item in named.items():
@@ -58,7 +58,7 @@ def group_ranks(settings: Sequence[Mapping[str, str]]) -> list[tuple[str, str, s
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """Return the tables a person reads."""
+    """Return the tables to print."""
     ranks = found["ranks"]
     where = _table("Ranks", "rank", "host", "pid", "node", "device", "name", "UUID", "PCI id", "NUMA node")
     for info in ranks:
@@ -117,7 +117,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.info",
-        description="Show what the ranks run on, how they reach each other's memory, and with which versions.",
+        description="Show the ranks' devices, how they open each other's memory, and the versions in use.",
     )
     command_line.add_communicator_arguments(result)
     result.add_argument("--json", action="store_true", help="print one JSON object")

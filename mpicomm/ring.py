@@ -1,7 +1,7 @@
 """``python -m mpicomm.ring``: every rank moves bytes to and from its neighbours in a ring, checks each, and is timed.
 
-Rank r writes straight into the memory of rank r+1 (put) and reads straight from that of rank r-1 (get), both through
-the mapped memory, as a kernel of the user's would, and with copies. The options are those of nccl-tests.
+Rank r writes straight into the memory of rank r+1 (put) and reads straight from the memory of rank r-1 (get). It does
+both through mapped memory, as a kernel of the user does, and with copies. The options are those of nccl-tests.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ DIRECTIONS = ("put", "get")
 
 _CHECKS = 4  # patterns per size and direction; half go through mapped memory, half through copies
 _POISON = 0xA5
-_CHUNK_NBYTES = 1 << 20  # what the pattern is made in: bounds the memory it takes, and lies in a CPU's cache
+_CHUNK_NBYTES = 1 << 20  # of the pattern at once: takes little memory, and fits into a CPU's cache
 _WORD = np.dtype(np.uint32)
 
 
 class Pattern:
     """Bytes that depend on the rank that wrote them, the iteration and their index.
 
-    A 32-bit hash of the word index and a seed, seen as bytes: shifted, swapped, stale or missing data do not match.
-    ``xp`` is the array module, numpy or cupy.
+    They are a 32-bit hash of the word index and a seed, so shifted, swapped, stale or missing data do not match. ``xp``
+    is the array module, numpy or cupy.
     """
 
     def __init__(self, xp: Any) -> None:
@@ -43,12 +43,12 @@ class Pattern:
         self._expected = xp.empty(_CHUNK_NBYTES, np.uint8)
 
     def write(self, target: Any, rank: int, iteration: int) -> None:
-        """Write the pattern into an array of bytes; the elementwise kernel (or NumPy loop) stores right into it."""
+        """Write the pattern into an array of bytes. The elementwise kernel (or NumPy loop) stores straight into it."""
         for start in range(0, target.size, _CHUNK_NBYTES):
             self._write_chunk(target[start : start + _CHUNK_NBYTES], start, rank, iteration)
 
     def count_wrong(self, array: Any, rank: int, iteration: int) -> int:
-        """Return how many bytes of an array are not the pattern's; all of them are compared."""
+        """Return how many bytes of an array differ from the pattern. All bytes are compared."""
         wrong = 0
         for start in range(0, array.size, _CHUNK_NBYTES):
             chunk = array[start : start + _CHUNK_NBYTES]
@@ -67,13 +67,13 @@ class Pattern:
         xp.bitwise_xor(words, shifted, out=words)
         xp.multiply(words, _WORD.type(0x2C1B3C6D), out=words)
         xp.right_shift(words, _WORD.type(13), out=shifted)
-        # The last step is done bytewise: it needs no alignment of the target, and a tail is like the rest.
+        # The last step works on bytes: the target needs no alignment, and a tail is no special case.
         xp.bitwise_xor(words.view(np.uint8)[: target.size], shifted.view(np.uint8)[: target.size], out=target)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One size and direction: wrong bytes on all ranks, and the time per iteration of the slowest rank."""
+    """The result for a size and direction: wrong bytes on all ranks, and the slowest rank's time for an iteration."""
 
     nbytes: int
     wrong: int
@@ -81,12 +81,12 @@ class Measurement:
 
     @property
     def algbw_gb_s(self) -> float:
-        """Bytes each rank moved by the time, in GB/s."""
+        """The bytes that each rank moved, divided by the time, in GB/s."""
         return self.nbytes / self.time_us * 1e-3
 
 
 class Ring:
-    """A window of memory on each rank, which the neighbours write to and read from, and an array of its own."""
+    """A window of memory on each rank, which its neighbours write and read, and a private array."""
 
     def __init__(self, comm: Communicator, pattern: Pattern, xp: Any, nbytes: int) -> None:
         self._comm = comm
@@ -100,11 +100,12 @@ class Ring:
     def measure(self, direction: str, iterations: int, warmup: int) -> Measurement:
         """Check, then time one direction. Collective."""
         check, step = (self._check_put, self._put) if direction == "put" else (self._check_get, self._get)
-        wrong = sum(self._comm.allgather(check()))  # which also holds the timed writes until all windows are checked
+        # The allgather also keeps ranks from timed writes until all windows are checked.
+        wrong = sum(self._comm.allgather(check()))
         return Measurement(self._nbytes, wrong, self._time_us(step, iterations, warmup))
 
     def close(self) -> None:
-        """Give the window back. Collective."""
+        """Free the window. Collective."""
         self._window.close()
 
     def _put(self) -> None:
@@ -113,14 +114,14 @@ class Ring:
 
     def _get(self) -> None:
         self._window.get(self._previous, self._own)
-        # Tells the owner that it may write again, and waits for the same word about this rank's window.
+        # Tells the owner that it may write again, and waits until the reader of this rank's window says the same.
         self._hand_over(self._previous, self._next)
 
     def _check_put(self) -> int:
         rank, wrong = self._comm.rank, 0
         for iteration in range(_CHECKS):
             self._window.local.fill(_POISON)
-            self._meet()  # no window is written to before its owner has poisoned it
+            self._meet()  # no rank writes to a window before its owner has poisoned it
             if iteration % 2:
                 self._pattern.write(self._own, rank, iteration)
                 self._put()
@@ -134,7 +135,7 @@ class Ring:
         rank, wrong = self._comm.rank, 0
         for iteration in range(_CHECKS):
             self._own.fill(_POISON)
-            self._meet()  # no window is overwritten before its reader is done with it
+            self._meet()  # no owner overwrites a window before its reader is done with it
             self._window.local.fill(_POISON)
             self._pattern.write(self._window.local, rank, iteration)
             self._hand_over(self._next, self._previous)
@@ -186,7 +187,7 @@ def report(
     options: argparse.Namespace,
     results: dict[int, dict[str, Measurement]],
 ) -> dict[str, Any]:
-    """Return everything that was shown, and what it ran on, for the JSON file."""
+    """Return the results and the setting of the run, for the JSON file."""
     wrong = sum(m.wrong for row in results.values() for m in row.values())
     return {
         **setting(ranks, options),
@@ -225,7 +226,7 @@ def main() -> int:
     if comm.num_nodes > 1:
         raise InvalidUsageError(
             f"the ring goes through mapped memory and needs all ranks on one node; these {comm.size} ranks are on "
-            f"{comm.num_nodes} nodes"
+            f"{comm.num_nodes} nodes: start them on one"
         )
     swept = command_line.swept_sizes(options, comm)
     directions = DIRECTIONS if options.direction == "both" else (options.direction,)

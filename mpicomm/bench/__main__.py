@@ -1,4 +1,4 @@
-"""The run of ``python -m mpicomm.bench``: opens everything, goes through the sizes, says what came out."""
+"""The program ``python -m mpicomm.bench``: opens the contenders, measures all sizes, shows the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpicomm.cli.report import header, setting
 
 
 def blocks_of(operation: Operation, sizes: list[int], dtype: np.dtype[Any], ranks: int) -> list[int]:
-    """Return the elements of a block at each size; sizes that come to the same are measured once."""
+    """Return the elements of a block at each size. Sizes that give the same block are measured once."""
     if operation.name == "barrier":
         return [1]
     return list(dict.fromkeys(block_of(operation, nbytes, dtype, ranks) for nbytes in sizes))
@@ -59,7 +59,7 @@ def main() -> int:
     ]
     command_line.show(*(f"# {line}".rstrip() for line in about))
 
-    # What a first call sets up cannot be captured.
+    # At least one call comes before a capture, because a graph cannot capture the set-up of a first call.
     warmups = max(1, options.warmup_iters) if graphs else options.warmup_iters
     effort = Effort(options.iters, warmups, options.check, max(1, options.cudagraph), graphs)
     with machine.current():
@@ -121,7 +121,7 @@ def finish(
             from mpicomm.bench.plot import draw  # matplotlib takes a second to import
 
             draw(results, options.plot, f"{options.collective}, {options.datatype}, {comm.size} ranks")
-    contenders.close()  # after all is said: a library may end the process here
+    contenders.close()  # after the results are shown, because a library may end the process here
     comm.Free()
     command_line.show("# OK" if wrong == 0 else f"# FAILED: {wrong} wrong")
     return 0 if wrong == 0 else 1

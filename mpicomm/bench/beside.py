@@ -1,4 +1,4 @@
-"""What a collective costs a matrix product that runs beside it, on another stream of the same GPU."""
+"""How much slower a matrix product is while a collective runs on another stream of the same GPU."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from mpicomm.bench.operations import Case
 _EDGE = 8192
 _PRODUCTS = 20
 _LAUNCH = 10  # calls of the collective in one graph
-_SPAN = 3  # how much longer than the products alone the collective goes on: they take longer beside it
+_SPAN = 3  # the collective runs so many times as long as the products alone, which are slower beside it
 
 
 @dataclass(frozen=True)
 class Slowdown:
-    """What beside a contender's collective became of a product that takes ``alone_us``, on the slowest rank."""
+    """The time of a product, alone and beside the collective of a contender, on the slowest rank."""
 
     name: str
     nbytes: int
     alone_us: float
     beside_us: float
     spanned: bool
-    """Whether the collective went on to the end of the products."""
+    """Whether the collective ran until the products ended."""
     failure: str = ""
 
     def __str__(self) -> str:
@@ -42,12 +42,12 @@ class Slowdown:
         return f"{what}: {self.beside_us:.0f} us, alone {self.alone_us:.0f} us: {ratio:.2f} times as long{short}"
 
     def record(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the fields for JSON."""
         return asdict(self)
 
 
 def slowdowns(comm: Communicator, machine: Machine, contenders: Contenders, case: Case) -> list[Slowdown]:
-    """Measure what each contender's collective costs the product. Collective."""
+    """Time the product alone, and beside each contender's collective. Collective."""
     import cupy
 
     stream = cupy.cuda.Stream(non_blocking=True)
@@ -63,7 +63,7 @@ def slowdowns(comm: Communicator, machine: Machine, contenders: Contenders, case
         milliseconds: float = cupy.cuda.get_elapsed_time(start, stop)
         return milliseconds * 1e3 / _PRODUCTS
 
-    time_products()  # sets the library up
+    time_products()  # the first call sets the library up
     comm.barrier()
     alone = max(comm.allgather(time_products()))
     found = []
@@ -86,7 +86,7 @@ def _time_beside(
 ) -> tuple[float, bool]:
     call = _fastest(comm, machine, contender, case)
     launch: Call = call
-    with suppress(PeerFailureError):  # it goes call by call then
+    with suppress(PeerFailureError):  # without a graph the host issues each call
         graph = together(comm, lambda: machine.capture(call, _LAUNCH))
         launch = partial(machine.launch, graph)
     each_s = max(comm.allgather(together(comm, lambda: time_calls(machine, launch, 3)).complete))
@@ -105,10 +105,10 @@ def _time_beside(
 
 
 def _fastest(comm: Communicator, machine: Machine, contender: Contender, case: Case) -> Call:
-    """Return the contender's fastest way."""
+    """Return the call of the contender's fastest way."""
     calls = together(comm, lambda: contender.peer.prepare(case, contender.buffers(case)))
     if not contender.peer.capturable:
-        raise PeerFailureError("its calls hold the caller: nothing runs beside")
+        raise PeerFailureError("its calls block the caller, so nothing runs beside them")
     times = {
         way: max(comm.allgather(together(comm, lambda: time_calls(machine, call, 5)).complete))  # noqa: B023
         for way, call in calls.items()
@@ -117,7 +117,7 @@ def _fastest(comm: Communicator, machine: Machine, contender: Contender, case: C
 
 
 def product(stream: Any, ordinal: int | str) -> Call:
-    """Return a matrix product on a GPU's ``stream``: of bfloat16 by PyTorch where it is, else of float16 by CuPy."""
+    """Return a matrix product on a GPU's ``stream``: of bfloat16 by PyTorch if installed, else of float16 by CuPy."""
     if importlib.util.find_spec("torch"):
         import torch
 

@@ -1,4 +1,4 @@
-"""mpicomm and its peers side by side: opened together, and dropped on all ranks where one rank has trouble."""
+"""Contenders: mpicomm and its peers. All ranks open a peer together, and drop it together if it fails on one rank."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 
 class PeerFailureError(Exception):
-    """Something a peer could not do on some rank; raised on all of them."""
+    """A peer failed on some rank; raised on all ranks."""
 
 
 def together(comm: Communicator, step: Callable[[], T]) -> T:
-    """Take a step on all ranks; raises `PeerFailureError` on all where it fails on one. Collective.
+    """Take a step on all ranks; raises `PeerFailureError` on all ranks if it fails on one. Collective.
 
-    A step that fails on one rank while others wait for it inside of it cannot be helped.
+    This does not help ranks that wait, within the step, for a rank on which the step fails.
     """
     result: Any = None
     try:
@@ -57,16 +57,16 @@ class Contender:
 
     @property
     def own(self) -> bool:
-        """Whether it is mpicomm, whose failures are the bench's."""
+        """Whether it is mpicomm, whose failures end the run."""
         return self.name in (OWN, ORDINARY)
 
     def buffers(self, case: Case) -> Buffers:
-        """Lay a case out."""
+        """Return the buffers of a case, in the two arrays."""
         return buffers(case, self.first, self.second, result_at_front=self.peer.result_at_front)
 
 
 class Contenders:
-    """All that take part, mpicomm first; ``absent`` says why others do not."""
+    """All contenders, mpicomm first; ``absent`` says why a peer is missing."""
 
     def __init__(self, comm: Communicator, machine: Machine, nbytes: int) -> None:
         self._comm = comm
@@ -83,7 +83,7 @@ class Contenders:
             self.present.append(self._with_arrays(name, peer))
 
     def open_peers(self, names: Sequence[str]) -> None:
-        """Add the peers that can be had. Collective."""
+        """Add the peers that all ranks can open. Collective."""
         for name in names:
             with command_line.progress_line(f"opening {name}", 0, 1):
                 try:
@@ -92,18 +92,19 @@ class Contenders:
                     self.absent[name] = str(failure)
 
     def close(self) -> None:
-        """Close what is open, the last first. Collective."""
+        """Close all contenders, the last one first. Collective."""
         while self.present:
             contender = self.present.pop()
             contender.first = contender.second = None
-            with suppress(Exception) if not contender.own else nullcontext():  # what was measured stays true
+            # A peer that fails to close keeps its results.
+            with suppress(Exception) if not contender.own else nullcontext():
                 contender.peer.close()
 
     def _open(self, name: str) -> Contender:
         if self._machine.stream is None and name != "mpi":
             raise UnsupportedError("it is for arrays on GPUs")
         module = module_of(name)
-        # On all ranks before any of them waits for another one.
+        # All ranks check before any of them waits for another rank.
         reasons = self._comm.allgather(module.missing())
         reason = next((reason for reason in reasons if reason is not None), None)
         if reason is not None:
@@ -115,7 +116,7 @@ class Contenders:
 
 
 def known_peers(text: str) -> list[str]:
-    """Split a list of peers as given on the command line; raises ValueError for one that is unknown."""
+    """Split a list of peers from the command line; raises ValueError for an unknown peer."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in PEERS:

@@ -1,8 +1,8 @@
-"""What the buffers hold: random data that every rank can make for every other, and what has to come out of it.
+"""The content of the buffers: random data, which every rank can make for every other rank, and the expected results.
 
-The data of a rank repeats after a prime number of elements, far from every power of two, so that blocks, chunks and
-shards that end up in a wrong place do not match. Thus one period of the result, computed by NumPy in rank order, is
-enough to compare every element of an array of any size with, on the device it lies on.
+The data of a rank repeats after a prime number of elements, far from every power of two. So blocks, chunks and shards
+in a wrong place do not match. NumPy computes one period of the result in rank order. Every element of an array of any
+size is compared with that period, on the device of the array.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpicomm.bench.operations import ROOT, Buffers, Case
 
 _PERIOD = 1_000_003
 _POISON = 0xA5
-_SAMPLE = 4096  # elements at each end of a block, where a result need not be exact
+_SAMPLE = 4096  # elements to compare at each end of a block, if a result need not be exact
 _EPSILON = {1: 2.0**-2, 2: 2.0**-7, 4: 2.0**-22, 8: 2.0**-51}  # the coarsest float type of each size, one bit spared
 
 _UFUNCS = {"sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum}
@@ -27,7 +27,7 @@ OPS = tuple(_UFUNCS)
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of an output: ``count`` elements from ``start`` on are those of a period from ``offset`` on."""
+    """A part of an output: ``count`` elements from ``start`` on equal those of a period from ``offset`` on."""
 
     start: int
     count: int
@@ -36,7 +36,7 @@ class Piece:
 
 
 REDUCED = -1
-"""The period of the reduction; that of a rank's data has the rank for a name."""
+"""The number of the reduction's period; the period of a rank's data has the number of the rank."""
 
 
 class Content:
@@ -49,12 +49,12 @@ class Content:
         self._word = np.dtype(f"uint{8 * dtype.itemsize}")
         data = [random_data(dtype, min(longest, _PERIOD), rank) for rank in range(size)]
         if reduces:
-            data.append(reduce_in_order(op, data))  # the last, which REDUCED finds
+            data.append(reduce_in_order(op, data))  # at the end, where REDUCED finds it
         self._host = data
         self._periods = [xp.asarray(period.view(self._word)) for period in data]
 
     def prepare(self, case: Case, buffers: Buffers) -> None:
-        """Poison what a case receives into and write what it sends."""
+        """Poison the buffer that a case receives into, and write the data that it sends."""
         if buffers.receive is not None:
             buffers.receive.fill(_POISON)
         if case.name == "bcast" and not case.at_root:
@@ -65,10 +65,10 @@ class Content:
                 words[start:stop] = data
 
     def count_wrong(self, case: Case, buffers: Buffers, *, exact: bool) -> int:
-        """Return how many elements that a case received are not what they have to be.
+        """Return how many of the elements that a case received are wrong.
 
-        All are compared, bit by bit; with ``exact=False`` the ends of each block, with room for another order of
-        additions.
+        All elements are compared, bit by bit. With ``exact=False`` only the ends of each block are, with a tolerance
+        for another order of additions.
         """
         pieces = expected(case)
         if buffers.receive is None or not pieces:
@@ -133,7 +133,7 @@ def reduce_in_order(op: str, data: Sequence[npt.NDArray[Any]]) -> npt.NDArray[An
 
 
 def expected(case: Case) -> list[Piece]:
-    """Return what the output of a case consists of; of another rank's block the part that is for this one."""
+    """Return the pieces of the output of a case on this rank."""
     rank, block = case.rank, case.block
     if case.operation.rooted and not case.at_root and case.name in ("reduce", "gather"):
         return []

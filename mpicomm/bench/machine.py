@@ -1,4 +1,4 @@
-"""Where the arrays are, host or GPU, and how calls on them are timed there. Seconds throughout."""
+"""The processor of the arrays, host or GPU, and how calls are timed on it. All times are in seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Times:
-    """What a call took, and what of that the caller waited for; the second is None for calls of a graph."""
+    """How long a call took, and how long it held the caller; the second is None for calls of a graph."""
 
     complete: float
     issue: float | None = None
@@ -28,26 +28,26 @@ class Machine(Protocol):
     stream: Any
 
     def current(self) -> AbstractContextManager[object]:
-        """Array expressions within go to the stream that the calls are on."""
+        """Return a context in which array expressions go to the stream of the calls."""
 
     def empty(self, nbytes: int) -> Any:
-        """Return ordinary memory of this library, as bytes."""
+        """Return ordinary memory of the array library, as bytes."""
 
     def finish(self) -> None:
-        """Wait for everything that was enqueued."""
+        """Wait for all work that was enqueued."""
 
     def capture(self, call: Call, count: int) -> Any:
-        """Return ``count`` calls as something to launch; None where there is no such thing."""
+        """Return a graph of ``count`` calls, None on a processor without graphs."""
 
     def launch(self, graph: Any) -> None:
-        """Enqueue what `capture` returned."""
+        """Enqueue a graph that `capture` returned."""
 
     def time_graph(self, graph: Any) -> Times:
-        """Time one launch of what `capture` returned; one call's share of it."""
+        """Time one launch of a graph that `capture` returned; return the share of one call."""
 
 
 def time_calls(machine: Machine, call: Call, count: int) -> Times:
-    """Time ``count`` calls, each issued by the host: one call's share of it."""
+    """Time ``count`` calls, each of which the host issues; return the share of one call."""
     start = time.perf_counter()
     for _ in range(count):
         call()
@@ -58,7 +58,7 @@ def time_calls(machine: Machine, call: Call, count: int) -> Times:
 
 
 class Host:
-    """Calls block, and the wall clock tells."""
+    """The host: calls block, and the wall clock times them."""
 
     xp: Any = np
     stream = None
@@ -87,7 +87,7 @@ class Host:
 
 
 class Gpu:
-    """Calls go to one stream that waits for no other; CUDA events tell."""
+    """A GPU: calls go to one stream, which waits for no other, and CUDA events time them."""
 
     def __init__(self) -> None:
         import cupy
@@ -116,7 +116,7 @@ class Gpu:
             for _ in range(count):
                 call()
         except BaseException:
-            # A stream that is left capturing is of no use any more; that the graph is broken is no news.
+            # A stream that is left capturing is of no use. Its own error adds nothing to the one that is raised.
             with suppress(RuntimeError):
                 self.stream.end_capture()
             raise
@@ -132,7 +132,7 @@ class Gpu:
     def time_graph(self, graph: Any) -> Times:
         """Time the second of two launches in a row.
 
-        In the first one the ranks meet, and it gives the host the time to enqueue the rest: what is timed starts on all
+        In the first launch the ranks meet, and meanwhile the host enqueues the rest. So the timed launch starts on all
         GPUs at once and waits for no host.
         """
         captured, count = graph

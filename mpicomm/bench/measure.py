@@ -1,4 +1,4 @@
-"""One case, on all contenders: what each returns is checked, then all are timed in turn, round by round."""
+"""Measures a case on all contenders: checks the result of each, then times them in turns, round by round."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a contender took for one case: the slowest rank's time of a round, the median of the rounds."""
+    """The result of a contender for a case. A time is the slowest rank's in a round, and the median of the rounds."""
 
     time_us: float
     issue_us: float | None
-    """How long the caller was held, where calls were issued one by one."""
+    """How long a call held the caller; None for calls of a graph."""
     wrong: int | None
     """Wrong elements on all ranks; None where nothing was checked."""
     eager: str
     """Why calls were issued one by one although graphs were asked for; empty otherwise."""
     way: str
-    """Which of several ways of the library it was."""
+    """The name of the way, if the library has several."""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """How much is done for each case."""
+    """How often a contender runs each case."""
 
     iterations: int
     warmups: int
@@ -69,7 +69,7 @@ class Measuring:
         self._effort = effort
 
     def run(self, case: Case) -> tuple[dict[str, Outcome], dict[str, str]]:
-        """Measure a case; return what came out by contender, and why others have nothing to show."""
+        """Measure a case; return the outcomes by contender, and the reasons of contenders without one."""
         runners: list[_Runner] = []
         silent: dict[str, str] = {}
 
@@ -96,7 +96,7 @@ class Measuring:
         return self._outcomes(runners), silent
 
     def _step(self, contender: Contender, step: Callable[[], T]) -> T:
-        """Take a step on all ranks, which then wait for each other. A failure of mpicomm's own ends the run."""
+        """Take a step on all ranks, which then wait for each other. A failure of mpicomm itself ends the run."""
         if not contender.own:
             return together(self._comm, step)
         result = step()
@@ -105,7 +105,7 @@ class Measuring:
         return result
 
     def _make_ready(self, runner: _Runner, case: Case) -> None:
-        """Check what a runner returns, warm it up, and capture it."""
+        """Check the results of a runner, warm it up, and capture it."""
         effort = self._effort
         checks = effort.checks if case.name != "barrier" else 0
         for _ in range(checks):
@@ -148,7 +148,7 @@ class Measuring:
 
     def _time(self, runner: _Runner, case: Case) -> None:
         if case.operation.reduces:
-            # In place sums grow with every call, and PyTorch's two-shot changes its input: they start afresh.
+            # Fresh data, because sums in place grow with every call, and PyTorch's two-shot changes its input.
             self._step(runner.contender, lambda: self._write(runner, case))
 
         def timed() -> Times:
@@ -159,7 +159,7 @@ class Measuring:
         runner.rounds.append(self._step(runner.contender, timed))
 
     def _outcomes(self, runners: Sequence[_Runner]) -> dict[str, Outcome]:
-        """Return the fastest way of each contender, as all ranks together see it."""
+        """Return the outcome of each contender's fastest way, over all ranks."""
         of_all = self._comm.allgather([(runner.rounds, runner.wrong) for runner in runners])
         outcomes: dict[str, Outcome] = {}
         for index, runner in enumerate(runners):
@@ -172,7 +172,7 @@ class Measuring:
             name = runner.contender.name
             if name in outcomes:
                 best = min(outcomes[name], outcome, key=lambda one: one.time_us)
-                # What any of its ways gets wrong is said, whichever is shown.
+                # Wrong elements of any way count, whichever way is shown.
                 wrongs = [one.wrong for one in (outcomes[name], outcome) if one.wrong is not None]
                 outcome = Outcome(best.time_us, best.issue_us, max(wrongs, default=None), best.eager, best.way)
             outcomes[name] = outcome

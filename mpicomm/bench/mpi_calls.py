@@ -1,4 +1,4 @@
-"""The cases as calls of mpi4py's methods, which are mpicomm's."""
+"""The cases as calls of mpi4py's methods, which mpicomm has, too."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def mpi_call(comm: MPI.Intracomm, case: Case, buffers: Buffers, options: dict[st
     if name == "allreduce":
         return lambda: comm.Allreduce(input_, receive, op, **options)
     if name == "reduce_scatter":
-        # In place the input of all blocks is in the buffer that the result comes to the front of.
+        # In place one buffer holds the input of all blocks, and the result goes to its front.
         output = send if case.in_place else receive
         return lambda: comm.Reduce_scatter_block(input_, output, op, **options)
     if name == "allgather":
@@ -44,16 +44,16 @@ def mpi_call(comm: MPI.Intracomm, case: Case, buffers: Buffers, options: dict[st
         parts = [[part[0], places, part[1]] if isinstance(part, list) else [part, places] for part in (send, receive)]
         return lambda: comm.Alltoallv(*parts, **options)
     if name == "sendrecv":
-        # As bytes: messages of host arrays are MPI's, which does not know all types.
+        # As bytes, because MPI carries messages of host arrays and does not know all types.
         sent, received, to, source = buffers.send, buffers.receive, case.following, case.previous
         return lambda: comm.Sendrecv(sent, to, recvbuf=received, source=source, **options)
     return lambda: comm.Barrier(**options)
 
 
 def _typed(array: Any, case: Case) -> Any:
-    """Return bytes as elements; of a type that is not NumPy's own as a buffer with the type's name.
+    """Return bytes as elements. A type that is not NumPy's own gives a buffer with the name of the type.
 
-    Without a count, which would be that of one block where there is a block for each rank.
+    This buffer has no count, because a count would be that of one block where there is a block for each rank.
     """
     if array is None or case.dtype.isbuiltin == 1:
         return None if array is None else array.view(case.dtype)

@@ -1,7 +1,7 @@
-"""The collectives that can be measured: how much each moves, between which parts of two buffers, as nccl-tests counts.
+"""The collectives to measure: how much each moves, between which parts of two buffers, as nccl-tests counts.
 
-A *case* is one line of the table, in place or out of place. Its size is that of the largest buffer a rank has, which
-for all but the reductions and the broadcast is one block for each rank.
+A *case* is one line of the table, in place or out of place. Its size is that of the largest buffer of a rank: one block
+for each rank, except in reductions and the broadcast.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Operation:
 
     name: str
     bus_factor: Callable[[int], float]
-    """Bus bandwidth by algorithm bandwidth, of the number of ranks: what makes it comparable with a link's."""
+    """Bus bandwidth divided by algorithm bandwidth, by the number of ranks: bus bandwidth compares with a link's."""
     sends_blocks: bool = False
     """Whether the input has a block for each rank."""
     receives_blocks: bool = False
@@ -66,7 +66,7 @@ ALIASES = {"broadcast": "bcast"}
 
 @dataclass(frozen=True)
 class Case:
-    """What one rank calls: an operation on ``block`` elements for each rank it has a block for."""
+    """The call of one rank: an operation on blocks of ``block`` elements."""
 
     operation: Operation
     dtype: np.dtype[Any]
@@ -87,7 +87,7 @@ class Case:
 
     @property
     def count(self) -> int:
-        """Elements of the largest buffer a rank has; none of a barrier's, whatever it is carried out with."""
+        """The elements of the largest buffer of a rank; 0 for a barrier, whatever data it moves."""
         if self.name == "barrier":
             return 0
         blocks = self.operation.sends_blocks or self.operation.receives_blocks
@@ -95,7 +95,7 @@ class Case:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the largest buffer a rank has: the size that bandwidths are computed from."""
+        """The bytes of the largest buffer of a rank: the size from which bandwidths are computed."""
         return self.count * self.dtype.itemsize
 
     @property
@@ -114,16 +114,16 @@ class Case:
         return (self.rank - 1) % self.size
 
     def exchanged(self) -> tuple[list[int], list[int]]:
-        """Return counts and displacements of alltoallv's blocks: uneven ones, the same to a rank as from it."""
+        """Return counts and displacements of alltoallv's blocks: uneven, but each the same to a rank as from it."""
         counts = [self.block * (2 * ((self.rank + peer) % self.size) + 1) // self.size for peer in range(self.size)]
         return counts, [sum(counts[:peer]) for peer in range(self.size)]
 
     def algbw_gb_s(self, time_us: float) -> float:
-        """Return the size by the time, in GB/s."""
+        """Return the size divided by the time, in GB/s."""
         return self.nbytes / time_us * 1e-3
 
     def busbw_gb_s(self, time_us: float) -> float:
-        """Return what each link has to carry by the time, in GB/s."""
+        """Return the bytes that each link has to carry, divided by the time, in GB/s."""
         return self.algbw_gb_s(time_us) * self.operation.bus_factor(self.size)
 
 
@@ -142,10 +142,10 @@ class Buffers:
 
 
 def buffers(case: Case, first: Any, second: Any, *, result_at_front: bool) -> Buffers:
-    """Lay a case out in two arrays of bytes, in place in the first alone.
+    """Return the buffers of a case in two arrays of bytes; in place, in the first array alone.
 
-    ``result_at_front`` is where an in-place reduce-scatter leaves its block: MPI's at the front of the buffer, NCCL's
-    in its place among the blocks.
+    ``result_at_front``: whether an in-place reduce-scatter leaves its block at the front of the buffer, as MPI does, or
+    at its place among the blocks, as NCCL does.
     """
     operation = case.operation
     block, whole = case.block * case.dtype.itemsize, case.nbytes
@@ -158,7 +158,7 @@ def buffers(case: Case, first: Any, second: Any, *, result_at_front: bool) -> Bu
         send = first[: whole if operation.sends_blocks else block]
         receive = second[: whole if operation.receives_blocks else block]
     elif operation.receives_blocks:
-        # Of a gather the root alone has the blocks to be in place among.
+        # In a gather only the root has all blocks, so only the root is in place.
         send, receive = (own, first[:whole]) if not operation.rooted or case.at_root else (first[:block], None)
     elif case.name == "reduce_scatter":
         send, receive = first[:whole], first[:block] if result_at_front else own

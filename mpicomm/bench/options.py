@@ -1,4 +1,4 @@
-"""The command line: nccl-tests' options, and what to compare with."""
+"""The command line: nccl-tests' options, and the libraries to compare with."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
         "--buffers", choices=("symmetric", "ordinary", "both"), default="symmetric", help="default: symmetric"
     )
     result.add_argument("--compare", type=_peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
-    result.add_argument("--beside", choices=("matmul",), help="what the largest size costs a matrix product beside it")
+    result.add_argument("--beside", choices=("matmul",), help="time a matrix product beside the largest size")
     result.add_argument("-J", "--json", type=command_line.output_file, metavar="FILE", help="write the results there")
     result.add_argument(
         "--plot", type=_plot_file, metavar="FILE", help="draw time and bus bandwidth by size: FILE.png or FILE.svg"
@@ -67,7 +67,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def dtype_and_op(options: argparse.Namespace) -> np.dtype[Any]:
-    """Return the element type; raises `InvalidUsageError` where it, or the operation on it, cannot be had."""
+    """Return the element type; raises `InvalidUsageError` if it, or the operation on it, is not supported."""
     dtype = covered_dtype(options.datatype)
     if OPERATIONS[options.collective].reduces:
         check_legal(options.op, dtype)
@@ -75,9 +75,11 @@ def dtype_and_op(options: argparse.Namespace) -> np.dtype[Any]:
 
 
 def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
-    """Raise `InvalidUsageError`, on all ranks, for what would fail after a long run or has no meaning here."""
+    """Raise `InvalidUsageError`, on all ranks, for options that would fail after a long run or mean nothing here."""
     if comm.num_nodes > 1:
-        raise InvalidUsageError(f"the bench is for the ranks of one node; these {comm.size} are on {comm.num_nodes}")
+        raise InvalidUsageError(
+            f"the bench is for ranks of one node; these {comm.size} are on {comm.num_nodes}: start them on one"
+        )
     if options.collective == "barrier" and options.algorithm != "auto":
         raise InvalidUsageError("--algorithm is not for the barrier, which has one way: leave it out")
     if options.collective == "barrier" and options.plot:
@@ -85,7 +87,7 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
     if options.eager and comm.device == "cpu":
         raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
     if options.beside and comm.device == "cpu":
-        raise InvalidUsageError("--beside is for GPUs: on the host there is nothing beside")
+        raise InvalidUsageError("--beside is for GPUs: on the host no product runs beside a call: leave it out")
     plots = importlib.util.find_spec("matplotlib") is not None
     if options.plot and not MPI.COMM_WORLD.bcast(plots):  # rank 0 draws
         raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")

@@ -15,11 +15,11 @@ from mpicomm.bench.operations import Buffers, Case
 from mpicomm.collectives.gpu import tuning
 
 _OTHER_ORDERS = ("ring", "mpi")
-"""The algorithms that reduce in an order of their own."""
+"""The algorithms that do not reduce in rank order."""
 
 
 class Mpicomm:
-    """A peer like the others; ``symmetric`` is whether its arrays are of ``comm.empty``."""
+    """A peer like the others; ``symmetric``: whether its arrays come from ``comm.empty``."""
 
     version = mpicomm.__version__
     capturable = True
@@ -41,17 +41,17 @@ class Mpicomm:
         return self._comm.empty(nbytes, np.uint8).local if self._symmetric else self._machine.empty(nbytes)
 
     def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
-        """Return the call a user would write."""
+        """Return the call that a user would write."""
         return {"": mpi_call(self._comm, case, buffers, self._options)}
 
     def close(self) -> None:
-        """Leave it to the communicator."""
+        """Do nothing: the communicator frees its memory."""
 
 
 def _in_rank_order(comm: Communicator, machine: Machine, algorithm: str) -> bool:
     if algorithm != "auto":
         return algorithm not in _OTHER_ORDERS
     if machine.stream is None:
-        return False  # MPI may carry a call out
-    table = tuning.find(comm.describe().device_name, lambda: None)  # links change from where on, not what
+        return False  # MPI may carry out a call
+    table = tuning.find(comm.describe().device_name, lambda: None)  # links change its sizes, not its algorithms
     return not any(name in _OTHER_ORDERS for row in table.rows for _, name in row.choices)

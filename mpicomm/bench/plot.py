@@ -1,4 +1,4 @@
-"""The picture: time and bus bandwidth against size, a line for each library."""
+"""The plot: time and bus bandwidth against size, a line for each library."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def lines_of(results: Results) -> dict[tuple[str, str], list[tuple[Case, Outcome
 
 
 def draw(results: Results, path: Path, title: str) -> None:
-    """Draw into a file of the kind its name says."""
+    """Draw into a file; its suffix names the format."""
     import matplotlib
 
-    matplotlib.use("Agg")  # no display is asked for
+    matplotlib.use("Agg")  # needs no display
     from matplotlib import pyplot
 
     figure, (times, bandwidths) = pyplot.subplots(1, 2, figsize=(14, 6))

@@ -1,4 +1,4 @@
-"""All that a run measured: the ratios in one number each, the lines below the table, and the JSON document."""
+"""The results of a run: the mean of each ratio, the lines below the table, and the JSON document."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from mpicomm.bench.measure import Outcome
 from mpicomm.bench.operations import ROOT, Case
 
-_NOISE = 0.03  # what two runs on the same machine differ by
+_NOISE = 0.03  # two runs on the same machine differ by as much
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,20 @@ class Row:
 
 @dataclass
 class Results:
-    """The rows, and what ``own`` is called in them."""
+    """The rows; ``own`` is the name of mpicomm in them."""
 
     own: str
     rows: list[Row] = field(default_factory=list)
 
     def wrong(self) -> dict[str, int]:
-        """Return the wrong elements of each contender, of those alone that have any."""
+        """Return the number of wrong elements of each contender that has any."""
         total: dict[str, int] = {}
         for _, _, name, outcome in self._outcomes():
             total[name] = total.get(name, 0) + (outcome.wrong or 0)
         return {name: count for name, count in total.items() if count}
 
     def geometric_means(self) -> dict[str, dict[str, tuple[float, int]]]:
-        """Return, by contender and place, the mean of its time by mpicomm's, and of how many sizes."""
+        """Return, by contender and place, the geometric mean of time / mpicomm's time, and the number of sizes."""
         logarithms: dict[str, dict[str, list[float]]] = {}
         for row, place, name, outcome in self._outcomes():
             if name != self.own:
@@ -49,7 +49,7 @@ class Results:
         }
 
     def slower(self) -> dict[str, list[tuple[int, str, float]]]:
-        """Return where a contender is faster than mpicomm, beyond noise: size, place and the ratio."""
+        """Return where a contender is faster than mpicomm by more than noise: size, place and the ratio."""
         found: dict[str, list[tuple[int, str, float]]] = {}
         for row, place, name, outcome in self._outcomes():
             ratio = outcome.time_us / row.outcomes[place][self.own].time_us

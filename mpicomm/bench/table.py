@@ -1,4 +1,4 @@
-"""The table, as nccl-tests prints it, with a pair of columns for each library that is compared with."""
+"""The table, as nccl-tests prints it, with two more columns for each other library."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PEER_WIDTHS = (10, 7)
 
 
 class Table:
-    """The layout for these places and peers; with ``issue`` there is a column for how long a call holds the caller."""
+    """The layout for these places and peers; with ``issue`` a column says how long a call holds the caller."""
 
     def __init__(self, places: Sequence[str], peers: Sequence[str], *, issue: bool) -> None:
         self._places = places
@@ -44,7 +44,7 @@ class Table:
         ]
 
     def row(self, case: Case, outcomes: Mapping[str, Mapping[str, Outcome]], own: str) -> str:
-        """Return one line: the outcomes by place and contender, of which ``own`` is the one compared with."""
+        """Return the line for outcomes by place and contender; the others are compared with ``own``."""
         operation = case.operation
         op = case.op if operation.reduces else "none"
         root = ROOT if operation.rooted else -1
@@ -70,7 +70,7 @@ class Table:
 
 
 def _time(outcome: Outcome) -> str:
-    """A star is for calls that were issued one by one where others were launched as a graph."""
+    """Return a time, with a star if calls were issued one by one although graphs were asked for."""
     return _number(outcome.time_us) + ("*" if outcome.eager else "")
 
 

@@ -1,1 +1,1 @@
-"""Options, launch and report that the command lines share."""
+"""The options, the launch and the report that all command lines share."""

@@ -1,4 +1,4 @@
-"""What the command lines share: one run on all ranks that ends as one, sizes as text, and what a report holds."""
+"""Code of all command lines: a run that ends on all ranks together, options, sizes as text, and facts for a report."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ _TOGETHER_S = 0.5
 _FORWARD_S = 0.2  # an MPI launcher that is told to abort drops output that it has not forwarded yet
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
-_device: int | str | None = None  # for the line above a traceback, which is written where no communicator is at hand
+_device: int | str | None = None  # `_abort` names the device, and has no communicator at hand
 
 
 def run(main: Callable[[], int]) -> NoReturn:
     """Run ``main`` on every rank and exit with the status it returns.
 
-    An error that all ranks raise together (a wrong argument, memory that cannot be shared) is printed once. One that
-    hits some ranks only is printed with its traceback where it happens and ends the whole job: the others would wait
-    for ever.
+    An error that all ranks raise together (a wrong argument, memory that cannot be shared) is printed once. A rank that
+    raises an error alone prints it with its traceback and ends the whole job, because the other ranks would wait for
+    ever.
     """
     private = MPI.COMM_WORLD.Dup()
     try:
         status = main()
     except KeyboardInterrupt:
-        # Die of the signal, as a program that knows nothing of it does: quiet, and the shell and mpiexec see why.
+        # The process dies of the signal, as a program without a handler does: it prints nothing, and the shell and
+        # mpiexec see the reason.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
         raise
@@ -77,7 +78,7 @@ def _all_arrive(comm: MPI.Intracomm) -> bool:
 
 def _abort() -> NoReturn:
     device = "no device yet" if _device is None else f"device {_device}"
-    # One write: lines of ranks that fail at the same time must not mix.
+    # One write, because lines of ranks that fail at the same time must not mix.
     sys.stderr.write(
         f"mpicomm: rank {MPI.COMM_WORLD.rank} on {socket.gethostname()} ({device}) failed\n{traceback.format_exc()}"
     )
@@ -85,7 +86,7 @@ def _abort() -> NoReturn:
     sys.stdout.flush()
     time.sleep(_FORWARD_S)
     MPI.COMM_WORLD.Abort(1)
-    os._exit(1)  # MPICH's MPI_Abort may return while the job is being ended
+    os._exit(1)  # MPICH's MPI_Abort may return before the job has ended
 
 
 def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -127,7 +128,7 @@ def show(*lines: str) -> None:
 
 
 def add_sweep_arguments(parser: argparse.ArgumentParser, *, smallest: int, factor: int) -> None:
-    """Add nccl-tests' options for the sizes that are measured and how often."""
+    """Add nccl-tests' options for the sizes to measure and the numbers of iterations."""
     parser.add_argument(
         "-b", "--minbytes", type=parse_size, default=smallest, metavar="SIZE", help=f"default: {format_size(smallest)}"
     )
@@ -142,22 +143,23 @@ def add_sweep_arguments(parser: argparse.ArgumentParser, *, smallest: int, facto
 
 
 def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:
-    """Return the sizes that the options ask for, the largest included where the steps reach it.
+    """Return the sizes that the options ask for, the largest included if the steps reach it.
 
-    Fills in the largest one where the user named none. Raises `InvalidUsageError` where there is none to measure.
+    Sets ``options.maxbytes`` if the user named no largest size. Raises `InvalidUsageError` if there is no size.
     """
     if options.maxbytes is None:
         options.maxbytes = max(options.minbytes, 64 << 20 if comm.device == "cpu" else 1 << 30)
     found = sizes(options.minbytes, options.maxbytes, options.stepfactor)
     if not found:
         raise InvalidUsageError(
-            f"no size to measure: -b {format_size(options.minbytes)} is above -e {format_size(options.maxbytes)}"
+            f"no size to measure: -b {format_size(options.minbytes)} is above -e {format_size(options.maxbytes)}: "
+            "pass a larger -e"
         )
     return found
 
 
 def sizes(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return the sizes of a sweep, the largest included where the steps reach it."""
+    """Return the sizes of a sweep, the largest included if the steps reach it."""
     found = []
     while smallest <= largest:
         found.append(smallest)
@@ -192,17 +194,17 @@ def count_from(smallest: int) -> Callable[[str], int]:
 
 
 def output_file(text: str) -> Path:
-    """Check at the start, not after a long run, that a file can be written there; an argparse type."""
+    """Return a path, after checking that a file can be written there, before a long run; an argparse type."""
     path = Path(text).absolute()
     if path.exists() and not path.is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} exists and is no file")
+        raise argparse.ArgumentTypeError(f"{text!r} exists and is no file: name another one")
     if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r}: {path.parent} is no directory that can be written to")
     return path
 
 
 def write_json(path: Path, document: object) -> None:
-    """Write a JSON file that is there whole or not at all."""
+    """Write a JSON file. It appears whole or not at all."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         partial.write_text(json.dumps(document, indent=2) + "\n")
@@ -215,23 +217,24 @@ _LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.hydra", "orterun", "prterun", "srun"
 
 
 def _launcher_has_terminal() -> bool:
-    """Whether the program that started the ranks on this machine has a terminal for stderr. Linux alone knows."""
+    """Whether the program that started the ranks on this machine has a terminal for stderr. False if not on Linux."""
     pid = os.getppid()
     with suppress(OSError, ValueError):
         while pid > 1:
             process = Path(f"/proc/{pid}")
             if (process / "comm").read_text().strip() in _LAUNCHERS:
                 return str((process / "fd/2").readlink()).startswith(("/dev/pts/", "/dev/tty"))
-            # The parent is the second field after the name, which is in parentheses and may hold anything.
+            # The parent is the second field after the name. The name is in parentheses and may contain any character.
             pid = int((process / "stat").read_text().rpartition(")")[2].split()[1])
     return False
 
 
 def progress_line(description: str, completed: int, total: int) -> AbstractContextManager[object]:
-    """Show a line on rank 0's terminal, or its launcher's, while the block runs; without a terminal nothing."""
+    """Show a line on the terminal of rank 0 or its launcher, if there is one, while the block runs."""
     if MPI.COMM_WORLD.rank != 0:
         return nullcontext()
-    # A rank's stderr is a pipe to the launcher, which passes on what comes: what counts is where that writes.
+    # The stderr of a rank is a pipe to the launcher, which forwards the text. So the launcher's stderr has to be a
+    # terminal.
     console = Console(stderr=True, force_terminal=_launcher_has_terminal() or None)
     if not console.is_terminal:
         return nullcontext()
@@ -255,7 +258,7 @@ def format_uuid(device_uuid: bytes) -> str | None:
 
 
 def rank_record(info: RankInfo) -> dict[str, Any]:
-    """Return a rank's description, its links among it, for a JSON report."""
+    """Return the description of a rank and its links, for a JSON report."""
     return {**dataclasses.asdict(info), "device_uuid": format_uuid(info.device_uuid)}
 
 
@@ -266,7 +269,7 @@ def processor() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what takes part; what is not there is left out. Local."""
+    """Return the versions of the software in use, without software that is not installed. Local."""
     found: dict[str, str | None] = {
         "mpicomm": mpicomm.__version__,
         "Python": platform.python_version(),
@@ -290,7 +293,7 @@ def _distribution_version(*names: str) -> str | None:
 
 
 def _cuda_driver_version() -> str | None:
-    """Return the newest CUDA version the driver supports; the one driver call that needs no initialisation."""
+    """Return the newest CUDA version that the driver supports. This driver call needs no initialisation."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,4 +1,4 @@
-"""What the measuring command lines say of where they ran: lines above the table, and the start of a JSON report."""
+"""Where a measurement ran: the lines above a table, and the first fields of a JSON report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpicomm.devices.base import Link
 
 
 def header(title: str, ranks: Sequence[RankInfo], requested_handle: str) -> list[str]:
-    """Return the lines that say what runs where."""
+    """Return the lines that name the command, the ranks with their devices, and the handle."""
     hosts = sorted({info.host for info in ranks})
     count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
     lines = [f"mpicomm {mpicomm.__version__} {title}: {count} on {', '.join(hosts)} ({command_line.processor()})"]
@@ -42,7 +42,7 @@ def matrix(title: str, cells: Sequence[Sequence[str]]) -> list[str]:
 
 
 def matrices(links: Sequence[Sequence[Link]]) -> list[str]:
-    """Return the peer-to-peer matrix, and what CUDA says of the links where it says something."""
+    """Return the lines of the peer-to-peer matrix, and of CUDA's attributes of the links if there are any."""
     lines = matrix("path", [[link.path for link in row] for row in links])
     if any(link.native_atomics is not None for row in links for link in row):
         cells = [
@@ -60,7 +60,7 @@ def _mark(value: int | bool | None) -> str:
 
 
 def setting(ranks: Sequence[RankInfo], options: argparse.Namespace) -> dict[str, Any]:
-    """Return when, how and on what a measurement ran, for the JSON file."""
+    """Return the date, the command and the machine of a measurement, for the JSON file."""
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(sys.orig_argv),

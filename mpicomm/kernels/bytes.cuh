@@ -1,11 +1,11 @@
-// Sixteen bytes at a time from and to memory of any alignment.
+// Copies of sixteen bytes at a time, from and to memory of any alignment.
 #pragma once
 
 #include "numbers.cuh"
 
 namespace mpicomm {
 
-// What a thread moves at once. In slots it lies at multiples of its size, in users' arrays anywhere.
+// The bytes that a thread moves at once. Slots hold packets at multiples of 16 bytes, users' arrays at any address.
 struct alignas(16) Packet {
   u32 words[4];
 };
@@ -21,8 +21,8 @@ MPICOMM_DEVICE u32 width_of(const void* pointer) {
 MPICOMM_DEVICE Packet load_aligned(const u8* from) { return *reinterpret_cast<const Packet*>(from); }
 MPICOMM_DEVICE void store_aligned(u8* to, const Packet& packet) { *reinterpret_cast<Packet*>(to) = packet; }
 
-// A packet in accesses of `width`, or its first `nbytes` if there are no more; the rest of it is zero then. Loops are
-// unrolled because a packet that is indexed by a variable would have to live in memory.
+// Loads a packet in accesses of `width` bytes. Where only `nbytes` < 16 are left, the rest of the packet is zero. The
+// loops are unrolled because a packet that is indexed by a variable would have to lie in memory.
 MPICOMM_DEVICE Packet load_any(const u8* from, u32 width, u64 nbytes) {
   Packet packet{};
   if (width >= 4 && (nbytes >= kPacketNbytes || nbytes % 4 == 0)) {
@@ -63,12 +63,12 @@ MPICOMM_DEVICE void store_any(u8* to, const Packet& packet, u32 width, u64 nbyte
   }
 }
 
-// Copies whole packets to where they are aligned; `load` loads one.
+// Copies whole packets to an aligned address; `load` loads one packet.
 template <class Load>
 MPICOMM_DEVICE void copy_packets(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads, Load load) {
   constexpr u32 kAtOnce = 4;
   const u64 stride = static_cast<u64>(threads) * kPacketNbytes;
-  // All loads before the first store: that many are under way at once.
+  // All loads come before the first store, so that kAtOnce loads are in flight at once.
   for (u64 start = static_cast<u64>(thread) * kPacketNbytes; start < nbytes; start += kAtOnce * stride) {
     Packet packets[kAtOnce];
 #pragma unroll
@@ -86,10 +86,11 @@ MPICOMM_DEVICE void copy_each_byte(u8* to, const u8* from, u64 nbytes, u32 threa
   for (u64 at = thread; at < nbytes; at += threads) to[at] = from[at];
 }
 
-// Copies with `threads` threads, of which the caller is number `thread`.
+// Copies `nbytes` with `threads` threads, of which the caller is number `thread`.
 MPICOMM_DEVICE void copy_bytes(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads) {
-  // Byte by byte to where a line of the target begins. It may be a peer's: what a warp stores is whole lines then, which a
-  // link carries as such. Where not both are aligned, it is the loads that are narrow.
+  // The threads copy single bytes up to the first whole line of the target. The target may be a peer's memory: a warp
+  // then stores whole lines, and a link carries them as such. If source and target are not aligned alike, the loads are
+  // narrow and the stores stay wide.
   const u64 unaligned = -reinterpret_cast<u64>(to) % kLineNbytes, head = nbytes < unaligned ? nbytes : unaligned;
   copy_each_byte(to, from, head, thread, threads);
   to += head, from += head, nbytes -= head;

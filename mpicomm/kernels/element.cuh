@@ -1,4 +1,5 @@
-// What a kernel is compiled to reduce: MPICOMM_DTYPE by MPICOMM_OP, or nothing.
+// Element and Op: the reduction that a kernel is compiled for, MPICOMM_OP on elements of MPICOMM_DTYPE. Without these
+// macros the kernel reduces nothing, and an element is a byte.
 #pragma once
 
 #if defined(MPICOMM_DTYPE)

@@ -1,45 +1,46 @@
-// Bounded spins, and the record a spin leaves behind when its time is up.
+// Bounded spins, and the record that a spin writes when its time is up.
 #pragma once
 
 #include "memory_order.cuh"
 
 namespace mpicomm {
 
-// What `FaultRecord::state` goes through, once and never back. What is not kClear makes every spin leave, so that one
-// missing rank ends the work of the device in order instead of piling up one timeout after the other.
+// The states of a FaultRecord, which it goes through once and never back. Once a record is not kClear the other waits
+// of the device (spin_until) leave, and so do its later kernels. So one missing rank ends the work of the device in
+// order, instead of one timeout after the other.
 enum FaultState : u32 {
   kClear = 0,
-  kWriting = 1,  // one thread has won the record and fills it in
-  kWritten = 2,  // the record can be read
+  kWriting = 1,  // one thread has won the record and writes its fields
+  kWritten = 2,  // the host can read the record
 };
 
 enum Operation : u32 {
   kWaitSignal = 1,
   kExchange = 2,
-  kMismatch = 3,  // a rank did come, with data of another call than this rank's
-  kMessage = 4,   // a piece of a message from one rank to another
+  kMismatch = 3,  // a rank came with data of another call than this rank's
+  kMessage = 4,   // a piece of a message from one rank to another did not come
 };
 
-// Lies in mapped host memory, so that the host can read it while kernels run. The host's copy of this layout is
-// FaultRecord in devices/cuda/faults.py; a test compares the two.
+// A fault record lies in mapped host memory, so that the host can read it while kernels run. The host's copy of this
+// layout is FaultRecord in devices/cuda/faults.py; a test compares the two.
 struct FaultRecord {
   u32 state;
   u32 operation;   // an Operation
-  u64 sequence;    // the count or epoch that was waited for
+  u64 sequence;    // the count or epoch that the block waited for
   u32 block;       // the block that waited
-  u32 peer;        // the rank that did not come, or came with something else
-  u64 elapsed_ns;  // how long it was waited for; 0 in a kExchange means that another rank waited and told this one
-  u32* failed;     // where the device keeps whether there is a record
+  u32 peer;        // the rank that did not come, or came with data of another call
+  u64 elapsed_ns;  // how long the block waited; 0 in a kExchange means that another rank waited and told this one
+  u32* failed;     // the word of the device that says whether there is a record
 };
 
-// What kernels are given of it. The record lies across PCIe, microseconds away; `failed` is a word of the device,
-// kClear until a record is begun, and all that kernels look at.
+// The record as kernels know it. The record lies across PCIe, microseconds away. So kernels never read it: they read
+// `failed`, a word in memory of the device that is kClear until a thread begins the record.
 struct Faults {
   FaultRecord* record;
   const u32* failed;
 };
 
-// What a spin waits for, for the record.
+// What a spin waits for: the fields of the record that it writes when its time is up.
 struct Watch {
   Faults faults;
   u64 timeout_ns;
@@ -49,23 +50,22 @@ struct Watch {
   u32 peer;
 };
 
-// Out of line, as is all that comes after it: a kernel waits for code that it jumps over.
 MPICOMM_DEVICE_CALL void report_fault(const Watch& watch, u64 elapsed_ns) {
   FaultRecord* fault = watch.faults.record;
-  // The first writer wins: the rank that is missing first is the one to name; later timeouts follow from it. Without
-  // the swap two threads of different streams could mix their fields.
+  // The first writer wins: it names the rank that was missing first, and later timeouts follow from that. Without the
+  // swap two threads of different streams could mix their fields.
   if (compare_and_swap(&fault->state, kClear, kWriting) != kClear) return;
-  // Pairs with the loads of `failed` in spin_until, is_healthy, mpicomm_signal and mpicomm_publish: later kernels of
-  // this device, and its other waits, then leave. Relaxed: the word alone says so. Without it they would go on with
-  // what never came.
+  // Pairs with the loads of `failed` in spin_until, load_health, mpicomm_signal and mpicomm_publish: the other waits of
+  // this device and its later kernels then leave. Without it they would go on with data that never came. Relaxed,
+  // because the readers need the word alone.
   store_relaxed(fault->failed, kWriting);
   store_relaxed(&fault->operation, watch.operation);
   store_relaxed(&fault->sequence, watch.sequence);
   store_relaxed(&fault->block, watch.block);
   store_relaxed(&fault->peer, watch.peer);
   store_relaxed(&fault->elapsed_ns, elapsed_ns);
-  // Pairs with the host's read of `state` followed by its fence (FaultPage.check); publishes the fields above. A plain
-  // store could reach host memory before them, and the host would raise with zeros.
+  // Pairs with the host's read of `state` and the fence after it (FaultPage.check), and publishes the fields above. A
+  // plain store could reach host memory before them, and the host would raise an error with zeros in it.
   store_release(&fault->state, kWritten);
 }
 
@@ -75,17 +75,18 @@ constexpr u64 kLookEvery_ns = 10 * 1000;
 
 enum SpinEnd : u32 {
   kReached,
-  kTimeUp,  // here; the record says so
-  kLeft,    // because `leave` said so
+  kTimeUp,  // the time of this spin is up; the record says so
+  kLeft,    // `leave` returned true
 };
 
-// How long a spin has lasted, looked at only when it lasts long: after each poll from kPollsBeforeClock on.
+// How long a spin has lasted. The spinning thread reads the clock only when the spin lasts long: after each poll from
+// kPollsBeforeClock on.
 struct Spell {
   u64 start = 0;
   u64 next_look = 0;
 
-  // kReached if the spin is to go on. Otherwise the kernel must leave without touching what it waited for: time is up,
-  // of which there is a record then, or `leave`, which is asked every now and then, has said so.
+  // Returns kReached if the spin is to go on. Otherwise the kernel must leave without touching the data that it waited
+  // for: time is up, which the record then says, or `leave` returned true. `leave` is called every kLookEvery_ns.
   template <class Leave>
   MPICOMM_DEVICE SpinEnd end(Leave leave, const Watch& watch) {
     const u64 now = clock_ns();
@@ -102,7 +103,7 @@ struct Spell {
   }
 };
 
-// Calls `reached` until it returns true, or `Spell::end` says that the kernel must leave.
+// Calls `reached` until it returns true, or until `Spell::end` says that the kernel must leave.
 template <class Reached, class Leave>
 MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
   Spell spell;
@@ -114,16 +115,17 @@ MPICOMM_DEVICE SpinEnd spin(Reached reached, Leave leave, const Watch& watch) {
   }
 }
 
-// Returns whether `reached` came true; false means that time is up, here or elsewhere on this device.
+// Returns whether `reached` came true. False means that time is up, for this spin or for another one of this device.
 template <class Reached>
 MPICOMM_DEVICE bool spin_until(Reached reached, const Watch& watch) {
-  // This load is on its way while the first polls run and is looked at only after them.
+  // The load is in flight during the first polls; the thread looks at its result only after them.
   const u32 failed_on_entry = load_relaxed(watch.faults.failed);
   for (u32 poll = 0; poll < kFirstPolls; ++poll) {
     if (reached()) return true;
   }
   if (failed_on_entry != kClear) return false;
-  // Relaxed: the word alone says to leave, nobody reads the record here. Its writer is report_fault above.
+  // Pairs with the store of `failed` in report_fault. Relaxed: the word alone says to leave, and no kernel reads the
+  // record.
   return spin(reached, [&] { return load_relaxed(watch.faults.failed) != kClear; }, watch) == kReached;
 }
 

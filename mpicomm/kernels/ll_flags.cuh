@@ -1,5 +1,6 @@
-// The flags of the LL wire, and what keeps old ones from being taken for new: they are numbers of launches, which come
-// again after 2^30, and one that was stored then may still lie in its slot.
+// The flags of the LL wire (packet_wires.cuh), and what keeps a receiver from taking an old flag for a new one. A flag
+// is the number of a launch. These numbers come again after 2^30 launches, and a flag of that long ago may still lie in
+// its slot. So at the start of each round of numbers every rank wipes the flags in its inboxes.
 #pragma once
 
 #include "bytes.cuh"
@@ -9,13 +10,13 @@ namespace mpicomm {
 constexpr u32 kFlagBits = 30;
 constexpr u32 kFlagMask = (1u << kFlagBits) - 1;
 
-// The number of a launch as a flag: never 0, which is what inboxes hold at first.
+// The number of a launch as a flag. It is never 0, because inboxes hold zeros at first.
 MPICOMM_DEVICE u32 flag_of(u32 launch) { return (launch & kFlagMask) + 1; }
 
 // The host's copy is in ll_flags.py; a test compares them.
 struct FlaggedInboxes {
-  u8* sets;    // this rank's two, one after the other, by the parity of the launch
-  u64 nbytes;  // of a set
+  u8* sets;    // this rank's two sets of inboxes, one after the other, by the parity of the launch
+  u64 nbytes;  // of one set
 };
 
 MPICOMM_DEVICE_CALL void wipe_flags(const FlaggedInboxes& inboxes, u32 launch) {
@@ -23,15 +24,17 @@ MPICOMM_DEVICE_CALL void wipe_flags(const FlaggedInboxes& inboxes, u32 launch) {
   for (u64 at = static_cast<u64>(threadIdx.x) * kPacketNbytes; at < inboxes.nbytes; at += blockDim.x * kPacketNbytes) {
     store_volatile(reinterpret_cast<Pair*>(set + at), {0, 0});
   }
-  // Of every thread, before the barrier, behind which threads of this block announce the launch. Pairs with the peers'
-  // look at that, after which they store here: what they have stored would else be wiped by a store that comes late.
+  // Every thread fences its own wipes, then comes to the barrier; behind it threads of this block announce the launch.
+  // Pairs with the peers' loads of that announcement, after which they store packets in this set. Without the fence a
+  // wipe could arrive after a peer's packet and wipe that out.
   fence_system();
   __syncthreads();
 }
 
-// By all threads of every block, before the launch is announced. Launches 0 and 1 of each round of numbers wipe the set
-// that the next one uses: nobody writes there before this one is announced, and all that was written there has been
-// taken. Every kernel that counts launches does: were these two of another kind, old flags would outlast the round.
+// All threads of every block call this before the launch is announced. Launches 0 and 1 of each round of numbers wipe
+// the set that the next launch uses. No peer stores there before this launch is announced, and this rank has taken all
+// packets that were stored there before. Every kernel that counts launches calls this: if launches 0 and 1 were of a
+// kernel that does not, old flags would outlast the round.
 MPICOMM_DEVICE void begin_round_of_flags(const FlaggedInboxes& inboxes, u32 launch) {
   if (blockIdx.x == 0 && (launch & kFlagMask) < 2) wipe_flags(inboxes, launch);
 }

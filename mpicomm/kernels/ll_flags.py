@@ -1,4 +1,4 @@
-"""Where the flags of the LL wire lie: the host's copy of what is in ll_flags.cuh. Imports nothing of CUDA."""
+"""The inboxes of the LL wire, as kernels know them: the host's copy of ll_flags.cuh. Imports no CUDA package."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-// Every memory-ordering instruction of mpicomm, and the clock that bounds its spins. Nothing else in this package
-// writes one, so this is the only file to read (or to port) when the question is who sees what, and when.
+// All memory-ordering instructions of mpicomm, and the clock that bounds its spins. No other file of the package
+// contains such an instruction: this is the file to read (or to port) to learn which thread sees which store, and when.
 //
-// Scope: all of it is at *system* scope, but for what says "device" or "in block". The other side is another GPU, another
-// process on this GPU, or the host; gpu scope would let a flag stay in an L2 cache that a peer across the link does not
-// look into.
+// Scope. Every access and fence has *system* scope, except those whose names say "device" or "in block". The other side
+// of a flag is another GPU, another process on this GPU, or the host. With gpu scope a flag could stay in an L2 cache
+// that a peer across the link does not read.
 //
 // How a flag works, here and on the peer:
 //
@@ -12,13 +12,15 @@
 //     __syncthreads() if others wrote data      __syncthreads() if others read data
 //     store_release(flag, target)               ... = data
 //
-// The release is cumulative: it publishes what its thread wrote, and what that thread had seen written by others, be
-// it through a barrier of the block or because an earlier kernel or copy of the same stream wrote it.
+// The release is cumulative. It publishes the stores of its own thread, and the stores of other threads that its thread
+// has seen: through a barrier of the block, or because an earlier kernel or copy of the same stream made them.
 //
-// nvcc and NVRTC get PTX; any other compiler gets the C++ atomics of the same meaning, so that the same kernels run on
-// CPU threads, where tools can look for races.
+// nvcc and NVRTC compile PTX. Any other compiler compiles the C++ atomics of the same meaning, so that the same kernels
+// run on CPU threads, where tools can look for races.
 #pragma once
 
+// MPICOMM_DEVICE_CALL is for functions that run rarely. They stay out of line because a kernel waits until the GPU has
+// fetched even the code that it jumps over.
 #if defined(__CUDACC__)
 #define MPICOMM_DEVICE __device__ __forceinline__
 #define MPICOMM_DEVICE_CALL __device__ __noinline__
@@ -33,7 +35,7 @@
 
 namespace mpicomm {
 
-// Not <cstdint>: NVRTC has none of its own, and these kernels compile where no CUDA headers are installed.
+// Not <cstdint>: NVRTC brings no such header, and these kernels compile where no CUDA headers are installed.
 using u8 = unsigned char;
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -44,15 +46,15 @@ struct alignas(16) Pair {
 };
 
 constexpr u32 kLanes = 32;  // threads of a warp
-constexpr u32 kWarp = ~0u;  // all of them
-constexpr u64 kLineNbytes = 128;  // what different ranks or channels write never shares a line
+constexpr u32 kWarp = ~0u;  // the mask of all lanes
+constexpr u64 kLineNbytes = 128;  // a cache line: words that different ranks or channels write never share one
 
 #if defined(__CUDACC__)
 
-// A "memory" clobber on each keeps the compiler from moving other accesses across; `volatile` keeps it from dropping
-// or merging the access itself.
+// The "memory" clobber keeps the compiler from moving other accesses across the instruction. `volatile` keeps the
+// compiler from dropping or merging the access itself.
 
-// Reads what follows in program order only after the flag. Pairs with a release of the same word.
+// Loads a flag before all accesses that follow in program order. Pairs with a release of the same word.
 MPICOMM_DEVICE u32 load_acquire(const u32* p) {
   u32 value;
   asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -63,7 +65,8 @@ MPICOMM_DEVICE u64 load_acquire(const u64* p) {
   asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
   return value;
 }
-// Of two words at once: what is said of either half holds of both, in no order between them.
+// Loads two words at once. Each of them is an acquire as above, but no order holds between the two: one word may be
+// older than the other.
 MPICOMM_DEVICE Pair load_acquire(const Pair* p) {
   Pair value;
   asm volatile("ld.acquire.sys.global.v2.u64 {%0, %1}, [%2];"
@@ -73,7 +76,8 @@ MPICOMM_DEVICE Pair load_acquire(const Pair* p) {
   return value;
 }
 
-// Publishes all that precedes it in program order with the flag. Pairs with an acquire of the same word.
+// Publishes all accesses that precede it in program order together with the flag. Pairs with an acquire of the same
+// word.
 MPICOMM_DEVICE void store_release(u32* p, u32 value) {
   asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
@@ -81,7 +85,7 @@ MPICOMM_DEVICE void store_release(u64* p, u64 value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// The same between the threads of one block.
+// The same acquire and release, between the threads of one block.
 MPICOMM_DEVICE u32 load_acquire_in_block(const u32* p) {
   u32 value;
   asm volatile("ld.acquire.cta.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -91,7 +95,8 @@ MPICOMM_DEVICE void store_release_in_block(u32* p, u32 value) {
   asm volatile("st.release.cta.global.u32 [%0], %1;" ::"l"(p), "r"(value) : "memory");
 }
 
-// Whole and fresh, but ordering nothing: for words whose reader needs no data beside them.
+// Relaxed accesses: the word is whole and fresh, but the access orders nothing. For words whose reader needs no data
+// beside them.
 MPICOMM_DEVICE u32 load_relaxed(const u32* p) {
   u32 value;
   asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -109,7 +114,7 @@ MPICOMM_DEVICE void store_relaxed(u64* p, u64 value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// As relaxed, in the form that also exists for vectors: packets that carry their own flag.
+// As relaxed, in the form that PTX also has for vectors. For packets, which show by themselves whether they have come.
 MPICOMM_DEVICE u32 load_volatile(const u8* p) {
   u32 value;
   asm volatile("ld.volatile.global.u8 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -135,7 +140,7 @@ MPICOMM_DEVICE void store_volatile(u64* p, u64 value) {
   asm volatile("st.volatile.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// Sixteen bytes at once. Each half is whole and fresh; nothing says that both halves of one store are seen together.
+// Sixteen bytes at once. Each half is whole and fresh, but a load may see one half of a store without the other.
 MPICOMM_DEVICE Pair load_volatile(const Pair* p) {
   Pair value;
   asm volatile("ld.volatile.global.v2.u64 {%0, %1}, [%2];" : "=l"(value.first), "=l"(value.second) : "l"(p) : "memory");
@@ -145,14 +150,15 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   asm volatile("st.volatile.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(value.first), "l"(value.second) : "memory");
 }
 
-// Orders this thread's accesses before it against those after it, for every observer.
+// Orders the accesses of this thread before the fence against those after it, for every observer.
 MPICOMM_DEVICE void fence_system() { __threadfence_system(); }
-// The same for observers on this device, and for what they are told in turn.
+// The same for observers on this device, and for the observers that those inform in turn.
 MPICOMM_DEVICE void fence_device() { __threadfence(); }
 
-// Programmatic dependent launch. A kernel that is launched that way may begin before the one ahead of it on its stream
-// is over: it must not touch memory before `wait_for_predecessor`, which returns when all of that one is done and
-// visible. From `let_successor_start` in all its blocks on, the next kernel may begin in that sense.
+// Programmatic dependent launch. A kernel that is launched this way may begin before the kernel ahead of it on its
+// stream is over. It must not touch memory before `wait_for_predecessor` returns: all accesses of that kernel are done
+// and visible then. Once all blocks of a kernel have called `let_successor_start` (or have returned), the next kernel
+// may begin in this sense.
 MPICOMM_DEVICE void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -164,10 +170,10 @@ MPICOMM_DEVICE void let_successor_start() {
 #endif
 }
 
-// Leaves the multiprocessor to others for two microseconds.
+// The thread sleeps for two microseconds and leaves the multiprocessor to other threads.
 MPICOMM_DEVICE void pause() { __nanosleep(2000); }
 
-// Returns what the word held; the word is `value` afterwards if that was `expected`. Orders nothing.
+// Stores `value` if the word holds `expected`. Returns what the word held before. Orders nothing.
 MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
   u32 before;
   asm volatile("atom.relaxed.sys.global.cas.b32 %0, [%1], %2, %3;"
@@ -177,8 +183,8 @@ MPICOMM_DEVICE u32 compare_and_swap(u32* p, u32 expected, u32 value) {
   return before;
 }
 
-// Nanoseconds of a clock that all SMs share, in steps of up to a microsecond. Unlike clock64 it runs at one rate
-// whatever the GPU's clocks do, and a thread keeps reading the same one.
+// Nanoseconds of a clock that all multiprocessors share. It advances in steps of up to a microsecond. Unlike clock64 it
+// runs at one rate whatever the GPU's clocks do, and a thread reads the same clock all the time.
 MPICOMM_DEVICE u64 clock_ns() {
   u64 now;
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
@@ -187,8 +193,8 @@ MPICOMM_DEVICE u64 clock_ns() {
 
 #else
 
-// On a processor other threads have to get a turn where one waits: at each of these accesses, which also gives the most
-// ways in which threads can follow each other.
+// On a CPU a thread that waits has to let other threads run. Every thread does so at each of these accesses, because
+// this also gives the most interleavings.
 #if !defined(MPICOMM_YIELD)
 #define MPICOMM_YIELD() static_cast<void>(0)
 #endif
@@ -242,9 +248,27 @@ MPICOMM_DEVICE u64 clock_ns() {
 
 #endif
 
-// Orders what a rank puts back in its slots, or has seen put back there, before what it tells those who write there next.
-// In its own memory the scope of the device is enough, as all stores to a slot come to be ordered in that one place. To
-// memory of the host its stores go by another way than those of the peers: it has to wait until they are there.
+// The fence between the reset of a slot and the news that the slot is free, for the slots of packets.cu and chain.cu
+// that are used again within a launch. A receiver that has taken a packet of the sentinel wire resets its slot to
+// "absent" (packet_wires.cuh). The sender may store the next packet there only when the reset has reached the slot: a
+// reset that arrives later would wipe the packet out, and the receiver would wait for it until time is up. The fence
+// orders the resets that this thread has made, or has seen other threads make, before all that it tells the sender
+// afterwards.
+//
+// Slots in the receiver's own memory: device scope is enough, because this memory is the one place where the receiver's
+// resets and the sender's packets come to be ordered. A fence of system scope would also wait for the receiver's own
+// stores to other ranks.
+//
+// Slots in memory of the host (MPICOMM_HOST_SLOTS) lie in no device. The receiver's stores take another way to them
+// than the stores of its peers. So the fence has system scope: the resets have arrived in host memory when it is over.
+//
+// The PTX memory model does not promise any of this, because packets neither release nor acquire. The code rests on
+// these properties of the hardware instead:
+// - A device fence is over only when the device's memory has all stores to it by the thread of the fence, and by the
+//   threads from which that thread has acquired.
+// - Stores of peers come to be ordered with those in the same place.
+// - When a peer has loaded a packet, branched on it and stored afterwards, its store does not arrive before the load
+//   was done.
 MPICOMM_DEVICE void fence_slots() {
 #if defined(MPICOMM_HOST_SLOTS)
   fence_system();

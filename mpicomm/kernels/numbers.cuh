@@ -1,8 +1,8 @@
 // Number formats that neither C++ nor NVRTC knows without headers: float16, bfloat16 and the two float8 of ml_dtypes.
 //
-// Both conversions are integer arithmetic and at most one float operation that is exact or rounds to nearest even, so
-// a GPU and a CPU give the same bits and a test on a CPU speaks for both. For float16 GPUs have instructions that do
-// the same (but for the payload of a NaN), which keeps the kernels of that type short.
+// Each conversion is integer arithmetic and at most one float operation, which is exact or rounds to nearest even. So a
+// GPU and a CPU give the same bits, and a test on a CPU holds for both. For float16 the GPU has instructions with the
+// same result (except the payload of a NaN), which keep the kernels of that type short.
 #pragma once
 
 #include "memory_order.cuh"
@@ -18,8 +18,8 @@ using u16 = unsigned short;
 MPICOMM_DEVICE u32 bits_of(float value) { return __builtin_bit_cast(u32, value); }
 MPICOMM_DEVICE float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 
-// A sign, `exponent` bits and `mantissa` bits, in that order from the top. `largest` is the largest finite magnitude,
-// `overflow` what a larger one becomes, `nan` the NaN that is written; all without the sign.
+// A float of, from the top, a sign bit, `exponent` bits and `mantissa` bits. `largest` is the largest finite magnitude,
+// `overflow` the result for a larger one, `nan` the NaN that `encode` writes; all three without the sign.
 template <class Bits, u32 exponent, u32 mantissa, u32 largest, u32 overflow, u32 nan>
 struct Small {
   Bits bits;
@@ -28,7 +28,7 @@ struct Small {
   static constexpr u32 kMagnitude = (1u << (exponent + mantissa)) - 1;
   static constexpr bool kIsHalf = exponent == 5 && mantissa == 10;
 
-  // Exact.
+  // Exact: every value of the format is a float.
   MPICOMM_DEVICE float decode() const {
     if constexpr (exponent == 8) return float_of(static_cast<u32>(bits) << 16);  // the upper half of a float
 #if defined(__CUDACC__)
@@ -39,8 +39,8 @@ struct Small {
     }
 #endif
     const u32 magnitude = bits & kMagnitude;
-    // The fields at their places in a float, whose bias is larger: the power of two makes up for that, and normalises
-    // what is subnormal. It needs subnormal floats, which no option here may flush.
+    // The fields stand at their places in a float. A float has a larger bias: the power of two makes up for it, and
+    // normalises subnormal values. The product needs subnormal floats, so no compiler option may flush them.
     float value = float_of(magnitude << (23 - mantissa)) * float_of((254 - kBias) << 23);
     if (magnitude > largest) {
       const bool infinite = overflow != nan && magnitude == overflow;
@@ -64,8 +64,9 @@ struct Small {
     if (magnitude > 0x7F800000u) {
       rounded = nan;
     } else if (exponent < 8 && magnitude < (128 - kBias) << 23) {
-      // Subnormal in this format. In the sum with this power of two one unit is the smallest subnormal, so the addition
-      // rounds as wanted and leaves the result in the low bits; from the smallest normal number on as well.
+      // The value is subnormal in this format. In the sum with this power of two the lowest bit stands for the smallest
+      // subnormal. So the addition rounds as wanted and leaves the result in the low bits. That also holds for values
+      // that round up to the smallest normal number.
       const u32 power = (151 - kBias - mantissa) << 23;
       rounded = bits_of(float_of(magnitude) + float_of(power)) - power;
     } else {
@@ -82,7 +83,7 @@ struct Complex {
   Float real, imag;
 };
 
-// NumPy's bool: a byte, of which only zero is false.
+// NumPy's bool: a byte; only zero is false.
 struct Boolean {
   u8 byte;
 
@@ -90,7 +91,7 @@ struct Boolean {
   MPICOMM_DEVICE static Boolean encode(u8 value) { return {value}; }
 };
 
-// The names that NumPy and ml_dtypes give them; the host picks one by its name.
+// The names of NumPy and ml_dtypes. The host picks a type by its name.
 namespace dtype {
 using boolean = Boolean;
 using int8 = i8;
@@ -104,14 +105,14 @@ using uint64 = u64;
 using float16 = Small<u16, 5, 10, 0x7BFF, 0x7C00, 0x7E00>;
 using bfloat16 = Small<u16, 8, 7, 0x7F7F, 0x7F80, 0x7FC0>;
 using float8_e5m2 = Small<u8, 5, 2, 0x7B, 0x7C, 0x7E>;
-using float8_e4m3fn = Small<u8, 4, 3, 0x7E, 0x7F, 0x7F>;  // no infinities: what overflows is NaN
+using float8_e4m3fn = Small<u8, 4, 3, 0x7E, 0x7F, 0x7F>;  // it has no infinities: overflow gives NaN
 using float32 = float;
 using float64 = double;
 using complex64 = Complex<float>;
 using complex128 = Complex<double>;
 }  // namespace dtype
 
-// `Value` is what sums of T are formed in, `decode` and `encode` lead there and back.
+// `Value` is the type in which reductions of T compute. `decode` converts to it, `encode` converts back.
 template <class T>
 struct Number {
   using Value = T;

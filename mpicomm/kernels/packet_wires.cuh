@@ -1,15 +1,21 @@
-// Packets of 16 bytes that say themselves whether they have come, on one of two wires, and how units of the message that
-// they carry are read and written: a unit is what one thread looks for and carries.
+// Packets of 16 bytes that show by themselves whether they have come. A sender stores a packet in a slot of the
+// receiver, and the receiver loads the slot until the packet is there. A unit is the part of a message that one packet
+// carries: one thread reads it, sends it, waits for it and stores it. There are two wires.
 //
-// LL ("low latency"): 8 bytes of data, each 4 with a flag that is the number of the launch. It is the fastest up to some
-// KiB.
+// LL ("low latency") carries 8 bytes of data. Each half of the packet has 4 bytes of data and a flag, the number of the
+// launch (ll_flags.cuh). It is the fastest wire for messages of up to some KiB.
 //
-// Sentinel: 16 bytes of data, no flag. A slot that has not been written holds the word kAbsent in the upper half of each
-// of its two halves, each of which is stored as a whole; whoever has taken a packet puts that back. Data that has the word
-// there itself is sent with kEscaped in its place. As a number that is another NaN, which will do where a reduction makes
-// one NaN of all (and where it has a single contribution, which goes to one rank alone). All else has to arrive as it was: a
-// packet with either of the words has an escape, a byte beside the slots of which zero says that it has not come, and which
-// says else what the words stand for. The byte is put back with the slot. What needs that is rare.
+// Sentinel carries 16 bytes of data and no flag. In a slot without a packet the upper word of each half is kAbsent. The
+// sender stores each half as a whole, so a half has come when its upper word is another. A receiver that has taken a
+// packet resets the slot: it stores kAbsent there again.
+//
+// Data may have the word kAbsent in one of these two places itself. Then the sender stores kEscaped, which differs in
+// the sign. The rest depends on the kernel (kEscapes):
+// - As a number kEscaped is another NaN. A reduction that makes one NaN of all NaNs (kMakesOneNan) needs nothing else.
+//   Where it has a single contribution the changed NaN stays, but this contribution goes to one rank alone.
+// - All other data has to arrive as it was. A packet with kAbsent or kEscaped in one of the two places has an escape: a
+//   byte beside the slots. It is zero until the sender stores there which of the two words were kAbsent. The receiver
+//   resets the byte with the slot. Such data is rare.
 #pragma once
 
 #include "bytes.cuh"
@@ -18,7 +24,7 @@
 
 namespace mpicomm {
 
-// 8 bytes in words[0] and words[1] of a unit.
+// The LL wire. The 8 bytes of a unit are its words[0] and words[1].
 struct FlagWire {
   static constexpr u32 kUnitNbytes = 8;
   static constexpr bool kGivesBack = false;
@@ -29,7 +35,7 @@ struct FlagWire {
     const u64 high = static_cast<u64>(flag) << 32;
     return {high | unit.words[0], high | unit.words[1]};
   }
-  // Each half has a flag of its own, as the two may come one after the other.
+  // Each half has a flag of its own, because the two halves may come one after the other.
   MPICOMM_DEVICE static bool has_come(const Pair& packet, Flag flag) {
     return static_cast<u32>(packet.first >> 32) == flag && static_cast<u32>(packet.second >> 32) == flag;
   }
@@ -61,7 +67,7 @@ struct SentinelWire {
     return upper(packet.first) != kAbsent && upper(packet.second) != kAbsent;
   }
   MPICOMM_DEVICE static Packet unit(const Pair& packet) { return __builtin_bit_cast(Packet, packet); }
-  // Of a packet that is to be sent or has come.
+  // Whether a packet that is to be sent, or has come, needs an escape.
   MPICOMM_DEVICE static bool has_escape(const Pair& packet) {
     return kEscapes && (is_special(packet.first) || is_special(packet.second));
   }
@@ -73,8 +79,8 @@ struct SentinelWire {
   // The host's copy is in arguments.py of packets; a test compares them.
   static constexpr u32 kAbsent = 0xFFF5A3C6;
   static constexpr u32 kEscaped = kAbsent ^ 1u << 31;
-  static constexpr u64 kSign = 1ull << 63;  // of a half: what its upper word differs in from the other of the two
-  // An escape that has come: which of the halves have kEscaped for kAbsent.
+  static constexpr u64 kSign = 1ull << 63;  // the bit of a half in which kAbsent and kEscaped differ
+  // The bits of an escape: the first half has kEscaped for kAbsent, the second half has, the escape has come.
   static constexpr u32 kFirst = 1, kSecond = 2, kCome = 4;
 
   MPICOMM_DEVICE static u32 upper(u64 half) { return static_cast<u32>(half >> 32); }
@@ -82,9 +88,9 @@ struct SentinelWire {
 };
 static_assert((SentinelWire::kEscaped | 1u << 31) == SentinelWire::kAbsent, "they differ in the sign");
 
-// Stores a packet that needs an escape, in no order: who has seen the packet waits for the escape, whose byte is zero
-// until then, as it was put back before the slot was free. Out of line, as is all that comes after it: a kernel waits for
-// code that it jumps over.
+// Stores a packet that needs an escape. The two stores have no order and need none: a receiver that has seen the packet
+// waits for the escape, and the byte is zero until that comes, because the receiver reset it before the slot became
+// free.
 MPICOMM_DEVICE_CALL void store_escaped(Pair* slot, u8* escape, Pair packet) {
   using Wire = SentinelWire;
   u32 code = Wire::kCome;
@@ -94,7 +100,7 @@ MPICOMM_DEVICE_CALL void store_escaped(Pair* slot, u8* escape, Pair packet) {
   store_volatile(escape, code);
 }
 
-// What was to be sent, by the escape of a packet.
+// Returns the packet that the sender was given, from the packet that came and its escape.
 MPICOMM_DEVICE Pair unescaped(const Pair& packet, u32 code) {
   using Wire = SentinelWire;
   const u64 first = (code & Wire::kFirst) != 0 ? Wire::kSign : 0, second = (code & Wire::kSecond) != 0 ? Wire::kSign : 0;
@@ -109,13 +115,13 @@ using Wire = FlagWire;
 #endif
 constexpr u32 kUnitNbytes = Wire::kUnitNbytes;
 
-// What is not as wide as it could be: at the end of an array, and in arrays that lie anywhere. Out of line, as above.
+// Loads and stores of units at the end of an array, and in arrays that are not aligned.
 MPICOMM_DEVICE_CALL Packet load_narrow(const u8* from, u32 width, u32 nbytes) { return load_any(from, width, nbytes); }
 MPICOMM_DEVICE_CALL void store_narrow(u8* to, Packet packet, u32 width, u32 nbytes) {
   store_any(to, packet, width, nbytes);
 }
 
-// The unit that begins at `at` of an array, which is before `nbytes`; what lies behind that is zero.
+// Loads the unit at offset `at` of an array of `nbytes`; `at` < `nbytes`. Bytes beyond the end are zero.
 MPICOMM_DEVICE Packet load_unit(const u8* array, u32 width, u64 at, u64 nbytes) {
   const u64 rest = nbytes - at;
   if (width >= kUnitNbytes && rest >= kUnitNbytes) {

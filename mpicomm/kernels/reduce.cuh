@@ -1,7 +1,8 @@
-// What a reduction does to one element: `first` takes the first contribution, `next` each further one in rank order,
-// `last` gives the result. Compile with -fmad=false (-ffp-contract=off elsewhere): a sum here is NumPy's, bit for bit.
+// The reduction of one element: `first` takes the first contribution, `next` takes each further one in rank order,
+// `last` returns the result. Compile with -fmad=false (-ffp-contract=off elsewhere), so that a sum is NumPy's, bit for
+// bit.
 //
-//   float16, bfloat16, float8   everything in float32, rounded once by `last`
+//   float16, bfloat16, float8   computed in float32, rounded once by `last`
 //   integers                    wrap
 //   max, min                    NumPy's maximum and minimum: NaN wins; of +0 and -0 the later one
 //   land, lor, lxor             0 or 1 in the same type; NaN is true, as in C and NumPy
@@ -18,7 +19,7 @@ constexpr bool kIsInteger = static_cast<T>(1) / 2 == 0;
 
 template <class T>
 MPICOMM_DEVICE T add(T a, T b) {
-  // Unsigned, because signed overflow is undefined in C++; the low bits are the same.
+  // Unsigned, because signed overflow is undefined in C++. The low bits are the same.
   if constexpr (kIsInteger<T>) return static_cast<T>(static_cast<u64>(a) + static_cast<u64>(b));
   else return a + b;
 }
@@ -68,7 +69,7 @@ MPICOMM_DEVICE void set_truth(Complex<F>& x, bool truth) {
 
 namespace op {
 
-// The start and the end of all that compute with numbers.
+// `first` and `last` of the operations on numbers.
 template <class T>
 struct Numeric {
   using State = typename Number<T>::Value;
@@ -130,7 +131,7 @@ struct bxor : Numeric<T> {
   MPICOMM_DEVICE static State next(State state, T x) { return static_cast<State>(state ^ Number<T>::decode(x)); }
 };
 
-// The start and the end of all that compute with truth.
+// `first` and `last` of the operations on truth values.
 template <class T>
 struct Logical {
   using State = bool;
@@ -159,8 +160,9 @@ struct lxor : Logical<T> {
 
 }  // namespace op
 
-// Whether a result that is NaN has the same bits whichever NaN it comes of. On NVIDIA GPUs what is computed in float32 does;
-// doubles keep the bits of one that they are given, and so do comparisons, which compute nothing.
+// kMakesOneNan: whether every NaN that a reduction computes has the same bits, whichever NaN went in. On NVIDIA GPUs
+// this holds for arithmetic in float32. Arithmetic in float64 keeps the bits of a NaN that it is given. So do max and
+// min, which compare and compute nothing.
 template <class T>
 constexpr bool kInFloat32 = false;
 template <>

@@ -1,12 +1,13 @@
-// Reduces bytes of several sources, element by element and in their order, packets at a time. For kernels of one
-// reduction: MPICOMM_DTYPE and MPICOMM_OP.
+// Reduces arrays of several sources element by element, in the order of the sources, several packets at a time. For
+// kernels that are compiled for a reduction: MPICOMM_DTYPE and MPICOMM_OP.
 #pragma once
 
 #include "reduce_packets.cuh"
 
 namespace mpicomm {
 
-// Bytes `begin` to `end`, `at_once` packets a thread; `aligned` if they all are. `source(i)` is the address of source i.
+// Reduces bytes `begin` to `end`. Each thread takes `at_once` packets at a time. `aligned` is whether output and
+// sources all lie at multiples of 16 bytes. `source(i)` is the address of source i.
 template <u32 at_once, bool aligned, class Source>
 MPICOMM_DEVICE void reduce_part(u8* output, Source source, u32 sources, u64 begin, u64 end, u32 thread, u32 threads) {
   const u64 stride = static_cast<u64>(threads) * kPacketNbytes;
@@ -46,11 +47,11 @@ MPICOMM_DEVICE void reduce_part(u8* output, Source source, u32 sources, u64 begi
   }
 }
 
-// As many packets at once as 64 registers hold with their sums.
+// As many packets at once as fit into 64 registers together with their sums.
 constexpr u32 kAtOnce = sizeof(Element) < 4 ? 2 : 4;
 
-// Reduces `nbytes` with `threads` threads, of which the caller is number `thread`; `aligned` if output and sources are.
-// The output may be one of the sources: a thread reads all of an element's contributions before it writes the element.
+// Reduces `nbytes` with `threads` threads, of which the caller is number `thread`; `aligned` as above. The output may
+// be one of the sources, because a thread reads all contributions to an element before it writes the element.
 template <u32 at_once = kAtOnce, class Source>
 MPICOMM_DEVICE void reduce_bytes(
     u8* output, Source source, u32 sources, u64 nbytes, bool aligned, u32 thread, u32 threads) {

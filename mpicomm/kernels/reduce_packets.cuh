@@ -1,4 +1,4 @@
-// Reduces packets, element by element. For kernels of one reduction: MPICOMM_DTYPE and MPICOMM_OP.
+// Reduces packets element by element. For kernels that are compiled for a reduction: MPICOMM_DTYPE and MPICOMM_OP.
 #pragma once
 
 #include "bytes.cuh"
@@ -12,7 +12,7 @@ struct Elements {
   Element of[kElements];
 };
 
-// The reduction of two contributions.
+// Returns the reduction of two contributions.
 MPICOMM_DEVICE Packet reduce_packets(const Packet& first, const Packet& second) {
   const Elements one = __builtin_bit_cast(Elements, first), other = __builtin_bit_cast(Elements, second);
   Elements result;
@@ -21,7 +21,8 @@ MPICOMM_DEVICE Packet reduce_packets(const Packet& first, const Packet& second) 
   return __builtin_bit_cast(Packet, result);
 }
 
-// The reduction of what the ranks of a set contribute, bit r for rank r, in their order: of the first `nbytes` of packets.
+// Returns the reduction of the contributions of several ranks, in rank order. `set` has bit r for rank r. Only the
+// first `nbytes` of the packets count.
 template <u64 nbytes, u32 ranks>
 MPICOMM_DEVICE Packet reduce_packets(const Packet (&packets)[ranks], u32 set) {
   constexpr u32 kReduced = nbytes / sizeof(Element);

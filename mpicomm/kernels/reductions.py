@@ -1,4 +1,4 @@
-"""Which reductions the kernels know, and how one is chosen when they are compiled. Imports nothing of CUDA."""
+"""The reductions that kernels can do, and the compiler options that choose one. Imports no CUDA package."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from mpicomm.errors import InvalidUsageError
 Reduction = tuple[str, str]
 """A reduction by the names of its element type and its operation."""
 
-# A sum is NumPy's, bit for bit: a product and a sum may not become one rounding.
+# The compiler must not fuse a product and a sum into one rounding, because results are NumPy's, bit for bit.
 OPTIONS = ("-fmad=false",)
 HOST_SLOTS = ("-DMPICOMM_HOST_SLOTS",)
-"""Besides, where slots lie in memory of the host: see ``fence_slots`` in memory_order.cuh."""
+"""An additional option for slots in memory of the host: see ``fence_slots`` in memory_order.cuh."""
 
 _LOGICAL = ("land", "lor", "lxor")
 _BITWISE = ("band", "bor", "bxor")
@@ -28,26 +28,26 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"), _FLOAT),
     **dict.fromkeys(("complex64", "complex128"), _COMPLEX),
 }
-"""Which operations there are for which dtype, by the names of NumPy and ml_dtypes."""
+"""The operations for each dtype, by the names of NumPy and ml_dtypes."""
 
 
 def cpp_name(dtype: str) -> str:
     """Return the dtype's name in numbers.cuh."""
-    return "boolean" if dtype == "bool" else dtype  # a keyword of C++
+    return "boolean" if dtype == "bool" else dtype  # bool is a keyword of C++
 
 
 def options_for(reduction: Reduction | None) -> tuple[str, ...]:
-    """Return NVRTC's options for a variant of exchange.cu: ``(dtype, op)``, or None for the one that does not reduce.
+    """Return NVRTC's options for a kernel with the reduction ``(dtype, op)``, or with none.
 
-    Raises `InvalidUsageError` for a reduction that does not exist.
+    Raises `InvalidUsageError` if kernels cannot do this reduction.
     """
     if reduction is None:
         return OPTIONS
     dtype, op = reduction
     if op not in REDUCTIONS.get(dtype, ()):
         raise InvalidUsageError(
-            f"op={op!r} is not defined for {dtype} on a GPU; "
-            + (f"these are: {', '.join(REDUCTIONS[dtype])}" if dtype in REDUCTIONS else "no operation is")
+            f"op={op!r} is not defined for {dtype} on a GPU"
+            + (f": pass one of {', '.join(REDUCTIONS[dtype])}" if dtype in REDUCTIONS else "; no operation is")
         )
     return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", f"-DMPICOMM_OP={op}")
 

@@ -1,5 +1,21 @@
-// What every kernel of a communicator knows, and the head of every rank's arena: how ranks count their launches, tell
-// each other what they are in, and give up together.
+// Team, which every kernel of a communicator gets as an argument, and the head of an arena: the words by which ranks
+// count their launches, announce which launch and which call they are in, and give up together.
+//
+// An arena is memory of one rank that all ranks have mapped. Its head, all zero at first:
+//
+//     abort word       a rank that gives up stores its reason there, in every arena
+//     announcements    of each rank: which launches it has begun, and the tags of its calls
+//     said             to each rank: this rank's copy of what it announced there
+//     numbers          the number of the last launch, once for each block
+//
+// Three rules hold for all kernels of several ranks:
+// - All blocks of a launch run at once. A block waits for blocks of other ranks; if one of these waited for a free
+//   multiprocessor, the ranks could wait for each other in a circle. The host launches no more blocks than the smallest
+//   device runs at once. (Kernels of two communicators may still keep each other out of a small device: then time runs
+//   out, and both say so.)
+// - Every kernel bounds its registers with __launch_bounds__, so that its blocks always fit on a multiprocessor. A
+//   launch that fails on one rank would leave the peers waiting.
+// - A rank that stores to several peers begins with the rank after it, so that at any time one rank stores to each.
 #pragma once
 
 #include "bytes.cuh"
@@ -10,25 +26,26 @@ namespace mpicomm {
 // The host's copies of these constants and of Team are in team.py; a test compares them.
 constexpr u32 kMaxRanks = 8;
 constexpr u32 kMaxBlocks = 256;
-constexpr u64 kAnnouncements = kLineNbytes;  // where they begin in an arena; the abort word lies before them
+constexpr u64 kAnnouncements = kLineNbytes;  // the offset in an arena; the abort word has the line before
 constexpr u64 kSaid = kAnnouncements + kMaxRanks * 2 * sizeof(u64);
 constexpr u64 kNumbers = kSaid + kMaxRanks * 2 * sizeof(u64);
 constexpr u64 kHeadNbytes = kNumbers + kMaxBlocks * sizeof(u64);
 
 struct Team {
-  u8* arenas[kMaxRanks];  // every rank's, as mapped here
+  u8* arenas[kMaxRanks];  // the arena of every rank, as mapped on this rank
   Faults faults;
   u64 timeout_ns;
-  u32 names[kMaxRanks];  // the ranks as the user's communicator counts them, for records
+  u32 names[kMaxRanks];  // the ranks as the user's communicator counts them, for fault records
   u32 size;
   u32 rank;
-  u32 tags[kMaxRanks];  // hashes of what this rank calls, each with what it and that rank are to agree on
+  u32 tags[kMaxRanks];  // for each rank a hash of this rank's call and of all on which the two must agree
 };
 
-// A rank that gives up says so in the first word of every arena: {operation:8, rank at fault:24, epoch:32}, never zero.
-// Relaxed on both sides: the word is whole and says everything. The first writer's stays, as its reason is nearest to the
-// cause: a rank that was told of a mismatch would otherwise write over it that it has given up. Of two at once any may
-// win, each has a reason.
+// The abort word. A rank that gives up stores {operation:8, rank at fault:24, epoch:32}, never zero, in the first word
+// of every arena. The stores here pair with the loads in load_health, Patience::lasts, is_told and lasts. Both sides
+// are relaxed: the word is whole, and its reader needs no other data. A reason that is there stays, because it is
+// nearest to the cause: a rank that was told of a mismatch would otherwise write over it that it gives up itself. Of
+// two ranks that store at once either may win, because each has a reason.
 MPICOMM_DEVICE u64* abort_word(const Team& team, u32 owner) { return reinterpret_cast<u64*>(team.arenas[owner]); }
 
 MPICOMM_DEVICE_CALL void raise_abort(const Team& team, const Watch& watch) {
@@ -39,7 +56,8 @@ MPICOMM_DEVICE_CALL void raise_abort(const Team& team, const Watch& watch) {
   }
 }
 
-// Records here what another rank has said in this one's abort word, if one has.
+// Whether `word`, this rank's abort word, says that another rank has given up. If so, this rank records the same
+// reason.
 MPICOMM_DEVICE_CALL bool heed_abort(const Team& team, u32 block, u64 word) {
   if (word == 0) return false;
   const u32 operation = static_cast<u32>(word >> 56), peer = static_cast<u32>(word >> 32) & 0xFFFFFFu;
@@ -47,7 +65,8 @@ MPICOMM_DEVICE_CALL bool heed_abort(const Team& team, u32 block, u64 word) {
   return true;
 }
 
-// What says whether somebody has given up. Loaded by itself, so that the loads are under way beside others.
+// The words that say whether a rank has given up. They are loaded apart from the check, so that these loads are in
+// flight beside other loads.
 struct Health {
   u32 failed = kClear;
   u64 abort_word = 0;
@@ -56,8 +75,9 @@ MPICOMM_DEVICE Health load_health(const Team& team) {
   return {load_relaxed(team.faults.failed), load_relaxed(abort_word(team, team.rank))};
 }
 
-// Whether nobody has given up, and no wait of another kernel has failed here. What is computed after such a failure is
-// not what it should be; the others learn at once that nothing more comes.
+// Whether no rank has given up, and no wait of an earlier kernel has failed on this device. After a failed wait this
+// rank would compute with data that never came. So its kernel leaves, and tells the other ranks at once that nothing
+// more comes.
 MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health) {
   if (health.abort_word == 0 && health.failed == kClear) return true;
   if (heed_abort(team, block, health.abort_word)) return false;
@@ -65,15 +85,16 @@ MPICOMM_DEVICE bool is_healthy(const Team& team, u32 block, const Health& health
   return false;
 }
 
-// Launches are counted, alike on all ranks, in the arena: a captured graph can be replayed for ever. Every block reads
-// a count of its own and the blocks of a launch advance those of all possible blocks, as grids differ: the number
-// belongs to the communicator, and no block needs to know whether the others have read it. Words of 32 bits take the
-// lower half of a number, which comes again.
+// The number of a launch. Each rank counts its launches in its arena, alike on all ranks, so that a captured graph can
+// be replayed for ever. Every block reads and advances a count of its own, so that no block needs to know whether the
+// others have read theirs. The number belongs to the communicator, but grids differ: so the blocks of a launch advance
+// the counts of all possible blocks. Words of 32 bits hold the lower half of a number, which wraps around.
 MPICOMM_DEVICE u64* launches_of(const Team& team) {
   return reinterpret_cast<u64*>(team.arenas[team.rank] + kNumbers);
 }
 
-// Advances them, with `threads` threads of each block, once all of the block have read its number.
+// Advances the counts to `count`, with `threads` threads of each block, once all threads of the block have read its
+// count.
 MPICOMM_DEVICE void count_launch(const Team& team, u64 count, u32 thread, u32 threads) {
   u64* const launches = launches_of(team);
   for (u32 block = blockIdx.x + thread * gridDim.x; block < kMaxBlocks; block += gridDim.x * threads) {
@@ -81,55 +102,60 @@ MPICOMM_DEVICE void count_launch(const Team& team, u64 count, u32 thread, u32 th
   }
 }
 
-// What `announcer` says in `owner`'s arena of its last two launches: {launch, tag}, each at the place of its parity.
+// The announcements of `announcer` in the arena of `owner`: {launch, tag} of its last two launches, each at the place
+// of its parity.
 MPICOMM_DEVICE u64* announcements(const Team& team, u32 owner, u32 announcer) {
   return reinterpret_cast<u64*>(team.arenas[owner] + kAnnouncements) + announcer * 2;
 }
 
-// What this rank has said to `peer` of its own, likewise: its next launch compares that with what the peer says.
+// This rank's copy of its announcements to `peer`, at the same places. Its next launch compares them with the peer's.
 MPICOMM_DEVICE u64* said(const Team& team, u32 peer) {
   return reinterpret_cast<u64*>(team.arenas[team.rank] + kSaid) + peer * 2;
 }
 
-// Notes what this rank says to `peer` of `launch` and returns it.
+// Returns the announcement of `launch` to `peer`, after noting it in this rank's copy.
 MPICOMM_DEVICE u64 say(const Team& team, u32 peer, u32 launch) {
   const u64 word = static_cast<u64>(launch) << 32 | team.tags[peer];
-  store_relaxed(said(team, peer) + launch % 2, word);  // for this device alone, and the next kernel
+  store_relaxed(said(team, peer) + launch % 2, word);  // relaxed: the next kernel of this device alone reads it
   return word;
 }
 
-// Tells `peer` that `launch` has begun here, and hence that the one before is over. Relaxed: that one was another
-// kernel, whose accesses were performed when it ended, and nothing of this one is published.
+// Announces `launch` to `peer`: it has begun on this rank, hence the launch before it is over. Pairs with
+// `load_announcements` and `look_at`. Relaxed: the launch before was another kernel, whose accesses were performed
+// when it ended, and this launch publishes nothing with the word.
 MPICOMM_DEVICE void announce(const Team& team, u32 peer, u32 launch) {
   store_relaxed(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
 }
 
-// As `announce`, where the peer may go on to read what was written before `launch`, by whatever kernel or copy, or write
-// what was read. Pairs with `acquire_announcements` and publishes all that. That an earlier kernel is over says so to
-// this device alone.
+// As `announce`, for a peer that may go on to read data that any kernel or copy wrote here before `launch`, or to
+// overwrite data that they read. Pairs with `acquire_announcements` and publishes all of these accesses. The end of an
+// earlier kernel orders its accesses for this device alone: after a relaxed store the peer could read old data, or
+// overwrite data that is still being read.
 MPICOMM_DEVICE void announce_all_before(const Team& team, u32 peer, u32 launch) {
   store_release(announcements(team, peer, team.rank) + launch % 2, say(team, peer, launch));
 }
 
-// What a rank has said of its last two launches: both, so as not to wait for the number of this one.
+// The announcements of a rank's last two launches. A kernel loads both, so that the loads need not wait for the number
+// of this launch.
 struct Announcements {
   u64 words[2];
 
   MPICOMM_DEVICE u32 last_launch() const {
     const u32 even = static_cast<u32>(words[0] >> 32), odd = static_cast<u32>(words[1] >> 32);
-    return static_cast<i32>(even - odd) > 0 ? even : odd;  // signed, as numbers wrap
+    return static_cast<i32>(even - odd) > 0 ? even : odd;  // signed, because numbers wrap around
   }
-  // Chosen, not indexed, which would put the words into memory.
+  // A choice instead of an index, because an index would put the words into memory.
   MPICOMM_DEVICE u64 of(u32 launch) const { return launch % 2 == 0 ? words[0] : words[1]; }
-  // Whether two ranks say different things of `launch`; false where one of them has gone on since.
+  // Whether two ranks announced different tags for `launch`. False if one of them has announced a later launch there
+  // since.
   MPICOMM_DEVICE bool differ_from(const Announcements& others, u32 launch) const {
     const u64 word = of(launch), other = others.of(launch);
     return word != other && static_cast<u32>(word >> 32) == launch && static_cast<u32>(other >> 32) == launch;
   }
 };
 
-// What this rank has said to `peer`. Pairs with the stores in `say`, of earlier launches, which are over; the word of this
-// one, which another block may be writing, is the other of the two.
+// Loads this rank's copy of its announcements to `peer`. Pairs with the stores in `say` by earlier launches, which are
+// over. Another block may be storing the word of this launch: the caller uses the other one of the two.
 MPICOMM_DEVICE Announcements load_said(const Team& team, u32 peer) {
   const u64* const words = said(team, peer);
   return {{load_relaxed(words), load_relaxed(words + 1)}};
@@ -140,20 +166,23 @@ MPICOMM_DEVICE Announcements load_announcements(const Team& team, u32 announcer)
   return {{load_relaxed(words), load_relaxed(words + 1)}};
 }
 
-// Pairs with `announce_all_before` of that rank: what it did before is seen by the caller's accesses after this.
+// Pairs with `announce_all_before` of `announcer`: the caller's later accesses come after all that
+// `announcer` did before it.
 MPICOMM_DEVICE Announcements acquire_announcements(const Team& team, u32 announcer) {
-  // At once, as each acquire holds up what follows it. The halves are in no order: that of an earlier launch may be
-  // older than the other says. Who has gone on to another launch was content with what this rank said of that one.
+  // One load of both words, because each acquire holds up the accesses that follow it. No order holds between the two:
+  // the word of an earlier launch may be older than the other word implies. That does no harm. A peer that has gone on
+  // to a later launch was content with what this rank announced for the earlier one.
   const Pair both = load_acquire(reinterpret_cast<const Pair*>(announcements(team, team.rank, announcer)));
   return {{both.first, both.second}};
 }
 
 enum Announced : u32 { kAbsent, kSame, kDifferent };
 
-// What `peer` has said of `launch`, in the word for that.
+// Compares what `peer` announced in `word`, at the place of `launch`, with this rank's call.
 MPICOMM_DEVICE Announced judge(const Team& team, u32 peer, u32 launch, u64 word) {
   const u32 said = static_cast<u32>(word >> 32);
-  // A peer that is two ahead has written over it: it cannot be, unless it was content with this launch.
+  // A peer that is two launches ahead has written over the word. It can be ahead only because it was content with what
+  // this rank announced for this launch.
   if (static_cast<i32>(said - launch) < 0) return kAbsent;
   return said != launch || static_cast<u32>(word) == team.tags[peer] ? kSame : kDifferent;
 }
@@ -161,7 +190,7 @@ MPICOMM_DEVICE Announced look_at(const Team& team, u32 peer, u32 launch) {
   return judge(team, peer, launch, load_relaxed(announcements(team, team.rank, peer) + launch % 2));
 }
 
-// Gives up, as `peer` was in another call than this rank in `launch`.
+// Gives up because `peer` was in another call than this rank in `launch`. Returns false.
 MPICOMM_DEVICE_CALL bool refuse(const Team& team, u32 peer, u32 launch) {
   const Watch mismatch{team.faults, 0, kMismatch, launch, blockIdx.x, team.names[peer]};
   report_fault(mismatch, 0);
@@ -169,13 +198,14 @@ MPICOMM_DEVICE_CALL bool refuse(const Team& team, u32 peer, u32 launch) {
   return false;
 }
 
-// How long a wait has lasted, looked at only when it lasts long: kept out of the loops, which stay short that way.
+// How long a wait for ranks has lasted. The waiting thread reads the clock only when the wait lasts long. All of this
+// is out of line, so that the polling loops stay short.
 struct Patience {
   u64 start = 0;
   u64 next_look = 0;
 
-  // Whether to go on waiting for the ranks of a set, of which there is one at least. If not, the kernel must leave:
-  // time is up, a rank that is waited for is in something else, or another rank has given up.
+  // Whether to go on waiting for the ranks in `missing`, of which there is at least one. If not, the kernel must leave:
+  // time is up, a missing rank is in another call, or another rank has given up.
   MPICOMM_DEVICE_CALL bool lasts(const Team& team, u32 launch, u32 missing) {
     const u64 now = clock_ns();
     if (start == 0) start = next_look = now;

@@ -1,25 +1,24 @@
-"""What every kernel of a communicator is told: the host's copies of what is in team.cuh. Imports nothing of CUDA."""
+"""Team, an argument of every kernel of a communicator: the host's copies of team.cuh. Imports no CUDA package."""
 
 from __future__ import annotations
 
 import ctypes
 
 # Constants and structures of team.cuh; a test compares them.
-LANES = 32  # of a warp: kLanes in memory_order.cuh
+LANES = 32  # threads of a warp: kLanes in memory_order.cuh
 MAX_RANKS = 8
 MAX_BLOCKS = 256
 LINE_NBYTES = 128
 HEAD_NBYTES = 2432
-"""What lies at the start of an arena: the abort word, what others have announced and what was announced to them, and
-numbers of launches. All zero at first."""
+"""The size of the head of an arena, all zero at first: see the top of team.cuh."""
 EXCHANGE, MISMATCH, MESSAGE = 2, 3, 4
-"""``enum Operation`` of faults.cuh, but for signals."""
+"""``enum Operation`` of faults.cuh, without signals."""
 ABORT_OPERATION = 7
-"""The byte of an arena, the last of the abort word, that says for which operation a rank has given up."""
+"""The offset in an arena of the byte that says in which operation a rank gave up: the last of the abort word."""
 
 
 class Faults(ctypes.Structure):
-    """What kernels are given: the host's copy of ``Faults`` in faults.cuh."""
+    """The fault record as kernels know it: the host's copy of ``Faults`` in faults.cuh."""
 
     _fields_ = [("record", ctypes.c_uint64), ("failed", ctypes.c_uint64)]
 

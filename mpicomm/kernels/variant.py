@@ -1,4 +1,4 @@
-"""Variant: a kernel and the options it is compiled with. Imports nothing of CUDA."""
+"""Variant: a kernel and its compiler options. Imports no CUDA package."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel with one structure as its parameter, compiled in one way."""
+    """A kernel with one structure as its parameter, and one set of compiler options."""
 
     source: Path
-    """The .cu file. It includes headers of its own directory and of `headers.SHARED`."""
+    """The .cu file. It includes headers from its own directory and from `headers.SHARED`."""
     entry: str
     options: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""The run of ``python -m mpicomm.tune``: measures what there is to choose, and writes the table."""
+"""The program ``python -m mpicomm.tune``: measures the algorithms and writes the table."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.tune",
-        description="Time the algorithms of the collectives on GPU arrays, between as many ranks as are started, and "
-        "write the fastest of each size to a file that later runs choose from. What it holds of others stays; sizes "
-        "above the largest measured keep what was chosen for them before, by that file or what is built in.",
+        description="Time the algorithms of the collectives on GPU arrays between the ranks that are started. Write "
+        "the fastest for each size to a file from which later runs choose. Other entries of the file stay. Sizes above "
+        "the largest measured one keep their algorithm, from that file or from the table that is built in.",
         conflict_handler="resolve",
     )
     command_line.add_sweep_arguments(result, smallest=1 << 10, factor=2)
-    result.add_argument(  # in the place of the one just added
+    result.add_argument(  # replaces the option that add_sweep_arguments added
         "-e", "--maxbytes", type=command_line.parse_size, default=256 << 20, metavar="SIZE", help="default: 256M"
     )
     result.add_argument(
@@ -52,20 +52,20 @@ def parser() -> argparse.ArgumentParser:
         choices=DTYPES,
         default="float32",
         metavar="TYPE",
-        help="the one to measure with, which all algorithms of the operations have to carry; default: float32",
+        help="to measure with; all algorithms of the operations have to carry it; default: float32",
     )
     result.add_argument(
-        "--output", type=command_line.output_file, metavar="FILE", help="default: the one that later runs look for"
+        "--output", type=command_line.output_file, metavar="FILE", help="default: the file that later runs look for"
     )
     command_line.add_communicator_arguments(result)
     return result
 
 
 def require_possible(comm: Communicator, ranks: Sequence[RankInfo]) -> None:
-    """Raise `InvalidUsageError`, on all ranks, where there is nothing to choose or no one table for all."""
+    """Raise `InvalidUsageError`, on all ranks, if there is nothing to choose or no single table for all ranks."""
     if comm.device == "cpu":
         raise InvalidUsageError(
-            "the table is for collectives on GPU arrays, and these ranks are on the cpu, where there is none: start "
+            "the table is for collectives on GPU arrays, and these ranks are on the cpu, which needs no table: start "
             "them on GPUs"
         )
     if comm.size == 1 or comm.num_nodes > 1:
@@ -79,7 +79,7 @@ def require_possible(comm: Communicator, ranks: Sequence[RankInfo]) -> None:
 
 
 def open_table(comm: Communicator, output: Path | None, device: str) -> tuple[Path, Tuning]:
-    """Return the file to write, and the table that it holds so far. Collective; raises `InvalidUsageError`."""
+    """Return the file to write and the table in it. Collective; raises `InvalidUsageError` on all ranks."""
     found: Any = None
     if comm.rank == 0:
         try:
@@ -96,7 +96,7 @@ def open_table(comm: Communicator, output: Path | None, device: str) -> tuple[Pa
 def main() -> int:
     """Run the command line on this rank. Collective."""
     options = command_line.parse_args(parser())
-    # All calls name their algorithm: what is wrong with a table is no obstacle. What is found is the one built in.
+    # All calls name their algorithm, so a broken table must not stop the run. `tuning.find` returns the built-in table.
     os.environ["MPICOMM_TUNING"] = "off"
     comm = command_line.open_communicator(options.device, options.handle)
     ranks = comm.allgather(comm.describe())
@@ -112,7 +112,7 @@ def main() -> int:
         f"has to gain {GAIN:.0%}",
     ]
     command_line.show(*(f"# {line}" for line in about), "#")
-    longest = max(swept[-1], 8 * comm.size)  # an element for each rank
+    longest = max(swept[-1], 8 * comm.size)  # at least one element for each rank
     effort = Effort(options.iters, max(1, options.warmup_iters), 1, _LAUNCHES, graphs=True)
     timing = Timing(comm, Gpu(), longest, effort)
     results = [

@@ -1,4 +1,4 @@
-"""What there is to choose algorithms for: operations, into symmetric and ordinary arrays."""
+"""Subjects: the operations with a choice of algorithms, on symmetric and on ordinary arrays."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import is_narrow
 
 OP = "sum"
-"""What is measured of reductions."""
+"""The operation with which reductions are measured."""
 MPI_NAMES = {operation.lower().removesuffix("_block"): operation for operation in tuning.OPERATIONS}
 """The operations that have a choice, by the bench's names."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What a row of the table is for, but for the number of ranks, and what it is measured with."""
+    """The key of a row of the table, without the number of ranks, and the operation and type to measure it with."""
 
     kind: Kind
     operation: Operation
@@ -31,7 +31,7 @@ class Subject:
 
     @property
     def algorithms(self) -> tuple[str, ...]:
-        """What there is to choose from."""
+        """The algorithms from which the table chooses."""
         return algorithms_of(self.kind.operation)
 
     def __str__(self) -> str:
@@ -39,17 +39,17 @@ class Subject:
         return f"{self.kind.operation} of {self.dtype.name}, {arrays} arrays"
 
     def cases(self, sizes: Sequence[int], rank: int, size: int) -> list[Case]:
-        """Return the cases nearest to these sizes, out of place where there is such a thing."""
+        """Return the cases nearest to these sizes, out of place if the operation can be."""
         blocks = dict.fromkeys(block_of(self.operation, nbytes, self.dtype, size) for nbytes in sizes)
         place = self.operation.places[0]
         return [Case(self.operation, self.dtype, OP, block, False, rank, size).at(place) for block in blocks]
 
 
 def subjects_of(operations: Sequence[str], dtype: np.dtype[Any]) -> list[Subject]:
-    """Return what there is to choose for.
+    """Return the subjects of ``operations`` with a choice of algorithms.
 
-    Raises `InvalidUsageError` for a type that some algorithm cannot carry: the table is for all types, and a row that
-    was measured without an algorithm would deprive those of it that it can carry.
+    Raises `InvalidUsageError` for a type that some algorithm cannot carry. The table is for all types: a row that was
+    measured without an algorithm would keep it from the types that it can carry.
     """
     found: dict[Kind, Subject] = {}
     for name, registered in product(operations, (False, True)):

@@ -1,4 +1,4 @@
-"""From times to a row of the table, size by size."""
+"""Measures a subject size by size, and makes a row of the table from the times."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mpicomm.errors import MpicommError
 from mpicomm.tune.subjects import Subject
 
 GAIN = 0.03
-"""What a change of algorithm has to gain: two runs on the same machine differ by as much."""
+"""The least gain for which the algorithm changes: two runs on the same machine differ by as much."""
 
 Measure = Callable[[Case], tuple[Mapping[str, Outcome], Mapping[str, str]]]
-"""Returns what comes out of a case by algorithm, and why others have nothing to show; as `Measuring.run`."""
+"""Returns the outcomes of a case by algorithm, and the reasons of algorithms without one; as `Measuring.run`."""
 
 
 def choose(current: str | None, times_us: Mapping[str, float]) -> str:
-    """Return the fastest algorithm, or the current one where a change to that gains too little."""
+    """Return the fastest algorithm, or the current one if a change gains too little."""
     best = min(times_us, key=times_us.__getitem__)
     if current is not None and times_us[best] > (1 - GAIN) * times_us.get(current, math.inf):
         return current
@@ -32,8 +32,8 @@ def choose(current: str | None, times_us: Mapping[str, float]) -> str:
 def sweep(subject: Subject, cases: Sequence[Case], measure: Measure, before: Tuning) -> tuple[Row, int]:
     """Measure ascending cases of a subject and print them; return the row, and how many elements were wrong.
 
-    Larger sizes keep what the table ``before`` says of them. Collective as ``measure`` is. Raises `MpicommError` where
-    no algorithm works.
+    Larger sizes keep the algorithms of the table ``before``. Collective, as ``measure`` is. Raises `MpicommError` if no
+    algorithm works.
     """
     command_line.show(*_head(subject))
     choices: list[tuple[int, str]] = []
@@ -75,7 +75,7 @@ def _head(subject: Subject) -> list[str]:
 
 
 def _line(subject: Subject, case: Case, outcomes: Mapping[str, Outcome], chosen: str) -> str:
-    """A star is for calls that were issued one by one where others were launched as a graph."""
+    """Return a line. A star marks a time whose calls were issued one by one although graphs were asked for."""
     cells = [
         f"{outcomes[name].time_us:.2f}{'*' if outcomes[name].eager else ''}" if name in outcomes else "-"
         for name in subject.algorithms

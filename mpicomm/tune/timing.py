@@ -1,4 +1,4 @@
-"""The algorithms side by side: each checked and timed by the bench, as if they were different libraries."""
+"""Times the algorithms side by side: the bench checks and times each as if they were different libraries."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Timing:
         }
 
     def of(self, subject: Subject) -> Measure:
-        """Return what measures the cases of a subject.
+        """Return the function that measures cases of a subject.
 
-        An algorithm that fails on some rank has nothing to show, and why; what makes the communicator unusable is
-        raised.
+        An algorithm that fails on some rank has no outcome but a reason. An error that makes the communicator unusable
+        is raised.
         """
         comm, machine = self._comm, self._machine
         contenders = Contenders(comm, machine, self._nbytes)

@@ -147,7 +147,8 @@ def test_ranks_on_two_nodes_are_refused(run_changed: Job) -> None:
     job = run_changed(3, "import os; os.environ['MPICOMM_HOSTID'] = 'a' if RANK == 0 else 'b'")
     assert (job.returncode, job.stdout) == (2, "")
     assert job.stderr == (
-        "error: the ring goes through mapped memory and needs all ranks on one node; these 3 ranks are on 2 nodes\n"
+        "error: the ring goes through mapped memory and needs all ranks on one node; these 3 ranks are on 2 nodes: "
+        "start them on one\n"
     )
 
 

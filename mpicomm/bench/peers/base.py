@@ -1,4 +1,4 @@
-"""What the bench asks of a library that it compares with, and of mpicomm itself."""
+"""Peer: the bench's interface to a library, mpicomm or another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Peer(Protocol):
 
     version: str
     exact: bool
-    """Whether its reductions are in rank order, so that every bit can be compared."""
+    """Whether its reductions are in rank order, so that the bench can compare every bit."""
     capturable: bool
     """Whether its calls can be captured into CUDA graphs."""
     result_at_front: bool
@@ -31,24 +31,24 @@ class Peer(Protocol):
         """Return memory of the kind that is fastest for this library, as a NumPy or CuPy array of bytes."""
 
     def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
-        """Return the ways to carry a case out, by name, of which the fastest counts; raises `UnsupportedError`."""
+        """Return the ways to carry out a case, by name; the fastest counts. Raises `UnsupportedError`."""
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free everything."""
 
 
 Opener = Callable[[Communicator, Machine], Peer]
 
 
 def cuda_major() -> int:
-    """Return the major version of CUDA in use, CuPy's: packages of another one do not go with it."""
+    """Return the major version of CuPy's CUDA; packages for another one do not work with it."""
     import cupy
 
     return int(cupy.cuda.runtime.runtimeGetVersion()) // 1000
 
 
 def from_first(comm: Communicator, make: Callable[[], T]) -> T:
-    """Return what rank 0 makes, on all ranks, which all raise RuntimeError where it cannot. Collective."""
+    """Return the result of ``make`` on rank 0, on all ranks; raises RuntimeError on all if it fails. Collective."""
     made: Any = None
     failure = None
     if comm.rank == 0:

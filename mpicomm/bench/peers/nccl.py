@@ -16,12 +16,12 @@ missing = nccl_library.missing
 
 
 def open_peer(comm: Communicator, machine: Machine) -> Nccl:
-    """Create a NCCL communicator of all ranks."""
+    """Create an NCCL communicator of all ranks."""
     return Nccl(comm, machine)
 
 
 class Nccl:
-    """A NCCL communicator. Gathers, scatters and exchanges are its own functions where it has them."""
+    """An NCCL communicator. Gathers, scatters and exchanges call NCCL's functions for them, if it has any."""
 
     exact = False
     capturable = True
@@ -59,7 +59,7 @@ class Nccl:
         block, op, end = case.block, nccl_library.OPS[case.op], (self._handle, self._machine.stream.ptr)
         if case.name == "allreduce":
             return _bind("ncclAllReduce", send, receive, block, dtype, op, *end)
-        if case.name == "barrier":  # what programs that use NCCL make of it
+        if case.name == "barrier":  # as programs that use NCCL do
             return _bind("ncclAllReduce", send, send, 1, dtype, op, *end)
         if case.name == "reduce_scatter":
             return _bind("ncclReduceScatter", send, receive, block, dtype, op, *end)
@@ -88,7 +88,7 @@ class Nccl:
 
 
 def _bind(name: str, *arguments: Any) -> Call:
-    """Return a call with its arguments converted once, as a C program's are."""
+    """Return a call whose arguments are converted once, because a C program converts none."""
     function: Callable[..., int] = getattr(nccl_library.load(), name)
     converted = tuple(
         kind(argument) if isinstance(argument, int) else argument
@@ -116,7 +116,7 @@ def _group(calls: list[Call]) -> Call:
 
 
 def _sent(case: Case) -> list[tuple[int, int, int]]:
-    """Return (peer, first element, elements) of what a rank sends."""
+    """Return (peer, first element, elements) of each message that a rank sends."""
     if case.name == "sendrecv":
         return [(case.following, 0, case.block)]
     if case.name == "gather":

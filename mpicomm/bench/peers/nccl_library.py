@@ -57,7 +57,7 @@ _NEWER: dict[str, list[Any]] = {  # of NCCL 2.27 and 2.28
 
 @cache
 def load() -> Any:
-    """Return the library. Raises OSError where there is none."""
+    """Return the library. Raises OSError if there is none."""
     library = ctypes.CDLL(_path())
     library.ncclGetErrorString.argtypes = [_int]
     library.ncclGetErrorString.restype = ctypes.c_char_p
@@ -70,7 +70,7 @@ def load() -> Any:
 
 def _path() -> str:
     try:
-        spec = importlib.util.find_spec("nvidia.nccl")  # what PyTorch's wheels depend on
+        spec = importlib.util.find_spec("nvidia.nccl")  # PyTorch's wheels depend on it
     except ModuleNotFoundError:
         spec = None
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -86,7 +86,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def check(name: str, status: int) -> None:
-    """Raise RuntimeError with what NCCL says of a failure, if it is one."""
+    """Raise RuntimeError with NCCL's text if ``status`` is a failure."""
     if status != 0:
         raise RuntimeError(f"{name}: {load().ncclGetErrorString(status).decode()}")
 
@@ -104,7 +104,7 @@ def version() -> str:
 
 
 def missing() -> str | None:
-    """Say what to install where there is no NCCL. Local."""
+    """Return what to install if there is no NCCL. Local."""
     try:
         load()
     except OSError as error:
@@ -120,5 +120,5 @@ def unique_id() -> bytes:
 
 
 def type_of(dtype: np.dtype[Any]) -> int | None:
-    """Return NCCL's number of an element type, None where it has none."""
+    """Return NCCL's number of an element type, None if it has none."""
     return _TYPES.index(dtype.name) if dtype.name in _TYPES else None

@@ -1,4 +1,4 @@
-"""NCCL on memory of its own that is registered as a symmetric window, for which it has faster kernels."""
+"""NCCL on its own memory, registered as a symmetric window: NCCL has faster kernels for that."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GRANULARITY = 2 << 20
 
 
 def missing() -> str | None:
-    """Say what to install. Local."""
+    """Return what to install, if anything. Local."""
     reason = nccl_library.missing()
     if reason is None and not nccl_library.has("ncclCommWindowRegister"):
         package = f"nvidia-nccl-cu{cuda_major()}>=2.27"
@@ -24,19 +24,19 @@ def missing() -> str | None:
 
 
 def open_peer(comm: Communicator, machine: Machine) -> SymmetricNccl:
-    """Create another NCCL communicator of all ranks."""
+    """Create an NCCL communicator of all ranks."""
     return SymmetricNccl(comm, machine)
 
 
 class SymmetricNccl(Nccl):
-    """A NCCL communicator with windows."""
+    """An NCCL communicator with windows."""
 
     def __init__(self, comm: Communicator, machine: Machine) -> None:
         super().__init__(comm, machine)
         self._windows: list[tuple[ctypes.c_void_p, ctypes.c_void_p]] = []
 
     def allocate(self, nbytes: int) -> Any:
-        """Return memory of ncclMemAlloc, registered."""
+        """Return registered memory of ncclMemAlloc."""
         memory, window = ctypes.c_void_p(), ctypes.c_void_p()
         whole = -(-nbytes // _GRANULARITY) * _GRANULARITY
         nccl_library.call("ncclMemAlloc", ctypes.byref(memory), whole)
@@ -53,7 +53,7 @@ class SymmetricNccl(Nccl):
         return view_bytes(memory.value, nbytes, self)
 
     def close(self) -> None:
-        """Take windows and memory back."""
+        """Deregister the windows and free the memory."""
         for memory, window in self._windows:
             nccl_library.call("ncclCommWindowDeregister", self._handle, window)
             nccl_library.call("ncclMemFree", memory)

@@ -11,11 +11,11 @@ from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.operations import ROOT, Buffers, Case
 from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, view_bytes
 
-_TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the rest have NumPy's names
+_TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the other types have NumPy's names
 
 
 def missing() -> str | None:
-    """Say what to install. Local."""
+    """Return what to install, if anything. Local."""
     if importlib.util.find_spec("nvshmem") is None:
         return f"not installed: pip install nvshmem4py-cu{cuda_major()}"
     return None
@@ -61,7 +61,7 @@ class Nvshmem:
             barrier, stream = self._bindings.barrier_all_on_stream, self._stream
             return {"": lambda: barrier(stream)}
         if case.in_place and case.operation.places != ("in-place",):
-            raise UnsupportedError("in place is not promised to work")
+            raise UnsupportedError("NVSHMEM does not promise that it works in place")
         names = {
             "allreduce": f"{case.op}_reduce",
             "reduce_scatter": f"{case.op}_reducescatter",

@@ -15,16 +15,16 @@ from mpicomm.bench.operations import Buffers, Case
 from mpicomm.bench.peers.base import UnsupportedError
 from mpicomm.mpi import types
 
-_LARGEST_STAGED = 64 << 20  # beyond it minutes go by that tell nothing new
+_LARGEST_STAGED = 64 << 20  # larger sizes take minutes and show nothing new
 
 
 def missing() -> str | None:
-    """It is always there."""
+    """Return None: MPI is always there."""
     return None
 
 
 def open_peer(comm: Communicator, machine: Machine) -> PlainMpi:
-    """Take the communicator for the one of MPI that it is."""
+    """Return a peer that calls mpi4py's methods on the communicator."""
     return PlainMpi(comm, machine)
 
 
@@ -57,11 +57,11 @@ class PlainMpi:
         return {"": self._staged(case, buffers)}
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing."""
 
     def _staged(self, case: Case, buffers: Buffers) -> Call:
         if case.in_place and case.name != "bcast":
-            raise UnsupportedError("through host copies nothing is in place")
+            raise UnsupportedError("copies through the host are never in place")
         send = _pinned(buffers.send)
         receive = send if buffers.receive is buffers.send else _pinned(buffers.receive)
         call, stream = mpi_call(self._comm, case, Buffers(send, receive), {}), self._machine.stream

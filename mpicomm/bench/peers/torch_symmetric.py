@@ -1,4 +1,4 @@
-"""PyTorch's symmetric memory: its one-shot and two-shot all-reduce, of which the faster one counts at each size."""
+"""PyTorch's symmetric memory: its one-shot and two-shot all-reduce. At each size the faster one counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, v
 
 
 def missing() -> str | None:
-    """Say what to install. Local."""
+    """Return what to install, if anything. Local."""
     if importlib.util.find_spec("torch") is None:
         return "not installed: pip install torch"
     import torch
@@ -48,13 +48,13 @@ class TorchSymmetric:
         stores: list[Any] = []
 
         def serve() -> int:
-            # Waiting for the others would be waiting for who does not know the port yet.
+            # The store must not wait for the other ranks, because they do not know its port yet.
             stores.append(dist.TCPStore("127.0.0.1", 0, comm.size, True, wait_for_workers=False))
             return int(stores[0].port)
 
         port = from_first(comm, serve)
         store = stores[0] if stores else dist.TCPStore("127.0.0.1", port, comm.size, False)
-        # Named for its store alone: NCCL comes to life with a first collective of the group, and there is none.
+        # The group is for its store alone: NCCL starts with the first collective of a group, and there is none.
         dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
         self._group = dist.group.WORLD.group_name
         torch.cuda.set_stream(torch.cuda.ExternalStream(machine.stream.ptr, device=self._device))
@@ -68,7 +68,7 @@ class TorchSymmetric:
         return view_bytes(tensor.data_ptr(), nbytes, tensor)
 
     def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
-        """Return one-shot and two-shot; in place there is only the latter."""
+        """Return one-shot and two-shot; in place two-shot alone."""
         if case.name != "allreduce" or case.op != "sum" or case.dtype.name not in ("float32", "bfloat16"):
             raise UnsupportedError("its kernels are for the sum of float32 and bfloat16 in allreduce")
         operations, group = self._torch.ops.symm_mem, self._group
@@ -78,7 +78,7 @@ class TorchSymmetric:
         calls: dict[str, Call] = {
             "one_shot": lambda: operations.one_shot_all_reduce_out(send, "sum", group, receive),
         }
-        if case.size in (2, 4, 8):  # what the other one is compiled for
+        if case.size in (2, 4, 8):  # PyTorch compiles two-shot for these sizes alone
             calls["two_shot"] = lambda: operations.two_shot_all_reduce_out(send, "sum", group, receive)
         return calls
 
@@ -89,6 +89,6 @@ class TorchSymmetric:
         self._dist.destroy_process_group()
 
     def _tensor(self, case: Case, array: Any) -> Any:
-        """Return the tensor that the bytes are the start of."""
+        """Return the tensor that begins with these bytes."""
         tensor = self._tensors[int(array.data.ptr)]
         return tensor[: array.nbytes].view(getattr(self._torch, case.dtype.name))

@@ -1,9 +1,9 @@
-// Runs a block of CUDA threads on one thread of the operating system: each CUDA thread is a fiber with a stack of its
-// own, and which one runs next is drawn at every barrier and at every access that orders memory.
+// Runs a block of CUDA threads on one thread of the operating system. Each CUDA thread is a fiber with its own stack.
+// At every barrier, and at every access that orders memory, the block draws at random which fiber runs next.
 //
-// This file is compiled without ThreadSanitizer, which would otherwise watch the scheduler instead of the kernels. It
-// is told of the fibers, and learns of each order that CUDA promises (a barrier, the end of a kernel before the next)
-// from a release and an acquire; of nothing else: a change of fibers alone orders nothing.
+// This file is compiled without ThreadSanitizer, which would otherwise watch the scheduler instead of the kernels. The
+// file tells ThreadSanitizer of the fibers. A release and an acquire tell it of each order that CUDA promises: a
+// barrier, and the end of a kernel before the next kernel. A change of fibers alone orders nothing.
 
 #include "block.hpp"
 
@@ -20,7 +20,7 @@
 #error "switch_stacks is written for x86-64 alone"
 #endif
 
-// There only where ThreadSanitizer is linked.
+// These functions exist only where ThreadSanitizer is linked.
 extern "C" {
 __attribute__((weak)) void* __tsan_create_fiber(unsigned);
 __attribute__((weak)) void* __tsan_get_current_fiber();
@@ -30,7 +30,7 @@ __attribute__((weak)) void __tsan_acquire(void*);
 __attribute__((weak)) void __tsan_release(void*);
 }
 
-// Saves the registers that a call preserves and the stack pointer in *from, and goes on where `to` was saved.
+// Pushes the registers that a call preserves, saves the stack pointer in *from, and goes on where `to` was saved.
 extern "C" void switch_stacks(void** from, void* to);
 asm(R"(
 .text
@@ -63,7 +63,7 @@ constexpr size_t kStackNbytes = 128 * 1024;
 constexpr size_t kGuardNbytes = 4096;
 constexpr unsigned kSavedRegisters = 6;
 constexpr unsigned kWithoutOrder = 1;  // a flag of __tsan_switch_to_fiber
-constexpr unsigned kPatience = 8;      // rounds of polls before the block lets other processes run
+constexpr unsigned kPatience = 8;      // rounds of polls after which the block lets other processes run
 
 thread_local Block* current = nullptr;
 
@@ -89,7 +89,7 @@ void sleep_us(unsigned us) {
 struct Fiber {
   Place place;
   bool at_block_barrier;
-  unsigned mask;  // of the warp barrier it waits at
+  unsigned mask;  // of the warp barrier at which it waits
   char* stack;
   void* stack_pointer;
   void* tsan;
@@ -97,7 +97,7 @@ struct Fiber {
 
 struct Warp {
   unsigned long long words[kWarp];
-  unsigned live, waiting;  // lanes that have not returned, and those at a barrier of the warp
+  unsigned live, waiting;  // the lanes that have not returned, and the lanes that wait at a barrier of the warp
   char sync;
 };
 
@@ -132,11 +132,11 @@ void Block::run(const Launch& launch) {
   Fiber main{};
   main.tsan = __tsan_get_current_fiber ? __tsan_get_current_fiber() : nullptr;
   main_ = running_ = &main;
-  // Shared memory comes into being at the first access of a thread of the operating system; not of a fiber, to which
-  // ThreadSanitizer would then ascribe it.
+  // Shared memory is created at the first access by a thread of the operating system. That must be this thread:
+  // ThreadSanitizer would ascribe the memory to a fiber.
   launch.entry(nullptr);
-  // Kernels of a rank follow each other: what the last one did is seen by all threads of this one. Two words by turns,
-  // so that a block which begins late learns nothing of one that has ended already.
+  // Kernels of a rank follow each other: all threads of this kernel see what the last one did. Launches use two words
+  // in turns, so that a block which begins late learns nothing from a block of this kernel that has ended already.
   acquire(launches_[launched_ % 2]);
   release(started_);
   leave();
@@ -158,8 +158,8 @@ void Block::prepare(Fiber& fiber, unsigned thread) {
   const Launch& launch = *launch_;
   fiber.place = {{thread, 0, 0}, {index, 0, 0}, {launch.threads, 1, 1}, {launch.blocks, 1, 1}};
   warps_[thread / kWarp]->live |= 1u << thread % kWarp;
-  // What switch_stacks pops: registers of no meaning, and where to go on. A function begins with its stack 8 bytes off
-  // a multiple of 16, as a call leaves it.
+  // switch_stacks pops registers, whose values mean nothing here, and the address where the fiber goes on. A function
+  // begins with its stack 8 bytes off a multiple of 16, as a call leaves it.
   void** const top = reinterpret_cast<void**>(fiber.stack + kStackNbytes);
   top[-1] = nullptr;
   top[-2] = reinterpret_cast<void*>(&Block::begin);
@@ -185,7 +185,7 @@ void Block::end() {
   leave();
 }
 
-// Runs another thread; returns when one has chosen this one again.
+// Runs another thread. Returns when a thread has chosen this one again.
 void Block::leave() {
   Fiber* const self = running_;
   if (ready_.empty()) {
@@ -224,7 +224,7 @@ Tally Block::meet_block(bool agrees) {
   return tallies_[turn];
 }
 
-// A thread that returns counts as one that has come, as in PTX.
+// A thread that has returned counts as one that has come, as in PTX.
 void Block::release_block() {
   const unsigned turn = round_ % 2;
   if (tallies_[turn].arrived == 0 || tallies_[turn].arrived < live_) return;
@@ -251,7 +251,7 @@ void Block::meet_warp(unsigned mask) {
   acquire(warp.sync);
 }
 
-// Who returns while others wait counts as one that has come.
+// A lane that returns while others wait counts as one that has come.
 void Block::release_warp(Warp& warp, unsigned first) {
   const auto lanes = [&](unsigned mask, auto act) {
     for (; mask != 0; mask &= mask - 1) act(*fibers_[first + __builtin_ctz(mask)]);
@@ -262,7 +262,7 @@ void Block::release_warp(Warp& warp, unsigned first) {
     if (complete) lanes(mask, [&](Fiber& fiber) { complete = complete && (fiber.mask & warp.live) == mask; });
     if (!complete) continue;
     warp.waiting &= ~mask;
-    rest &= ~mask | (rest & -rest);  // its lowest bit goes with the next step
+    rest &= ~mask | (rest & -rest);  // the loop clears the lowest bit
     lanes(mask, [&](Fiber& fiber) { ready_.push_back(&fiber); });
   }
 }

@@ -1,4 +1,4 @@
-// What a CUDA thread asks of the block that runs it. cuda.hpp gives these the names they have in CUDA.
+// The functions by which a CUDA thread uses the block that runs it. cuda.hpp gives them their CUDA names.
 #pragma once
 
 namespace cpu {
@@ -11,26 +11,27 @@ struct Place {
   Index thread, block, threads, blocks;
 };
 
-// What came together at a barrier of the block.
+// How many threads came to a barrier of the block, and how many of these agreed.
 struct Tally {
   unsigned arrived, agreed;
 };
 
-// For the thread that asks always the same, hence const: the compiler need not ask twice.
+// Returns where the calling thread is. The answer never changes for a thread, hence `const`: the compiler may call it
+// once.
 __attribute__((const)) const Place& place();
 
-// Lets other threads of the block run. Everything that may wait for memory to change has to call it.
+// Lets other threads of the block run. All code that may wait for memory to change has to call it.
 void yield();
 
-// Waits until all threads of the block that have not returned are here.
+// Waits until all threads of the block that have not returned have called it.
 Tally meet_block(bool agrees);
 
-// Waits until all threads of the warp that are in `mask` are here with the same mask.
+// Waits until all threads of the warp that are in `mask` have called it with the same mask.
 void meet_warp(unsigned mask);
 
-// One for each lane of the thread's warp, for what a warp exchanges.
+// Returns one word for each lane of the thread's warp, through which the lanes exchange values.
 unsigned long long* warp_words();
-// The lanes of the thread's warp that have not returned.
+// Returns the lanes of the thread's warp that have not returned.
 unsigned live_lanes();
 
 }  // namespace cpu

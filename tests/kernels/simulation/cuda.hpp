@@ -1,13 +1,13 @@
-// The part of CUDA C++ that the kernels use, in C++20: included before a .cu file that g++ compiles.
+// The part of CUDA C++ that the kernels use, in C++20. It is included before a .cu file that g++ compiles.
 //
-// Accesses that order memory come from memory_order.cuh, which calls MPICOMM_YIELD before each. A kernel that polls in
-// another way has to call it too, or the threads it waits for never run.
+// memory_order.cuh has the accesses that order memory, and calls MPICOMM_YIELD before each. A kernel that polls in
+// another way has to call it, too, or the threads for which it waits never run.
 
 #include <stdint.h>
 #include <string.h>
 
 #include <algorithm>
-#include <atomic>  // of memory_order.cuh: this file is compiled once for all kernels
+#include <atomic>  // memory_order.cuh needs it, and this file is compiled once for all kernels
 #include <chrono>
 #include <type_traits>
 #include <utility>
@@ -23,8 +23,8 @@
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
-// A block is a thread of the operating system, hence its shared memory is that thread's. It is not cleared between
-// kernels, as on a GPU. `extern __shared__` is not supported.
+// A block is a thread of the operating system, so shared memory belongs to that thread. As on a GPU, it is not cleared
+// between kernels. `extern __shared__` is not supported.
 #define __shared__ static thread_local
 
 #define threadIdx (::cpu::place().thread)
@@ -62,13 +62,13 @@ inline int __syncthreads_and(int predicate) {
 }
 inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { cpu::meet_warp(mask & cpu::live_lanes()); }
 
-// ---- what a warp exchanges
+// ---- exchanges within a warp
 
 namespace cpu {
 
 inline unsigned lane() { return place().thread.x % 32; }
 
-// What lane `from` gives; all of the mask give something.
+// Returns the value of lane `from`. All lanes of the mask call it, each with a value.
 template <class T>
 T from_lane(unsigned mask, T value, unsigned from) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
@@ -82,7 +82,7 @@ T from_lane(unsigned mask, T value, unsigned from) {
   return result;
 }
 
-// The lane at `offset` within this lane's segment, or this lane where that lies outside.
+// Returns the lane at `offset` from this one, or this lane if that one lies outside this lane's segment.
 inline unsigned within(int offset, int width) {
   const int first = static_cast<int>(lane()) / width * width, target = static_cast<int>(lane()) + offset;
   return static_cast<unsigned>(target >= first && target < first + width ? target : static_cast<int>(lane()));
@@ -146,7 +146,8 @@ void __stcg(T* p, T value) { *p = value; }
 inline void __nanosleep(unsigned) { cpu::yield(); }
 inline long long clock64() { return std::chrono::steady_clock::now().time_since_epoch().count(); }
 
-// Within a block or a device these order what a fence between processes orders; ThreadSanitizer knows no fences.
+// All of them are a fence between processes, which also orders within a block or a device. ThreadSanitizer knows no
+// fences.
 inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() { __threadfence(); }
 inline void __threadfence_system() { __threadfence(); }
@@ -163,7 +164,7 @@ T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> valu
   return expected;
 }
 
-// A kernel that was launched to begin early still begins when the one before it is over.
+// Here a kernel that may begin early begins when the kernel before it is over.
 inline void cudaGridDependencySynchronize() {}
 inline void cudaTriggerProgrammaticLaunchCompletion() {}
 
@@ -180,8 +181,8 @@ void call(void (*kernel)(P...), void* const* parameters) {
 }
 }  // namespace cpu
 
-// What the launcher calls: as cuLaunchKernel, it has the addresses of the parameters. Without parameters it only makes
-// the library's shared memory, of which `touched` is a part.
+// The function that the launcher calls. As cuLaunchKernel, it gets the addresses of the parameters. Without parameters
+// it only creates the library's shared memory, of which `touched` is a part.
 #define CPU_ENTRY(kernel)                                   \
   extern "C" void enter_##kernel(void* const* parameters) { \
     static thread_local volatile char touched;              \

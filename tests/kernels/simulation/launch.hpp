@@ -1,4 +1,4 @@
-// Kernels to launch, and the blocks that run them; between launcher.cpp and block.cpp.
+// Kernels to launch, and the blocks that run them: the interface between launcher.cpp and block.cpp.
 #pragma once
 
 #include <vector>
@@ -9,12 +9,12 @@ namespace cpu {
 
 struct Launch {
   void (*entry)(void* const* parameters);  // made by CPU_ENTRY in cuda.hpp
-  std::vector<void*> parameters;           // the address of each
+  std::vector<void*> parameters;           // their addresses
   unsigned blocks, threads;
-  unsigned nap_us;  // before it begins: a rank that is late
+  unsigned nap_us;  // how long the rank sleeps before it begins the kernel, so that it is late
 };
 
-// Random waits: at the start of a block now and then, and rarely at a memory access; none where `us` is 0.
+// Random waits: now and then at the start of a block, rarely at a memory access. None if `us` is 0.
 struct Jitter {
   unsigned long long seed;
   unsigned us;  // the longest
@@ -25,15 +25,16 @@ void sleep_us(unsigned us);
 struct Fiber;
 struct Warp;
 
-// Block number `index` of each kernel that a rank launches.
+// Runs block number `index` of each kernel that a rank launches.
 class Block {
  public:
-  // `launches`: two bytes that all blocks of the rank have in common, for ThreadSanitizer.
+  // `launches` are two bytes that all blocks of the rank share. Their addresses tell ThreadSanitizer of the order of
+  // kernels.
   Block(unsigned rank, unsigned index, char* launches, const Jitter& jitter);
   ~Block();
   Block(const Block&) = delete;
 
-  // Returns when all threads of the block have returned; at once where the kernel has fewer blocks.
+  // Returns when all threads of the block have returned, or at once if the kernel has fewer blocks.
   void run(const Launch& launch);
 
   const unsigned rank, index;
@@ -64,17 +65,17 @@ class Block {
   unsigned long long random_;
   unsigned launched_ = 0;
   const Launch* launch_ = nullptr;
-  std::vector<Fiber*> fibers_;  // all there ever were; a kernel uses the first `threads`
+  std::vector<Fiber*> fibers_;  // they stay from kernel to kernel; a kernel uses the first `threads`
   std::vector<Warp*> warps_;
   std::vector<Fiber*> ready_;
   Fiber* running_ = nullptr;
-  Fiber* main_ = nullptr;  // what called `run`
+  Fiber* main_ = nullptr;  // the caller of `run`
   unsigned live_ = 0;
-  unsigned idle_ = 0;  // yields since anything was seen to happen
+  unsigned idle_ = 0;  // yields since the last barrier or the last return of a thread
   unsigned round_ = 0;  // of the block's barrier
-  Tally tallies_[2]{};  // by turns: the next round may begin before all have left this one
-  char syncs_[2]{};
-  char started_ = 0, ended_ = 0;  // the threads of a kernel
+  Tally tallies_[2]{};  // used in turns: the next round may begin before all threads have left this one
+  char syncs_[2]{};     // likewise, for ThreadSanitizer
+  char started_ = 0, ended_ = 0;  // for ThreadSanitizer: all threads begin after the one, and end before the other
 };
 
 }  // namespace cpu

@@ -1,4 +1,4 @@
-"""The kernel of chain.cu: its arguments, and one variant per reduction."""
+"""The kernel of chain.cu: its arguments, and a variant for each reduction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH_NBYTES = 2 * 1024
 
 
 class Place(ctypes.Structure):
-    """The host's copy of ``Place`` in chain.cu: where a rank stands in the chain."""
+    """The host's copy of ``Place`` in chain.cu: a place of a rank in the chain."""
 
     _fields_ = [
         ("own", ctypes.c_uint64),
@@ -49,9 +49,9 @@ class ChainArguments(ctypes.Structure):
 
 
 def chain_kernel(reduction: tuple[str, str] | None, *, host_slots: bool = False) -> Variant:
-    """Return the kernel for ``(dtype, op)``, or the one that does not reduce; raises as `options_for`.
+    """Return the kernel for ``(dtype, op)``, or the kernel that does not reduce; raises as `options_for`.
 
-    ``host_slots`` is whether slots lie in memory of the host.
+    ``host_slots``: whether slots lie in memory of the host.
     """
     return Variant(
         Path(__file__).with_name("chain.cu"),

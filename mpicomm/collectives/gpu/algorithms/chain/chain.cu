@@ -1,20 +1,23 @@
-// One message along a chain of ranks, each of which sends on what comes, as it is or reduced with what it has. Each rank
-// launches one kernel. Where one rank tells all, or all tell one, that is faster than shards by way of the others: on
-// every link there is one sender, and where several send to one at a time a link carries some percent less.
+// Moves one message along a chain of ranks. Each rank sends on the packets that come from the rank before, as they are
+// or reduced with its own contribution. Each rank launches one kernel. Where one rank sends to all, or all send to one,
+// a chain is faster than shards that other ranks pass on: every link has one sender, and a link carries less when
+// several ranks send to one at a time.
 //
-// It goes in packets that say themselves whether they have come, on the sentinel wire of packet_wires.cuh: what a rank
-// passes on needs no release, so that it can be small pieces, of which the first are at the end of the chain some
-// microseconds after they were sent.
+// The message travels in packets that show by themselves whether they have come, on the sentinel wire
+// (packet_wires.cuh). So a rank passes on data without a release. The pieces can be small, and the first of them reach
+// the end of the chain soon after they were sent.
 //
-// Channels. A warp of a rank and the same warp of the next one are a channel, with slots in the next one's memory, a word
-// for a flag of each there, and a word for credit in the sender's memory. The message is cut into batches, a few packets
-// of each lane, which the channels carry in turn. A slot holds several batches. Slots of a channel are counted for ever,
-// by epochs: the e-th is slot e % kChainSlots. Both sides keep their count in their own memory and the kernel advances it,
-// so a captured graph can be replayed for ever.
-//
-// A launch begins with a new slot e. The flag of that says what call it is, {e, tag}, and goes before the packets, which do
-// not. Other slots have one, too, which nobody waits for: a flag that was left as it is where no launch begins would be
-// taken for a new one 2^31 slots later, as epochs wrap. Credit {e} says that the receiver is done with slot e and all before.
+// Channels. A warp of a rank and the same warp of the next rank are a channel. Slots, epochs, flags and credit are
+// those of channel_words.cuh, with these differences:
+// - The message is cut into batches, of a few packets for each lane, which the channels carry in turn. A slot holds
+//   several batches. Epochs count slots, not chunks, and each launch begins with a new slot.
+// - The packets of a slot need no flag. The flag of the first slot of a launch says which call it is, {e, tag}, because
+//   packets do not say that. The sender stores it before the packets, and the receiver waits for it. The sender stores
+//   the flags of the other slots, too, though no receiver waits for them. Epochs wrap around: a flag that was left as
+//   it is would look new 2^31 slots later, when a launch begins with that slot.
+// - The receiver gives credit for a slot, not for each batch. Credit travels against the data that comes from the rank
+//   before, and takes a part of the bandwidth of the links.
+// - Credit comes after a fence instead of a release, see below.
 //
 //     sender                                             receiver
 //     while (load_acquire(credit) < e - kChainSlots) {}  while (load_acquire(flag) < e) {} if the launch begins
@@ -22,24 +25,24 @@
 //     store_volatile(packets of each batch)              store_volatile(packets, "absent")
 //                                                        __syncwarp(), fence_slots(), store_relaxed(credit, e)
 //
-// What is put back must be in the slot before the sender writes there again: it could arrive after the next packet and wipe
-// it out. The credit says so, which comes after the fence. The scope of the device is enough: the slot lies in its own
-// memory, where stores of the peers come to be ordered with its own. Waiting for the whole system would be waiting for
-// what goes to the next rank, too: that is done where slots lie in memory of the host (MPICOMM_HOST_SLOTS). Loads of the
-// slot are over by then, as each was repeated until its packet was there.
-// Credit goes against the data of the rank before, on links which it takes some percent of: hence not for each batch.
+// Why a slot may be used again. The receiver resets the packets of a slot. The resets must be in the slot before the
+// sender stores there again, or they could arrive after the next packets and wipe these out. So the receiver gives
+// credit after fence_slots: memory_order.cuh explains the scope of this fence, and what it rests on where the PTX
+// memory model promises nothing. The receiver's loads of the slot are over by then, because it repeated each until the
+// packet was there. The sender stores the flag of a slot after it has credit for the slot, as it stores the packets. So
+// the flag that stood in the same word before is still there when the receiver looks for it.
 //
-// The flag of a slot is written with credit for that, as its packets are: what the receiver looks for is still there.
+// Why that cannot deadlock. A batch waits for the batch before it in its channel, for the same batch on the rank
+// before, and for the next rank to be done with the slot kChainSlots epochs earlier. The first rank of the chain has
+// its batches, the last rank takes all packets that come, and the last slot of a launch gets credit like any other. The
+// root of a reduction may be the first rank, too: it then has two places in the chain, for sending and for receiving.
+// Different blocks serve these places and do not wait for each other. All blocks of a launch run at once (team.cuh):
+// the host launches no more than the smallest device holds, two for each multiprocessor.
 //
-// Why that cannot deadlock. A batch waits for the one before it in its channel, for the same one on the rank before, and
-// for the next rank to be done with a slot that is kChainSlots ahead: the first rank has it, the last one takes whatever
-// comes, and the last slot of a launch gets its credit like any other. The rank that all tell may be the first one too:
-// what it sends and what it receives are two places, of different blocks, neither of which waits for the other. All blocks
-// must run at once: the host launches no more than the smallest device holds, two for each multiprocessor.
-//
-// Why `own` may be `output`. A lane reads both contributions to a packet before it writes the result; what it has read
-// ahead is of the next batch. And on a rank that is first and last, what is written comes of what was read there: no
-// fence is needed where each access depends on the one before.
+// Why `own` may be `output`. A lane reads both contributions to a packet before it writes the result, and what it has
+// read ahead belongs to the next batch. On a rank that is first and last, one place reads `own` and the other writes
+// `output`. That needs no fence: the packet that is written has come around the chain from the one that was read, and
+// each access on its way depends on the access before.
 
 #define MPICOMM_SENTINEL  // the wire
 
@@ -53,34 +56,33 @@ namespace mpicomm {
 
 // The host's copies of these constants and structures are in arguments.py; a test compares them.
 constexpr u32 kChainThreads = 256;
-constexpr u32 kChainBlocks = 2;  // of a multiprocessor
+constexpr u32 kChainBlocks = 2;  // that a multiprocessor holds
 constexpr u32 kChainSlots = 2;
 constexpr u64 kBatchNbytes = 2 * 1024;
 constexpr u32 kBatchPackets = kBatchNbytes / kPacketNbytes;
-constexpr u32 kRows = kBatchPackets / kLanes;  // of a batch, each a packet for each lane
+constexpr u32 kRows = kBatchPackets / kLanes;  // rows of a batch; a row is one packet for each lane
 
-// Where a rank stands in the chain: what it adds, if anything, where it keeps what comes of that, if it does, and on
-// which sides it has a neighbour.
+// A place of a rank in the chain.
 struct Place {
-  const u8* own;
-  u8* output;
-  u32 receives;
-  u32 sends;
+  const u8* own;  // the contribution that the rank adds, or null
+  u8* output;     // where the rank keeps the result, or null
+  u32 receives;   // whether there is a rank before
+  u32 sends;      // whether there is a rank after
 };
 
 struct Chain {
   Team team;
-  Place places[2];  // the second for a rank that is first and last
+  Place places[2];  // the second is for a rank that is first and last
   u64 nbytes;
   u64 batch_nbytes;       // at most kBatchNbytes
-  u8* memory[kMaxRanks];  // every rank's, as mapped here; counts are at its start
-  u64 credits;            // where they begin in it
+  u8* memory[kMaxRanks];  // the memory of every rank for chains, as mapped on this rank; its counts come first
+  u64 credits;            // the offset in that memory, as of flags and slots
   u64 flags;
   u64 slots;
   u64 slot_nbytes;
-  u32 batches;   // of a slot
-  u32 channels;  // that a memory has
-  u32 blocks;    // of one place
+  u32 batches;   // that a slot holds
+  u32 channels;  // for which there is memory
+  u32 blocks;    // that serve one place
   u32 previous;
   u32 next;
   u32 tag;
@@ -97,18 +99,18 @@ struct Chain {
   MPICOMM_DEVICE u8* slot(u32 owner, u32 channel, u32 epoch) const {
     return memory[owner] + slots + (static_cast<u64>(channel) * kChainSlots + epoch % kChainSlots) * slot_nbytes;
   }
-  // That of a packet in a slot: they follow all slots.
+  // The escape of a packet in a slot. Escapes follow all slots.
   MPICOMM_DEVICE u8* escape(u32 owner, const Pair* packet) const {
     const u64 begin = reinterpret_cast<const u8*>(packet) - (memory[owner] + slots);
     return memory[owner] + slots + channels * kChainSlots * slot_nbytes + begin / kPacketNbytes;
   }
 
   MPICOMM_DEVICE const Place& place() const { return places[blockIdx.x / blocks]; }
-  // That of this thread's warp.
+  // The channel of this thread's warp.
   MPICOMM_DEVICE u32 channel() const { return threadIdx.x / kLanes * blocks + blockIdx.x % blocks; }
-  // From one batch of a channel to the next.
+  // The distance from one batch of a channel to the next.
   MPICOMM_DEVICE u64 stride() const { return static_cast<u64>(blockDim.x / kLanes) * blocks * batch_nbytes; }
-  // For a wait for that neighbour to come to an epoch.
+  // What a fault record says of a wait for `peer` to come to `epoch`.
   MPICOMM_DEVICE Watch watch(u32 peer, u32 epoch) const {
     return {team.faults, team.timeout_ns, kExchange, epoch, blockIdx.x, team.names[peer]};
   }
@@ -119,25 +121,25 @@ struct Rows {
   Each of[kRows];
 };
 
-// What a warp passes on.
+// The work of one warp: what it takes, reduces and sends on.
 struct Passing {
   const Chain& x;
   const Place place;
   const u32 lane, channel;
-  u32 received, sent;  // slots
-  u32 credit = sent - kChainSlots;  // that there is, at least
-  Pair* incoming{};    // where this lane's packets of the next batch begin
-  Pair* outgoing{};
-  Rows<Packet> own{};  // of the next batch
+  u32 received, sent;  // the epochs of the last slots that were received and sent
+  u32 credit = sent - kChainSlots;  // the credit that this rank has at least
+  Pair* incoming{};    // where this lane's packets of the next batch begin in the slot
+  Pair* outgoing{};    // likewise, in the slot of the next rank
+  Rows<Packet> own{};  // this rank's contribution to the next batch
 
   MPICOMM_DEVICE u64 end(u64 begin) const { return x.nbytes - begin < x.batch_nbytes ? x.nbytes : begin + x.batch_nbytes; }
 
-  // Whether a batch has all the packets that it can have, of which each is one access of the arrays.
+  // Whether a batch has all kBatchPackets packets, and each of them is one access to the arrays.
   MPICOMM_DEVICE bool is_whole(u64 begin) const {
     return end(begin) - begin == kBatchNbytes && (width_of(place.own) & width_of(place.output)) == kPacketNbytes;
   }
 
-  // Calls `each(row, where the packet begins)` for the packets of this lane.
+  // Calls `each(row, offset)` for the packets of this lane in the batch at `begin`.
   template <bool whole, class Each>
   MPICOMM_DEVICE void for_packets(u64 begin, Each each) const {
 #pragma unroll
@@ -163,19 +165,19 @@ struct Passing {
     return reinterpret_cast<Pair*>(x.slot(owner, channel, epoch)) + lane;
   }
 
-  // Waits until the slot `sent` may be written.
+  // Waits until this rank may store in slot `sent` of the next rank. False means that the kernel must leave.
   MPICOMM_DEVICE bool await_credit() {
     const u32 awaited = sent - kChainSlots;
     const auto has_credit = [&] {
-      // Pairs with the receiver's store of it. Were it a plain load, stores to the slot could overtake it, and be
-      // wiped out.
+      // Pairs with the receiver's store of credit in end_slot: its resets of the slot have arrived. With a plain load
+      // the stores to the slot could overtake the load, and the resets would wipe them out.
       if (static_cast<i32>(credit - awaited) < 0) credit = epoch_of(load_acquire(x.credit(x.team.rank, channel)));
       return static_cast<i32>(credit - awaited) >= 0;
     };
     return await_together(x.team, x.watch(x.next, awaited), lane, has_credit);
   }
 
-  // Takes the escapes of those packets of a batch that have one; false as below.
+  // Takes the escapes of the packets of a batch that have one. False means that the kernel must leave.
   template <bool whole>
   MPICOMM_DEVICE bool take_escapes(u64 begin, Rows<Pair>& in) const {
     bool ok = true;
@@ -186,13 +188,14 @@ struct Passing {
       u8* const escape = x.escape(x.team.rank, incoming + row * kLanes);
       u32 code = 0;
       const auto has_come = [&] {
-        if (escaped) code = load_volatile(escape);  // pairs with the store of it in store_escaped: it says everything
+        if (escaped) code = load_volatile(escape);  // pairs with the store in store_escaped; the byte says everything
         return !escaped || code != 0;
       };
       ok = ok && await_together(x.team, x.watch(x.previous, received), lane, has_come);
       if (!ok || !escaped) continue;
       in.of[row] = unescaped(in.of[row], code);
-      // Before the credit for the slot, with what is put back there: a later escape of it could else be wiped out.
+      // The escape is reset together with the packets, before the credit for the slot: a reset that arrives later could
+      // wipe out the next escape of the packet.
       store_volatile(escape, 0);
     }
     return ok;
@@ -203,7 +206,7 @@ struct Passing {
     else store_volatile(slot, packet);
   }
 
-  // Passes on the batch that begins at `begin`. False means that the kernel must leave.
+  // Takes, reduces, sends on and keeps the batch that begins at `begin`. False means that the kernel must leave.
   template <bool whole>
   MPICOMM_DEVICE bool pass_on(u64 begin) {
     Rows<Packet> out = own;
@@ -223,13 +226,14 @@ struct Passing {
       incoming += kBatchPackets;
       for_packets<whole>(begin, [&](u32 row, u64) {
         out.of[row] = Wire::unit(in.of[row]);
-        // What comes is reduced over the ranks before: with what this one adds, the order of all is that of the ranks.
+        // The packet that comes is the reduction of all ranks before. With this rank's contribution second, the order
+        // of the reduction is that of the ranks.
 #if defined(MPICOMM_DTYPE)
         if (place.own != nullptr) out.of[row] = reduce_packets(out.of[row], own.of[row]);
 #endif
       });
     }
-    load_own(begin + x.stride());  // under way while the rest of this batch is
+    load_own(begin + x.stride());  // these loads are in flight during the rest of this batch
     if (place.sends) {
       Rows<Pair> going;
       bool escapes = false;
@@ -253,15 +257,16 @@ struct Passing {
     return true;
   }
 
-  // A slot, whose first batch begins at `begin`, and whether the launch begins with it; false as above.
+  // Begins the next slot on both sides. `first` is whether the launch begins with it. False means that the kernel must
+  // leave.
   MPICOMM_DEVICE bool begin_slot(bool first) {
     received += place.receives;
     sent += place.sends;
     if (place.receives) incoming = packets(x.team.rank, received);
     if (place.sends) outgoing = packets(x.next, sent);
     if (place.sends && !await_credit()) return false;
-    // Pairs with the load of it by the next rank, in await_epoch below. Relaxed: nothing is published with it, and whoever
-    // reads it needs nothing but the word.
+    // Pairs with the next rank's load in await_epoch below. Relaxed: the store publishes nothing, because the reader
+    // needs the word alone.
     if (place.sends && lane == 0) store_relaxed(x.flag(x.next, channel, sent), word_of(sent, x.tag));
     if (!first) return true;
     bool same = true;
@@ -273,9 +278,9 @@ struct Passing {
 
   MPICOMM_DEVICE void end_slot() {
     if (!place.receives) return;
-    // The store of credit pairs with the load of it by the rank before, in await_credit. The barrier has what all lanes
-    // have put back before the fence of one, and the fence has it in the slot before the credit leaves: the rank before
-    // would else store packets that are wiped out.
+    // The store of credit pairs with the load by the rank before, in await_credit. The barrier orders the resets of all
+    // lanes before the fence of one lane. The fence has the resets in the slot before the credit leaves: without it
+    // they could wipe out the next packets of the rank before.
     __syncwarp(kWarp);
     if (lane != 0) return;
     fence_slots();
@@ -284,15 +289,15 @@ struct Passing {
 };
 
 MPICOMM_DEVICE void run(const Chain& x) {
-  // Counts, slots and `own` may still be written by the kernel ahead: nothing is read or stored before it is over.
+  // The kernel ahead may still write counts, slots and `own`: this kernel loads and stores nothing before that is over.
   wait_for_predecessor();
-  // In all warps, also those that have nothing to do. Blocks of the next kernel come to wait beside those of this one,
-  // which all run by then: they keep none of them away.
+  // All warps call this, also those without work. Blocks of the next kernel then wait beside the blocks of this one.
+  // They keep no block of this kernel from running, because all of its blocks run by then.
   let_successor_start();
   const u32 lane = threadIdx.x % kLanes, channel = x.channel();
   const u64 first = channel * x.batch_nbytes;
-  if (first >= x.nbytes) return;  // the whole warp, as nothing is left for it
-  // One lane looks whether somebody has given up before: before anything is stored.
+  if (first >= x.nbytes) return;  // the whole warp, because it has no batch
+  // One lane looks whether a rank has given up before. The warp heeds the result before it stores anything.
   Health health;
   if (lane == 0) health = load_health(x.team);
   const Place& place = x.place();
@@ -316,14 +321,14 @@ MPICOMM_DEVICE void run(const Chain& x) {
     if (batch == 0) passing.end_slot();
   }
   if (batch != 0) passing.end_slot();
-  // Read by the next of these kernels: it starts when this one is over, on whichever stream the host puts it.
+  // The next of these kernels reads the counts when this one is over, on whichever stream the host puts it.
   if (lane == 0 && place.receives) *x.count(false, channel) = passing.received;
   if (lane == 0 && place.sends) *x.count(true, channel) = passing.sent;
 }
 
 }  // namespace mpicomm
 
-// Bounds the registers, so that as many blocks always fit: a launch that fails here would leave the peers waiting.
+// Bounds the registers: see team.cuh.
 extern "C" __global__ void __launch_bounds__(mpicomm::kChainThreads, mpicomm::kChainBlocks)
     mpicomm_chain(const __grid_constant__ mpicomm::Chain);
 

@@ -1,4 +1,4 @@
-"""The kernel of exchange.cu: its arguments, and one variant per reduction."""
+"""The kernel of exchange.cu: its arguments, and a variant for each reduction."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PACKET_NBYTES = 16  # kPacketNbytes in bytes.cuh
 
 
 class Link(ctypes.Structure):
-    """What goes to, or comes from, one rank."""
+    """The host's copy of ``Link`` in exchange.cu: the message to, or from, one rank."""
 
     _fields_ = [
         ("pointer", ctypes.c_uint64),
@@ -48,5 +48,5 @@ class ExchangeArguments(ctypes.Structure):
 
 
 def exchange_kernel(reduction: tuple[str, str] | None) -> Variant:
-    """Return the kernel for ``(dtype, op)``, or the one that does not reduce; raises as `options_for`."""
+    """Return the kernel for ``(dtype, op)``, or the kernel that does not reduce; raises as `options_for`."""
     return Variant(Path(__file__).with_name("exchange.cu"), "mpicomm_exchange", options_for(reduction))

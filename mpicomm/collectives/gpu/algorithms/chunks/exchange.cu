@@ -1,37 +1,28 @@
-// One exchange: every rank sends to every rank, and places or reduces what it receives. Each rank launches one kernel.
+// One exchange: every rank sends a message to every rank, and places or reduces the messages that it receives. Each
+// rank launches one kernel.
 //
-// Channels. Block b of a rank talks to block b of each other rank and to no other block: a pair of ranks and a block
-// number are a channel, with `kSlots` slots in the receiver's memory, a flag for each in its arena and a word for credit in the
-// sender's arena. A channel carries its part of the message in chunks, first in first out. Chunks are counted for ever,
-// by epochs: chunk e lies in slot e % kSlots, its flag is {e, tag of the call}, and credit {e} says that the receiver
-// is done with chunk e. Both sides of a channel keep their count of it in their own memory and the kernel advances it,
-// so a captured graph can be replayed for ever, and nothing is reset or agreed on between two exchanges.
+// Channels. Block b of a rank talks to block b of each other rank and to no other block. Two ranks, a direction and a
+// block number are a channel, with `kSlots` slots: channel_words.cuh explains slots, epochs, flags and credit. Flags
+// and credit lie in the ranks' arenas. The tag of a flag says which call the chunk belongs to. A channel carries its
+// part of the message in chunks.
 //
-//     sender                                             receiver
-//     while (load_acquire(credit) < e - kSlots) {}       while (load_acquire(flag) < e) {}
-//     __syncthreads()                                    __syncthreads()
-//     slot = chunk (all threads)                         ... = slot (all threads)
-//     __syncthreads()                                    __syncthreads()
-//     store_release(flag, e)                             store_release(credit, e)
+// Steps. In step k a block waits. Then it sends chunk k to each rank that gets one, this rank too, and takes chunk k-1
+// from each other rank that sends one. Then it raises its flags and gives its credit.
 //
-// Steps. In step k a block waits, sends chunk k to each rank that gets one, this one too, takes chunk k - 1 from each
-// other that sends one, and then raises its flags and gives its credit.
+// Chunks. A release waits until all earlier stores have arrived. The links are idle meanwhile, because all blocks are
+// about as far. So chunks are large, and releases are rare.
 //
-// Chunks. A release waits until all that was stored has arrived. That takes more than a microsecond, in which the links
-// are idle, as all blocks are about as far: chunks are large, so that it comes seldom.
+// Why that cannot deadlock. In step k a block waits for the flags of chunks k-1, which the same block of a peer raises
+// at the end of its step k-1. It also waits for the credit of chunks k-kSlots, which the peer gives at the end of its
+// step k-kSlots+1: that is step k-1 or an earlier one, because kSlots >= 2. Of all blocks of all ranks that are not
+// done, look at one in the earliest exchange, and there in the smallest step; all ranks count both alike. Its kernel
+// has begun, because all earlier exchanges of its rank are done. It waits only for blocks in smaller steps or earlier
+// exchanges, which are done. So it goes on. That needs all blocks of a launch to run at once: see team.cuh.
 //
-// Why that cannot deadlock. In step k a block waits for flags of chunks k - 1, which the same block of a peer raises at
-// the end of its step k - 1, and for credit of chunks k - kSlots, which that gives at the end of its step
-// k - kSlots + 1: not later than step k - 1, as kSlots >= 2. Of all blocks of all ranks that are not done, look at one
-// with the smallest step in the earliest exchange (both are counted alike on all ranks). Its kernel has begun: on its
-// rank all of earlier exchanges is done. All it waits for belongs to smaller steps or earlier exchanges, and is done:
-// so it goes on. That needs all blocks of a kernel to run at once, or it might be the one that waits for a
-// multiprocessor: the host launches at most as many blocks as the smallest device has multiprocessors. (Kernels of two
-// communicators may still keep each other out of a small device; then time runs out and both say so.)
-//
-// Why `own` may be the output. Where the memory that is sent is the output of the reduction, it is as long as what
-// everybody sends here, so its bytes are cut into the same channels and chunks: the block that writes a piece has sent
-// it, to all, in an earlier step, and has read its own contribution in the thread that writes the result.
+// Why `own` may be the output. If the memory that a rank sends is also the output of its reduction, it is as long as
+// each message to this rank. So its bytes are cut into the same channels and chunks. The block that writes a chunk of
+// the output has sent that chunk to all ranks in an earlier step. And the thread that writes a result has read this
+// rank's contribution to it before.
 
 #include "channel_words.cuh"
 #if defined(MPICOMM_DTYPE)
@@ -44,9 +35,9 @@ namespace mpicomm {
 constexpr u32 kThreads = 512;
 constexpr u32 kSlots = 2;
 
-// What goes to, or comes from, one rank; all of a channel's part lies at [channel * stride, (channel + 1) * stride).
+// The message to, or from, one rank. The part of a channel lies at [channel * stride, (channel + 1) * stride).
 struct Link {
-  u8* pointer;  // of what is received: null where it is reduced
+  u8* pointer;  // null for a message that is received to be reduced
   u64 nbytes;
   u64 stride;
   u32 tag;
@@ -59,17 +50,17 @@ struct Exchange {
   Link receives[kMaxRanks];
   const u8* own;
   u8* output;
-  u64 counts;  // where they begin in every arena
+  u64 counts;  // the offset in every arena, as of credits and flags
   u64 credits;
   u64 flags;
-  u8* slots[kMaxRanks];  // every rank's, as mapped here
+  u8* slots[kMaxRanks];  // the slots of every rank, as mapped on this rank
   u64 slot_nbytes;       // whole cache lines
-  u32 channels;  // that an arena has
+  u32 channels;  // the channels for which an arena has words
   u32 num_sources;
-  u32 sources[kMaxRanks];  // in the order of the reduction, own among them
+  u32 sources[kMaxRanks];  // in the order of the reduction; this rank may be among them
 };
 
-// Bytes of a message.
+// A range of bytes of a message.
 struct Range {
   u64 begin;
   u64 nbytes;
@@ -80,7 +71,7 @@ struct Part {
   u64 begin;
   u64 nbytes;
   u32 chunks;
-  u32 epoch;  // of the last chunk before this kernel
+  u32 epoch;  // of the channel's last chunk before this kernel
 
   MPICOMM_DEVICE Range chunk(u32 number, u64 slot_nbytes) const {
     const u64 at = number * slot_nbytes;
@@ -95,7 +86,7 @@ MPICOMM_DEVICE Part part_of(const Link& link, u32 channel, u64 slot_nbytes) {
   return {begin, nbytes, static_cast<u32>((nbytes + slot_nbytes - 1) / slot_nbytes), 0};
 }
 
-// Strides depend on the arena alone: were they those of the message, chunks of two messages could overlap.
+// The strides of slots depend on the arena alone. With strides of the message, chunks of two messages could overlap.
 MPICOMM_DEVICE u8* slot_of(const Exchange& exchange, u32 owner, u32 sender, u32 channel, u32 epoch) {
   const u64 number = (static_cast<u64>(sender) * exchange.channels + channel) * kSlots + epoch % kSlots;
   return exchange.slots[owner] + number * exchange.slot_nbytes;
@@ -110,7 +101,7 @@ MPICOMM_DEVICE u64* credit_of(const Exchange& exchange, u32 owner, u32 receiver,
 }
 
 #if defined(MPICOMM_DTYPE)
-// Where a chunk of each source lies, and how much of it there is.
+// A chunk that comes from each source: where each lies, and its range of the message.
 struct Chunk {
   const Exchange& exchange;
   const Part* parts;
@@ -125,7 +116,7 @@ struct Chunk {
 
 MPICOMM_DEVICE void reduce_chunk(const Chunk& chunk) {
   const Exchange& exchange = chunk.exchange;
-  // Slots are always aligned; own is a null pointer, hence aligned, where this rank contributes nothing.
+  // Slots are always aligned. `own` is null, hence aligned, if this rank contributes nothing.
   const bool aligned = width_of(exchange.output) == 16 && width_of(exchange.own) == 16;
   const auto source = [&](u32 place) { return chunk.of(exchange.sources[place]); };
   u8* const output = exchange.output + chunk.range.begin;
@@ -145,15 +136,16 @@ using mpicomm::u32;
 using mpicomm::u64;
 using mpicomm::u8;
 
-// Bounds the registers, so that a block always fits: a launch that fails here would leave the peers waiting.
+// Bounds the registers: see team.cuh.
 extern "C" __global__ void __launch_bounds__(mpicomm::kThreads) mpicomm_exchange(const __grid_constant__ Exchange);
 
 MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) {
   const u32 thread = threadIdx.x, channel = blockIdx.x, rank = exchange.team.rank, size = exchange.team.size;
-  __shared__ Part parts[2 * kMaxRanks];  // what this channel receives from each rank, then what it sends
+  __shared__ Part parts[2 * kMaxRanks];  // the parts that this block receives from each rank, then those that it sends
 
-  // Thread r keeps the channel from rank r, thread kMaxRanks + r the one to it: it alone waits for its words, writes
-  // them and knows its count, which needs no atomics as one exchange of a communicator runs at a time.
+  // Thread r keeps the channel from rank r, thread kMaxRanks + r the channel to rank r. The keeper alone waits for the
+  // words of the channel, stores them and knows its count. The count needs no atomics, because one exchange of a
+  // communicator runs at a time.
   const bool keeper = thread < 2 * kMaxRanks;
   const bool sender = thread >= kMaxRanks;
   const u32 peer = thread % kMaxRanks;
@@ -168,8 +160,8 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
   }
   if (keeper) parts[thread] = mine;
 
-  // One thread, of a warp that keeps no channel, looks whether somebody has given up before. The loads are under way
-  // while the first chunks are copied; their results count before the first flag is raised.
+  // One thread, of a warp that keeps no channel, looks whether a rank has given up before. Its loads are in flight
+  // while the block copies the first chunks; the block heeds the result before it raises the first flag.
   const bool healthy =
       thread != 32 || mpicomm::is_healthy(exchange.team, channel, mpicomm::load_health(exchange.team));
   __syncthreads();
@@ -179,7 +171,7 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     if (part.chunks > steps) steps = part.chunks;
   }
   for (u32 step = 0; step <= steps; ++step) {
-    // The chunk of this thread's channel in this step; before the first it is larger than all numbers.
+    // The chunk of this thread's channel in this step. Before the first chunk it wraps around to the largest number.
     const u32 current = sender ? step : step - 1;
     const bool takes = remote && !sender && current < mine.chunks;
     const bool sends = remote && sender && current < mine.chunks;
@@ -194,10 +186,11 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
                               : mpicomm::flag_of(exchange, rank, peer, channel, epoch);
       ok = mpicomm::await_epoch(team, word, watch, exchange.receives[peer].tag, takes ? ~0u : 0);
     }
-    // All leave or none: a thread that went on alone would wait at the next barrier for ever.
+    // All threads leave or none: a thread that went on alone would wait at the next barrier for ever. The barrier also
+    // orders the accesses of the whole block to slots after the keepers' acquires.
     if (!__syncthreads_and(ok)) return;
 
-    // Each rank begins with the one after it, so that at any time each is written to by one.
+    // The rank after this one comes first: see team.cuh.
     for (u32 i = 1; i < size; ++i) {
       const u32 to = (rank + i) % size;
       const Part part = parts[kMaxRanks + to];
@@ -210,7 +203,8 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     for (u32 from = 0; from < size; ++from) {
       const Part part = parts[from];
       u8* const target = exchange.receives[from].pointer;
-      // What this rank sends itself waits for nobody: a step later, the last of it would be all that is left to do.
+      // The message to this rank itself waits for no peer, so its chunk is copied in the same step. A step later, its
+      // last chunk would be the only work left in the last step.
       const u32 number = from == rank ? step : taken;
       if (target == nullptr || number >= part.chunks) continue;
       const Range chunk = part.chunk(number, exchange.slot_nbytes);
@@ -226,20 +220,20 @@ MPICOMM_KERNEL void mpicomm_exchange(const __grid_constant__ Exchange exchange) 
     }
 #endif
 
+    // The barrier orders the accesses of the whole block to slots before the keepers' releases. If the rank has given
+    // up, all threads leave here, before the block raises a flag.
     if (!__syncthreads_and(healthy)) return;
     if (takes || sends) {
       u64* word = sends ? mpicomm::flag_of(exchange, peer, rank, channel, epoch)
                         : mpicomm::credit_of(exchange, peer, rank, channel);
       const u32 tag = sends ? exchange.sends[peer].tag : 0;
-      // A flag: pairs with the load_acquire of it in the peer's next step and publishes the chunk, which this thread
-      // has seen written by the whole block at the barrier. A plain store could arrive before the data.
-      // A credit: pairs with the load_acquire of it at the sender and says that the block's reads of the slot, before
-      // the barrier, are over. A plain store could overtake them, and the sender would write what is still being read.
-      // System scope, the other side being another device. One instruction for both kinds: a release waits for what
-      // it publishes, and so the warp waits once.
+      // A flag: pairs with the load_acquire in await_epoch, in the peer's next step, and publishes the chunk. Credit:
+      // pairs with the load_acquire in await_epoch of the sender, and says that the block's loads of the slot are over.
+      // See channel_words.cuh for what a plain store would break. Both kinds of words share one instruction: a release
+      // waits for the accesses that it publishes, and so the warp waits once.
       mpicomm::store_release(word, mpicomm::word_of(epoch, tag));
     }
   }
-  // Read by the next exchange: that kernel starts when this one is over, on whichever stream the host puts it.
+  // The next exchange reads the count. Its kernel starts when this one is over, on whichever stream the host puts it.
   if (remote) *count = mine.epoch + mine.chunks;
 }

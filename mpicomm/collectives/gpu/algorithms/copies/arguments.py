@@ -1,4 +1,4 @@
-"""The kernel of local_reduction.cu, one variant per reduction, and its arguments."""
+"""The kernel of local_reduction.cu: its arguments, and a variant for each reduction."""
 
 from __future__ import annotations
 

@@ -14,18 +14,18 @@ from mpicomm.kernels.variant import Variant
 DIRECT_THREADS = 512
 _LINE_NBYTES = 128
 ARRIVALS_NBYTES = MAX_BLOCKS * 8
-"""What each rank of an arena's peers says in it of its blocks."""
+"""The size of the arrival words of one peer in an arena, one for each block."""
 
 
 class Cut(ctypes.Structure):
-    """The host's copy of ``Cut`` in direct.cu."""
+    """The host's copy of ``Cut`` in direct.cu: a message from one rank to another, cut into parts for blocks."""
 
     _fields_ = [("nbytes", ctypes.c_uint64), ("part", ctypes.c_uint64)]
 
     @classmethod
     def of(cls, nbytes: int, blocks: int) -> Cut:
-        """Return what goes one way between two ranks, cut for so many blocks."""
-        lines = -(-nbytes // (blocks * _LINE_NBYTES))  # parts are whole lines, so that they begin at whole packets
+        """Return the cut of a message of ``nbytes`` for ``blocks`` blocks."""
+        lines = -(-nbytes // (blocks * _LINE_NBYTES))  # parts are whole lines, so that each begins at a whole packet
         return cls(nbytes, lines * _LINE_NBYTES)
 
 

@@ -1,12 +1,13 @@
-// Moves data straight to where it belongs in the memory of the peers, which is symmetric, and is a barrier where there
-// is no data. Each rank launches one kernel, with as many blocks as the others.
+// Stores messages straight to their places in symmetric memory of the peers. Without messages it is a barrier. Each
+// rank launches one kernel, with as many blocks as the other ranks.
 //
-// A rank stores to a peer once that has announced this launch: what it enqueued before is over then, so that its memory
-// may be written. What goes to a peer is cut into a part for each block. Block b stores its part and tells block b of the
-// peer that it has. The kernel of a rank is over when all of its blocks have been told of all that comes.
+// A rank stores to a peer once the peer has announced this launch (team.cuh). All work that the peer enqueued before is
+// over then, so its memory may be written. The message to a peer is cut into one part for each block. Block b stores
+// its part, then tells block b of the peer (an arrival). The kernel of a rank is over when its blocks have seen the
+// arrivals of all parts that come to this rank.
 //
-// Why that cannot deadlock: announcements wait for nothing, and arrivals for announcements alone. Blocks of one rank do
-// not wait for each other.
+// Why that cannot deadlock: a rank waits for nothing before it announces a launch, and for the announcements of its
+// peers alone before it stores and tells them. Blocks of one rank do not wait for each other.
 
 #include "ll_flags.cuh"
 #include "team.cuh"
@@ -14,15 +15,15 @@
 namespace mpicomm {
 
 // The host's copies of these constants and of Direct are in arguments.py; a test compares them.
-constexpr u32 kDirectThreads = 512;  // of a block, at most
+constexpr u32 kDirectThreads = 512;  // the most threads of a block
 
-// What goes one way between two ranks, as both of them cut it: it depends on nothing else, not on where the data lies.
-// The host divides, which would take the kernel a microsecond.
+// A message from one rank to another, cut into parts. Both ranks cut alike, because the cut depends on the length alone
+// and not on where the data lies. The host divides, because divisions take the kernel long.
 struct Cut {
   u64 nbytes;
-  u64 part;  // of a block
+  u64 part;  // bytes of each block
 
-  // That of this block; where it does not begin before it ends there is none.
+  // The part of this block. There is none if `begin` is not before `end`.
   MPICOMM_DEVICE u64 begin() const { return blockIdx.x * part; }
   MPICOMM_DEVICE u64 end() const { return begin() + part < nbytes ? begin() + part : nbytes; }
   MPICOMM_DEVICE bool has_part() const { return begin() < end(); }
@@ -30,16 +31,17 @@ struct Cut {
 
 struct Direct {
   Team team;
-  const u8* sends[kMaxRanks];  // what goes to each rank, and what this one keeps
-  u8* targets[kMaxRanks];      // where it goes, as mapped here
-  Cut going[kMaxRanks];
-  Cut coming[kMaxRanks];  // from each rank
-  u64 arrivals;           // where they begin in every arena
+  const u8* sends[kMaxRanks];  // the message to each rank, this one among them
+  u8* targets[kMaxRanks];      // where each message goes, as mapped on this rank
+  Cut going[kMaxRanks];        // to each rank
+  Cut coming[kMaxRanks];       // from each rank
+  u64 arrivals;                // their offset in every arena
   FlaggedInboxes flagged;
 };
 
-// What `sender` says to `owner` of a part that it has stored there: the count of the launch, whole. Other launches are
-// counted too and say nothing here, so that numbers of 32 bits could come again while the word stays as it is.
+// The arrival word of this block in the arena of `owner`. `sender` stores the count of the launch there when its part
+// is in the memory of `owner`. The count has 64 bits: launches of other kernels are counted, too, and leave the word as
+// it is, so a count of 32 bits could come again while an old one is still there.
 MPICOMM_DEVICE u64* arrival_of(const Direct& x, u32 owner, u32 sender) {
   return reinterpret_cast<u64*>(x.team.arenas[owner] + x.arrivals) + sender * kMaxBlocks + blockIdx.x;
 }
@@ -52,7 +54,7 @@ MPICOMM_DEVICE bool await_arrival(const Direct& x, u64 count, u32 sender) {
 MPICOMM_DEVICE void run(const Direct& x) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x;
-  // Everything before may lie in memory that the kernel ahead still writes, and is not over until that is.
+  // The kernel ahead may still write memory that this one reads. And the announcement below says that it is over.
   wait_for_predecessor();
   let_successor_start();
 
@@ -61,15 +63,15 @@ MPICOMM_DEVICE void run(const Direct& x) {
   const bool has_peer = thread < team.size && thread != rank;
   Announcements ours{};
   if (has_peer) ours = load_said(team, thread);
-  // Before anything depends on one of the loads above, which a warp waits for as a whole.
+  // This load comes before the first use of a load above, because there the whole warp waits.
   Health health;
   if (thread == kMaxRanks) health = load_health(team);
   begin_round_of_flags(x.flagged, launch);
   if (blockIdx.x == 0 && has_peer) announce_all_before(team, thread, launch);
   bool ok = true;
   if (has_peer) {
-    // All that was enqueued there before is over. Without it the peer's memory would be written while a kernel ahead
-    // still reads it.
+    // Pairs with the peer's release in announce_all_before: all work that the peer enqueued before is over. Without the
+    // wait this rank would store to the peer's memory while an earlier kernel there still reads it.
     Announcements theirs{};
     const auto absent = [&] {
       theirs = acquire_announcements(team, thread);
@@ -80,11 +82,12 @@ MPICOMM_DEVICE void run(const Direct& x) {
     if (ok && judge(team, thread, launch, theirs.of(launch)) == kDifferent) ok = refuse(team, thread, launch);
   }
   if (thread == kMaxRanks) ok = is_healthy(team, blockIdx.x, health);
-  // All leave or none: and all have read their number before it is advanced.
+  // All threads leave or none: no thread may wait at a barrier for a thread that has left. Behind this barrier all
+  // threads have read the number of the launch, so count_launch may advance it.
   if (!__syncthreads_and(ok)) return;
   count_launch(team, count, thread, blockDim.x);
 
-  // Each rank begins with the one after it, so that at any time each is written to by one.
+  // The rank after this one comes first: see team.cuh. This rank itself comes last.
   for (u32 distance = 1; distance <= team.size; ++distance) {
     const u32 to = (rank + distance) % team.size;
     const Cut& cut = x.going[to];
@@ -95,9 +98,9 @@ MPICOMM_DEVICE void run(const Direct& x) {
   __syncthreads();
   if (!has_peer) return;
   if (x.going[thread].has_part()) {
-    // Pairs with the load_acquire of await_arrival in the same block of the peer, and publishes what this block has
-    // stored there, which this thread has seen stored at the barrier. A plain store could arrive before the data, and
-    // the peer's next kernel read what was there before. System scope, the peer being another device.
+    // Pairs with the load_acquire of await_arrival in the same block of the peer. Publishes the part, which this thread
+    // has seen stored by the whole block at the barrier. A plain store could arrive before the data, and the peer's
+    // next kernel would read what its memory held before. System scope, because the peer is another device.
     store_release(arrival_of(x, thread, rank), count);
   }
   if (x.coming[thread].has_part()) await_arrival(x, count, thread);
@@ -105,7 +108,7 @@ MPICOMM_DEVICE void run(const Direct& x) {
 
 }  // namespace mpicomm
 
-// Bounds the registers, so that a block always fits: a launch that fails here would leave the peers waiting.
+// Bounds the registers: see team.cuh.
 extern "C" __global__ void __launch_bounds__(mpicomm::kDirectThreads, 1)
     mpicomm_direct(const __grid_constant__ mpicomm::Direct);
 

@@ -1,4 +1,4 @@
-"""The kernels of packets.cu: their arguments, variants, and how messages are spread over threads."""
+"""The kernels of packets.cu: their arguments, their variants, and how many bytes and threads they take."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mpicomm.kernels.variant import Variant
 OVERSEERS = 32
 STAGES = 2
 SLOT_NBYTES = 16
-FENCES_NBYTES = 3072  # of a block, see fences.cuh
+FENCES_NBYTES = 3072  # for each block: see fences.cuh
 ABSENT = 0xFFF5A3C6
-"""What words of a slot of the sentinel wire hold that nothing has come to."""
-_UNIT_NBYTES = {"flagged": 8, "sentinel": 16}  # what a packet of each wire in packet_wires.cuh carries
+"""The words of a slot of the sentinel wire to which no packet has come."""
+_UNIT_NBYTES = {"flagged": 8, "sentinel": 16}  # bytes of data in a packet of each wire: see packet_wires.cuh
 _WIRES = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
 _STEPS = {
     "one": ("-DMPICOMM_ONE_STEP",),
@@ -27,12 +27,13 @@ _STEPS = {
     "paced": ("-DMPICOMM_LAPS", "-DMPICOMM_PACED"),
 }
 FEWEST_LAPS = 6
-"""Steps that an inbox must hold where there are more of them: see packets.cu."""
+"""The fewest steps that an inbox must hold if a message has more: see packets.cu."""
 
 Wire = Literal["flagged", "sentinel"]
-"""LL, and what needs no flag: see packet_wires.cuh."""
+"""LL, with flags, or sentinel, without: see packet_wires.cuh."""
 Steps = Literal["one", "few", "laps", "paced"]
-"""One; no more than inboxes hold; more; and more where two ranks do not send each other as much. See packets.cu."""
+"""How many steps a launch has: one; as many as inboxes hold; more; or more, where two ranks send each other different
+lengths. See packets.cu."""
 
 
 class PacketArguments(ctypes.Structure):
@@ -61,7 +62,7 @@ class PacketArguments(ctypes.Structure):
 
 
 def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
-    """Return how many threads of a block can move data between ``size`` ranks: ``kWorkers`` in packet_worker.cuh."""
+    """Return the most worker threads of a block between ``size`` ranks: ``kWorkers`` in packet_worker.cuh."""
     if one_step:
         threads = 512 if size > 4 else 768
     else:
@@ -78,9 +79,10 @@ def packet_kernel(
     fan_out: bool,
     host_slots: bool = False,
 ) -> Variant:
-    """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the one that does not reduce; as `options_for`.
+    """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the kernel that does not reduce.
 
-    ``host_slots`` is whether inboxes lie in memory of the host: another kernel where they are used again in a launch.
+    ``host_slots``: whether inboxes lie in memory of the host. The kernel is another one then if it uses slots again
+    within a launch. Raises as `options_for`.
     """
     fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
     fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
@@ -89,12 +91,12 @@ def packet_kernel(
 
 
 def flags_can_carry(dtype: str) -> bool:
-    """Whether an element fits into a packet with flags."""
+    """Whether an element fits into a packet of the LL wire."""
     return dtype != "complex128"
 
 
 def packets_of(nbytes: int, wire: Wire) -> int:
-    """Return how many packets a message takes."""
+    """Return how many packets carry a message of ``nbytes``."""
     return -(-nbytes // _UNIT_NBYTES[wire])
 
 

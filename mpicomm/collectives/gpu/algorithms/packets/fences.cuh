@@ -1,6 +1,6 @@
-// Fences for threads that have no time for one: it takes two microseconds, in which its warp stores nothing. So threads
-// that move data ("workers") say how far they are, a warp that moves none ("overseers") has a fence for them, and only
-// turns later do they look whether that is over: as a rule it is.
+// Fences for threads that have no time for one: a fence takes microseconds, in which its warp stores nothing. So the
+// worker threads, which move data, only say how many turns they have done. The overseer warp of the block, which moves
+// none, executes a fence for them. The workers look some turns later whether the fence is over: as a rule it is.
 //
 //     worker                                   overseer
 //     ... = data                               while (load_acquire_in_block(done) < turns) {}
@@ -9,25 +9,29 @@
 //     while (load_acquire_in_block(fenced) < turns) {}
 //     peer's memory = ...
 //
-// The fence is cumulative: what the overseer has seen a worker do comes before all that is done by who has seen that the
-// fence is over. Its scope is told by where slots lie, see packets.cu. Neither wait needs a bound: workers that do not
-// come wait for their peers, which has one, and then say that they have left.
+// The fence is cumulative. The overseer acquires `done`, so its fence covers the worker's stores before the release of
+// `done`. The worker acquires `fenced`, so its later stores come after the fence. With a plain store or load of either
+// word the fence could miss resets of slots, or the worker's next packets could overtake it: see the top of packets.cu.
+//
+// fence_slots (memory_order.cuh) explains the scope of the fence. Neither wait needs a time limit: a worker that does
+// not come waits for its peers. That wait has a limit, and a worker that breaks off says that it has left.
 #pragma once
 
 #include "memory_order.cuh"
 
 namespace mpicomm {
 
-// Of a block with a warp of overseers. In the arena, though it is the block's alone: a racecheck takes words of shared
-// memory that order others for a race themselves.
+// Of a block with a warp of overseers. These words lie in the arena although only the block uses them: a racecheck
+// takes words of shared memory that order other accesses for races themselves.
 struct Fences {
   static constexpr u32 kMostWorkers = 736;
   static constexpr u32 kLeft = ~0u;
 
-  u32 done[kMostWorkers];  // turns of each worker, as it last said
-  u32 fenced[kLanes];  // turns that each overseer has had a fence for: those of workers with its number modulo kLanes
+  u32 done[kMostWorkers];  // the turns that each worker has done, as it last said
+  u32 fenced[kLanes];      // the turns that a fence of each overseer has followed; worker w has overseer w % kLanes
 
-  // By every thread, before a barrier of the block: what the last launch left here would else be taken for turns of this.
+  // Every thread calls this before a barrier of the block. Without it the threads would take the words that the last
+  // launch left here for turns of this launch.
   MPICOMM_DEVICE void begin(u32 thread, u32 workers) {
     if (thread < workers) {
       done[thread] = 0;
@@ -36,22 +40,22 @@ struct Fences {
     }
   }
 
-  // By a worker, which has done so many turns, or `kLeft`.
+  // A worker says that it has done so many turns, or that it has left (`kLeft`). Pairs with the load in `serve`.
   MPICOMM_DEVICE void say(u32 worker, u32 turns) { store_release_in_block(&done[worker], turns); }
 
-  // By a worker: returns when a fence has followed all that it did in so many turns.
+  // A worker waits for a fence after its first `turns` turns. Pairs with the store of `fenced` in `serve`.
   MPICOMM_DEVICE void await(u32 worker, u32 turns) const {
     while (load_acquire_in_block(&fenced[worker % kLanes]) < turns) {
     }
   }
 
-  // By each overseer: a fence whenever its workers have done another `period` turns, up to `last`.
+  // An overseer executes a fence whenever its workers have done another `period` turns, up to turn `last`.
   MPICOMM_DEVICE void serve(u32 overseer, u32 workers, u32 period, u32 last) {
     for (u32 turns = period; turns <= last; turns += period) {
       for (u32 worker = overseer; worker < workers; worker += kLanes) {
-        while (load_acquire_in_block(&done[worker]) < turns) pause();  // what looks on and on slows the workers down
+        while (load_acquire_in_block(&done[worker]) < turns) pause();  // polls without a pause slow the workers down
       }
-      __syncwarp(kWarp);  // one fence for all: overseers that come one by one would have one after the other
+      __syncwarp(kWarp);  // the lanes fence at once: lanes that came one by one would execute one fence after the other
       fence_slots();
       store_release_in_block(&fenced[overseer], turns);
     }

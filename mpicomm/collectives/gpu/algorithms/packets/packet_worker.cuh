@@ -1,5 +1,6 @@
-// What packets.cu is told, and what one of its threads does in one turn: where slots lie, how packets are stored in those
-// of others and taken from its own. Stages, steps, laps and why a slot is free: see the top of packets.cu.
+// The arguments of packets.cu, and the work of one worker thread in one turn: where slots lie, how it stores packets in
+// the slots of other ranks, and how it takes packets from this rank's slots. The top of packets.cu explains units,
+// stages, steps, laps and why a slot is free.
 #pragma once
 
 #include "fences.cuh"
@@ -14,29 +15,29 @@ namespace mpicomm {
 
 // The host's copies of these constants and of Packets are in arguments.py; a test compares them.
 constexpr u32 kRanks = MPICOMM_RANKS;
-constexpr u32 kOverseers = 32;   // threads of a block that look after the others
-constexpr u32 kStages = 2;       // inboxes of a parity
+constexpr u32 kOverseers = 32;   // threads of a block that move no data: the overseer warp
+constexpr u32 kStages = 2;       // inboxes from one source, of one parity
 constexpr u32 kSlotNbytes = 16;  // a packet
 constexpr u32 kFencesNbytes = sizeof(Fences);
 
 struct Packets {
   Team team;
-  const u8* sends[kMaxRanks];  // what goes to each rank; what goes to this one is copied
-  u8* receives[kMaxRanks];     // where what comes from each rank goes; with fan-out what comes in stage C
+  const u8* sends[kMaxRanks];  // the message to each rank; the message to this rank is copied
+  u8* receives[kMaxRanks];     // where the message from each rank goes; with fan-out the message of stage C
   u64 send_nbytes[kMaxRanks];
   u64 receive_nbytes[kMaxRanks];
   const u8* own;  // this rank's contribution to the reduction, if it is one of the sources
-  u8* output;     // null where the result is only sent on
+  u8* output;     // where the result goes; null where this rank only sends it on
   u64 output_nbytes;
-  u8* inboxes[kMaxRanks];  // every rank's, of this kernel's wire
-  u64 inbox_nbytes;        // of one source
+  u8* inboxes[kMaxRanks];  // the inboxes of every rank, for the wire of this kernel
+  u64 inbox_nbytes;        // of one inbox
   FlaggedInboxes flagged;
-  Fences* fences;  // of each block
-  u32 steps;  // of this rank; with fan-out, of all
-  u32 laps;   // steps that an inbox holds
-  u32 sources;  // of the reduction or relay, bit r for rank r
-  u32 targets;  // of the fan-out
-  u32 paced;    // ranks to or from which more goes than an inbox holds, and not as much as the other way
+  Fences* fences;  // one for each block
+  u32 steps;  // the steps of this rank; with fan-out the same on all ranks
+  u32 laps;   // the steps that an inbox holds
+  u32 sources;  // the sources of the reduction or relay, bit r for rank r
+  u32 targets;  // the targets of the fan-out, likewise
+  u32 paced;    // the peers with messages longer than an inbox, of different lengths each way
   u32 unused;
 };
 
@@ -46,15 +47,15 @@ constexpr bool kFanOut = true;
 constexpr bool kFanOut = false;
 #endif
 
-// Whether there is one step. A kernel for that alone has no loop, and the time of a short launch is that of fetching its
-// code: 0.4 us of 3.2 went with the rest of it.
+// Whether there is one step only. A kernel for one step has no loop: fetching the code of the rest would be a good part
+// of the time of a short launch.
 #if defined(MPICOMM_ONE_STEP)
 constexpr bool kOneStep = true;
 #else
 constexpr bool kOneStep = false;
 #endif
 
-// Whether slots are used again.
+// Whether slots are used again within a launch.
 #if defined(MPICOMM_LAPS)
 constexpr bool kLaps = true;
 static_assert(Wire::kGivesBack && !kOneStep, "there are as many slots as steps");
@@ -62,7 +63,7 @@ static_assert(Wire::kGivesBack && !kOneStep, "there are as many slots as steps")
 constexpr bool kLaps = false;
 #endif
 
-// Whether slots are used again by two ranks of which one sends more than the other.
+// Whether slots are used again between two ranks of which one sends more than the other.
 #if defined(MPICOMM_PACED)
 constexpr bool kPaced = true;
 static_assert(kLaps && !kFanOut, "else nobody waits for the word of a rank that sends nothing");
@@ -70,7 +71,7 @@ static_assert(kLaps && !kFanOut, "else nobody waits for the word of a rank that 
 constexpr bool kPaced = false;
 #endif
 
-// Threads of a block, at most, as there are registers; those that move data.
+// The most threads of a block for which there are registers; the workers are those that move data.
 constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
 constexpr u32 kMostOfMore = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
 constexpr u32 kThreads = kOneStep ? kMostOfOneStep : kMostOfMore;
@@ -79,13 +80,13 @@ static_assert(kWorkers <= Fences::kMostWorkers && kOverseers == kLanes, "one ove
 
 #if defined(MPICOMM_DTYPE)
 constexpr bool kRelays = false;
-constexpr bool kReduces = true;  // whether what a rank takes becomes one result
+constexpr bool kReduces = true;  // whether the packets of all sources become one result
 #else
 constexpr bool kRelays = kFanOut;
 constexpr bool kReduces = kRelays;
 #endif
 
-// What a single source sends, as it is.
+// Returns the unit of the only source, as it is.
 MPICOMM_DEVICE Packet single(const Packet (&units)[kRanks], u32 sources) {
 #pragma unroll
   for (u32 rank = 0; rank < kRanks; ++rank) {
@@ -94,7 +95,7 @@ MPICOMM_DEVICE Packet single(const Packet (&units)[kRanks], u32 sources) {
   return {};
 }
 
-// What of all sources becomes one result.
+// Returns the one result of the units of all sources.
 MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
 #if defined(MPICOMM_DTYPE)
   if ((sources & (sources - 1)) != 0) return reduce_packets<kUnitNbytes>(units, sources);
@@ -102,8 +103,8 @@ MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
   return single(units, sources);
 }
 
-// What a thread sends in a turn, on its way through registers: by distance from this rank, as each begins with the
-// next, so that at any time each is written to by one.
+// The units that a thread sends in a turn, in registers. They are in order of the distance from this rank, because a
+// rank begins with the rank after it (team.cuh).
 struct Outgoing {
   Packet units[kRanks];
 
@@ -118,20 +119,21 @@ struct Outgoing {
   }
 };
 
-// Takes an escape that a packet of `rank` says there is; 0 if the kernel must leave.
+// Waits for the escape of a packet of `rank` and takes it. Returns 0 if the kernel must leave.
 MPICOMM_DEVICE_CALL u32 take_escape(const Team& team, u32 launch, u32 rank, u8* escape) {
   u32 code = 0;
   const auto absent = [&] {
-    code = load_volatile(escape);  // pairs with the store of it in store_escaped: it says everything
+    code = load_volatile(escape);  // pairs with the store in store_escaped; the byte alone says everything
     return code == 0 ? 1u << rank : 0u;
   };
   if (!await_ranks(team, launch, absent)) return 0;
-  // Before the slot is free, with what is put back there: a later escape of the slot could else be wiped out.
+  // The escape is reset together with the slot, before the slot is free: a reset that arrives later could wipe out the
+  // next escape of the slot.
   store_volatile(escape, 0);
   return code;
 }
 
-// What one thread does in one turn; the counts of a launch.
+// The work of one thread in one turn. `count` is the number of the launch, `launch` its lower half.
 struct Worker {
   const Packets& x;
   u64 count;
@@ -142,14 +144,14 @@ struct Worker {
     return reinterpret_cast<Pair*>(x.inboxes[owner] + inbox * x.inbox_nbytes) + place;
   }
 
-  // That of a slot: they follow the inboxes, one after the other.
+  // The escape of a slot. Escapes follow the inboxes, in the order of the slots.
   MPICOMM_DEVICE u8* escape(u32 owner, const Pair* slot) const {
     u8* const inboxes = x.inboxes[owner];
     const u64 begin = reinterpret_cast<const u8*>(slot) - inboxes;
     return inboxes + 2 * kStages * kRanks * x.inbox_nbytes + begin / kSlotNbytes;
   }
 
-  // Looks at slots of a stage, one per rank of the set.
+  // Loads one slot of a stage for each of `ranks`.
   MPICOMM_DEVICE void look(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
@@ -166,8 +168,8 @@ struct Worker {
     return missing;
   }
 
-  // Whether a packet of each rank of the set is there, as it was sent. This one look is for packets that have not come
-  // and for those with escapes: there is no other as long as all goes well.
+  // Whether the packets of all `ranks` have come, and none has an escape. This is the only check as long as all goes
+  // well.
   MPICOMM_DEVICE static bool are_plain(const Pair (&packets)[kRanks], u32 ranks, Wire::Flag flag) {
     bool plain = true;
 #pragma unroll
@@ -177,7 +179,8 @@ struct Worker {
     return plain;
   }
 
-  // Takes one packet from each rank of the set; they have been looked at once.
+  // Takes one packet from each of `ranks`, after `look` has loaded their slots once, and resets the slots. False means
+  // that the kernel must leave.
   MPICOMM_DEVICE bool take(Pair (&packets)[kRanks], u32 stage, u32 ranks, u64 place) const {
     const Wire::Flag flag = Wire::flag(count);
     if (!are_plain(packets, ranks, flag)) {
@@ -202,7 +205,7 @@ struct Worker {
     return true;
   }
 
-  // Stores a unit in a slot of a peer.
+  // Stores a packet with `unit` in a slot of rank `to`.
   MPICOMM_DEVICE void send(u32 to, u32 stage, u64 place, const Packet& unit, Wire::Flag flag) const {
     Pair* const target = slot(to, stage, x.team.rank, place);
     const Pair packet = Wire::packet(unit, flag);
@@ -210,7 +213,7 @@ struct Worker {
     store_volatile(target, packet);
   }
 
-  // Sends what was loaded at `at`; what goes to this rank itself is stored where it belongs.
+  // Sends the units that were loaded at offset `at`. The unit to this rank itself goes to its place in the output.
   MPICOMM_DEVICE void push(const Outgoing& out, u64 at, u64 place) const {
     const u32 rank = x.team.rank;
 #pragma unroll
@@ -223,6 +226,7 @@ struct Worker {
     }
   }
 
+  // Stores the units of the packets of `ranks` at their places in the output.
   MPICOMM_DEVICE void place(const Pair (&packets)[kRanks], u32 ranks, u64 at) const {
 #pragma unroll
     for (u32 rank = 0; rank < kRanks; ++rank) {
@@ -231,7 +235,7 @@ struct Worker {
     }
   }
 
-  // The ranks, but this one, of which messages of so many bytes have a unit at `at`.
+  // The other ranks whose message, of `nbytes[rank]`, has a unit at offset `at`.
   MPICOMM_DEVICE u32 ranks_at(const u64 (&nbytes)[kMaxRanks], u64 at) const {
     u32 ranks = 0;
 #pragma unroll
@@ -241,14 +245,15 @@ struct Worker {
     return ranks;
   }
 
-  // Those whose unit at `at` this thread takes in stage B.
+  // The ranks whose unit at offset `at` this thread takes in stage B.
   MPICOMM_DEVICE u32 senders_at(u64 at) const {
     if constexpr (kReduces) return at < x.output_nbytes ? x.sources & ~(1u << x.team.rank) : 0;
     return ranks_at(x.receive_nbytes, at);
   }
 
-  // Tells those who send at `at` and are sent nothing there that what was put back before the last fence is performed.
-  // Pairs with the look at it in `run`; without it they would store over packets that this rank has yet to take.
+  // Sends an empty packet to the ranks that send a unit at offset `at` and get none there. It says that the resets
+  // before the last fence have reached their slots. Pairs with the load in `run` (b_ranks). Without it these ranks
+  // would store over packets that this rank has yet to take.
   MPICOMM_DEVICE void pace(u64 at, u64 place) const {
     const u32 ranks = x.paced & senders_at(at) & ~ranks_at(x.send_nbytes, at);
 #pragma unroll

@@ -1,73 +1,89 @@
-// One exchange in packets of 16 bytes that say themselves whether they have come: every rank stores what it sends
-// straight into the inboxes of the others, who look at each packet until it is there. No flag, no fence and no barrier
-// lies between a store and its use, which is what makes this fast, from 8 bytes up.
+// One exchange in packets of 16 bytes that show by themselves whether they have come (packet_wires.cuh). Every rank
+// stores its messages straight into the inboxes of the other ranks. A receiver loads each slot of its inboxes until
+// the packet is there. No flag, no fence and no barrier lies between the store of a packet and its use: that makes the
+// kernel fast, from 8 bytes up.
 //
-// Two wires: see packet_wires.cuh.
+// Units. One packet carries one unit of a message. Unit u of all messages is the work of one worker thread on each
+// rank. That thread reads unit u of the user's memory before it writes there, so input and output may be the same
+// memory.
 //
-// Stages. A: unit u of what goes to rank p is stored in p's first inbox. B: a rank takes unit u from all of its
-// sources and reduces or places it. With fan-out, it also stores the result in the second inboxes of others, and C:
-// they take the results from there (all of them in a two-shot all-reduce, the root alone in a two-shot reduce). Where
-// nothing is reduced, what fans out is what a single source has sent: relays. Unit u of everything is the work of one
-// thread of each rank: what is read of the user's memory is read before the same thread writes there, so input and
-// output may be the same memory.
+// Stages. An inbox holds the packets of one source rank in one stage.
+//   A: a rank stores unit u of its message to rank p in the first inbox that p has for it.
+//   B: a rank takes unit u of all of its sources from its first inboxes, and reduces or places it. With fan-out it also
+//      stores the result in the second inboxes of other ranks.
+//   C: these ranks take the results from their second inboxes: all ranks in a two-shot all-reduce, the root alone in a
+//      two-shot reduce.
+// A relay is a fan-out without a reduction: each rank sends on what a single source has sent to it.
 //
-// Steps. With T threads, step k is units k * T to (k + 1) * T. In turn k a thread does A of step k, B of step k - 1 and
-// C of step k - 2, with the loads of all three under way at once.
+// Steps and turns. With T worker threads, step k is units k*T to (k+1)*T. In turn k a thread does A of step k, B of
+// step k-1 and C of step k-2. The loads of all three are in flight at once.
 //
-// Why a slot is free when it is written. There are two sets of inboxes, used in turns by the parity of the launch. A
-// rank begins launch n only when all others have begun launch n - 1 (`announce`), hence have finished n - 2, whose
-// packets lay where those of n go. Were there one set, a fast rank would write over packets that are still to be read.
-// With more steps than an inbox holds ("laps"), packets of step k go where those of k - L were. What is put back there
-// needs a fence, or it could arrive after the next packet and wipe it out. On the sentinel wire (the LL wire has no laps) a
-// thread asks for one in turns P, 2 P and so on, see fences.cuh, and S turns after that, before turn F, waits until it is
-// over. As P + S is L - 3, what was put back in a turn is performed before anything is stored L - 3 turns later.
-// Two ranks may have more to send one way than the other ("paced", without fan-out): whoever has nothing at a unit that
-// the other sends stores an empty packet there in turns F, and in no others. It is taken as any other: what is said below
-// of the packet of step k - 2 then holds of that of the last F up to k - 2, which is later than k - 2 - P: the fence was
-// asked for in turn F - S, k - L + 2 or later.
-//   first inbox: A of step k is in turn k. Turn k - 1 ended with C of step k - 3, which the peer stored in its turn
-//   k - 2, after the fence that followed its B of step k - L, in turn k - L + 1.
-//   Without fan-out, B of step k - 2 ended turn k - 1, which the peer had stored in its turn k - 2, likewise. So it is
-//   between two that fan out to a third alone, as shards are of as many steps as each other, or one more.
-//   second inbox: B of step k, in turn k + 1, takes what the peer stored in its turn k, after the fence that followed
-//   its C of step k - L, in turn k - L + 2.
-//   In relays the source takes part in stage C, though it needs nothing but the flags: they tell how far the others are.
-//   A relay stores B of step k for another in turn k + 1; its turn k ended with C of step k - 2 from that one, which it
-//   stored in its turn k - 1, after the fence that followed its C of step k - L, in turn k - L + 2.
-// Where there are no fences, "after" is that whoever has stored a packet has taken what it waited for before: it looked
-// at each packet until that had come, and only then went on.
-// The scope of the device is enough: the slots lie in its own memory, and stores of the peers come to be ordered with
-// its own in the same place. Waiting for the whole system took 3 us a turn, as it waits for the stores to peers too.
-// The model of PTX says nothing of this, as packets neither release nor acquire. What it rests on: a fence is over when
-// that place has all that its thread and those it has acquired from had stored; stores of peers come to the same place;
-// and what a peer stores after a branch on a packet that it has loaded does not come there before that load was done.
-// Slots in memory of the host (MPICOMM_HOST_SLOTS) lie in no device: there a fence is one of the whole system, and what
-// was put back has come to that memory when it is over.
+// Why a slot is free when a rank stores in it, from launch to launch: there are two sets of inboxes, used in turns by
+// the parity of the launch. A rank begins launch n only when all other ranks have begun launch n-1 (`announce`). Hence
+// they have finished launch n-2, whose packets lay in the slots of launch n. With one set a fast rank would overwrite
+// packets that a slow rank has yet to read.
 //
-// Why that cannot deadlock: of all threads that wait, look at one with the earliest launch and in it the smallest turn.
-// What it waits for was stored by another rank's thread in an earlier turn. Or it is a fence, for which others of its
-// block have to come to a turn that is earlier, and overseers to have seen others announce this launch, which they do
-// before they wait in it. It needs all blocks of a launch to run at once, which the host sees to.
+// Why a slot is free within a launch: a message may have more steps than the L steps that an inbox holds ("laps", on
+// the sentinel wire alone). Then the packet of step k goes where the packet of step k-L was, and the receiver has reset
+// the slot in between. The reset needs a fence, or it could arrive after the packet of step k and wipe it out.
+//
+// A worker asks for a fence in turns P, 2*P and so on. S turns later, before turn F, it waits until the fence is over
+// (see fences.cuh). P+S is L-3. A worker that resets a slot asks for a fence at most P turns later, and has waited for
+// it S turns after that. Hence:
+//
+//     (*)  A reset of turn t has reached its slot before the same worker stores anything in turn t+L-3 or later.
+//
+// The sender learns that the slot is free from a packet that it takes, because the receiver stored that packet so late:
+//
+// - First inbox, with fan-out. The sender stores step k in turn k (A). The receiver reset the slot in its turn k-L+1 (B
+//   of step k-L); by (*) the reset is there before the stores of its turn k-2. In that turn the receiver stored step
+//   k-3 for stage C, and the sender took it at the end of its turn k-1.
+// - First inbox, without fan-out. The receiver stored step k-2 in its turn k-2 (A), after the reset as above, and the
+//   sender took it at the end of its turn k-1 (B). The same holds with fan-out for two ranks that fan out to a third
+//   rank alone: the shards of all ranks have equally many steps, or one more, so a rank that sends step k also takes
+//   step k-2.
+// - Second inbox. The sender stores step k in turn k+1 (B). The receiver reset the slot in its turn k-L+2 (C of step
+//   k-L); by (*) the reset is there before the stores of its turn k-1. The receiver stored step k in its turn k (A),
+//   and the sender took it before it stored the result.
+// - Second inbox, between two relays. The sender stores step k in turn k+1 (B). The receiver reset the slot in its turn
+//   k-L+2 (C of step k-L); by (*) the reset is there before the stores of its turn k-1. In that turn the receiver
+//   stored step k-2 for stage C, and the sender took it at the end of its turn k. The source of a relay takes part in
+//   stage C, too. It needs no data, but the empty packets of the relays tell it how far they are.
+// - Paced. Without fan-out one of two ranks may have more to send than the other. Where the other has no unit, it
+//   stores an empty packet in its turns F, and in no other turns; the first rank takes it like any packet. Let F be the
+//   last of these turns up to k-2. Its packet takes the place of the packet of step k-2 above: F is later than k-2-P,
+//   so the fence before turn F was asked for in turn F-S, which is k-L+2 or later, hence after the reset in turn k-L+1.
+//
+// Between a packet that a rank takes and its next store no fence is needed: the thread looks at each packet until it
+// has come, and only then goes on. The PTX memory model promises none of these orders, because packets neither release
+// nor acquire. fence_slots in memory_order.cuh says what the code rests on instead, and which scope a fence has.
+//
+// Why the kernel cannot deadlock: of all threads that wait, look at one in the earliest launch, and there in the
+// smallest turn. If it waits for a packet, another rank's thread stores that packet in an earlier turn. If it waits for
+// a fence, other workers of its block first come to the turn in which the fence is asked for, which is earlier; and
+// overseers first see the other ranks announce this launch, which these do before they wait in it. So the thread goes
+// on. That needs all blocks of a launch to run at once: see team.cuh.
 
 #include "packet_worker.cuh"
 
 namespace mpicomm {
 
-// How many turns after it was asked for a fence has to be over, and the turns between two of them: see "laps" at the top.
-// They add up to laps - 3. The slack is a turn or more, each of some four microseconds, of which a fence takes two. The
-// period is longer: no turn both waits for a fence and asks for the next.
+// S and P at the top of this file. S: the turns from the request for a fence to the wait for it. P: the turns from one
+// request to the next. They add up to L-3, L being `laps`, which is 6 or more. So S is at least one turn, which takes
+// longer than a fence. P is longer than S, so no turn both waits for a fence and asks for the next one.
 MPICOMM_DEVICE u32 slack_of(const Packets& x) { return (x.laps - 2) / 4; }
 MPICOMM_DEVICE u32 period_of(const Packets& x) { return x.laps - 3 - slack_of(x); }
 
-// What the threads that move no data do, beside those that do: it costs nothing, if they are not the last to end and
-// nobody waits for a fence of theirs. `ours` and `theirs` know the last launch.
+// The overseers of block 0 compare the calls of the ranks, while the workers move data. That costs no time, as long as
+// the overseers are not the last to end and no worker waits for their fence. `ours` and `theirs` hold the last launch.
 MPICOMM_DEVICE void oversee(
     const Packets& x, u32 launch, u32 peer, const Announcements& ours, const Announcements& theirs) {
   const Team& team = x.team;
-  // A rank that had nothing to take in the last launch was not told then that others were in something else.
+  // A rank that took nothing in the last launch did not learn then that another rank was in another call.
   if (theirs.differ_from(ours, launch - 1)) refuse(team, peer, launch - 1);
   if ((x.sources >> peer & 1) != 0 || x.receive_nbytes[peer] > 0 || (kPaced && (x.paced >> peer & 1) != 0)) {
-    // Data does not say what call it belongs to; its sender does, in an announcement that was made before.
+    // A packet does not say which call it belongs to. Its sender does, in the announcement that it made before. Pairs
+    // with the peer's store in `announce`.
     u32 said = kAbsent;
     const auto absent = [&] {
       said = look_at(team, peer, launch);
@@ -83,21 +99,21 @@ MPICOMM_DEVICE void run(const Packets& x) {
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
   const u64 number = static_cast<u64>(blockIdx.x) * workers + thread;
   const u64 step_nbytes = threads * kUnitNbytes;
-  // Everything before may lie in memory that the kernel ahead still writes.
+  // The kernel ahead may still write the memory that this one reads.
   wait_for_predecessor();
 
-  // What this launch needs from memory first, none of which waits for another: its number, the first data and, in a warp
-  // that moves none, how far the others are and whether somebody has given up.
+  // The first loads of a launch. No load waits for another: the number of the launch, the first data and, in the
+  // overseer warp, how far the other ranks are and whether a rank has given up.
   const u64 count = launches_of(team)[blockIdx.x] + 1;
   const u32 launch = static_cast<u32>(count);
-  const u32 overseer = thread - workers;  // huge for threads that move data
+  const u32 overseer = thread - workers;  // huge for workers
   const bool has_peer = overseer < kRanks && overseer != rank;
   Announcements ours{}, theirs{};
   if (has_peer) {
     ours = load_said(team, overseer);
     theirs = load_announcements(team, overseer);
   }
-  // Before anything depends on one of the loads above, which a warp waits for as a whole.
+  // This load comes before the first use of a load above, because there the whole warp waits.
   Health health;
   if (overseer == kRanks) health = load_health(team);
   u64 a_at = number * kUnitNbytes;
@@ -109,19 +125,21 @@ MPICOMM_DEVICE void run(const Packets& x) {
   bool ok = true;
   const auto is_behind = [&] { return static_cast<i32>(theirs.last_launch() - (launch - 1)) < 0; };
   if (has_peer && is_behind()) {
-    // Pairs with the peer's announcement of its last launch. This thread's load has returned before any thread of the
-    // block stores to the peer: a barrier and a condition lie between.
+    // The peer must have begun the launch before this one. Pairs with the peer's store in `announce`. Without the wait
+    // this rank would overwrite packets that the peer has yet to take. The load has returned before any thread of the
+    // block stores to the peer, because a condition and a barrier lie between.
     const auto absent = [&] {
       theirs = load_announcements(team, overseer);
       return is_behind() ? 1u << overseer : 0u;
     };
     ok = await_ranks(team, launch, absent);
   }
-  // Before anything is stored to a peer, which could not tell it from what it waits for.
+  // A rank that has failed must store nothing to a peer: the peer could not tell it from the packet that it waits for.
   if (overseer == kRanks) ok = is_healthy(team, blockIdx.x, health);
   Fences& fences = x.fences[blockIdx.x];
   if constexpr (kLaps) fences.begin(thread, workers);
-  // All leave or none: and all have read their number before it is advanced.
+  // All threads leave or none: no thread may wait at a barrier for a thread that has left. Behind this barrier all
+  // threads have read the number of the launch, so count_launch may advance it.
   if (!__syncthreads_and(ok)) return;
   const u32 steps = kOneStep ? 1 : x.steps, turns = steps + 1 + kFanOut;
   if (thread >= workers) {
@@ -134,7 +152,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
   u64 b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
   u32 paces_at = period_of(x) + slack_of(x);  // the next turn before which a fence must be over
-  bool paced = false;                         // whether there was one before the last turn
+  bool paced = false;                         // whether the last turn was such a turn
 
 #pragma unroll(kOneStep ? 3 : 1)
   for (u32 turn = 0; turn < turns; ++turn) {
@@ -148,17 +166,18 @@ MPICOMM_DEVICE void run(const Packets& x) {
         fences.say(thread, turn);
       }
     }
-    // Of what lasts from turn to turn there is too much here; where there is not, to keep them is a percent faster.
+    // With laps more values last from turn to turn than there are registers, so these two are computed again. Without
+    // laps it is faster to keep them.
     if constexpr (kLaps) b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
     const u64 a_place = a_lap * threads + number;
     const u64 b_place = b_lap * threads + number;
     const u64 c_place = c_lap * threads + number;
-    // All loads of the turn, before anything waits for one of them; what goes out was loaded in the turn before.
+    // All loads of the turn come before the first use of one. The units that go out were loaded in the turn before.
     const bool reduces = kReduces && has_b && b_at < x.output_nbytes;
     const u32 b_senders = has_b ? worker.senders_at(b_at) : 0;
     u32 b_ranks = b_senders;
-    // Pairs with `pace` of those to whom this rank sends at b_at: until that has come, they may not have taken what lies in
-    // the slots that this rank goes on to store in.
+    // Pairs with `pace` of the ranks to which this rank sends at b_at: until that packet has come they may not have
+    // taken the packets in the slots where this rank stores next.
     if (kPaced && paced) b_ranks |= x.paced & worker.ranks_at(x.send_nbytes, b_at);
     const u32 c_ranks = has_c ? worker.ranks_at(x.receive_nbytes, c_at) : 0;
     Pair b[kRanks], c[kRanks];
@@ -171,7 +190,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     if (kPaced && paces) worker.pace(a_at, a_place);
     if (!kOneStep) out.load(x, a_at + step_nbytes);
     if (turn == 0) {
-      // What would otherwise hold the first packets up, while nothing can have come yet.
+      // Here these two do not hold up the first packets, and no packet of the peers can have come yet.
       let_successor_start();
       count_launch(team, count, thread, workers);
     }
@@ -188,7 +207,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
         for (u32 distance = 1; distance < kRanks; ++distance) {
           const u32 to = (rank + distance) % kRanks;
           if (x.targets >> to & 1) worker.send(to, 1, b_place, result, flag);
-          if (kRelays && x.sources >> to & 1) worker.send(to, 1, b_place, Packet{}, flag);  // it needs no data
+          if (kRelays && x.sources >> to & 1) worker.send(to, 1, b_place, Packet{}, flag);  // the source needs no data
         }
       }
       if (x.output != nullptr) store_unit(x.output, width_of(x.output), b_at, x.output_nbytes, result);
@@ -203,13 +222,14 @@ MPICOMM_DEVICE void run(const Packets& x) {
     c_at = b_at, b_at = a_at, a_at += step_nbytes;
     c_lap = b_lap, b_lap = a_lap, a_lap = a_lap + 1 == x.laps ? 0 : a_lap + 1;
   }
-  // Pairs with `serve`: a thread that broke off asks for no fence any more, and overseers would wait for it for ever.
+  // Pairs with the load in `serve`. A worker that breaks off asks for no more fences, and its overseer would wait for
+  // it for ever.
   if constexpr (kLaps) fences.say(thread, fences.kLeft);
 }
 
 }  // namespace mpicomm
 
-// Bounds the registers, so that a block always fits: a launch that fails here would leave the peers waiting.
+// Bounds the registers: see team.cuh.
 extern "C" __global__ void __launch_bounds__(mpicomm::kThreads, 1)
     mpicomm_packets(const __grid_constant__ mpicomm::Packets);
 

@@ -12,13 +12,13 @@ from mpicomm.kernels.variant import Variant
 # Constants and structures of sendrecv.cu; a test compares them.
 SENDRECV_THREADS = 256
 SENDRECV_BLOCKS = 2
-"""Of a multiprocessor, at least."""
+"""The blocks that a multiprocessor holds, at least."""
 SENDRECV_SLOTS = 2
 SENDRECV_SLOT_NBYTES = 64 * 1024
 
 
 class Side(ctypes.Structure):
-    """The host's copy of ``Side`` in sendrecv.cu: a message that is sent, or one that is received."""
+    """The host's copy of ``Side`` in sendrecv.cu: a message that this rank sends or receives."""
 
     _fields_ = [
         ("pointer", ctypes.c_uint64),
