@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import FORMS, Arguments, Call, is_in_place
 from mpicomm.collectives.exchange import Exchange, Message
@@ -49,15 +48,15 @@ End = tuple[Any, int, int]
 class Collectives:
     """The collectives of the communicator ``comm``.
 
-    ``set_up`` gives its session, collectively the first time.
+    ``session`` is set up, collectively, by the first call that goes through kernels or mapped memory.
     """
 
-    def __init__(self, comm: MPI.Intracomm, placement: Placement, set_up: Callable[[str], Session]) -> None:
+    def __init__(self, comm: MPI.Intracomm, session: Session) -> None:
         self._comm = comm
-        self._set_up = set_up
-        self._rank = placement.rank
-        self._size = len(placement.places)
-        self._device = placement.here.device
+        self._session = session
+        self._set_up = session.set_up
+        self._rank = session.placement.rank
+        self._size = len(session.placement.places)
         self._completer = Completer()
         self._board: Board | None = None
         self._host_engine: HostEngine | None = None
@@ -149,7 +148,7 @@ class Collectives:
         """Return a persistent collective."""
         call = self._read(operation, arguments, algorithm)
         if call.on_device:
-            self._require_device(operation)
+            self._session.require_gpu(operation)
         else:
             refuse_stream(operation, stream)
             # A copy of the input, which `_mpi` then gives it, would be one of what was there when it was prepared.
@@ -247,7 +246,7 @@ class Collectives:
     def _enqueue(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> int:
         """Carry a call on device arrays out, which was made with ``arguments``; return the stream it is on."""
         operation = call.operation
-        self._require_device(operation)
+        self._session.require_gpu(operation)  # before anything looks at device memory
         session = self._set_up(operation)
         for operand in call.operands:
             require_here(operation, operand, session)
@@ -277,13 +276,6 @@ class Collectives:
             buffers,
         )
         return resolved
-
-    def _require_device(self, operation: str) -> None:
-        """Raise where this rank has no GPU, before anything looks at device memory; local."""
-        if not isinstance(self._device, int):
-            raise InvalidUsageError(
-                f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
-            )
 
     def _exchanges(self, call: Call, algorithm: str) -> list[Exchange]:
         """Return a call on host arrays as exchanges."""
@@ -334,11 +326,9 @@ class Collectives:
     def _on_device(self, operation: str) -> DeviceEngine:
         if self._device_engine is None:
             from mpicomm.collectives.gpu.engine import DeviceEngine
-            from mpicomm.devices.cuda.backend import CudaBackend
 
             session = self._set_up(operation)
-            backend = session.backend
-            assert isinstance(backend, CudaBackend)
+            backend = session.gpu(operation)
             board = self._shared_board(session)
             with backend.loading():  # it allocates and waits, which a thread that captures a graph may not otherwise
                 self._device_engine = session.keep(DeviceEngine(session.node, backend, session.kind, board))

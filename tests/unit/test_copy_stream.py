@@ -17,7 +17,11 @@ from cuda.bindings import driver
 from mpicomm.collectives.gpu.algorithms.copies.plan import Copy
 from mpicomm.devices.cuda import capture as cuda_capture
 
-MODULES = ("backend.cuda_completion", "backend.cuda_order", "collectives.device_copy_stream")
+MODULES = (
+    "devices.cuda.completion",
+    "devices.cuda.stream_order",
+    "collectives.gpu.algorithms.copies.copy_stream",
+)
 GLOBAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 NONE = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE

@@ -6,19 +6,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, ChannelMemory, Inboxes, escapes_nbytes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
-from mpicomm.devices.base import Segment
+from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.devices.handle import Kind
 from mpicomm.errors import HandleError
 from mpicomm.kernels.team import ABORT_OPERATION, MISMATCH
 from mpicomm.sharing.segments import SharedSegments, share
-
-if TYPE_CHECKING:
-    from mpicomm.devices.cuda.backend import CudaBackend  # needs CuPy, which the layout does not
 
 _COPIES = "collectives: copies"
 _MESSAGES = "messages in the order of streams"
@@ -39,7 +35,7 @@ class DeviceArena:
     def __init__(
         self,
         node: Group,
-        backend: CudaBackend,
+        backend: GpuBackend,
         kind: Kind,
         layout: ArenaLayout,
         before_more: Callable[[], None],

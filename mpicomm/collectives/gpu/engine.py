@@ -32,11 +32,10 @@ from mpicomm.collectives.gpu.plan import Plan, launching
 from mpicomm.collectives.gpu.program import Planners, Program, Step, tag_of
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import slowest_gb_s
-from mpicomm.devices.cuda.backend import CudaBackend
+from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
-from mpicomm.devices.cuda.stream_order import Enqueue
+from mpicomm.devices.cuda.stream_order import Enqueue, StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import MAX_RANKS, Team
@@ -65,7 +64,7 @@ class DeviceEngine:
     How the ranks meet, and why they cannot wait for each other in a circle, is told at the top of the three.
     """
 
-    def __init__(self, node: Group, backend: CudaBackend, kind: Kind, board: Board) -> None:
+    def __init__(self, node: Group, backend: GpuBackend, kind: Kind, board: Board) -> None:
         if node.size > MAX_RANKS:
             raise InvalidUsageError(
                 f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, this one has {node.size}"
@@ -98,7 +97,6 @@ class DeviceEngine:
         """The table of the first rank, which all go by."""
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, smallest))
         self._arena = DeviceArena(node, backend, kind, layout, self._require_same_call)
-        self._order = backend.stream_order()
         team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
         for index, rank in enumerate(node.ranks):
             team.arenas[index] = self._arena.pointers[index]
@@ -125,6 +123,7 @@ class DeviceEngine:
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
+            self._order = StreamOrder()
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
         backend.calls = self._calls.different
