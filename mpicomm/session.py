@@ -1,28 +1,23 @@
-"""Session: what one communicator has on this rank: its groups, its device, its shared memory, and their teardown."""
+"""Session: all that one communicator has on this rank: its device, its groups, what it shares, and the teardown."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, cast
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
-from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank
+from mpicomm.cluster.agreement import Group, duplicate, meet, release_before_finalize, world_rank
 from mpicomm.cluster.placement import Placement, find_placement
-from mpicomm.devices.base import Backend, Event, Segment
+from mpicomm.devices.base import Backend, GpuBackend
 from mpicomm.devices.handle import Kind
-from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.devices.host import HostBackend
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.sharing.choose_handle import choose_kind
-from mpicomm.sharing.segments import SharedSegments, share
-from mpicomm.symmetric.array import SymmetricArray, checked_shape, require_contiguous, require_writable
-from mpicomm.symmetric.events import SharedEvent
-from mpicomm.symmetric.owner import Shared
+from mpicomm.symmetric.owner import AnyShared, Shared
 from mpicomm.symmetric.registry import Mappings
-from mpicomm.symmetric.signals import SignalPad, SignalPads
+from mpicomm.symmetric.signals import SignalPads
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -30,199 +25,126 @@ if TYPE_CHECKING:
 _NODE_TAG = 1  # keeps the messages of a node's group apart from those of the whole communicator
 
 
-T = TypeVar("T", bound=Shared)
-
-
 class Session:
-    """Groups, device and shared memory of one communicator. ``comm`` is private to it and freed by `close`."""
+    """All that the communicator ``comm`` has on this rank. It exists as long as the communicator.
 
-    def __init__(self, comm: MPI.Intracomm, group: Group, node: Group, placement: Placement, backend: Backend) -> None:
-        self._comm = comm
-        self._group = group
-        self.node = node
+    It sets itself up at first need, because most communicators that a program makes carry host messages alone. The
+    first need of the device opens it, locally. The first call that all ranks make together sets up the rest,
+    collectively: see `set_up`.
+
+    `set_up` duplicates ``comm``, which stays the caller's. ``backend`` is this rank's device where it is open already.
+    """
+
+    backend: HostBackend | GpuBackend
+    """This rank's device. It is there after `gpu` or `set_up`; no property, as every call on known arrays reads it."""
+    group: Group
+    """All ranks. It is there after `set_up`, as are the two below."""
+    node: Group
+    """The ranks of this node: the same object as `group` where all ranks are on one node."""
+    pads: SignalPads
+
+    def __init__(
+        self, comm: MPI.Intracomm, placement: Placement, backend: HostBackend | GpuBackend | None = None
+    ) -> None:
         self.placement = placement
-        self.backend = backend
-        self.kind = cast(Kind, placement.here.handle)
         self.mappings = Mappings()
-        self.pads = SignalPads(node, backend, self.kind)
+        """The symmetric arrays that are open."""
+        self._comm = comm
+        self._private: MPI.Intracomm | None = None  # for the messages of the groups, which this session frees
+        self._groups: tuple[Group, ...] = ()  # `group`, and `node` where it is another one; none before `set_up`
         self._shared: list[Shared] = []
-        self.beside: list[Shared] = [self.pads]
-        """What is given back with the communicator and has no number among what ranks create together."""
+        self._beside: list[Shared] = []
+        self._meets_always = False
+        self._missed = False
         self._freed = False
-        release_before_finalize(self)
+        self._has_device = backend is not None
+        if backend is not None:
+            self.backend = backend
 
     @classmethod
     def create(cls, comm: MPI.Intracomm, device: int | str, handle: str, timeout_s: float | None) -> Session:
-        """Find nodes, devices and the best handle kind. Collective; a failure raises the same error on all ranks.
+        """Return a session that is set up, after it has found nodes, devices and the best handle kind.
 
-        ``comm`` is a duplicate of the user's communicator, and the session's own from now on.
+        Collective; a failure raises the same error on all ranks.
         """
-        group = Group(comm, range(comm.size), environment.usable_timeout_s(timeout_s))
-        with _freed_on_failure(comm, group):
-            return cls._create(comm, group, device, handle, timeout_s)
+        limit_s = environment.usable_timeout_s(timeout_s)
+        private = duplicate(comm, "Communicator", limit_s)
+        group = Group(private, range(comm.size), limit_s)
+        with _freed_on_failure(private, group):
+            # A bad value on one rank must not keep that rank from telling the others: exchanges check the values.
+            group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
+            group.agree("Communicator: log", lambda: log.configure(world_rank()))
+            session = cls(comm, find_placement(group, device, handle))
+            with session._opened_on_all_ranks(group):
+                session._choose_handle(group)
+                session._join(private, group)
+        return session
 
-    @classmethod
-    def _create(
-        cls, comm: MPI.Intracomm, group: Group, device: int | str, handle: str, timeout_s: float | None
-    ) -> Session:
-        # What is wrong on one rank must not keep it from telling the others, so it is judged inside an exchange.
-        group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
-        group.agree("Communicator: log", lambda: log.configure(world_rank()))
-        placement = find_placement(group, device, handle)
-        node = _node_of(group, placement)
-        with _bound(group, placement) as backend:
-            backend.make_current()
-            request = placement.here.handle
-            chosen = group.exchange("Communicator: choose handle", lambda: choose_kind(node, backend, request))
-            placement = placement.with_handles(chosen)
-            if node.rank == 0:
-                _announce_handle(backend, request, *chosen[group.rank])
-            return cls(comm, group, node, placement, backend)
+    @property
+    def kind(self) -> Kind:
+        """The kind of handle by which ranks open each other's memory."""
+        return cast(Kind, self.placement.here.handle)
 
-    @classmethod
-    def derive(cls, comm: MPI.Intracomm, placement: Placement, backend: Backend | None = None) -> Session:
-        """Return the session of a communicator made from another, whose choices it keeps. Collective, as `create`.
+    @property
+    def is_set_up(self) -> bool:
+        """Whether the groups exist. The same on all ranks."""
+        return bool(self._groups)
 
-        ``backend`` is this rank's if it has one already; it becomes the session's.
+    @property
+    def intact(self) -> bool:
+        """Whether all ranks still answered when they were last asked; collective MPI calls would hang otherwise."""
+        return not (self._missed or any(group.broken for group in self._groups))
+
+    def set_up(self, what: str) -> Session:
+        """Return this session with `backend`, `group`, `node` and `pads`. Collective the first time, else local.
+
+        ``what`` names the call in errors. A failure raises the same error on all ranks.
         """
-        group = Group(comm, range(comm.size), placement.here.timeout_s)
-        node = _node_of(group, placement)
-        with _freed_on_failure(comm, group), _bound(group, placement, backend) as bound:
-            return cls(comm, group, node, placement, bound)
+        if not self._groups:
+            self._require_unfreed(what)
+            private = duplicate(self._comm, what, self.placement.here.timeout_s)
+            group = Group(private, range(private.size), self.placement.here.timeout_s)
+            with _freed_on_failure(private, group), self._opened_on_all_ranks(group):
+                self._join(private, group)
+        return self
 
-    def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zero: bool) -> SymmetricArray:
-        """Allocate a symmetric array; see ``Communicator.empty`` and ``zeros``."""
-        what = "zeros" if zero else "empty"
-        checked: list[tuple[tuple[int, ...], np.dtype[Any]]] = []
-        views: list[Any] = []
+    def require_gpu(self, operation: str) -> None:
+        """Raise `InvalidUsageError` where the communicator is on the cpu; local, and the same on all ranks."""
+        if isinstance(self.placement.here.device, str):
+            raise _on_the_cpu(operation)
 
-        def signature() -> Hashable:
-            checked.append(checked_shape(shape, dtype))
-            return _signature(*checked[0])
+    def gpu(self, operation: str) -> GpuBackend:
+        """Return this rank's GPU, which opens if it is not open yet. Local.
 
-        def allocate() -> Segment:
-            (sizes, element) = checked[0]
-            nbytes = element.itemsize * int(np.prod(sizes, dtype=object))
-            segment = self.backend.allocate(self.kind, nbytes)
-            try:
-                views.append(self.backend.view(segment, sizes, element))
-                if zero:
-                    # Before the exchange that tells the peers of this memory, or their first put could be zeroed away.
-                    self.backend.zero(segment.pointer, nbytes)
-            except BaseException:  # not even a Ctrl-C may leave it to nobody
-                segment.close()
-                raise
-            return segment
+        Raises `InvalidUsageError` where the communicator is on the cpu or was freed, and as a device does that cannot
+        be opened.
+        """
+        self._require_unfreed(operation)
+        if not self._has_device:
+            self._open_device()
+        backend = self.backend
+        if isinstance(backend, HostBackend):
+            raise _on_the_cpu(operation)
+        return backend
 
-        return self._array(what, allocate, signature, views)
-
-    def register(self, array: Any) -> SymmetricArray:
-        """Open existing memory to the peers; see ``Communicator.register``."""
-        views: list[Any] = []
-
-        def signature() -> Hashable:
-            local = self.backend.asarray(array)
-            require_contiguous(local, "array")
-            require_writable(local, "array")
-            checked_shape(local.shape, local.dtype)
-            views.append(local)
-            return _signature(local.shape, local.dtype)
-
-        return self._array("register", lambda: self.backend.adopt(views[0]), signature, views, sealed=False)
-
-    def _array(
-        self,
-        what: str,
-        produce: Callable[[], Segment],
-        signature: Callable[[], Hashable],
-        views: list[Any],
-        *,
-        sealed: bool = True,
-    ) -> SymmetricArray:
-        """Share what ``produce`` returns; by then this rank's view of it is in ``views``."""
-        self.require_usable(what)
-        pads: list[SignalPad] = []
-
-        def clear_and_produce() -> Segment:
-            # Before the exchange that tells the peers of this array, or their first signal could be cleared away.
-            self.pads.clear(pads[0])
-            return produce()
-
-        def share_in_node() -> SharedSegments:
-            pads.append(self.pads.take())
-            return share(self.node, self.backend, what, clear_and_produce, signature, sealed=sealed)
-
-        try:
-            segments = self._share_everywhere(what, share_in_node, signature)
-        except Exception:
-            for pad in pads:
-                self.pads.give_back(pad)
-            raise
-        pointers = [segments[index].pointer for index in range(self.node.size)]
-        number = self.mappings.add(pointers, self.node.rank, views[0].nbytes)
-        array = SymmetricArray(self, segments, pads[0], views[0], number)
-        self._shared.append(array)
-        return array
-
-    def _share_everywhere(
-        self, what: str, share_in_node: Callable[[], SharedSegments], signature: Callable[[], Hashable]
-    ) -> SharedSegments:
-        """Share within each node, so that all ranks of all nodes succeed with one signature, or all fail."""
-        if self.node is self._group:
-            return share_in_node()
-        opened: list[SharedSegments] = []
-
-        def in_node() -> Hashable:
-            opened.append(share_in_node())
-            return signature()
-
-        try:
-            signatures = self._group.exchange(f"{what}: on all nodes", in_node)
-            if len(set(signatures)) > 1:
-                raise InvalidUsageError(f"{what}: the ranks differ: {signatures}; a symmetric array is the same on all")
-        except Exception:
-            for segments in opened:
-                with contextlib.suppress(MpicommError):
-                    segments.close(f"{what}: undo on all nodes")
-            raise
-        return opened[0]
-
-    def keep(self, shared: T) -> T:
-        """Give ``shared`` back with the communicator; all ranks keep the same in the same order. Local."""
+    def keep(self, shared: AnyShared) -> AnyShared:
+        """Give ``shared`` back with the communicator; all ranks keep the same things in the same order. Local."""
         self._shared.append(shared)
         return shared
 
-    def shared_event(self) -> SharedEvent:
-        """Create an event per rank; see ``Communicator.shared_event``."""
-        self.require_usable("shared_event")
-        events: dict[int, Event] = {}
-        rank = self.placement.rank
+    def keep_beside(self, member: Shared, *, opened_by_peers: bool) -> None:
+        """Give ``member`` back with the communicator; unlike with `keep`, each rank has its own. Local.
 
-        def create() -> bytes:
-            events[rank] = self.backend.create_event()
-            return events[rank].export()
-
-        def open_peers() -> None:
-            for peer in self.placement.node_ranks:
-                if peer != rank:
-                    events[peer] = self.backend.open_event(exported[peer])
-
-        try:
-            exported = self._group.exchange("shared_event: create and export", create)
-            self._group.agree("shared_event: open", open_peers)
-        except Exception:
-            for event in events.values():
-                event.close()
-            raise
-        shared = SharedEvent(self, events)
-        self._shared.append(shared)
-        return shared
+        ``opened_by_peers`` says that peers open its memory without any set-up: `close` then waits for them always.
+        """
+        self._beside.append(member)
+        self._meets_always |= opened_by_peers
 
     def close_shared(self, shared: Shared, what: str) -> None:
         """Give back one array or event; see its ``close``."""
         if self._freed:
             return
-        # Its place tells it from the others: all ranks have the same ones, in the same order.
+        # All ranks have the same ones in the same order, so its index tells it from the others.
         step = f"{what} {self._shared.index(shared)}: close"
         late = self._meet(step)
         try:
@@ -231,47 +153,118 @@ class Session:
             self._shared.remove(shared)
 
     def check(self, stream: Any) -> None:
-        """Wait for a stream, then raise what went wrong on it; see ``Communicator.check``."""
-        self.require_usable("check")
-        self.backend.synchronize(self.backend.stream(stream))
-        self.backend.check()
+        """Wait for a stream, then raise what went wrong on it; see ``Communicator.check``. Local."""
+        if self._groups:
+            self.require_usable("check")
+        self._require_unfreed("check")
+        if self._has_device:
+            self.backend.synchronize(self.backend.stream(stream))
+            self.backend.check()
 
     def require_usable(self, what: str) -> None:
-        """Raise if the communicator was freed, or is unusable since an earlier error; local and cheap."""
+        """Raise if the communicator was freed or an earlier error broke it; after `set_up`. Local and cheap."""
         if self._freed:
-            raise InvalidUsageError(f"{what}: the communicator was freed; create another")
-        self._group.require_whole(what)
-        if self.node is not self._group:
+            self._require_unfreed(what)
+        self.group.require_whole(what)
+        if self.node is not self.group:
             self.node.require_whole(what)
         self.backend.check()
 
     def close(self) -> None:
-        """Give everything back. Collective, blocking; local where the communicator is broken. Idempotent."""
+        """Give everything back. Collective, blocking; local where the communicator is broken. Idempotent.
+
+        It sets nothing up: where that has not happened, ranks wait for each other only if peers may have opened memory
+        of theirs all the same.
+        """
         if self._freed:
             return
         late = self._meet("Free")
         self._freed = True
         try:
-            self._give_back([*reversed(self._shared), *self.beside], "Free", late)
+            self._give_back([*reversed(self._shared), *self._beside], "Free", late)
         finally:
             self._shared.clear()
-            self.backend.close()
-            if self.intact:
-                self._comm.Free()
+            if self._has_device:
+                self.backend.close()
+            if self._private is not None and self.intact:
+                self._private.Free()
 
-    @property
-    def intact(self) -> bool:
-        """Whether all ranks still answered when last asked; collective MPI calls would hang otherwise."""
-        return not (self._group.broken or self.node.broken)
+    def release(self) -> None:
+        """Unmap the peers' memory before MPI_Finalize; local, without a barrier.
+
+        Own memory is left to the end of the process: peers that are not yet here may still use it.
+        """
+        if self._freed:
+            return
+        self._freed = True
+        with contextlib.suppress(MpicommError):
+            self.backend.synchronize()
+            for member in (*self._shared, *self._beside):
+                member.close_peers()
+
+    def _require_unfreed(self, what: str) -> None:
+        if self._freed:
+            raise InvalidUsageError(f"{what}: the communicator was freed; create another")
+
+    def _open_device(self) -> None:
+        self.backend = self.placement.create_backend()
+        self._has_device = True
+
+    @contextlib.contextmanager
+    def _opened_on_all_ranks(self, group: Group) -> Iterator[None]:
+        """Open the device of every rank, and close it again if that, or the block, raises on any. Collective.
+
+        A device that was open before stays open.
+        """
+        was_open = self._has_device
+
+        def open_device() -> None:
+            if not was_open:
+                self._open_device()
+
+        try:
+            group.agree("Communicator: bind device", open_device)
+            yield
+        except Exception:
+            if self._has_device and not was_open:
+                self._has_device = False
+                with contextlib.suppress(MpicommError):  # a device that has failed refuses this too
+                    self.backend.close()
+            raise
+
+    def _choose_handle(self, group: Group) -> None:
+        """Find the best kind of handle that works between the ranks of each node. Collective."""
+        self.backend.make_current()
+        node, request = self._node_of(group), self.placement.here.handle
+        chosen = group.exchange("Communicator: choose handle", lambda: choose_kind(node, self.backend, request))
+        self.placement = self.placement.with_handles(chosen)
+        if node.rank == 0:
+            _announce_handle(self.backend, request, *chosen[group.rank])
+
+    def _join(self, private: MPI.Intracomm, group: Group) -> None:
+        """Take the groups over; local."""
+        self.group = group
+        self.node = self._node_of(group)
+        self.pads = SignalPads(self.node, self.backend, self.kind)
+        self._beside.append(self.pads)
+        self._private = private
+        self._groups = (group,) if self.node is group else (group, self.node)
+        release_before_finalize(self)
+
+    def _node_of(self, group: Group) -> Group:
+        """Return the group of this rank's node: ``group`` on one node, so that all ranks meet in one exchange."""
+        if len(self.placement.node_ranks) == group.size:
+            return group
+        return group.subgroup(self.placement.node_ranks, tag=_NODE_TAG)
 
     def _meet(self, step: str) -> MpicommError | None:
         """Wait until all ranks are about to give the same back; if one does not come, return that for `_give_back`.
 
-        Raises `PeerError` where they call different things: nothing has been given back then, and all can go on.
+        Raises `PeerError` where ranks call different things: nothing has been given back then, and all can go on.
         """
-        if self.intact:
+        if self._groups and self.intact:
             try:
-                self._group.barrier(step)
+                self.group.barrier(step)
             except MpicommError as error:
                 if self.intact:
                     raise
@@ -289,69 +282,46 @@ class Session:
             with contextlib.ExitStack() as then:
                 for member in reversed(shared):
                     then.callback(member.close_peers)
-                self.backend.synchronize()
+                if self._has_device:
+                    self.backend.synchronize()
 
         with contextlib.ExitStack() as last:
             for member in reversed(shared):
                 last.callback(member.close_own)  # whatever fails before: a peer that is gone has nothing mapped
-            if self.intact:
-                self._group.agree(f"{step}: unmap", stop_and_unmap)
+            if not self._groups:
+                if self._meets_always:
+                    last.callback(self._meet_without_groups, step)
+                stop_and_unmap()
+            elif self.intact:
+                self.group.agree(f"{step}: unmap", stop_and_unmap)
             else:
                 stop_and_unmap()
             if late is not None:
                 raise late
 
-    def release(self) -> None:
-        """Unmap the peers' memory before MPI_Finalize; local, without a barrier.
-
-        Own memory is left to the end of the process: peers that are not yet here may still use it.
-        """
-        if self._freed:
-            return
-        self._freed = True
-        with contextlib.suppress(MpicommError):
-            self.backend.synchronize()
-            for member in (*self._shared, *self.beside):
-                member.close_peers()
+    def _meet_without_groups(self, step: str) -> None:
+        """Wait until all ranks have come here. Collective."""
+        try:
+            meet(self._comm, step, self.placement.here.timeout_s)
+        except CollectiveTimeoutError:
+            self._missed = True
+            raise
 
 
-def _node_of(group: Group, placement: Placement) -> Group:
-    """Return the group of this rank's node: on one node the same, so that ranks that differ meet in one exchange."""
-    if len(placement.node_ranks) == group.size:
-        return group
-    return group.subgroup(placement.node_ranks, tag=_NODE_TAG)
+def _on_the_cpu(operation: str) -> InvalidUsageError:
+    return InvalidUsageError(
+        f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
+    )
 
 
 @contextlib.contextmanager
 def _freed_on_failure(comm: MPI.Intracomm, group: Group) -> Iterator[None]:
-    """Free ``comm`` if the block raises on all ranks alike; where somebody is missing that would wait for ever."""
+    """Free ``comm`` if the block raises on all ranks alike; with a rank missing, that would wait for ever."""
     try:
         yield
     except Exception:
         if group.broken is None:
             comm.Free()
-        raise
-
-
-@contextlib.contextmanager
-def _bound(group: Group, placement: Placement, backend: Backend | None = None) -> Iterator[Backend]:
-    """Give every rank its backend, and close it again if that, or the block, raises on any. Collective.
-
-    A ``backend`` that a rank has already is left to it.
-    """
-    backends: list[Backend] = []
-
-    def bind() -> None:
-        if backend is None:
-            backends.append(placement.create_backend())
-
-    try:
-        group.agree("Communicator: bind device", bind)
-        yield backend or backends[0]
-    except Exception:
-        for backend in backends:
-            with contextlib.suppress(MpicommError):  # a device that has failed refuses this too; the cause is raised
-                backend.close()
         raise
 
 
@@ -362,7 +332,3 @@ def _announce_handle(backend: Backend, request: str, kind: Kind, rejected: dict[
         reason = "; ".join(f"not {other}: {why}" for other, why in rejected.items()) or "the best there is"
     say = logger.warning if kind == "staged" else logger.info
     say("device %s, memory handles %s: %s", backend.device, kind, reason)
-
-
-def _signature(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
-    return f"shape={shape} dtype={dtype}"

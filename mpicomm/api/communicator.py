@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -19,15 +18,16 @@ from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
-from mpicomm.cluster.agreement import duplicate, forked, meet
+from mpicomm.cluster.agreement import duplicate, forked
 from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.dispatch import Collectives
 from mpicomm.collectives.host.fast_path import LIMITS
-from mpicomm.devices.base import Backend, Link
+from mpicomm.devices.base import Link
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.in_stream_order import InStreamOrder
 from mpicomm.session import Session
+from mpicomm.symmetric import create
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.symmetric.events import SharedEvent
 
@@ -74,10 +74,8 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
     ``Create_group``, ...) are Communicators on the same devices; their set-up waits for their first use.
     """
 
-    _placement: Placement
-    _session: Session | None  # None until the first use of a communicator that was made from another
+    _session: Session
     _unfreed = False
-    _own_backend: Backend | None  # of one that was used without a session, which takes it over
 
     def __new__(
         cls,
@@ -91,10 +89,9 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
-        deadline_s = environment.usable_timeout_s(timeout_s)
-        session = Session.create(duplicate(plain, "Communicator", deadline_s), device, handle, timeout_s)
-        self = super().__new__(cls, duplicate(plain, "Communicator", deadline_s))
-        self._begin(session.placement, session)
+        session = Session.create(plain, device, handle, timeout_s)
+        self = super().__new__(cls, duplicate(plain, "Communicator", environment.usable_timeout_s(timeout_s)))
+        self._begin(session)
         self._unfreed = True
         return self
 
@@ -108,21 +105,22 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
                 f"{self!r} was not freed: call Free, or use a with block", ResourceWarning, stacklevel=2, source=self
             )
 
-    def _begin(self, placement: Placement, session: Session | None) -> None:
-        self._placement = placement
+    def _begin(self, session: Session) -> None:
         self._session = session
-        self._own_backend = None
-        self._collectives = Collectives(self, placement, self._set_up)
-        self._messages = Messages(self, placement, self._local_backend)
+        self._collectives = Collectives(self, session)
+        self._messages = Messages(self, session.placement, session.gpu)
         self._in_stream_order = InStreamOrder(self._collectives)
-        if session is not None:
-            session.beside.append(self._messages.memory)
-        self._block_limit = min(LIMITS["Gather"], LIMITS["Scatter"]) // len(placement.places)
+        # Peers open this rank's outbox as messages come: which of them have, only they know.
+        session.keep_beside(self._messages.memory, opened_by_peers=self._messages.described)
+        self._block_limit = min(LIMITS["Gather"], LIMITS["Scatter"]) // len(session.placement.places)
 
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:
             return "<mpicomm.Communicator freed>"
-        rank, size = self._placement.rank, len(self._placement.places)  # MPI's answers end with MPI_Finalize
+        rank, size = (
+            self._placement.rank,
+            len(self._placement.places),
+        )  # MPI's answers end with MPI_Finalize
         return f"<mpicomm.Communicator rank {rank} of {size} device={self.device!r} handle={self.handle!r}>"
 
     def __enter__(self) -> Self:
@@ -130,6 +128,10 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
     def __exit__(self, *exception: object) -> None:
         self.Free()
+
+    @property
+    def _placement(self) -> Placement:
+        return self._session.placement
 
     @property
     def device(self) -> int | str:
@@ -166,11 +168,11 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         ``close()``, or leave it to `Free`. Raises, on every rank alike, `InvalidUsageError` for a bad or differing
         shape or dtype, `HandleError` where memory cannot be had or opened, `CollectiveTimeoutError`.
         """
-        return self._set_up("empty").empty(shape, dtype, zero=False)
+        return create.empty(self._session.set_up("empty"), shape, dtype, zero=False)
 
     def zeros(self, shape: int | Sequence[int], dtype: npt.DTypeLike = float) -> SymmetricArray:
         """Allocate as `empty` does, filled with zeros."""
-        return self._set_up("zeros").empty(shape, dtype, zero=True)
+        return create.empty(self._session.set_up("zeros"), shape, dtype, zero=True)
 
     def register(self, array: Any) -> SymmetricArray:
         """Open memory that exists already, one array per rank, to the others of the node. Collective, blocking.
@@ -183,34 +185,29 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         Raises, on every rank alike, `InvalidUsageError` for memory that cannot be opened, naming its kind and the way
         out, and for shapes or dtypes that differ; `HandleError`, `CollectiveTimeoutError`.
         """
-        return self._set_up("register").register(array)
+        return create.register(self._session.set_up("register"), array)
 
     def shared_event(self) -> SharedEvent:
         """Create an event per rank that all ranks of the node can wait for. Collective, blocking."""
-        return self._set_up("shared_event").shared_event()
+        return create.shared_event(self._session.set_up("shared_event"))
 
     def check(self, stream: Any = None) -> None:
         """Wait for ``stream``, then raise what an earlier stream-ordered call could not do. Local, blocking.
 
         Raises `CollectiveTimeoutError` naming the rank that did not come. The communicator is unusable then.
         """
-        if self._session is None and self != MPI.COMM_NULL:  # setting up would be collective
-            if self._own_backend is not None:
-                self._own_backend.synchronize(self._own_backend.stream(stream))
-                self._own_backend.check()
-            return
-        self._set_up("check").check(stream)
+        self._session.check(stream)
 
     def describe(self) -> RankInfo:
         """Return where this rank is and how it reaches the others. Local, once the communicator is set up."""
-        session = self._set_up("describe")
-        places, here = self._placement.places, self._placement.here
+        session = self._session.set_up("describe")
+        placement, here = session.placement, session.placement.here
         device = here.devices[here.device] if isinstance(here.device, int) else None
         return RankInfo(
             rank=self.rank,
             host=here.host,
             pid=here.pid,
-            node=self._placement.node_index,
+            node=placement.node_index,
             device=here.device,
             device_name=device.name if device else "cpu",
             device_uuid=here.device_uuid,
@@ -222,9 +219,9 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
                 Link("self")
                 if rank == self.rank
                 else session.backend.link(place.device_uuid, session.kind)
-                if rank in self._placement.node_ranks
+                if rank in placement.node_ranks
                 else Link("other node")
-                for rank, place in enumerate(places)
+                for rank, place in enumerate(placement.places)
             ),
         )
 
@@ -235,12 +232,12 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees what is this
         rank's and does not wait for the others.
         """
-        if self._close_session():
+        if self._close():
             super().Free()
 
     def Disconnect(self) -> None:
         """Free as `Free` does, after pending communication has completed."""
-        if self._close_session():
+        if self._close():
             super().Disconnect()
 
     def Dup(self, info: MPI.Info | None = None) -> Self:
@@ -293,51 +290,13 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
             group.Free()
             parent_group.Free()
         child = MPI.Intracomm.__new__(type(self), comm)
-        child._begin(self._placement.subset(ranks), None)
+        child._begin(Session(comm, self._placement.subset(ranks)))
         return child
 
-    def _set_up(self, what: str) -> Session:
-        """Return the session; collective the first time, on a communicator that was made from another."""
-        if self._session is None:
-            if self == MPI.COMM_NULL:
-                raise InvalidUsageError(f"{what}: the communicator was freed; create another")
-            private = duplicate(MPI.Intracomm(self), what, self._placement.here.timeout_s)
-            self._session = Session.derive(private, self._placement, self._own_backend)
-            self._own_backend = None
-            self._session.beside.append(self._messages.memory)
-        return self._session
-
-    def _local_backend(self, what: str) -> Backend:
-        """Return this rank's device; local, whether or not the communicator is set up."""
-        if self == MPI.COMM_NULL:
-            raise InvalidUsageError(f"{what}: the communicator was freed; create another")
-        if self._session is not None:
-            return self._session.backend
-        if self._own_backend is None:
-            self._own_backend = self._placement.create_backend()
-        return self._own_backend
-
-    def _close_session(self) -> bool:
-        """Close the session if there is one; return whether MPI's own free, which is collective, may follow."""
+    def _close(self) -> bool:
+        """Close the session; return whether MPI's own free, which is collective, may follow."""
         self._unfreed = False  # freed as well as it can be: of a broken communicator MPI keeps its part
         if self == MPI.COMM_NULL or MPI.Is_finalized() or forked():
             return False
-        if self._session is None:
-            self._close_messages()
-            return True
         self._session.close()
         return self._session.intact
-
-    def _close_messages(self) -> None:
-        """Give back what messages have taken on a communicator without a session; as `Session.close` does."""
-        backend, self._own_backend = self._own_backend, None
-        with contextlib.ExitStack() as then:  # the last first, whatever fails before
-            if backend is not None:
-                then.callback(backend.close)
-            then.callback(self._messages.memory.close_own)
-            if self._messages.described:
-                # Peers may have this rank's outbox mapped, and be copying from it; which, only they know.
-                then.callback(meet, MPI.Intracomm(self), "Free", self._placement.here.timeout_s)
-            then.callback(self._messages.memory.close_peers)
-            if backend is not None:
-                backend.synchronize()

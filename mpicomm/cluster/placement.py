@@ -11,19 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group, group_by_node, node_key
-from mpicomm.devices.base import Backend
+from mpicomm.devices.base import DeviceInfo, GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import NO_DEVICE, HostBackend
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError
 from mpicomm.log import logger
-
-if TYPE_CHECKING:
-    from mpicomm.devices.cuda.driver import DeviceInfo
-
 
 SECRET_NBYTES = 32
 
@@ -112,7 +107,7 @@ class Placement:
         ]
         return Placement(places, self.rank)
 
-    def create_backend(self) -> Backend:
+    def create_backend(self) -> HostBackend | GpuBackend:
         """Return a backend for this rank's device; local. Raises `BackendUnavailableError` or `HandleError`."""
         place = self.here
         if isinstance(place.device, str):

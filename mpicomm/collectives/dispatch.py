@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
-from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.exchange import Message
@@ -46,16 +45,16 @@ End = tuple[Any, int, int]
 class Collectives:
     """The collectives of the communicator ``comm``.
 
-    ``set_up`` gives its session, collectively the first time.
+    The first call that goes through kernels or mapped memory sets ``session`` up, collectively.
     """
 
-    def __init__(self, comm: MPI.Intracomm, placement: Placement, set_up: Callable[[str], Session]) -> None:
+    def __init__(self, comm: MPI.Intracomm, session: Session) -> None:
+        placement = session.placement
         self._comm = comm
-        self._set_up = set_up
+        self._session = session
         self._rank = placement.rank
         self._size = len(placement.places)
         self._nodes = len(placement.nodes)
-        self._device = placement.here.device
         self._completer = Completer()
         self._board: Board | None = None
         self._host: HostEngine | None = None
@@ -115,7 +114,7 @@ class Collectives:
         """Return a persistent collective."""
         call = self._read(operation, arguments, algorithm)
         if call.on_device:
-            self._require_device(operation.name)
+            self._session.require_gpu(operation.name)
         else:
             refuse_stream(operation.name, stream)
             # `_mpi` would give MPI a copy of the input in place, as the input is when the request is prepared.
@@ -133,7 +132,7 @@ class Collectives:
 
     def barrier(self, stream: Any) -> None:
         """Hold a stream of this rank's GPU until the streams of all ranks of the node have come here."""
-        session = self._set_up("Barrier")
+        session = self._session.set_up("Barrier")
         if not isinstance(session.backend.device, int):
             refuse_stream("Barrier", stream)
         if self._nodes > 1:
@@ -161,7 +160,7 @@ class Collectives:
             if known:
                 gpu.enqueue(known, stream, sendbuf, recvbuf)
                 return
-        session = self._set_up(operation)
+        session = self._session.set_up(operation)
         sent, received = read(operation, send, receive, session)
         session.require_usable(operation)
         gpu = self._on_gpu(operation)
@@ -206,7 +205,7 @@ class Collectives:
         operation = call.operation
         if call.on_device:
             resolved = self._enqueue(call, arguments, stream, algorithm)
-            return self._until(operation, self._set_up(operation.name).backend.completion(resolved))
+            return self._until(operation, self._session.set_up(operation.name).backend.completion(resolved))
         refuse_stream(operation.name, stream)
         # It is done when this returns, because the engine of the host has no thread.
         if selection.is_mpis_request(call, algorithm):  # in place, where MPI has to be given a copy each time
@@ -218,14 +217,14 @@ class Collectives:
 
     def _until(self, operation: Operation, done: Callable[[], bool]) -> Work:
         """Return a call that was begun as work, which is over when ``done`` says so."""
-        backend = self._set_up(operation.name).backend
+        backend = self._session.set_up(operation.name).backend
         return self._completer.add(Work(done, backend.check), backend.prepare_thread)
 
     def _enqueue(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> int:
         """Carry out a call on device arrays that was made with ``arguments``; return the stream it is on."""
         operation = call.operation
-        self._require_device(operation.name)
-        session = self._set_up(operation.name)
+        self._session.require_gpu(operation.name)  # before device memory is looked at
+        session = self._session.set_up(operation.name)
         for operand in call.operands:
             require_here(operation.name, operand, session)
         session.require_usable(operation.name)
@@ -255,13 +254,6 @@ class Collectives:
             lambda send, receive: self._mpi(call.operation, replace(arguments, send=send, receive=receive)),
             buffers,
         )
-
-    def _require_device(self, operation: str) -> None:
-        """Raise where this rank has no GPU, before device memory is looked at; local."""
-        if not isinstance(self._device, int):
-            raise InvalidUsageError(
-                f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
-            )
 
     def _mpi(self, operation: Operation, arguments: Arguments, method: str = "", info: MPI.Info | None = None) -> Any:
         """Call mpi4py's ``method``, by default the blocking one. The Communicator's own method has called this one."""
@@ -293,7 +285,7 @@ class Collectives:
 
     def _on_host(self, operation: str) -> HostEngine:
         if self._host is None:
-            session = self._set_up(operation)
+            session = self._session.set_up(operation)
             session.require_usable(operation)
             self._host = session.keep(HostEngine(session.node, self._shared_board(session)))
         return self._host
@@ -302,11 +294,9 @@ class Collectives:
         if self._gpu is None:
             from mpicomm.collectives.gpu.engine import DeviceEngine
             from mpicomm.collectives.gpu.plan_cache import PlanCache
-            from mpicomm.devices.cuda.backend import CudaBackend
 
-            session = self._set_up(operation)
-            backend = session.backend
-            assert isinstance(backend, CudaBackend)
+            session = self._session.set_up(operation)
+            backend = session.gpu(operation)
             board = self._shared_board(session)
             with backend.loading():  # it allocates and waits, which a thread that captures a graph may not otherwise
                 engine = session.keep(DeviceEngine(session.node, backend, session.kind, board))

@@ -1,8 +1,9 @@
-"""What a memory backend does: the Protocol that host.py and cuda.py fulfil."""
+"""Backend and GpuBackend: the Protocols of a device, which devices/host.py and devices/cuda/backend.py fulfil."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -11,6 +12,8 @@ import numpy.typing as npt
 
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import Kind, MemoryHandle
+from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.kernels.team import Faults
 
 
 @dataclass(frozen=True)
@@ -155,3 +158,95 @@ class Backend(Protocol):
 
     def close(self) -> None:
         """Release what the backend itself holds. A second call does nothing."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """One GPU as this process sees it."""
+
+    ordinal: int
+    """Its number here, which CUDA_VISIBLE_DEVICES changes; other processes may count differently."""
+    name: str
+    uuid: bytes
+    """16 bytes that name the device (or MIG instance) in every process."""
+    pci_bus_id: str
+    """For example ``0000:1b:00.0``."""
+    numa_node: int
+    """NUMA node of the host the device is attached to; -1 where the machine does not say."""
+    compute_capability: tuple[int, int]
+
+
+class SideStreams(Protocol):
+    """Streams beside the user's, for work that waits for other ranks. All methods are local and do not block."""
+
+    def mark(self, stream: int) -> Any:
+        """Return the point in ``stream`` that its work so far has come to."""
+
+    def passed(self, mark: Any) -> bool:
+        """Return whether the work up to a mark is done."""
+
+    def follow(self, stream: int, mark: Any) -> None:
+        """Let later work on ``stream`` wait for a mark."""
+
+    def take(self, after: Any = None) -> int:
+        """Return a stream that nobody else uses until `give_back`, and on which work follows the mark ``after``."""
+
+    def give_back(self, stream: int) -> None:
+        """Let the stream be taken again, once the work on it is done."""
+
+
+Calls = Callable[[], Sequence[str]]
+"""Returns what each rank called, in words, where they called different things; else nothing."""
+
+
+class GpuBackend(Backend, Protocol):
+    """A `Backend` whose streams run kernels, and can wait for memory that other processes write.
+
+    All methods are local. Those that load kernels may block.
+    """
+
+    info: DeviceInfo
+    timeout_ns: int
+    """How long a kernel waits for a peer before it gives up."""
+    calls: Calls | None
+    """What `check` asks for what each rank called, where they called different things."""
+
+    @property
+    def side_streams(self) -> SideStreams:
+        """Streams for messages."""
+
+    @property
+    def multiprocessors(self) -> int:
+        """How many blocks of any size can certainly run at once."""
+
+    @property
+    def total_nbytes(self) -> int:
+        """How much memory the device has."""
+
+    @property
+    def faults(self) -> Faults:
+        """Where kernels say that they cannot go on."""
+
+    def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """Let `check` raise what ``error`` says from now on."""
+
+    def current(self) -> AbstractContextManager[None]:
+        """Return a ``with`` block in which the device's context is current on the calling thread."""
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Return a ``with`` block, of one thread at a time, that may load kernels even while it captures a graph."""
+
+    def fill(self, pointer: int, nbytes: int, byte: int) -> None:
+        """Set bytes to ``byte`` and wait for that, and for nothing else on the device."""
+
+    def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
+        """As `fill`, with a word of four bytes each."""
+
+    def publish(self, word: int, count: int, stream: int) -> None:
+        """Store ``count`` at ``word``, visible to all, after all earlier work of the stream."""
+
+    def await_count(self, word: int, target: int, number: int, peer: int, stream: int) -> None:
+        """Hold the stream until ``word`` has come to ``target``; after the time-out `check` names message and peer."""
+
+    def is_capturing(self, stream: int) -> bool:
+        """Return whether what is enqueued on ``stream`` becomes part of a graph."""

@@ -7,13 +7,12 @@ lies, or a host copy; for a buffer that receives, its `Landing`. So MPI does all
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import Backend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.description import LEAST_PIECE_NBYTES, NBYTES, THRESHOLD_NBYTES
 from mpicomm.messages.device import MessageDevice
@@ -33,18 +32,18 @@ Send = Callable[..., Any]
 
 
 class Messages:
-    """The messages of communicator ``comm``. ``backend`` gives its device, locally; nothing here is collective.
+    """The messages of communicator ``comm``. ``gpu`` gives its device, locally; nothing here is collective.
 
     ``described`` says whether messages of device arrays may be described, that is, whether memory of this node's GPUs
     is opened by IPC handles; then receives into host arrays, too, have to look whether a description has come.
     """
 
-    def __init__(self, comm: MPI.Intracomm, placement: Placement, backend: Callable[[str], Backend]) -> None:
+    def __init__(self, comm: MPI.Intracomm, placement: Placement, gpu: Callable[[str], MessageDevice]) -> None:
         here = placement.here
         self.on_gpu = isinstance(here.device, int)
         self.described = self.on_gpu and here.handle == "ipc"
         self._comm = comm
-        self._backend = backend
+        self._gpu = gpu
         self._kind = here.handle
         self._rank = placement.rank
         self._near = frozenset(placement.node_ranks)
@@ -229,11 +228,7 @@ class Messages:
             device.side_streams.give_back(side)
 
     def _ready(self, operation: str) -> MessageDevice:
-        if not self.on_gpu:
-            raise InvalidUsageError(
-                f'{operation}: the buffers are on a GPU, the communicator is on the cpu: create it with device="auto"'
-            )
-        device = cast(MessageDevice, self._backend(operation))
+        device = self._gpu(operation)
         device.check()
         return device
 
@@ -242,7 +237,7 @@ class Messages:
         array = next((buf for buf in buffers if is_on_device(buf)), None)
         if array is None:
             return False
-        device = cast(MessageDevice, self._backend(operation))
+        device = self._gpu(operation)
         return device.is_capturing(device.stream(stream, array_of(array)))
 
     @staticmethod

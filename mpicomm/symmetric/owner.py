@@ -1,11 +1,13 @@
-"""Owner: the communicator of symmetric memory, as arrays and events see it."""
+"""Owner: the session of a communicator, as its symmetric arrays and shared events see it."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, TypeVar
 
+from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import Backend
+from mpicomm.devices.handle import Kind
 from mpicomm.symmetric.registry import Mappings
 from mpicomm.symmetric.signals import SignalPads
 
@@ -20,16 +22,36 @@ class Shared(Protocol):
         """Free this rank's part; local, after every peer's `close_peers`."""
 
 
+AnyShared = TypeVar("AnyShared", bound=Shared)
+
+
 class Owner(Protocol):
     """The part of a session that symmetric arrays and shared events need; `mpicomm.session.Session` has it."""
 
     placement: Placement
-    backend: Backend
     mappings: Mappings
+    group: Group
+    """All ranks of the communicator."""
+    node: Group
+    """The ranks of this node: the same object as `group` where all ranks are on one node."""
     pads: SignalPads
+
+    @property
+    def backend(self) -> Backend:
+        """This rank's device."""
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of handle by which ranks open each other's memory."""
 
     def require_usable(self, what: str) -> None:
         """Raise where the communicator was freed or is broken; local and cheap."""
+
+    def keep(self, shared: AnyShared) -> AnyShared:
+        """Give ``shared`` back with the communicator, unless it is closed before; local.
+
+        All ranks keep the same things in the same order.
+        """
 
     def close_shared(self, shared: Shared, what: str) -> None:
         """Give ``shared`` back; collective, blocking."""

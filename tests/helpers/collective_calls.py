@@ -323,5 +323,5 @@ def compile_reductions(comm: mpicomm.Communicator, names: Sequence[str]) -> None
     """Let each rank compile some of the reductions that a GPU needs for these types, for all. Collective."""
     if comm.device == "cpu":
         return
-    backend: Any = comm._set_up("compile_reductions").backend
+    backend = comm._session.gpu("compile_reductions")
     compile_kernels(backend.info.compute_capability, [(name, op) for name in names for op in legal_ops(name)], comm)

@@ -48,16 +48,14 @@ class Rig:
         import cupy
 
         from mpicomm.collectives.gpu.engine import DeviceEngine
-        from mpicomm.devices.cuda.backend import CudaBackend
 
-        session = comm._set_up("test")
-        assert isinstance(session.backend, CudaBackend)
-        self.backend = session.backend
+        session = comm._session.set_up("test")
+        self.backend = session.gpu("test")
         self.comm = comm
         self.node = session.node
         self.rank, self.size = self.node.rank, self.node.size
         self._board = Board(session.node)
-        self.engine = DeviceEngine(session.node, session.backend, session.kind, self._board)
+        self.engine = DeviceEngine(session.node, self.backend, session.kind, self._board)
         self.stream = cupy.cuda.Stream(non_blocking=True)
 
     def run(self, pattern: Pattern, signature: Signature = SUM, stream: Any = None) -> None:

@@ -22,14 +22,16 @@ from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
+from mpi4py import MPI
 
 import mpicomm
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import Backend, Scratch
+from mpicomm.devices.base import GpuBackend, Scratch
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
 from mpicomm.errors import CollectiveTimeoutError, HandleError
+from mpicomm.session import Session
 
 POISON = 0xDB
 _KEY = struct.Struct("<QQQ")
@@ -117,7 +119,7 @@ class _SideStreams:
 
 
 class ThreadDevice:
-    """What messages need of a device, see ``mpicomm.messages.device``, and what tests do."""
+    """What messages need of a device, see ``mpicomm.devices.base``, and what tests do."""
 
     device: int | str = 0
     kinds: tuple[Kind, ...] = ("ipc",)
@@ -267,11 +269,11 @@ def on_threads(
 
 
 def take_for_gpu(comm: mpicomm.Communicator, handle: str = "ipc", **options: Any) -> ThreadDevice:
-    """Let a communicator without a session take a `ThreadDevice` for its GPU; local."""
-    places = [replace(place, device=0, handle=handle) for place in comm._placement.places]
-    comm._begin(Placement(places, comm._placement.rank), None)
-    device = ThreadDevice(comm.rank, comm._placement.here.timeout_s, **options)
-    comm._own_backend = cast(Backend, device)
+    """Let a communicator that is not set up take a `ThreadDevice` for its GPU; local."""
+    was = comm._session.placement
+    device = ThreadDevice(comm.rank, was.here.timeout_s, **options)
+    placement = Placement([replace(place, device=0, handle=handle) for place in was.places], was.rank)
+    comm._begin(Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device)))
     return device
 
 

@@ -25,7 +25,7 @@ class Recorder:
     """Takes the messages that would be enqueued."""
 
     def __init__(self, comm: mpicomm.Communicator) -> None:
-        self._session: Any = SimpleNamespace(backend=SimpleNamespace(device=0), placement=comm._placement)
+        self._session: Any = SimpleNamespace(backend=SimpleNamespace(device=0), placement=comm._session.placement)
         self.messages: list[tuple[str, Any, Message | None, Message | None]] = []
 
     def message(self, operation: str, stream: Any, send: Any, receive: Any, read: Callable[..., Any]) -> None:

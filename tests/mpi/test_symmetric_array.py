@@ -163,7 +163,7 @@ def test_array_lives_without_a_reference(comm: mpicomm.Communicator) -> None:
 def test_zeros_are_zero_before_a_peer_can_write(
     comm: mpicomm.Communicator, xp: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    backend = comm._set_up("test").backend
+    backend = comm._session.set_up("test").backend
     zero = backend.zero
 
     def late_zero(pointer: int, nbytes: int) -> None:

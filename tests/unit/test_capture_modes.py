@@ -21,8 +21,10 @@ from mpicomm.devices.cuda import capture as cuda_capture
 from mpicomm.mpi.requests import Completer, Work
 
 # Those that import CuPy.
-MODULES = [f"mpicomm.backend.{name}" for name in ("cuda_arrays", "cuda_completion", "cuda_order", "cuda_side_streams")]
-MODULES += ["mpicomm.devices.cuda.streams", "mpicomm.devices.cuda.backend"]
+MODULES = [
+    f"mpicomm.devices.cuda.{name}"
+    for name in ("arrays", "completion", "stream_order", "side_streams", "streams", "backend")
+]
 GLOBAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 LONG_S = 20

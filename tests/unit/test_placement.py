@@ -14,8 +14,8 @@ from mpicomm import environment
 from mpicomm.cluster import placement
 from mpicomm.cluster.agreement import Group, group_by_node
 from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parse_cpulist
+from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda import driver as cuda_driver
-from mpicomm.devices.cuda.driver import DeviceInfo
 from mpicomm.devices.host import NO_DEVICE, HostBackend
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError
 from mpicomm.log import logger

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
-from mpicomm.devices.base import Segment
+from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.devices.handle import Kind
 from mpicomm.errors import HandleError
 from mpicomm.kernels.team import ABORT_OPERATION, MISMATCH
 from mpicomm.sharing.segments import SharedSegments, share
-
-if TYPE_CHECKING:
-    from mpicomm.devices.cuda.backend import CudaBackend  # needs CuPy
 
 
 class NoMemoryError(HandleError):
@@ -28,7 +24,7 @@ class DeviceArena:
     A region lives until the communicator is freed, because a captured graph may go on using it.
     """
 
-    def __init__(self, node: Group, backend: CudaBackend, kind: Kind, layout: ArenaLayout) -> None:
+    def __init__(self, node: Group, backend: GpuBackend, kind: Kind, layout: ArenaLayout) -> None:
         self._node = node
         self._backend = backend
         self._kind = kind

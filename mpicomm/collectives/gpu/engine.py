@@ -28,11 +28,10 @@ from mpicomm.collectives.gpu.plan import Plan, launching
 from mpicomm.collectives.gpu.preparation import Preparation
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import Scratch, slowest_gb_s
-from mpicomm.devices.cuda.backend import CudaBackend
+from mpicomm.devices.base import GpuBackend, Scratch, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
-from mpicomm.devices.cuda.stream_order import Enqueue
+from mpicomm.devices.cuda.stream_order import Enqueue, StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import MAX_RANKS, Team
@@ -55,7 +54,7 @@ class DeviceEngine:
     The top of each algorithm's kernel explains how the ranks meet, and why they cannot wait for each other in a circle.
     """
 
-    def __init__(self, node: Group, backend: CudaBackend, kind: Kind, board: Board) -> None:
+    def __init__(self, node: Group, backend: GpuBackend, kind: Kind, board: Board) -> None:
         if node.size > MAX_RANKS:
             raise InvalidUsageError(
                 f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, this one has {node.size}"
@@ -83,7 +82,6 @@ class DeviceEngine:
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, multiprocessors))
         self._arena = DeviceArena(node, backend, kind, layout)
         calls = DeviceCalls(node, board, backend, self._arena)
-        self._order = backend.stream_order()
         team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
         for index, rank in enumerate(node.ranks):
             team.arenas[index] = self._arena.pointers[index]
@@ -109,6 +107,7 @@ class DeviceEngine:
         self._open = True
         self._ordinal = backend.info.ordinal
         with backend.current():
+            self._order = StreamOrder()
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
         backend.calls = calls.different
@@ -216,7 +215,7 @@ class DeviceEngine:
 
     def close_own(self) -> None:
         """Free this rank's arena and events; local, after every peer's `close_peers`."""
-        # As in CudaBackend.close, not when the garbage collector comes.
+        # As in GpuBackend.close, not when the garbage collector comes.
         with suppress(DriverShutDownError), self._backend.current():
             for plan in self._plans:
                 plan.drop_graph()

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.gpu.arena import DeviceArena
+from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.faults import called_differently
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.waiting import wait_until
-
-if TYPE_CHECKING:
-    from mpicomm.devices.cuda.backend import CudaBackend  # needs CuPy
 
 _LATE_S = 0.5  # how long an error waits for the calls of ranks that are only a little late
 
@@ -20,7 +16,7 @@ _LATE_S = 0.5  # how long an error waits for the calls of ranks that are only a 
 class DeviceCalls:
     """The calls of the ranks of a node as they stand on its board. All methods are local."""
 
-    def __init__(self, node: Group, board: Board, backend: CudaBackend, arena: DeviceArena) -> None:
+    def __init__(self, node: Group, board: Board, backend: GpuBackend, arena: DeviceArena) -> None:
         self._node = node
         self._board = board
         self._backend = backend

@@ -16,19 +16,18 @@ import numpy.typing as npt
 from cuda.bindings import driver
 from cupy.cuda import get_current_stream, runtime
 
-from mpicomm.devices.base import Link, Scratch
+from mpicomm.devices.base import Calls, Link, Scratch
 from mpicomm.devices.cuda.arrays import allocation_of, as_cupy
 from mpicomm.devices.cuda.capture import relax, relaxed
 from mpicomm.devices.cuda.completion import Completions
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
-from mpicomm.devices.cuda.faults import Calls, FaultPage
+from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.devices.cuda.load import KernelCache, kernels_of
 from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
 from mpicomm.devices.cuda.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
 from mpicomm.devices.cuda.side_streams import SideStreams
-from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.cuda.streams import resolve_stream
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
@@ -273,11 +272,6 @@ class CudaBackend:
         """Give a ``with`` block, of one thread at a time, that may load kernels even while it captures a graph."""
         with self._lock, self._context.current(), relaxed():  # the first use of a kernel may well be a captured one
             yield
-
-    def stream_order(self) -> StreamOrder:
-        """Return a new order for work of several streams of this device."""
-        with self._context.current():
-            return StreamOrder()
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Return pinned host memory of CuPy's pool; it goes back when the array is gone."""

@@ -8,9 +8,9 @@ from typing import Any
 
 from cuda.bindings import driver
 
-from mpicomm.devices.base import Segment
+from mpicomm.devices.base import DeviceInfo, Segment
 from mpicomm.devices.cuda.collections import CollectionContext
-from mpicomm.devices.cuda.driver import DeviceInfo, DriverShutDownError, call
+from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.errors import HandleError
 
 

@@ -6,10 +6,10 @@ import ctypes
 import importlib
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mpicomm.devices.base import DeviceInfo
 from mpicomm.errors import BackendUnavailableError, HandleError
 
 _NOT_READY = 600  # CUDA_ERROR_NOT_READY
@@ -17,22 +17,6 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 class DriverShutDownError(HandleError):
     """The driver has shut down with the process: what was still to be released is gone already."""
-
-
-@dataclass(frozen=True)
-class DeviceInfo:
-    """One GPU as this process sees it."""
-
-    ordinal: int
-    """Its number here, which CUDA_VISIBLE_DEVICES changes; other processes may count differently."""
-    name: str
-    uuid: bytes
-    """16 bytes that name the device (or MIG instance) in every process."""
-    pci_bus_id: str
-    """For example ``0000:1b:00.0``."""
-    numa_node: int
-    """NUMA node of the host the device is attached to; -1 where the machine does not say."""
-    compute_capability: tuple[int, int]
 
 
 def call(function: Callable[..., Any], *arguments: Any, hint: str = "") -> Any:

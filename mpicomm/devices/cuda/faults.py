@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from cuda.bindings import driver
 
+from mpicomm.devices.base import Calls
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.devices.host import fence
@@ -19,9 +20,6 @@ from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
 _OPERATIONS = {1: "wait_signal", EXCHANGE: "collective", MESSAGE: "message"}
 _UNUSABLE = "the communicator is unusable from here on"
-
-Calls = Callable[[], Sequence[str]]
-"""Returns what each rank called, in words, where they called different things; else nothing."""
 
 
 def called_differently(calls: Sequence[str], ranks: Sequence[int]) -> PeerError:

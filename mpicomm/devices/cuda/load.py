@@ -10,8 +10,9 @@ from typing import Any
 
 from cuda.bindings import driver
 
+from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.devices.cuda.driver import DeviceInfo, call
+from mpicomm.devices.cuda.driver import call
 from mpicomm.errors import HandleError
 from mpicomm.kernels.variant import Variant
 

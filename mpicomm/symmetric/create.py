@@ -1,0 +1,169 @@
+"""Create symmetric arrays and shared events: each rank provides its part, and all open the parts of their node."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.devices.base import Event, Segment
+from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.sharing.segments import SharedSegments, share
+from mpicomm.symmetric.array import SymmetricArray, checked_shape, require_contiguous, require_writable
+from mpicomm.symmetric.events import SharedEvent
+from mpicomm.symmetric.owner import Owner
+from mpicomm.symmetric.signals import SignalPad
+
+
+def empty(owner: Owner, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zero: bool) -> SymmetricArray:
+    """Allocate a symmetric array; see ``Communicator.empty`` and ``zeros``."""
+    return _array(owner, "zeros" if zero else "empty", _Allocation(owner, shape, dtype, zero=zero), sealed=True)
+
+
+def register(owner: Owner, array: Any) -> SymmetricArray:
+    """Open existing memory to the peers; see ``Communicator.register``."""
+    return _array(owner, "register", _Registration(owner, array), sealed=False)
+
+
+def shared_event(owner: Owner) -> SharedEvent:
+    """Create an event per rank; see ``Communicator.shared_event``."""
+    owner.require_usable("shared_event")
+    events: dict[int, Event] = {}
+    rank = owner.placement.rank
+
+    def create() -> bytes:
+        events[rank] = owner.backend.create_event()
+        return events[rank].export()
+
+    def open_peers() -> None:
+        for peer in owner.placement.node_ranks:
+            if peer != rank:
+                events[peer] = owner.backend.open_event(exported[peer])
+
+    try:
+        exported = owner.group.exchange("shared_event: create and export", create)
+        owner.group.agree("shared_event: open", open_peers)
+    except Exception:
+        for event in events.values():
+            event.close()
+        raise
+    return owner.keep(SharedEvent(owner, events))
+
+
+class _Part(Protocol):
+    """This rank's part of an array that is being created."""
+
+    view: Any
+    """The part as an ndarray; there after `provide`."""
+
+    def describe(self) -> str:
+        """Check the arguments, and return what has to be the same on all ranks."""
+
+    def provide(self) -> Segment:
+        """Return the memory of the part."""
+
+
+class _Allocation:
+    """A part that is allocated."""
+
+    view: Any
+
+    def __init__(self, owner: Owner, shape: int | Sequence[int], dtype: npt.DTypeLike, *, zero: bool) -> None:
+        self._owner = owner
+        self._asked = shape, dtype
+        self._zero = zero
+
+    def describe(self) -> str:
+        self._shape, self._dtype = checked_shape(*self._asked)
+        return _signature(self._shape, self._dtype)
+
+    def provide(self) -> Segment:
+        backend = self._owner.backend
+        nbytes = self._dtype.itemsize * int(np.prod(self._shape, dtype=object))
+        with contextlib.ExitStack() as on_failure:
+            segment = backend.allocate(self._owner.kind, nbytes)
+            on_failure.callback(segment.close)
+            self.view = backend.view(segment, self._shape, self._dtype)
+            if self._zero:
+                # Before the exchange that tells the peers of this memory: it could wipe out a peer's first put.
+                backend.zero(segment.pointer, nbytes)
+            on_failure.pop_all()
+        return segment
+
+
+class _Registration:
+    """A part that lies in memory of the user."""
+
+    view: Any
+
+    def __init__(self, owner: Owner, array: Any) -> None:
+        self._owner = owner
+        self._array = array
+
+    def describe(self) -> str:
+        self.view = self._owner.backend.asarray(self._array)
+        require_contiguous(self.view, "array")
+        require_writable(self.view, "array")
+        checked_shape(self.view.shape, self.view.dtype)
+        return _signature(self.view.shape, self.view.dtype)
+
+    def provide(self) -> Segment:
+        return self._owner.backend.adopt(self.view)
+
+
+def _array(owner: Owner, what: str, part: _Part, *, sealed: bool) -> SymmetricArray:
+    """Let the ranks of each node open each other's ``part``, and return the array. Collective."""
+    owner.require_usable(what)
+    pads: list[SignalPad] = []
+
+    def clear_and_provide() -> Segment:
+        # Before the exchange that tells the peers of this array: it could wipe out a peer's first signal.
+        owner.pads.clear(pads[0])
+        return part.provide()
+
+    def share_in_node() -> SharedSegments:
+        pads.append(owner.pads.take())
+        return share(owner.node, owner.backend, what, clear_and_provide, part.describe, sealed=sealed)
+
+    try:
+        segments = _share_on_all_nodes(owner, what, share_in_node, part.describe)
+    except Exception:
+        # All ranks fail together, so all give the pad back and go on with the same free pads. A rank that a Ctrl-C
+        # takes out fails alone: it must keep the pad as its peers do.
+        for pad in pads:
+            owner.pads.give_back(pad)
+        raise
+    pointers = [segments[index].pointer for index in range(owner.node.size)]
+    number = owner.mappings.add(pointers, owner.node.rank, part.view.nbytes)
+    return owner.keep(SymmetricArray(owner, segments, pads[0], part.view, number))
+
+
+def _share_on_all_nodes(
+    owner: Owner, what: str, share_in_node: Callable[[], SharedSegments], describe: Callable[[], str]
+) -> SharedSegments:
+    """Share within each node, so that all ranks of all nodes succeed with one signature, or all fail."""
+    if owner.node is owner.group:
+        return share_in_node()
+    opened: list[SharedSegments] = []
+
+    def in_node() -> str:
+        opened.append(share_in_node())
+        return describe()
+
+    try:
+        signatures = owner.group.exchange(f"{what}: on all nodes", in_node)
+        if len(set(signatures)) > 1:
+            raise InvalidUsageError(f"{what}: the ranks differ: {signatures}; a symmetric array is the same on all")
+    except Exception:
+        for segments in opened:
+            with contextlib.suppress(MpicommError):
+                segments.close(f"{what}: undo on all nodes")
+        raise
+    return opened[0]
+
+
+def _signature(shape: tuple[int, ...], dtype: np.dtype[Any]) -> str:
+    return f"shape={shape} dtype={dtype}"

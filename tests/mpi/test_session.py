@@ -1,0 +1,101 @@
+"""What a session opens and sets up, when it does so, and how it gives that back: with doubles of GPUs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import CollectiveTimeoutError, HandleError, InvalidUsageError
+from mpicomm.cluster.placement import Placement
+from mpicomm.session import Session
+from tests.helpers.communicators import communicator, require_memory_works
+from tests.helpers.leaks import nothing_leaks
+from tests.helpers.message_devices import DeviceArray, on_threads
+from tests.helpers.raising import raises_everywhere
+from tests.helpers.setup_failures import raising
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+LARGE = 30_000
+
+
+def exchange(comm: mpicomm.Communicator, device: Any) -> None:
+    """Send a message that its receiver copies out of the sender's outbox, to the next rank."""
+    sent, received = (DeviceArray(device, np.full(LARGE, comm.rank)) for _ in range(2))
+    comm.Sendrecv(sent, (comm.rank + 1) % comm.size, 0, received, (comm.rank - 1) % comm.size, 0)
+    assert (received.get() == (comm.rank - 1) % comm.size).all()
+
+
+def test_messages_open_the_device_and_set_nothing_up(comm_world: MPI.Intracomm) -> None:
+    with communicator("cpu") as parent, nothing_leaks():
+        comm, device = on_threads(parent)
+        exchange(comm, device)
+        comm.check()
+        assert not comm._session.is_set_up
+        comm.Free()
+        assert device.closed
+
+
+def test_free_without_a_set_up_waits_for_those_who_read_this_ranks_memory(comm_world: MPI.Intracomm) -> None:
+    with communicator("cpu") as parent:
+        comm, device = on_threads(parent)
+        exchange(comm, device)
+        comm_world.Barrier()
+        start = time.monotonic()
+        if comm.rank == 0:
+            time.sleep(0.5)
+        comm.Free()
+        assert time.monotonic() - start > 0.45
+
+
+def test_free_without_a_set_up_gives_all_back_although_a_rank_does_not_come(comm_world: MPI.Intracomm) -> None:
+    with nothing_leaks(), communicator("cpu", timeout_s=0.5) as parent:
+        comm, device = on_threads(parent)
+        exchange(comm, device)
+        comm_world.Barrier()
+        if comm.rank > 0:
+            with pytest.raises(CollectiveTimeoutError, match=r"Free: not all ranks arrived within 0\.5 s"):
+                comm.Free()
+            assert device.closed
+            start = time.monotonic()
+            comm.Free()
+            assert time.monotonic() - start < 0.4
+        comm_world.Barrier()
+        if comm.rank == 0:
+            comm._session.close()
+
+
+def test_a_set_up_that_fails_leaves_open_what_was_open(
+    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with communicator("cpu") as parent:
+        comm, device = on_threads(parent)
+        if comm.rank == 1:  # its device opens with the set-up
+            comm._begin(Session(MPI.Intracomm(comm), comm._session.placement))
+            monkeypatch.setattr(Placement, "create_backend", raising(OSError))
+        with raises_everywhere(comm_world, HandleError, match="bind device failed on rank 1: .*injected"):
+            comm._session.set_up("set up")
+        assert not comm._session.is_set_up
+        assert not device.closed
+        monkeypatch.setattr(Placement, "create_backend", lambda placement: device)
+        exchange(comm, device)
+        comm.Free()
+        assert device.closed
+
+
+def test_a_gpu_is_refused_on_the_cpu_and_after_free(comm_world: MPI.Intracomm) -> None:
+    with communicator("cpu") as parent:
+        with pytest.raises(InvalidUsageError, match="Send: the buffers are on a GPU, the communicator is on the cpu"):
+            parent._session.gpu("Send")
+        comm, device = on_threads(parent)
+        assert parent._session.is_set_up
+        assert cast(object, comm._session.gpu("Send")) is device
+        comm.Free()
+        with pytest.raises(InvalidUsageError, match="Send: the communicator was freed; create another"):
+            comm._session.gpu("Send")
+        require_memory_works(parent)
