@@ -8,6 +8,7 @@ rank b are the bytes that rank b receives from rank a.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,7 @@ class Exchange:
     move: tuple[Span, Span] | None = None
     """After the exchange this rank copies the first span to the second. Other ranks take no part in that."""
 
-    @property
+    @cached_property
     def longest_nbytes(self) -> int:
         """The most bytes that one rank sends to another, as far as this rank can know."""
         spans = [*self.sends, *self.receives, self.reduction.output if self.reduction else None]
@@ -83,7 +84,7 @@ class TwoShot:
     first: Exchange
     second: Exchange
 
-    @property
+    @cached_property
     def longest_nbytes(self) -> int:
         """The most bytes that one rank sends to another, as far as this rank can know."""
         return max(self.first.longest_nbytes, self.second.longest_nbytes)

@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 
-from mpicomm.collectives.gpu import preparation
+from mpicomm.collectives.gpu import choose
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError
-from mpicomm.collectives.gpu.preparation import Preparation
+from mpicomm.collectives.gpu.choose import Preparation
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import HandleError, MpicommError, PeerError
 from mpicomm.kernels.team import Team
@@ -73,7 +73,7 @@ def is_copied(steps: Iterable[Step]) -> bool:
 
 @pytest.fixture(autouse=True)
 def _unwarned() -> None:
-    preparation._warn_of_memory.cache_clear()
+    choose._warn_of_memory.cache_clear()
 
 
 def test_the_table_decides_and_an_algorithm_may_be_asked_for() -> None:

@@ -23,9 +23,9 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCK
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory, sendrecv_request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
+from mpicomm.collectives.gpu.choose import Preparation
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.collectives.gpu.plan import Plan, launching
-from mpicomm.collectives.gpu.preparation import Preparation
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, Scratch, slowest_gb_s
