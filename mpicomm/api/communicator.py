@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.api.blocking import BlockingCollectives
-from mpicomm.api.host_only import Offspring
+from mpicomm.api.host_only import HostOnly
 from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.point_to_point import PointToPoint
@@ -54,7 +54,7 @@ class RankInfo:
     links: tuple[Link, ...]
 
 
-class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollectives, PointToPoint, Probes, Offspring):
+class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollectives, PointToPoint, Probes, HostOnly):
     """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
 
     ``comm`` is the communicator to work on; a duplicate of it is made, so messages cannot mix, and `Free` frees that.

@@ -1,13 +1,16 @@
-"""Guard: what a Communicator makes that is no Communicator refuses device arrays, which MPI would crash on.
+"""The guard of MPI's calls that take host memory alone: a device array in one of them is refused.
 
-Communicators with a topology, intercommunicators and matched messages are mpi4py's own objects. They become ones of
-subclasses whose methods look at their buffers first; which those are, mpi4py's annotations tell.
+MPI would take the address of a device array for one of host memory, and crash. The table below names mpi4py's methods
+that take buffers, and those that make communicators or matched messages.
+
+`HostOnly` guards the methods of a Communicator that nothing else implements. Communicators with a topology,
+intercommunicators and matched messages are mpi4py's own objects: `guard` turns them into objects of a subclass whose
+methods are guarded.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,14 +19,62 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.location import is_on_device
 
+Places = tuple[tuple[int, str], ...]
+"""Where the buffers are among the arguments of a method: the position and the name of each."""
+
+_BUF = ((0, "buf"),)
+_SEND_AND_RECEIVE = ((0, "sendbuf"), (1, "recvbuf"))
+_EXCHANGE = ((0, "sendbuf"), (3, "recvbuf"))
+_FLAG = ((0, "flag"),)
+
+# One table for all classes: a method has the same buffers in each class that has it.
+BUFFERS: dict[str, Places] = {
+    name: places
+    for places, names in (
+        # Messages.
+        (_BUF, "Send Ssend Bsend Rsend Recv Sendrecv_replace Attach_buffer"),
+        (_BUF, "Isend Issend Ibsend Irsend Irecv Isendrecv_replace"),
+        (_BUF, "Send_init Ssend_init Bsend_init Rsend_init Recv_init Psend_init Precv_init"),
+        (_EXCHANGE, "Sendrecv Isendrecv"),
+        # Collectives.
+        (_BUF, "Bcast Ibcast Bcast_init"),
+        (_FLAG, "Iagree"),
+        (_SEND_AND_RECEIVE, "Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw"),
+        (_SEND_AND_RECEIVE, "Igather Igatherv Iscatter Iscatterv Iallgather Iallgatherv"),
+        (_SEND_AND_RECEIVE, "Ialltoall Ialltoallv Ialltoallw"),
+        (_SEND_AND_RECEIVE, "Gather_init Gatherv_init Scatter_init Scatterv_init Allgather_init Allgatherv_init"),
+        (_SEND_AND_RECEIVE, "Alltoall_init Alltoallv_init Alltoallw_init"),
+        (_SEND_AND_RECEIVE, "Reduce Allreduce Reduce_scatter Reduce_scatter_block Scan Exscan"),
+        (_SEND_AND_RECEIVE, "Ireduce Iallreduce Ireduce_scatter Ireduce_scatter_block Iscan Iexscan"),
+        (_SEND_AND_RECEIVE, "Reduce_init Allreduce_init Reduce_scatter_init Reduce_scatter_block_init"),
+        (_SEND_AND_RECEIVE, "Scan_init Exscan_init"),
+        # Collectives of neighbours, of communicators with a topology.
+        (_SEND_AND_RECEIVE, "Neighbor_allgather Neighbor_allgatherv"),
+        (_SEND_AND_RECEIVE, "Neighbor_alltoall Neighbor_alltoallv Neighbor_alltoallw"),
+        (_SEND_AND_RECEIVE, "Ineighbor_allgather Ineighbor_allgatherv"),
+        (_SEND_AND_RECEIVE, "Ineighbor_alltoall Ineighbor_alltoallv Ineighbor_alltoallw"),
+        (_SEND_AND_RECEIVE, "Neighbor_allgather_init Neighbor_allgatherv_init"),
+        (_SEND_AND_RECEIVE, "Neighbor_alltoall_init Neighbor_alltoallv_init Neighbor_alltoallw_init"),
+    )
+    for name in names.split()
+}
+
+# Methods that return a communicator or a message, also in a tuple.
+MAKERS = frozenset((
+    "Accept", "Clone", "Connect", "Create", "Create_cart", "Create_dist_graph", "Create_dist_graph_adjacent",
+    "Create_graph", "Create_group", "Create_intercomm", "Dup", "Dup_with_info", "Idup", "Idup_with_info", "Improbe",
+    "Ishrink", "Merge", "Mprobe", "Shrink", "Spawn", "Spawn_multiple", "Split", "Split_type", "Sub",
+))  # fmt: skip
+
 
 class Guarded:
-    """Marks the subclasses of mpi4py's classes whose methods take host arrays alone."""
+    """Marks the subclasses of mpi4py's classes whose methods are guarded."""
 
 
-def require_host(operation: str, *buffers: Any) -> None:
-    """Raise for a device array: MPI would take its address for one of host memory, and crash."""
-    if any(is_on_device(buffer) for buffer in buffers):
+def require_host(operation: str, buffer: Any) -> None:
+    """Raise `InvalidUsageError` for a device array."""
+    # An int is MPI.BUFFER_AUTOMATIC, which Attach_buffer takes.
+    if not isinstance(buffer, int) and is_on_device(buffer):
         raise InvalidUsageError(
             f"{operation} takes host arrays alone: use Send, Recv, Sendrecv, Isend, Irecv or a collective of a "
             "Communicator for device arrays, or copy to the host first"
@@ -31,7 +82,7 @@ def require_host(operation: str, *buffers: Any) -> None:
 
 
 def guard(result: Any) -> Any:
-    """Return a communicator or message of MPI's, or a tuple or None with such, as one that refuses device arrays."""
+    """Return a guarded object in place of a communicator or message of mpi4py's, also in a tuple; else the same."""
     if isinstance(result, tuple):
         return tuple(guard(each) for each in result)
     if not isinstance(result, (MPI.Comm, MPI.Message)) or isinstance(result, Guarded) or result == MPI.COMM_NULL:
@@ -42,42 +93,42 @@ def guard(result: Any) -> Any:
 
 @functools.cache
 def _guarded_class(cls: type) -> Callable[[Any], Any]:
-    methods = {}
-    for name in dir(cls):
-        method = getattr(cls, name)
-        if name[0].isupper() and callable(method) and not inspect.isclass(method):
-            signature = inspect.signature(method)
-            makes = any(word in str(signature.return_annotation) for word in ("omm", "Message", "Self"))
-            if "self" in signature.parameters and (_buffers(signature) or makes):
-                methods[name] = _guarded_method(method)
-    return type(cls.__name__, (Guarded, cls), {**methods, "__doc__": cls.__doc__})
+    return type(cls.__name__, (Guarded, cls), {**_guarded_methods(cls), "__doc__": cls.__doc__})
 
 
-def _guarded_method(method: Callable[..., Any]) -> Callable[..., Any]:
-    buffers = _buffers(inspect.signature(method))
+def _guarded_methods(cls: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods of the table that ``cls`` has, guarded: which, depends on the version of MPI."""
+    methods = {name: getattr(cls, name) for name in (*BUFFERS, *MAKERS) if hasattr(cls, name)}
+    return {
+        name: _guarded_maker(method) if name in MAKERS else _guarded_call(method, BUFFERS[name])
+        for name, method in methods.items()
+    }
 
+
+def _guarded_call(method: Callable[..., Any], buffers: Places) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        for place, name in buffers:
-            require_host(method.__name__, arguments[place] if place < len(arguments) else keywords.get(name))
-        return guard(method(self, *arguments, **keywords))
+        for position, name in buffers:
+            require_host(method.__name__, arguments[position] if position < len(arguments) else keywords.get(name))
+        return method(self, *arguments, **keywords)
 
     return call
 
 
-def _buffers(signature: inspect.Signature) -> list[tuple[int, str]]:
-    """Return place and name of the parameters that are buffers."""
-    parameters = [each for each in signature.parameters.values() if each.name != "self"]
-    return [(place, each.name) for place, each in enumerate(parameters) if "Buf" in str(each.annotation)]
+def _guarded_maker(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def make(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        return guard(method(self, *arguments, **keywords))
+
+    return make
 
 
-class Offspring(MPI.Intracomm):
-    """mpi4py's methods that make communicators which are no Communicators, or messages: what they return is guarded."""
+class HostOnly(MPI.Intracomm):
+    """mpi4py's methods that take host memory alone, or make objects that do: guarded.
+
+    The bases of a Communicator that come before this one replace most of them with methods that take device arrays.
+    """
 
 
-for _name in (
-    "Accept", "Connect", "Create_cart", "Create_dist_graph", "Create_dist_graph_adjacent", "Create_graph",
-    "Create_intercomm", "Improbe", "Ishrink", "Mprobe", "Shrink", "Spawn", "Spawn_multiple",
-):  # fmt: skip
-    if hasattr(MPI.Intracomm, _name):  # some are of MPI 5
-        setattr(Offspring, _name, _guarded_method(getattr(MPI.Intracomm, _name)))
+for _name, _method in _guarded_methods(MPI.Intracomm).items():
+    setattr(HostOnly, _name, _method)

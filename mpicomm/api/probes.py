@@ -25,14 +25,14 @@ class Probes(MPI.Intracomm):
         """Wait for a message; see mpi4py."""
         if not self._messages.described:
             return super().Probe(source, tag, status)
-        self._messages.stash.probe(source, tag, status, wait=True)
+        self._messages.unexpected.probe(source, tag, status, wait=True)
         return True
 
     def Iprobe(self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None) -> bool:
         """Return whether there is a message; see mpi4py."""
         if not self._messages.described:
             return super().Iprobe(source, tag, status)
-        return self._messages.stash.probe(source, tag, status, wait=False)
+        return self._messages.unexpected.probe(source, tag, status, wait=False)
 
     def Mprobe(
         self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
@@ -40,7 +40,7 @@ class Probes(MPI.Intracomm):
         """Wait for a message and return it; see mpi4py."""
         if not self._messages.on_gpu:
             return super().Mprobe(source, tag, status)
-        message = self._messages.stash.match(source, tag, status, wait=True)
+        message = self._messages.unexpected.match(source, tag, status, wait=True)
         assert message is not None
         return message
 
@@ -50,7 +50,7 @@ class Probes(MPI.Intracomm):
         """Return a message if there is one; see mpi4py."""
         if not self._messages.on_gpu:
             return super().Improbe(source, tag, status)
-        return self._messages.stash.match(source, tag, status, wait=False)
+        return self._messages.unexpected.match(source, tag, status, wait=False)
 
     probe = Probe
     iprobe = Iprobe
@@ -65,12 +65,12 @@ class Probes(MPI.Intracomm):
         status: MPI.Status | None = None,
     ) -> Any:
         """Receive a Python object; see mpi4py."""
-        kept = self._messages.stash.take(source, tag)
+        kept = self._messages.unexpected.take(source, tag)
         return super().recv(buf, source, tag, status) if kept is None else kept.recv(status)
 
     def irecv(self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Request:
         """Start to receive a Python object; see mpi4py."""
-        kept = self._messages.stash.take(source, tag)
+        kept = self._messages.unexpected.take(source, tag)
         return super().irecv(buf, source, tag) if kept is None else kept.irecv()
 
     def sendrecv(
@@ -84,7 +84,7 @@ class Probes(MPI.Intracomm):
         status: MPI.Status | None = None,
     ) -> Any:
         """Send a Python object and receive another; see mpi4py."""
-        kept = self._messages.stash.take(source, recvtag)
+        kept = self._messages.unexpected.take(source, recvtag)
         if kept is None:
             return super().sendrecv(sendobj, dest, sendtag, recvbuf, source, recvtag, status)
         request = self.isend(sendobj, dest, sendtag)

@@ -1,11 +1,8 @@
-"""Messages: how the point-to-point calls of one communicator on GPUs are carried out.
-
-What MPI gets stands for the arguments of the call: for a device array that is sent, a description of where its data
-lies, or a host copy; for a buffer that receives, its `Landing`. So MPI does all matching, and blocks as it always does.
-"""
+"""The point-to-point calls of one communicator on GPUs."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,29 +10,45 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.errors import InvalidUsageError
-from mpicomm.messages.description import LEAST_PIECE_NBYTES, NBYTES, THRESHOLD_NBYTES
-from mpicomm.messages.device import MessageDevice
-from mpicomm.messages.incoming import Incoming
-from mpicomm.messages.landing import Landing
-from mpicomm.messages.matched import Matched, Stash
-from mpicomm.messages.memory import Memory
-from mpicomm.messages.outgoing import Outgoing, Sending, copied, describe, packed, say_once
+from mpicomm.messages.description import DESCRIPTION_NBYTES, EAGER_NBYTES, is_cut
+from mpicomm.messages.device import MessageDevice, SideStream
+from mpicomm.messages.endpoint import Endpoint
+from mpicomm.messages.incoming import Correct, Incoming
+from mpicomm.messages.memory import MessageMemory
+from mpicomm.messages.pending import PendingReceive, PendingSend
+from mpicomm.messages.receive_buffer import Delivery, ReceiveBuffer, receive_buffer
+from mpicomm.messages.send_buffer import SendBuffer, described, eager, eager_derived, warn_once
+from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_copies import announce
-from mpicomm.mpi.location import is_on_device, refuse_stream
+from mpicomm.mpi.location import parse_on_device
 from mpicomm.mpi.requests import Completer, DeferredRequest, Work
 
 Send = Callable[..., Any]
-"""One of MPI's methods: of a buffer, a destination and a tag."""
+"""One of MPI's methods for sends: of a communicator, a buffer, a destination and a tag."""
+
+_isend = MPI.Intracomm.Isend
+_NOTHING = np.empty(0, np.uint8)
+
+
+def _at_once() -> bool:
+    return True
+
+
+def _beside(device: MessageDevice, stream: int) -> SideStream:
+    """Return a side stream whose work follows the work that is on ``stream`` so far."""
+    return SideStream(device.side_streams, device.side_streams.mark(stream))
 
 
 class Messages:
     """The messages of communicator ``comm``. ``gpu`` gives its device, locally; nothing here is collective.
 
-    ``described`` says whether messages of device arrays may be described, that is, whether memory of this node's GPUs
-    is opened by IPC handles; then receives into host arrays, too, have to look whether a description has come.
+    A call reads its buffers once, with `sending` and `receiving`, and hands the endpoints to the other methods. MPI
+    gets host memory that stands for each endpoint, does all matching, and blocks as it always does.
+
+    ``described`` says whether long messages of device arrays are described: whether the ranks open memory by IPC
+    handles. Then receives into host arrays, too, look for descriptions.
     """
 
     def __init__(self, comm: MPI.Intracomm, placement: Placement, gpu: Callable[[str], MessageDevice]) -> None:
@@ -47,205 +60,208 @@ class Messages:
         self._kind = here.handle
         self._rank = placement.rank
         self._near = frozenset(placement.node_ranks)
-        self._secret = placement.secret if self.described else None
-        self.memory = Memory(placement.rank, here.timeout_s)
-        # Not that of collectives: what comes into host memory blocks its thread until the sender's device has sent it,
-        # and that may wait for a collective which this rank begins only when an earlier one is complete.
+        secret = placement.secret if self.described else None
+        self.memory = MessageMemory(placement.rank, here.timeout_s, secret)
+        self.unexpected = UnexpectedQueue(self, comm, secret)
+        # It is not the completer of collectives. A receive into host memory blocks its thread until the sender's device
+        # has sent the data, and that may wait for a collective which this rank begins only after an earlier one is
+        # complete.
         self._completer = Completer()
-        self.stash = Stash(self, comm, self._secret)
 
-    def send(self, operation: str, send: Send, buf: Any, dest: int, tag: int, stream: Any) -> None:
-        """Send a device array as ``send`` does; its memory may be used again by later work of the stream."""
-        device = self._ready(operation)
-        operand = parse(buf, writable=False, name="buf")
-        outgoing = self._outgoing(device, operand, dest, self._stream(operation, device, stream, buf))
-        with outgoing.withdrawn_on_failure():
-            send(outgoing.spec, dest, tag)
+    def sending(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
+        """Read the buffer ``name`` of a send. Return None for host memory, which MPI sends alone."""
+        operand = parse_on_device(buf, False, name)
+        return None if operand is None else self._on_device(operation, buf, operand, stream)
 
-    def start_send(self, operation: str, send: Send, buf: Any, dest: int, tag: int, stream: Any) -> DeferredRequest:
-        """Start to send a device array as ``send`` does; the request is complete when its memory may be used again."""
-        device = self._ready(operation)
-        operand = parse(buf, writable=False, name="buf")
-        resolved = self._stream(operation, device, stream, buf)
-        side = None
-        if operand.nbytes > LEAST_PIECE_NBYTES:  # as in `exchange`: what comes later on the stream goes on meanwhile
-            side = device.side_streams.take(device.side_streams.mark(resolved))
-            resolved = side
-        try:
-            outgoing = self._outgoing(device, operand, dest, resolved)
-            with outgoing.withdrawn_on_failure():
-                request = send(outgoing.spec, dest, tag)
-            sending = Sending(outgoing, request, device.completion(resolved))
-        finally:
-            if side is not None:
-                device.side_streams.give_back(side)
-        return self._request(Work(sending.done, device.check), device)
-
-    def receive(
-        self, operation: str, receive: Callable[[Any, MPI.Status], None], buf: Any, status: Any, stream: Any
-    ) -> None:
-        """Receive into ``buf`` as ``receive`` does: into a device array in the order of the stream."""
-        if type(buf) is np.ndarray:  # what most receives into host memory are; a look at the length is enough for most
-            refuse_stream(operation, stream)
-            status = MPI.Status() if status is None else status
-            receive(buf, status)
-            if status.Get_count(MPI.BYTE) == NBYTES:
-                landing, device = self._landing(operation, buf)
-                self._bring(landing, device, status, None)
-            return
-        landing, device = self._landing(operation, buf)
-        if not landing.on_device:
-            refuse_stream(operation, stream)
-        resolved = self._stream(operation, device, stream, buf) if landing.on_device else None
-        status = MPI.Status() if status is None else status
-        receive(landing.spec, status)
-        self._bring(landing, device, status, resolved)
-
-    def start_receive(
-        self,
-        operation: str,
-        begin: Callable[[Any], tuple[MPI.Request, Matched | None]],
-        buf: Any,
-        stream: Any,
-        *,
-        always: bool = False,
-        replace: bool = False,
-        before: Callable[[], bool] = lambda: True,
-    ) -> MPI.Request:
-        """Start to receive as ``begin`` does; the request is complete when the message is in ``buf``."""
-        landing, device = self._landing(operation, buf, replace=replace)
-        streams = device.side_streams
-        mark = None
-        if landing.on_device:
-            mark = streams.mark(self._stream(operation, device, stream, buf))
+    def receiving(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
+        """Read the buffer ``name`` of a receive. Return None for host memory into which MPI receives alone."""
+        if self.described:
+            operand: Operand | None = parse(_NOTHING if buf is None else buf, writable=True, name=name)
         else:
-            refuse_stream(operation, stream)
-        request, matched = begin(landing.spec)
-        if landing.is_mpis and matched is None and not always:
+            operand = parse_on_device(buf, True, name)
+        if operand is None:
+            return None
+        if operand.on_device:
+            return self._on_device(operation, buf, operand, stream)
+        return Endpoint(operation, buf, operand, self._device(operation))
+
+    def posted(self, source: int, tag: int) -> Posted:
+        """Return the message that a receive of this source and tag receives."""
+        return self.unexpected.posted(source, tag)
+
+    def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
+        """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
+        sent.refuse_capture()
+        buffer = self._send_buffer(sent, dest, sent.stream)
+        with buffer.dropped_on_failure():
+            send(self._comm, buffer.spec, dest, tag)
+
+    def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
+        """Start to send a device array as ``send`` does. The request is complete when the array may be overwritten."""
+        device, operand, stream = sent.device, sent.operand, sent.stream
+        assert device is not None and operand is not None and stream is not None
+        sent.refuse_capture()
+        # Later work of the stream does not wait for the copies of a long message.
+        with _beside(device, stream) if is_cut(operand.nbytes) else contextlib.nullcontext(stream) as copies:
+            buffer = self._send_buffer(sent, dest, copies)
+            with buffer.dropped_on_failure():
+                request = send(self._comm, buffer.spec, dest, tag)
+            pending = PendingSend(buffer, request, device.completion(copies))
+        return self._request(Work(pending.done, device.check), device)
+
+    def receive_array(self, operation: str, buf: Any, incoming: Incoming, status: MPI.Status | None) -> None:
+        """Receive into a NumPy array. Most messages are data: the length says so, and nothing more is looked at."""
+        status = MPI.Status() if status is None else status
+        incoming.recv_into(buf, status)
+        if self.described and status.Get_count(MPI.BYTE) == DESCRIPTION_NBYTES:
+            received = self.receiving(operation, buf, None)
+            assert received is not None
+            buffer = self._receive_buffer(received)
+            self._deliver(buffer.arrived(status), buffer.device, None)
+
+    def receive(self, received: Endpoint, incoming: Incoming, status: MPI.Status | None) -> None:
+        """Receive, into a device array in the order of its stream."""
+        received.refuse_capture()
+        buffer = self._receive_buffer(received)
+        status = MPI.Status() if status is None else status
+        incoming.recv_into(buffer.spec, status)
+        self._deliver(buffer.arrived(status), buffer.device, received.stream)
+
+    def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
+        """Start to receive. The request is complete when the message is in the buffer; it is MPI's where MPI knows."""
+        received.refuse_capture()
+        buffer = self._receive_buffer(received)
+        mark = self._mark(received)
+        request, correct = incoming.irecv_into(buffer.spec)
+        if buffer.is_mpis and correct is None:
             return request
-        incoming = Incoming(landing, device, request, matched, mark, before)
-        return self._request(Work(incoming.done, device.check, incoming.status, incoming.cancel), device)
+        return self._pending_receive(buffer, request, correct, mark)
+
+    def defer_receive(
+        self,
+        received: Endpoint,
+        incoming: Incoming,
+        *,
+        replace: bool = False,
+        before: Callable[[], bool] = _at_once,
+    ) -> DeferredRequest:
+        """Start to receive; the request is complete after ``before`` has returned true, too.
+
+        With ``replace`` the call sends the content of the buffer, and ``before`` says whether it is sent.
+        """
+        received.refuse_capture()
+        buffer = self._receive_buffer(received, replace=replace)
+        mark = self._mark(received)
+        return self._pending_receive(buffer, *incoming.irecv_into(buffer.spec), mark, before)
 
     def exchange(
         self,
-        operation: str,
-        send: tuple[Any, int, int],
-        receive: Callable[[Any, MPI.Status], None],
-        buf: Any,
-        status: Any,
-        stream: Any,
+        sent: Endpoint,
+        dest: int,
+        tag: int,
+        received: Endpoint,
+        incoming: Incoming,
+        status: MPI.Status | None,
         *,
         replace: bool = False,
     ) -> None:
-        """Send one buffer, to a rank, with a tag, and receive into another; ``replace``: into the same."""
-        sendbuf, dest, tag = send
-        landing, device = self._landing(operation, buf, replace=replace)
-        on_device = landing.on_device or is_on_device(sendbuf)
-        if not on_device:
-            refuse_stream(operation, stream)
-        resolved = self._stream(operation, device, stream, buf if landing.on_device else sendbuf) if on_device else None
-        streams, side = device.side_streams, None
-        if landing.on_device and landing.nbytes > LEAST_PIECE_NBYTES and not replace:
-            # What comes does not wait until what goes has been copied: the two buffers are apart. Less than a piece is
-            # copied in less time than another stream costs.
-            assert resolved is not None
-            side = streams.take(streams.mark(resolved))
-        try:
-            outgoing = Outgoing(sendbuf)
-            if is_on_device(sendbuf):
-                assert resolved is not None
-                operand = parse(sendbuf, writable=False, name="sendbuf")
-                outgoing = self._outgoing(device, operand, dest, resolved)
-            with outgoing.withdrawn_on_failure():
-                request = MPI.Intracomm.Isend(self._comm, outgoing.spec, dest, tag)
+        """Send one buffer and receive into another, or with ``replace`` into the same one."""
+        sent.refuse_capture()
+        received.refuse_capture()
+        buffer = self._receive_buffer(received, replace=replace)
+        device, stream = buffer.device, received.stream
+        # The copies of a long message do not wait for those of the sent one, which lies elsewhere.
+        aside = is_cut(buffer.capacity) and not replace
+        with _beside(device, stream) if aside and stream is not None else contextlib.nullcontext(stream) as copies:
+            send_buffer = self._send_buffer(sent, dest, sent.stream)
+            with send_buffer.dropped_on_failure():
+                request = _isend(self._comm, send_buffer.spec, dest, tag)
             status = MPI.Status() if status is None else status
             try:
-                receive(landing.spec, status)
+                incoming.recv_into(buffer.spec, status)
             finally:
                 request.Wait()
-            self._bring(landing, device, status, resolved if side is None else side)
-            if side is not None and resolved is not None:
-                streams.follow(resolved, streams.mark(side))
-        finally:
-            if side is not None:
-                streams.give_back(side)
+            self._deliver(buffer.arrived(status), device, copies)
+            if stream is not None and copies is not None and copies != stream:
+                device.side_streams.follow(stream, device.side_streams.mark(copies))
 
-    def taking(self, source: int, tag: int) -> Callable[[Any, MPI.Status], None]:
-        """Return a function that receives as MPI's Recv does, after a look at what probes have matched."""
+    def start_exchange(
+        self, sent: Endpoint, dest: int, tag: int, received: Endpoint, incoming: Incoming, *, replace: bool = False
+    ) -> DeferredRequest:
+        """Start to send one buffer and to receive into another, or with ``replace`` into the same one."""
+        received.refuse_capture()
+        if sent.on_device:
+            sending: MPI.Request = self.start_send(_isend, sent, dest, tag)
+        else:
+            sending = _isend(self._comm, sent.spec, dest, tag)
+        return self.defer_receive(received, incoming, replace=replace, before=sending.Test)
 
-        def receive(spec: Any, status: MPI.Status) -> None:
-            kept = self.stash.take(source, tag)
-            if kept is not None:
-                kept.take(spec, status)
-            else:
-                MPI.Intracomm.Recv(self._comm, spec, source, tag, status)
+    def receive_matched(self, message: Incoming, buf: Any, status: MPI.Status | None) -> None:
+        """Receive a message that a probe has matched."""
+        if type(buf) is np.ndarray:
+            self.receive_array("Message.Recv", buf, message, status)
+        else:
+            received = self.receiving("Message.Recv", buf, None) or Endpoint("Message.Recv", buf)
+            self.receive(received, message, status)
 
-        return receive
+    def start_receive_matched(self, message: Incoming, buf: Any) -> MPI.Request:
+        """Start to receive a message that a probe has matched."""
+        received = self.receiving("Message.Irecv", buf, None) or Endpoint("Message.Irecv", buf)
+        return self.defer_receive(received, message)
 
-    def beginning(self, source: int, tag: int) -> Callable[[Any], tuple[MPI.Request, Matched | None]]:
-        """Return a function that receives as MPI's Irecv does, after a look at what probes have matched."""
+    def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
+        device = self._device(operation)
+        resolved = device.stream(stream, array_of(buf))
+        return Endpoint(operation, buf, operand, device, resolved, device.is_capturing(resolved))
 
-        def begin(spec: Any) -> tuple[MPI.Request, Matched | None]:
-            kept = self.stash.take(source, tag)
-            if kept is not None:
-                return kept.begin(spec)
-            return MPI.Intracomm.Irecv(self._comm, spec, source, tag), None
-
-        return begin
-
-    def _request(self, work: Work, device: MessageDevice) -> DeferredRequest:
-        return DeferredRequest(self._completer.add(work, device.prepare_thread))
-
-    def _landing(self, operation: str, buf: Any, *, replace: bool = False) -> tuple[Landing, MessageDevice]:
-        device = self._ready(operation)
-        return Landing(buf, device, self.memory.transfers(device), self._secret, replace=replace), device
-
-    def _outgoing(self, device: MessageDevice, operand: Operand, dest: int, stream: int) -> Outgoing:
-        transfers = self.memory.transfers(device)
-        if operand.dtype is None:
-            return copied(device, operand.spec, stream)
-        nbytes = operand.nbytes
-        if nbytes > THRESHOLD_NBYTES and dest >= 0:  # not MPI.PROC_NULL
-            if dest not in self._near:
-                announce("Send", "the ranks are on several nodes")
-            elif self._secret is None:
-                say_once(f"memory is opened as {self._kind!r}, not by IPC handles")
-            elif described := describe(transfers, operand, nbytes, self._secret, self._rank, stream):
-                return described
-        return packed(device, operand, nbytes, stream)
-
-    def _bring(self, landing: Landing, device: MessageDevice, status: MPI.Status, stream: int | None) -> None:
-        landing.arrived(status)
-        if not landing.brings:
-            return
-        if stream is not None:
-            landing.bring(status, stream)
-            return
-        side = device.side_streams.take()  # for host memory; blocking, so nothing has to be ordered with it
-        try:
-            landing.bring(status, side)
-        finally:
-            device.side_streams.give_back(side)
-
-    def _ready(self, operation: str) -> MessageDevice:
+    def _device(self, operation: str) -> MessageDevice:
         device = self._gpu(operation)
         device.check()
         return device
 
-    def in_capture(self, operation: str, stream: Any, *buffers: Any) -> bool:
-        """Return whether a call on these buffers is to become part of a CUDA graph; local, of communicators of GPUs."""
-        array = next((buf for buf in buffers if is_on_device(buf)), None)
-        if array is None:
-            return False
-        device = self._gpu(operation)
-        return device.is_capturing(device.stream(stream, array_of(array)))
+    def _send_buffer(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
+        """Copy a device array, on ``stream``, to where MPI or the receiver finds it; leave host memory to MPI."""
+        device, operand = sent.device, sent.operand
+        if stream is None or device is None or operand is None:
+            return SendBuffer(sent.spec)
+        if operand.dtype is None:
+            return eager_derived(device, operand.spec, stream)
+        if operand.nbytes > EAGER_NBYTES and dest >= 0:  # not MPI.PROC_NULL
+            if dest not in self._near:
+                announce("Send", "the ranks are on several nodes")
+            elif not self.described:
+                warn_once(f"memory is opened as {self._kind!r}, not by IPC handles")
+            elif buffer := described(self.memory.rendezvous(device), operand, self._rank, stream):
+                return buffer
+        return eager(device, operand, stream)
 
-    @staticmethod
-    def _stream(operation: str, device: MessageDevice, stream: Any, buf: Any) -> int:
-        resolved = device.stream(stream, array_of(buf))
-        if device.is_capturing(resolved):
-            raise InvalidUsageError(
-                f"{operation} cannot be part of a CUDA graph, as MPI matches messages on the host: use Send, Recv or "
-                "Sendrecv, or call it outside the capture"
-            )
-        return resolved
+    def _receive_buffer(self, received: Endpoint, *, replace: bool = False) -> ReceiveBuffer:
+        device = received.device or self._device(received.operation)
+        return receive_buffer(received, self.memory.rendezvous(device), replace=replace)
+
+    def _deliver(self, delivery: Delivery | None, device: MessageDevice, stream: int | None) -> None:
+        """Finish a blocking receive: into a device array on ``stream``, into host memory before this returns."""
+        if delivery is None:
+            return
+        # Nothing of the user's has to come before copies into host memory, so they have a stream to themselves.
+        with SideStream(device.side_streams) if stream is None else contextlib.nullcontext(stream) as copies:
+            delivery.enqueue(copies)
+
+    def _mark(self, received: Endpoint) -> Any:
+        if received.device is None or received.stream is None:
+            return None
+        return received.device.side_streams.mark(received.stream)
+
+    def _pending_receive(
+        self,
+        buffer: ReceiveBuffer,
+        request: MPI.Request,
+        correct: Correct | None,
+        mark: Any,
+        before: Callable[[], bool] = _at_once,
+    ) -> DeferredRequest:
+        pending = PendingReceive(buffer, request, correct, mark, before)
+        return self._request(Work(pending.done, buffer.device.check, pending.status, pending.cancel), buffer.device)
+
+    def _request(self, work: Work, device: MessageDevice) -> DeferredRequest:
+        return DeferredRequest(self._completer.add(work, device.prepare_thread))

@@ -1,7 +1,8 @@
-"""Description: the small message that MPI carries in place of a large one of a GPU array, and which says where that is.
+"""The description of a long message of a GPU array: MPI carries it in place of the data.
 
-It goes with the user's tag on the user's communicator, so MPI does all matching. What tells it from the user's data is
-its length and a secret that only the ranks of the communicator know.
+A description says where in the sender's outbox the data lies. The sender sends it with the user's tag on the user's
+communicator, so that MPI matches it as it would match the data. A receiver tells it from data by its length and by a
+secret that only the ranks of the communicator know.
 """
 
 from __future__ import annotations
@@ -15,24 +16,35 @@ from mpicomm.cluster.placement import SECRET_NBYTES
 from mpicomm.devices.handle import PACKET_NBYTES
 from mpicomm.errors import HandleError
 
-THRESHOLD_NBYTES = 32 << 10
-"""Messages of device arrays of more than this are described; others are quicker through the host."""
+EAGER_NBYTES = 32 << 10
+"""The longest message of a device array that is eager: up to here the way through host memory is the faster one."""
 MOST_EXTENTS = 8
-# Of a message less than twice as long the copy into the outbox, which takes a sixth of the time on the link, is not
-# worth overlapping: each piece costs the host 15 us on either side, and the link a pause of some.
+MOST_PIECES = 4
+# A piece costs both hosts the enqueuing of its copy and of its count, and the link a pause. The copy into the outbox is
+# several times as fast as the copy across the link, so overlapping the two copies pays for long pieces only.
 LEAST_PIECE_NBYTES = 32 << 20
-_MOST_PIECES = 4
 
 _HEAD = struct.Struct(f"<{SECRET_NBYTES}sQQQQH{PACKET_NBYTES}s")
 _EXTENT = struct.Struct(f"<{PACKET_NBYTES}sQQ")
-# Rounded up: MPICH ends the program where a message is no whole number of basic elements of the receiver's type, of
-# which the largest has 32 bytes. A length that few other messages have saves probes a look into those.
-NBYTES = -(-(_HEAD.size + MOST_EXTENTS * _EXTENT.size) // 32) * 32
+DESCRIPTION_NBYTES = -(-(_HEAD.size + MOST_EXTENTS * _EXTENT.size) // 32) * 32
+"""The length of every description.
+
+It is a multiple of 32, the size of the largest basic element: MPICH ends the program where a message is no whole number
+of basic elements of the receiver's type. Few other messages have this length, so probes rarely look into data for it.
+"""
+
+
+def is_cut(nbytes: int) -> bool:
+    """Return whether a message of ``nbytes`` bytes goes in several pieces.
+
+    Such a message takes long enough to be worth a side stream, on which it does not hold up the user's stream.
+    """
+    return nbytes > LEAST_PIECE_NBYTES
 
 
 @dataclass(frozen=True)
 class Extent:
-    """``nbytes`` bytes of a message: they lie ``offset`` bytes into the block that ``packet`` is the handle of."""
+    """``nbytes`` bytes of a message, ``offset`` bytes into the block of memory whose packed handle is ``packet``."""
 
     packet: bytes
     offset: int
@@ -41,10 +53,11 @@ class Extent:
 
 @dataclass(frozen=True)
 class Description:
-    """Message ``number`` of a sender, in ``extents`` of its outbox.
+    """Message ``number`` of a sender, which lies in ``extents`` of the sender's outbox.
 
-    ``line`` is the offset of the message's two words, `ready` and `done`, in the block of ``words``. `ready` counts
-    pieces; it is ``first`` before the first piece has come. `done` gets what `ready` has in the end.
+    The message has two counts, `ready` and `done`, ``line`` bytes into the block whose packed handle is ``words``. The
+    sender adds 1 to `ready` for each piece, beginning at ``first``. The receiver sets `done` to the last value of
+    `ready` when it has copied the message.
     """
 
     nbytes: int
@@ -56,36 +69,38 @@ class Description:
 
     @property
     def last(self) -> int:
-        """What `ready` is when all has come."""
+        """The value of `ready` when all pieces are in the outbox."""
         return self.first + sum(1 for _ in self.pieces())
 
     def pieces(self) -> Iterator[tuple[Extent, int, int]]:
-        """Cut the message into what is copied and signalled at a time: extent, offset in it, bytes.
+        """Cut the message into pieces that are copied and counted one by one: extent, offset in the extent, bytes.
 
-        Sender and receiver cut alike. In pieces the copies of the two overlap; none lies in two extents.
+        Sender and receiver cut alike. While the receiver copies one piece, the sender copies the next one. A piece lies
+        in one extent.
         """
-        piece_nbytes = max(LEAST_PIECE_NBYTES, -(-self.nbytes // _MOST_PIECES))
+        piece_nbytes = max(LEAST_PIECE_NBYTES, -(-self.nbytes // MOST_PIECES))
         for extent in self.extents:
             for start in range(0, extent.nbytes, piece_nbytes):
                 yield extent, start, min(piece_nbytes, extent.nbytes - start)
 
     def pack(self, secret: bytes) -> bytes:
-        """Return the message, `NBYTES` bytes."""
+        """Return the description as a message of `DESCRIPTION_NBYTES` bytes."""
         head = _HEAD.pack(secret, self.nbytes, self.number, self.line, self.first, len(self.extents), self.words)
         extents = b"".join(_EXTENT.pack(extent.packet, extent.offset, extent.nbytes) for extent in self.extents)
-        return (head + extents).ljust(NBYTES, b"\0")
+        return (head + extents).ljust(DESCRIPTION_NBYTES, b"\0")
 
     @classmethod
     def unpack(cls, message: bytes, secret: bytes) -> Description | None:
-        """Return what a message describes, None if it is data. Raises `HandleError` for one that makes no sense."""
-        if len(message) != NBYTES or not hmac.compare_digest(message[:SECRET_NBYTES], secret):
+        """Return the description that a message is, None for data. Raises `HandleError` for a damaged description."""
+        if len(message) != DESCRIPTION_NBYTES or not hmac.compare_digest(message[:SECRET_NBYTES], secret):
             return None
         _, nbytes, number, line, first, count, words = _HEAD.unpack_from(message)
         if not 1 <= count <= MOST_EXTENTS:
             raise HandleError(f"the description of message {number} has {count} extents, not 1 to {MOST_EXTENTS}")
         extents = _extents(message, count)
-        if sum(extent.nbytes for extent in extents) != nbytes:
-            raise HandleError(f"the description of message {number} has other extents than {nbytes} bytes")
+        total = sum(extent.nbytes for extent in extents)
+        if total != nbytes:
+            raise HandleError(f"the description of message {number} has extents of {total} bytes, not {nbytes}")
         return cls(nbytes, number, words, line, first, extents)
 
 

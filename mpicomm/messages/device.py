@@ -1,6 +1,27 @@
-"""MessageDevice: the Protocol of a GPU, by the name that the modules of messages have for it."""
+"""SideStream, and the Protocol of a GPU by the name that the modules of messages have for it."""
+
+from __future__ import annotations
+
+from typing import Any
 
 from mpicomm.devices.base import GpuBackend as MessageDevice
 from mpicomm.devices.base import SideStreams
 
-__all__ = ["MessageDevice", "SideStreams"]
+__all__ = ["MessageDevice", "SideStream", "SideStreams"]
+
+
+class SideStream:
+    """A ``with`` block that has a side stream to itself. Its work follows the mark ``after``, where given."""
+
+    __slots__ = ("_after", "_stream", "_streams")
+
+    def __init__(self, streams: SideStreams, after: Any = None) -> None:
+        self._streams = streams
+        self._after = after
+
+    def __enter__(self) -> int:
+        self._stream = self._streams.take(self._after)
+        return self._stream
+
+    def __exit__(self, *exception: object) -> None:
+        self._streams.give_back(self._stream)

@@ -1,4 +1,4 @@
-"""Messages in the order of streams: matched by nothing else, without MPI and the host, so that graphs can hold them."""
+"""Messages in stream order: kernels match them, without MPI and the host, so that CUDA graphs can hold them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpicomm.session import Session
 
 _NO_SEND: End = (None, MPI.PROC_NULL, 0)
 _NO_RECEIVE: End = (None, MPI.PROC_NULL, MPI.ANY_TAG)
-# What the arguments of each call are called, of what is sent and of what is received.
+# The names of each call's arguments, of the sent message and of the received one.
 _NAMES = {
     "Send": (("buf", "dest", "tag"), ("", "", "")),
     "Recv": (("", "", ""), ("buf", "source", "tag")),
@@ -24,7 +24,7 @@ _NAMES = {
 
 
 class InStreamOrder:
-    """The messages of one communicator that kernels match, see kernels/sendrecv.cu; ``collectives`` sets them up."""
+    """The messages of one communicator that sendrecv.cu matches. ``collectives`` has the engine that launches it."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
@@ -32,12 +32,16 @@ class InStreamOrder:
     def exchange(
         self, operation: str, stream: Any, send: End = _NO_SEND, receive: End = _NO_RECEIVE, status: Any = None
     ) -> None:
-        """Enqueue a message to one rank and one from another; collective the first time, else local; does not block."""
+        """Enqueue a message to one rank and a message from another one. Stream-ordered.
+
+        The first call of a communicator sets up memory and is collective over the node; the others are local. Fills
+        ``status`` with the length and the source that the caller names: the host does not see the message.
+        """
         self._collectives.message(operation, stream, send, receive, _read)
         if status is not None:
             recvbuf, source, recvtag = receive
             status.Set_source(source)
-            status.Set_tag(recvtag)  # MPI.ANY_TAG stays: what the sender's was, the host does not learn
+            status.Set_tag(recvtag)  # MPI.ANY_TAG stays: the host does not learn the sender's tag
             nothing = source == MPI.PROC_NULL
             nbytes = 0 if nothing else _span(parse(recvbuf, writable=True, name="recvbuf")).count
             status.Set_elements(MPI.BYTE, nbytes)
@@ -45,7 +49,7 @@ class InStreamOrder:
 
 
 def _read(operation: str, send: End, receive: End, session: Session) -> tuple[Message | None, Message | None]:
-    """Understand and check both ends."""
+    """Parse and check both ends of a call."""
     outward, inward = _NAMES[operation]
     sent = _operand(operation, send, outward, session)
     received = _operand(operation, receive, inward, session, receives=True)
@@ -60,7 +64,7 @@ def _read(operation: str, send: End, receive: End, session: Session) -> tuple[Me
 def _operand(
     operation: str, end: End, names: tuple[str, str, str], session: Session, *, receives: bool = False
 ) -> Operand | None:
-    """Understand and check one end, None of PROC_NULL."""
+    """Parse and check one end of a call; return None for MPI.PROC_NULL."""
     buf, rank, tag = end
     name, rank_name, tag_name = names
     if rank == MPI.PROC_NULL:
@@ -69,7 +73,7 @@ def _operand(
     if not operand.on_device or operand.dtype is None:
         what = "of a derived datatype" if operand.on_device else "a host array"
         raise InvalidUsageError(
-            f"{operation}: {name} is {what}, and messages in the order of streams are plain device arrays: use "
+            f"{operation}: {name} is {what}, and messages in stream order are plain device arrays: use "
             'algorithm="auto" outside of CUDA graphs'
         )
     require_here(operation, operand, session)

@@ -1,4 +1,4 @@
-"""Memory: what the messages of one communicator have taken, from the first of them to the end."""
+"""The memory that the messages of one communicator hold, from its first long message until `Free`."""
 
 from __future__ import annotations
 
@@ -10,48 +10,54 @@ from mpicomm.cluster.agreement import release_before_finalize
 from mpicomm.errors import MpicommError
 from mpicomm.log import logger
 from mpicomm.messages.device import MessageDevice
-from mpicomm.messages.transfers import Transfers
+from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.waiting import wait_until
 
 
-class Memory:
-    """The outbox of this rank and those that it has mapped; none before the first message. All methods are local.
+class MessageMemory:
+    """This rank's outbox and the peers' blocks that it has opened. All methods are local.
 
-    It knows nothing of the communicator, which would otherwise live as long as any array of it.
+    It has no reference to the communicator: a symmetric array refers to its domain, and the domain to this memory, so
+    the communicator would live as long as any array of it.
     """
 
-    def __init__(self, rank: int, timeout_s: float) -> None:
+    def __init__(self, rank: int, timeout_s: float, secret: bytes | None) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
-        self._device: MessageDevice | None = None
-        self._transfers: Transfers | None = None
+        self._secret = secret
+        self._rendezvous: Rendezvous | None = None
 
-    def transfers(self, device: MessageDevice) -> Transfers:
-        """Return the transfers of the communicator, whose device it is."""
-        if self._transfers is None:
-            self._device, self._transfers = device, Transfers(device, self._rank)
+    def rendezvous(self, device: MessageDevice) -> Rendezvous:
+        """Return the rendezvous of the communicator, whose device is ``device``."""
+        if self._rendezvous is None:
+            self._rendezvous = Rendezvous(device, self._rank, self._secret)
             release_before_finalize(self)
-        return self._transfers
+        return self._rendezvous
 
     def close_peers(self) -> None:
-        """Unmap the peers' outboxes, after this rank's work. A second call does nothing."""
-        if self._transfers is not None:
-            self._transfers.close_peers()
+        """Unmap the peers' outboxes; this rank's copies must be over. A second call does nothing."""
+        if self._rendezvous is not None:
+            self._rendezvous.close_peers()
 
     def close_own(self) -> None:
         """Free this rank's outbox, after every peer's `close_peers`. A second call does nothing."""
-        self._device = None
-        if self._transfers is not None:
-            self._transfers.close_own()
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            rendezvous.close_own()
 
     def release(self) -> None:
-        """Before MPI_Finalize: what was sent is to arrive, as MPI's messages do, and this process may end after it."""
-        if self._device is None or self._transfers is None:
+        """Before MPI_Finalize, wait until the receivers have copied all messages, and unmap the peers' outboxes.
+
+        MPI_Finalize, too, lets messages arrive that were sent before. The process may end after it, and its outbox ends
+        with the process.
+        """
+        rendezvous = self._rendezvous
+        if rendezvous is None:
             return
-        with contextlib.suppress(MpicommError):  # after an error nobody waits for what was sent
-            self._device.synchronize()  # what this rank receives: its senders wait for that in turn
-            self._device.check()
-            # MPI has to go on meanwhile: a description may not have left yet.
-            if not wait_until(self._transfers.is_taken, self._timeout_s, MPI.COMM_SELF.Iprobe):
+        with contextlib.suppress(MpicommError):  # after an error nothing that was sent can be expected to arrive
+            rendezvous.device.synchronize()  # this rank's copies out of outboxes: their senders wait for them
+            rendezvous.device.check()
+            # The wait calls MPI, because MPI may not have sent a description yet.
+            if not wait_until(rendezvous.is_drained, self._timeout_s, MPI.COMM_SELF.Iprobe):
                 logger.warning("messages of GPU arrays were not received within %g s of the end", self._timeout_s)
-            self._transfers.close_peers()
+            rendezvous.close_peers()

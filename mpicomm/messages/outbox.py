@@ -1,4 +1,4 @@
-"""Outbox: memory of this rank's device in which messages lie until their receivers have copied them."""
+"""The outbox: memory of this rank's device in which long messages lie until their receivers have copied them."""
 
 from __future__ import annotations
 
@@ -11,24 +11,27 @@ import numpy as np
 from mpicomm.devices.base import Segment
 from mpicomm.errors import HandleError
 from mpicomm.messages.description import MOST_EXTENTS, Description, Extent
-from mpicomm.messages.device import MessageDevice
+from mpicomm.messages.device import MessageDevice, SideStream
 
-_FIRST_BLOCK_NBYTES = 32 << 20
-_BLOCK_NBYTES = 2 << 20  # blocks are whole allocations of the driver, which share nothing with others
-_PART = 64  # no more than this part of a device's memory
-_GRAIN_NBYTES = 64 << 10  # of what a message takes, so that few small holes are left
-_LINES = 1024  # messages under way at once
+FIRST_BLOCK_NBYTES = 32 << 20
+BLOCK_NBYTES = 2 << 20
+"""Blocks are multiples of this: whole allocations of the driver, so that a peer that opens one sees nothing else."""
+MOST_IN_FLIGHT = 1024
+PART = 64
+"""The outbox takes no more than this part of the device's memory."""
+_GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that few small holes are left
 _LINE_NBYTES = 16
-DONE = 8  # where `done` is in a line; `ready` is in front
+DONE = 8
+"""The offset of `done` in the line of a message; `ready` comes first."""
 
 
 class OutboxFullError(Exception):
-    """There is no room for a message; the text says why."""
+    """The outbox has no room for a message; the text says why."""
 
 
 @dataclass
 class Block:
-    """An allocation: its segment, the packet by which peers open it, and where it begins in the outbox."""
+    """An allocation: its segment, the packed handle with which peers open it, and its range in the outbox."""
 
     segment: Segment
     packet: bytes
@@ -37,7 +40,9 @@ class Block:
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _InFlight:
+    """A message that its receiver has not copied yet: its range, its line, and the value `done` will have."""
+
     begin: int
     end: int
     line: int
@@ -45,32 +50,33 @@ class _Sent:
 
 
 class Outbox:
-    """A line of bytes that messages take parts of; it grows by blocks, and the part of one message may lie in several.
+    """A range of bytes of which each message takes a part. It grows by blocks; a message may lie in several of them.
 
-    Every message has two words in a block of their own. Only the sender's stream stores the first, `ready`, and only
-    the receiver's the second, `done`. Both only grow, and go on from where the message before has left them: so words
-    need not be cleared, which would have to be ordered with what peers store.
+    Each message has a line, the two counts `ready` and `done`, in a block that holds all lines. Only the sender's
+    stream stores `ready`, and only the receiver's stream stores `done`. Both only grow: the next message with the same
+    line counts on from where the last one stopped. So nothing has to clear a line, which would need an order with the
+    stores of peers.
     """
 
     def __init__(self, device: MessageDevice) -> None:
         self._device = device
-        self._lock = threading.Lock()  # of the thread that sends, and of those in which others do
-        self._most_nbytes = device.total_nbytes // _PART // _BLOCK_NBYTES * _BLOCK_NBYTES
+        self._lock = threading.Lock()  # several threads of the program may send
+        self._most_nbytes = device.total_nbytes // PART // BLOCK_NBYTES * BLOCK_NBYTES
         self._words: Block | None = None
         self._blocks: list[Block] = []
-        self._free: list[tuple[int, int]] = []  # sorted, none touches the next
-        self._lines = list(range(_LINES))
-        self._counts = [0] * _LINES
-        self._sent: list[_Sent] = []
+        self._free: list[tuple[int, int]] = []  # sorted ranges, of which no two touch
+        self._lines = list(range(MOST_IN_FLIGHT))
+        self._counts = [0] * MOST_IN_FLIGHT
+        self._in_flight: list[_InFlight] = []
         self._number = 0
 
     def reserve(self, nbytes: int) -> Description:
-        """Give a message its place. Raises `OutboxFullError` where there is none, `HandleError` as allocation does."""
+        """Give a message its place. Raises `OutboxFullError`, or `HandleError` where memory cannot be allocated."""
         with self._lock:
             if self._words is None:
-                self._words = self._allocate(_LINES * _LINE_NBYTES, 0)
-                # Before anybody is told of it: a count that is not 0 would let a receiver through.
-                self._device.zero(self._words.segment.pointer, _LINES * _LINE_NBYTES)
+                self._words = self._allocate(MOST_IN_FLIGHT * _LINE_NBYTES, 0)
+                # Before any description names the block: a count that is not 0 would let a receiver through.
+                self._device.zero(self._words.segment.pointer, MOST_IN_FLIGHT * _LINE_NBYTES)
             room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
             begin = self._take(room)
             if begin is None or not self._lines:
@@ -80,7 +86,7 @@ class Outbox:
                 begin = self._grow(room)
             if not self._lines:
                 self._release(begin, begin + room)
-                raise OutboxFullError(f"{_LINES} messages are under way")
+                raise OutboxFullError(f"{MOST_IN_FLIGHT} messages are in flight")
             extents = self._extents(begin, nbytes)
             if len(extents) > MOST_EXTENTS:
                 self._release(begin, begin + room)
@@ -90,21 +96,21 @@ class Outbox:
             words = self._words.packet
             described = Description(nbytes, self._number, words, line * _LINE_NBYTES, self._counts[line], extents)
             self._counts[line] = described.last
-            self._sent.append(_Sent(begin, begin + room, line, described.last))
+            self._in_flight.append(_InFlight(begin, begin + room, line, described.last))
             return described
 
     def find(self, packet: bytes) -> Segment | None:
-        """Return the block of this outbox with that packet, None if it is a peer's."""
+        """Return the block of this outbox with that packed handle, None for a block of a peer."""
         for block in (self._words, *self._blocks):
             if block is not None and block.packet == packet:
                 return block.segment
         return None
 
-    def is_taken(self) -> bool:
-        """Return whether there is no message left that its receiver has not copied."""
+    def is_drained(self) -> bool:
+        """Return whether the receivers have copied all messages."""
         with self._lock:
             self._reclaim()
-            return not self._sent
+            return not self._in_flight
 
     def close(self) -> None:
         """Free all blocks; every peer must have closed them. A second call does nothing."""
@@ -115,7 +121,7 @@ class Outbox:
             self._words = None
             self._blocks.clear()
             self._free.clear()
-            self._sent.clear()
+            self._in_flight.clear()
 
     def _take(self, room: int) -> int | None:
         for index, (begin, end) in enumerate(self._free):
@@ -134,11 +140,11 @@ class Outbox:
         self._free.insert(index, (begin, end))
 
     def _grow(self, room: int) -> int:
-        """Allocate what is missing at the end, and as much as there is at least: so there are few blocks."""
+        """Allocate the bytes that are missing behind the last block; at least double the outbox: so blocks are few."""
         total = self._blocks[-1].end if self._blocks else 0
         tail = total - self._free[-1][0] if self._free and self._free[-1][1] == total else 0
-        wanted = max(room - tail, total, _FIRST_BLOCK_NBYTES)
-        size = min(-(-wanted // _BLOCK_NBYTES) * _BLOCK_NBYTES, self._most_nbytes - total)
+        wanted = max(room - tail, total, FIRST_BLOCK_NBYTES)
+        size = min(-(-wanted // BLOCK_NBYTES) * BLOCK_NBYTES, self._most_nbytes - total)
         if size < room - tail:
             raise OutboxFullError(
                 f"messages that are not received yet leave less than {room} of {self._most_nbytes} bytes"
@@ -166,25 +172,23 @@ class Outbox:
         )
 
     def _reclaim(self) -> None:
-        """Free what receivers are done with: look at the words on the device, blocking but for no user's work."""
-        if self._words is None or not self._sent:
+        """Release the memory of messages that are copied. It blocks to read the counts, but for no work of the user."""
+        if self._words is None or not self._in_flight:
             return
         device = self._device
-        words = device.pinned(_LINES * _LINE_NBYTES)
-        stream = device.side_streams.take()
-        try:
-            # Pairs with the stores of `done` by receivers, in mpicomm_publish: who sees one may write where the message
-            # was, with work that is enqueued from here on. A message whose `done` is not there yet keeps its place.
+        words = device.pinned(MOST_IN_FLIGHT * _LINE_NBYTES)
+        with SideStream(device.side_streams) as stream:
+            # Pairs with the receivers' stores of `done` in mpicomm_publish: they come after the copies out of the
+            # outbox. So work that is enqueued from here on may overwrite a message whose `done` is seen here. A message
+            # whose `done` is not there yet keeps its memory.
             device.copy(words.ctypes.data, self._words.segment.pointer, words.nbytes, stream)
             device.synchronize(stream)
-        finally:
-            device.side_streams.give_back(stream)
         done = words.view(np.uint64)[DONE // 8 :: _LINE_NBYTES // 8]
         left = []
-        for sent in self._sent:
-            if int(done[sent.line]) == sent.last:
-                self._release(sent.begin, sent.end)
-                self._lines.append(sent.line)
+        for message in self._in_flight:
+            if int(done[message.line]) == message.last:
+                self._release(message.begin, message.end)
+                self._lines.append(message.line)
             else:
-                left.append(sent)
-        self._sent = left
+                left.append(message)
+        self._in_flight = left

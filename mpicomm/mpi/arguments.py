@@ -67,19 +67,19 @@ class Operand:
         return Span(self.pointer, self.total)
 
 
-def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str) -> Operand:
+def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str, memory: Memory | None = None) -> Operand:
     """Understand the argument ``name``. Local.
 
     ``blocks`` is for arguments that hold one block per rank, the receive buffer of an allgather say: where no count is
     given the elements are shared out evenly; one that is given is the count of a block. ``writable`` is for receive
-    buffers. Handle ``MPI.IN_PLACE`` and None before.
+    buffers. ``memory`` is the array's, where it was read before. Handle ``MPI.IN_PLACE`` and None before.
 
     Raises `TypeError` for objects that are no buffers and for counts that are no integers, `InvalidUsageError` for
     everything else.
     """
     parts = blocks or 1
     if not isinstance(spec, (list, tuple)):
-        memory = read(spec, writable, name)
+        memory = memory or read(spec, writable, name)
         dtype = memory.dtype
         if dtype is None and not memory.on_device:  # MPI may know
             return Operand(name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec)
@@ -96,7 +96,7 @@ def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str) ->
     buffer, count, displ, datatype = _items(spec, name)
     if isinstance(count, (list, tuple)) and len(spec) < 4:
         count, displ = _pair(count, name)
-    element = _Element(buffer, datatype, writable, name)
+    element = _Element(buffer, datatype, writable, name, memory)
     start = 0 if displ is None else _index(displ, "displacement", name)
     entries = element.entries - start
     if start > 0:
@@ -197,7 +197,7 @@ def _extents(operand: Operand) -> list[tuple[int, int]]:
 class _Element:
     """The buffer of a specification, and the elements that it holds."""
 
-    def __init__(self, buffer: Any, datatype: Any, writable: bool, name: str) -> None:
+    def __init__(self, buffer: Any, datatype: Any, writable: bool, name: str, memory: Memory | None = None) -> None:
         self.bottom = buffer is MPI.BOTTOM
         self.absent = buffer is None
         if self.bottom or self.absent:
@@ -205,7 +205,7 @@ class _Element:
                 raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
             self.memory = Memory(0, 0, None, False, None, None)
         else:
-            self.memory = read(buffer, writable, name)
+            self.memory = memory or read(buffer, writable, name)
         self.mpi_type: MPI.Datatype | None = None
         if datatype is None:
             self.dtype = self.memory.dtype

@@ -1,4 +1,4 @@
-"""Whether the buffers of a call are device arrays, which MPI must not see, or host memory, which has no streams."""
+"""Where the buffers of a call lie: in device memory, which MPI must not see, or in host memory, which has no stream."""
 
 from __future__ import annotations
 
@@ -8,18 +8,38 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of, read
+
+_bottom = MPI.BOTTOM
+_in_place = MPI.IN_PLACE
 
 
 def is_on_device(spec: Any) -> bool:
     """Return whether a buffer argument, an array or a specification with one, is a device array. Local."""
     array = array_of(spec)
-    if type(array) is np.ndarray or array is None or array is MPI.BOTTOM or array is MPI.IN_PLACE:
-        return False
-    return read(array, False, "buf").on_device
+    return not _is_plainly_host(array) and read(array, False, "buf").on_device
+
+
+def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
+    """Parse the argument ``name`` where it is a device array, and return None for host memory. Local.
+
+    MPI understands arguments in host memory itself. Raises as `parse` does.
+    """
+    array = array_of(spec)
+    if _is_plainly_host(array):
+        return None
+    memory = read(array, writable, name)
+    return parse(spec, writable=writable, name=name, memory=memory) if memory.on_device else None
+
+
+def _is_plainly_host(array: Any) -> bool:
+    return type(array) is np.ndarray or array is None or array is _bottom or array is _in_place
 
 
 def refuse_stream(operation: str, stream: Any) -> None:
     """Raise `InvalidUsageError` for a stream that is given with host arrays."""
     if stream is not None:
-        raise InvalidUsageError(f"{operation}: stream={stream!r} is for device arrays: calls on host arrays block")
+        raise InvalidUsageError(
+            f"{operation}: stream={stream!r} is for device arrays, and the buffers are host arrays: leave stream out"
+        )

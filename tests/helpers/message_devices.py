@@ -280,10 +280,10 @@ def take_for_gpu(comm: mpicomm.Communicator, handle: str = "ipc", **options: Any
 @contextlib.contextmanager
 def small_messages() -> Iterator[None]:
     """Let messages of some hundred KiB go in several pieces, and lie in several blocks."""
-    from mpicomm.messages import calls, description, outbox
+    from mpicomm.messages import description, outbox
 
-    with contextlib.ExitStack() as changed:
-        for module in (calls, description):
-            changed.enter_context(mock.patch.object(module, "LEAST_PIECE_NBYTES", 48 << 10))
-        changed.enter_context(mock.patch.object(outbox, "_FIRST_BLOCK_NBYTES", 2 << 20))
+    with (
+        mock.patch.object(description, "LEAST_PIECE_NBYTES", 48 << 10),
+        mock.patch.object(outbox, "FIRST_BLOCK_NBYTES", 2 << 20),
+    ):
         yield

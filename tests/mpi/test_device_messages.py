@@ -14,7 +14,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.log import logger
-from mpicomm.messages import outgoing
+from mpicomm.messages import send_buffer
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.message_devices import on_threads, small_messages, take_for_gpu
 from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, same
@@ -135,7 +135,7 @@ def test_memory_is_used_again_only_when_its_receiver_is_done(parent: mpicomm.Com
 def test_without_room_messages_go_through_the_host(
     parent: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outgoing, "_said", set())
+    monkeypatch.setattr(send_buffer, "_warned", set())
     with small_messages():
         comm, device = on_threads(parent, total_nbytes=64 << 21)
         rig = Rig(comm, device)
@@ -161,7 +161,7 @@ def warnings_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_without_memory_messages_go_through_the_host(
     parent: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch, why: str
 ) -> None:
-    monkeypatch.setattr(outgoing, "_said", set())
+    monkeypatch.setattr(send_buffer, "_warned", set())
     lines = warnings_of(monkeypatch)
     comm, device = on_threads(parent, "fd" if why == "handle" else "ipc")
     device.refuses = "no memory is left"
@@ -195,8 +195,7 @@ def test_a_truncated_message_is_an_error_and_leaves_its_place(rig: Rig, to_host:
     rig.comm.Barrier()
     rig.device.synchronize()
     rig.comm.Barrier()
-    transfers = rig.comm._messages.memory._transfers
-    assert transfers is not None and transfers.is_taken()
+    assert rig.comm._messages.memory._rendezvous.is_drained()  # type: ignore
 
 
 def test_the_place_of_a_truncated_message_is_kept_until_it_has_come(parent: mpicomm.Communicator) -> None:
@@ -271,15 +270,14 @@ def test_what_mpi_refuses_leaves_its_place(rig: Rig) -> None:
     with pytest.raises(MPI.Exception):
         rig.comm.Send(rig.empty(LARGE), rig.right, tag=-7)
     rig.device.synchronize()
-    transfers = rig.comm._messages.memory._transfers
-    assert transfers is not None and transfers.is_taken()
+    assert rig.comm._messages.memory._rendezvous.is_drained()  # type: ignore
 
 
 def test_a_communicator_made_from_another_has_a_secret_of_its_own(rig: Rig) -> None:
     half = rig.comm.Split(rig.rank % 2)
     assert isinstance(half, mpicomm.Communicator)
     part = Rig(half, take_for_gpu(half))
-    assert (half._messages._secret != rig.comm._messages._secret) == (rig.size > 1)
+    assert (half._messages.unexpected._secret != rig.comm._messages.unexpected._secret) == (rig.size > 1)
     received = part.empty(LARGE)
     half.Sendrecv(part.of(rig.rank, LARGE), part.right, 0, received, part.left, 0)
     same(received, content(2 * part.left + rig.rank % 2, LARGE))

@@ -11,14 +11,14 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.messages.description import NBYTES, THRESHOLD_NBYTES
+from mpicomm.messages.description import DESCRIPTION_NBYTES, EAGER_NBYTES
 from tests.helpers.buffers import Placed, values
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.reductions import Array
 
 # The second last is beyond every MPI's eager limit, the last goes in pieces.
-SIZES = (0, 1, 4097, THRESHOLD_NBYTES // 4, THRESHOLD_NBYTES // 4 + 1, 1 << 18, (5 << 20) + 3)
+SIZES = (0, 1, 4097, EAGER_NBYTES // 4, EAGER_NBYTES // 4 + 1, 1 << 18, (5 << 20) + 3)
 DTYPES = [np.dtype(code) for code in "?bhilBfdFD"]
 
 
@@ -176,7 +176,7 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
         pytest.skip("needs two ranks")
     with communicator(device, timeout_s=3) as comm, array_module(comm) as xp, comm.Dup() as child:
         double = take_for_gpu(child) if device == "cpu" else None
-        for count in (5, THRESHOLD_NBYTES):
+        for count in (5, EAGER_NBYTES):
 
             def place(value: int, count: int = count) -> tuple[Any, Callable[[], Array]]:
                 content = np.full(count, value, np.float32)
@@ -201,7 +201,7 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
 @pytest.mark.parametrize("on_device", ["sender", "receiver"])
 @pytest.mark.parametrize("way", ["Recv", "Irecv", "Waitall", "Sendrecv", "Mprobe"])
 def test_one_side_on_the_host(comm: mpicomm.Communicator, xp: Any, on_device: str, way: str) -> None:
-    for tag, count in enumerate((*SIZES, NBYTES // 4)):
+    for tag, count in enumerate((*SIZES, DESCRIPTION_NBYTES // 4)):
         there, here = Ring(comm, xp, np.dtype(np.float32), count), Ring(comm, np, np.dtype(np.float32), count)
         sender, receiver = (there, here) if on_device == "sender" else (here, there)
         status = MPI.Status()
@@ -252,7 +252,7 @@ def test_the_memory_of_messages_is_used_again(comm: mpicomm.Communicator, xp: An
 def test_captured_messages_that_mpi_would_match_are_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     if comm.device == "cpu":
         pytest.skip("there are no graphs")
-    array, stream = xp.ones(THRESHOLD_NBYTES), xp.cuda.Stream(non_blocking=True)
+    array, stream = xp.ones(EAGER_NBYTES), xp.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
         try:

@@ -7,7 +7,7 @@ import pytest
 
 from mpicomm.errors import HandleError
 from mpicomm.messages import description
-from mpicomm.messages.description import MOST_EXTENTS, NBYTES, THRESHOLD_NBYTES, Description, Extent
+from mpicomm.messages.description import DESCRIPTION_NBYTES, EAGER_NBYTES, MOST_EXTENTS, Description, Extent
 
 SECRET = os.urandom(32)
 PACKET = os.urandom(132)
@@ -16,13 +16,19 @@ DESCRIBED = Description(70, 3, PACKET, 32, 2**40, (Extent(PACKET, 2**33, 50), Ex
 
 def test_a_description_comes_back() -> None:
     message = DESCRIBED.pack(SECRET)
-    assert len(message) == NBYTES < THRESHOLD_NBYTES
+    assert len(message) == DESCRIPTION_NBYTES < EAGER_NBYTES
     assert Description.unpack(message, SECRET) == DESCRIBED
 
 
 def test_data_is_none() -> None:
     message = DESCRIBED.pack(SECRET)
-    for data in (b"", message[:-1], message + b"\0", os.urandom(NBYTES), bytes([message[0] ^ 1]) + message[1:]):
+    for data in (
+        b"",
+        message[:-1],
+        message + b"\0",
+        os.urandom(DESCRIPTION_NBYTES),
+        bytes([message[0] ^ 1]) + message[1:],
+    ):
         assert Description.unpack(data, SECRET) is None
     assert Description.unpack(message, os.urandom(32)) is None
 
@@ -38,7 +44,7 @@ def test_pieces_are_few_and_make_up_the_message(nbytes: int) -> None:
     parts = [nbytes // 3, nbytes - nbytes // 3] if nbytes > 2 else [nbytes]
     described = Description(nbytes, 1, PACKET, 0, 5, tuple(Extent(PACKET, 0, part) for part in parts))
     pieces = list(described.pieces())
-    assert len(pieces) <= description._MOST_PIECES + MOST_EXTENTS
+    assert len(pieces) <= description.MOST_PIECES + MOST_EXTENTS
     assert described.last == 5 + len(pieces)
     for extent in described.extents:
         own = [(start, piece) for each, start, piece in pieces if each is extent]

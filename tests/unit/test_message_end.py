@@ -23,13 +23,13 @@ def test_what_was_sent_arrives(end: str) -> None:
     code = f"""
 if child.rank == 0:
     child.Send(sent, 1)
-    from mpicomm.messages.transfers import Transfers
-    before = Transfers.close_peers
+    from mpicomm.messages.rendezvous import Rendezvous
+    before = Rendezvous.close_peers
     def close_peers(self):
-        assert self.is_taken()
+        assert self.is_drained()
         before(self)
         print("taken", flush=True)
-    Transfers.close_peers = close_peers
+    Rendezvous.close_peers = close_peers
 else:
     time.sleep(0.5)
     received = np.zeros(100_000, int)

@@ -21,7 +21,7 @@ MOST = 24 << 20
 
 @pytest.fixture
 def device(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDevice]:
-    monkeypatch.setattr(outbox, "_FIRST_BLOCK_NBYTES", 2 << 20)
+    monkeypatch.setattr(outbox, "FIRST_BLOCK_NBYTES", 2 << 20)
     double = ThreadDevice(0, 5.0, total_nbytes=64 * MOST, slowest_s=0)
     yield double
     double.close()
@@ -71,7 +71,7 @@ def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: Thread
             described = under_way[-1] if under_way else None
     for each in under_way:
         finish(box, each)
-    assert box.is_taken()
+    assert box.is_drained()
     assert len(box.reserve(MOST).extents) <= 8  # all of it in one piece again
     assert device.allocated <= MOST + (1 << 20)
 
@@ -82,7 +82,7 @@ def test_what_is_not_received_keeps_its_place(box: Outbox) -> None:
         box.reserve(MOST // 4)
     finish(box, kept[2])
     assert places(box, box.reserve(MOST // 4)) == places(box, kept[2])
-    assert not box.is_taken()
+    assert not box.is_drained()
 
 
 def test_counts_go_on_where_the_last_message_has_left_them(box: Outbox) -> None:
@@ -97,7 +97,7 @@ def test_counts_go_on_where_the_last_message_has_left_them(box: Outbox) -> None:
 def test_there_are_only_so_many_messages_under_way(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
     box._lines = box._lines[:3]
     under_way: list[Any] = [box.reserve(40_000) for _ in range(3)]
-    with pytest.raises(OutboxFullError, match="messages are under way"):
+    with pytest.raises(OutboxFullError, match="messages are in flight"):
         box.reserve(40_000)
     finish(box, under_way[0])
     assert box.reserve(40_000).line == under_way[0].line

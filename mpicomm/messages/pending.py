@@ -1,0 +1,97 @@
+"""Messages in flight: nonblocking sends and receives, which their requests ask whether they are done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.messages.device import SideStream
+from mpicomm.messages.incoming import Correct
+from mpicomm.messages.receive_buffer import Delivery, ReceiveBuffer
+from mpicomm.messages.send_buffer import SendBuffer
+
+
+class PendingSend:
+    """A send of a device array that MPI has begun. The object keeps the memory that MPI and the device still read.
+
+    ``copied`` says whether the device has copied the array. It is not called again after it has returned true.
+    """
+
+    def __init__(self, buffer: SendBuffer, request: MPI.Request, copied: Callable[[], bool]) -> None:
+        self._buffer = buffer
+        # Most descriptions leave at once. A later question to MPI may take long, because a thread that waits in MPI
+        # keeps the others out.
+        self._request = None if request.Test() else request
+        self._copied = copied
+
+    def done(self) -> bool:
+        """Return whether the array may be used again."""
+        if self._request is not None and self._request.Test():
+            self._request = None
+        return self._request is None and self._copied()
+
+
+class PendingReceive:
+    """A receive that MPI has begun. One thread at a time calls its methods.
+
+    ``mark`` lies in the user's stream: the copies into a device array follow it. ``before`` is asked before MPI is, and
+    the receive goes on when it has returned true. ``correct`` corrects the status that MPI fills.
+    """
+
+    def __init__(
+        self,
+        buffer: ReceiveBuffer,
+        request: MPI.Request,
+        correct: Correct | None,
+        mark: Any,
+        before: Callable[[], bool],
+    ) -> None:
+        self.status = MPI.Status()
+        self._buffer = buffer
+        self._request: MPI.Request | None = request
+        self._correct = correct
+        self._mark = mark
+        self._before = before
+        self._delivery: Delivery | None = None
+        self._delivered: Callable[[], bool] | None = None
+
+    def done(self) -> bool:
+        """Return whether the message is in the user's memory, or the receive was cancelled."""
+        if self._delivered is None:
+            if not self._received():
+                return False
+            delivery = self._delivery
+            if delivery is None:
+                return True
+            # A delivery that waits for its stream would wait for the user's work, too, and meanwhile this thread would
+            # complete no other request.
+            if delivery.blocks and self._mark is not None and not self._buffer.device.side_streams.passed(self._mark):
+                return False
+            self._delivered = self._enqueue(delivery)
+        return self._delivered()
+
+    def cancel(self) -> None:
+        """Cancel the receive unless MPI has received the message."""
+        if self._request is not None:
+            self._request.Cancel()
+
+    def _received(self) -> bool:
+        if self._request is not None and self._before() and self._request.Test(self.status):
+            self._request = None  # MPI has freed it
+            if not self.status.Is_cancelled():
+                if self._correct is not None:
+                    self._correct(self.status)
+                self._delivery = self._buffer.arrived(self.status)
+        return self._request is None
+
+    def _enqueue(self, delivery: Delivery) -> Callable[[], bool]:
+        """Enqueue the copies on a side stream; return a function that says whether they are done.
+
+        The copies may wait for the sender. On the user's stream they would hold up its later work, and other receives.
+        """
+        device = self._buffer.device
+        with SideStream(device.side_streams, self._mark) as side:
+            delivery.enqueue(side)
+            return device.completion(side)

@@ -1,0 +1,178 @@
+"""What MPI gets for the buffer of a receive, and how the received message comes into the user's memory.
+
+MPI matches a receive before this rank knows whether data or a description arrives. So MPI gets host memory of the
+length of the buffer in either case: the user's memory itself, or *staging memory*, which costs nothing where a
+description arrives, because the system provides no pages for memory that is not written.
+"""
+
+from __future__ import annotations
+
+import abc
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.messages.description import Description
+from mpicomm.messages.endpoint import Endpoint
+from mpicomm.messages.rendezvous import Rendezvous
+from mpicomm.messages.self_messages import unpack
+from mpicomm.mpi.buffers import read
+from mpicomm.mpi.host_copies import through_host
+
+
+@dataclass(slots=True)
+class Delivery:
+    """The rest of a receive after MPI's part: copies on a stream that bring the message into the user's memory."""
+
+    enqueue: Callable[[int], None]
+    """Enqueues the copies. Those into host memory are over when it returns."""
+    blocks: bool = False
+    """Whether `enqueue` waits for all earlier work of its stream."""
+
+
+class ReceiveBuffer(abc.ABC):
+    """The buffer of one receive, which it keeps alive. ``capacity`` is the longest message, in bytes, that fits."""
+
+    in_place = False
+    """Whether MPI writes into the user's memory."""
+
+    def __init__(self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, spec: Any, pointer: int) -> None:
+        self.endpoint = endpoint
+        self.capacity = capacity
+        self.device = rendezvous.device
+        self._rendezvous = rendezvous
+        self.spec = spec
+        """What MPI receives into."""
+        self._pointer = pointer  # of the memory that MPI receives into
+
+    @property
+    def is_mpis(self) -> bool:
+        """Whether MPI alone completes the receive: a description does not fit, and MPI raises that error itself."""
+        return self.in_place and not self._rendezvous.may_fill(self.capacity)
+
+    def arrived(self, status: MPI.Status) -> Delivery | None:
+        """Look at what MPI has received, and correct its status; return the rest of the receive, None if there is none.
+
+        A call that sends the content of the buffer has sent it by then. The delivery raises `MPI.Exception` for a
+        message that is longer than the buffer.
+        """
+        described = None if self.is_mpis else self._rendezvous.description(status, self._pointer)
+        if described is None:
+            return self._deliver_eager(status.Get_count(MPI.BYTE))
+        status.Set_elements(MPI.BYTE, described.nbytes)
+        if described.nbytes > self.capacity:
+            return self._refuse(described, status.source)
+        return self._deliver_described(described, status.source)
+
+    @abc.abstractmethod
+    def _deliver_eager(self, nbytes: int) -> Delivery | None:
+        """Return the delivery of ``nbytes`` bytes of data that MPI has received."""
+
+    @abc.abstractmethod
+    def _deliver_described(self, described: Description, source: int) -> Delivery:
+        """Return the delivery of the message whose description MPI has received."""
+
+    def _refuse(self, described: Description, source: int) -> Delivery:
+        def drop(stream: int) -> None:
+            self._rendezvous.drop(described, source, stream)
+            raise MPI.Exception(MPI.ERR_TRUNCATE)
+
+        return Delivery(drop)
+
+    def _pull(self, described: Description, pointer: int, source: int, stream: int) -> None:
+        """Copy a message out of its sender's outbox to host memory, and wait for that."""
+        self._rendezvous.receive(described, pointer, source, stream)
+        self.device.synchronize(stream)
+        self.device.check()  # raises where the sender did not fill its outbox in time
+
+
+class HostReceive(ReceiveBuffer):
+    """A receive into a host array of plain elements: MPI writes there."""
+
+    in_place = True
+
+    def __init__(self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous) -> None:
+        pointer = 0 if endpoint.operand is None else endpoint.operand.pointer
+        super().__init__(endpoint, capacity, rendezvous, endpoint.spec, pointer)
+
+    def _deliver_eager(self, nbytes: int) -> None:
+        return None
+
+    def _deliver_described(self, described: Description, source: int) -> Delivery:
+        return Delivery(lambda stream: self._pull(described, self._pointer, source, stream), blocks=True)
+
+
+class StagedReceive(ReceiveBuffer):
+    """A receive for which MPI gets staging memory."""
+
+    def __init__(self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous) -> None:
+        assert endpoint.operand is not None
+        self._operand = endpoint.operand
+        self._staging = np.empty(capacity, np.uint8)
+        spec = [self._staging, capacity, MPI.PACKED]  # packed: this type matches every type of the sender
+        super().__init__(endpoint, capacity, rendezvous, spec, self._staging.ctypes.data)
+
+
+class DeviceReceive(StagedReceive):
+    """A receive into a device array of plain elements, in the order of its stream."""
+
+    def _deliver_eager(self, nbytes: int) -> Delivery | None:
+        def copy(stream: int) -> None:
+            self.device.copy(self._operand.pointer, self._pointer, nbytes, stream)
+            self.device.synchronize(stream)  # because the staging memory goes with this object
+
+        return Delivery(copy, blocks=True) if nbytes else None
+
+    def _deliver_described(self, described: Description, source: int) -> Delivery:
+        return Delivery(lambda stream: self._rendezvous.receive(described, self._operand.pointer, source, stream))
+
+
+class ReplacingHostReceive(StagedReceive):
+    """A receive into a host array that the same call sends: MPI must not write there while it still sends."""
+
+    def _deliver_eager(self, nbytes: int) -> None:
+        ctypes.memmove(self._operand.pointer, self._pointer, nbytes)
+
+    def _deliver_described(self, described: Description, source: int) -> Delivery:
+        return Delivery(lambda stream: self._pull(described, self._operand.pointer, source, stream), blocks=True)
+
+
+class DerivedReceive(StagedReceive):
+    """A receive of elements of a derived datatype, into memory of the host or of a device.
+
+    The message arrives in the staging memory, packed. MPI then puts the elements where the datatype says.
+    """
+
+    def _deliver_eager(self, nbytes: int) -> Delivery:
+        return Delivery(lambda stream: self._unpack(nbytes, stream), blocks=True)
+
+    def _deliver_described(self, described: Description, source: int) -> Delivery:
+        def pull_and_unpack(stream: int) -> None:
+            self._pull(described, self._pointer, source, stream)
+            self._unpack(described.nbytes, stream)
+
+        return Delivery(pull_and_unpack, blocks=True)
+
+    def _unpack(self, nbytes: int, stream: int) -> None:
+        packed, operand = self._staging[:nbytes], self._operand
+        through_host(self.device, stream, lambda spec: unpack(packed, spec), [(operand.spec, True, operand.name)])
+
+
+def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool = False) -> ReceiveBuffer:
+    """Return the receive buffer of an endpoint. With ``replace`` the same call sends the content of the buffer."""
+    operand = endpoint.operand
+    if operand is None:
+        return HostReceive(endpoint, 0, rendezvous)
+    if operand.dtype is not None:
+        capacity = operand.nbytes
+    elif operand.mpi_type is not None and operand.mpi_type != MPI.BYTE:
+        return DerivedReceive(endpoint, operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF), rendezvous)
+    else:  # a host array whose element type MPI may know, and NumPy does not; MPI.BYTE stands for it in a specification
+        capacity = read(operand.owner, True, operand.name).nbytes
+    if operand.on_device:
+        return DeviceReceive(endpoint, capacity, rendezvous)
+    return (ReplacingHostReceive if replace else HostReceive)(endpoint, capacity, rendezvous)

@@ -1,0 +1,132 @@
+"""The rendezvous of long messages: copies into the sender's outbox and out of it, in the order of streams."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+from mpi4py import MPI
+
+from mpicomm.devices.base import Segment
+from mpicomm.devices.handle import MemoryHandle
+from mpicomm.errors import HandleError, InvalidUsageError
+from mpicomm.messages.description import DESCRIPTION_NBYTES, Description
+from mpicomm.messages.device import MessageDevice
+from mpicomm.messages.outbox import DONE, Outbox
+
+
+class Rendezvous:
+    """The outbox of this rank, and the blocks of peers' outboxes that this rank has opened.
+
+    All methods are local, from any thread. Ranks set nothing up with each other: a description holds the handle of the
+    block in which its message lies; the receiver opens the block and keeps it open. A wait on the device that ran out
+    of time is raised by the device's `check`.
+
+    Without a ``secret`` no message is described, and `description` finds none.
+    """
+
+    def __init__(self, device: MessageDevice, rank: int, secret: bytes | None) -> None:
+        self.device = device
+        self._rank = rank
+        self._secret = secret
+        self._outbox = Outbox(device)
+        self._lock = threading.Lock()  # so that two threads do not open one block twice
+        self._opened: dict[bytes, Segment] = {}
+        self._closed = False
+
+    def may_fill(self, nbytes: int) -> bool:
+        """Return whether a description can arrive in a receive buffer of ``nbytes`` bytes."""
+        return self._secret is not None and nbytes >= DESCRIPTION_NBYTES
+
+    def description(self, status: MPI.Status, pointer: int) -> Description | None:
+        """Return the description that MPI has received to ``pointer``, None for data. ``status`` is the receive's."""
+        if self._secret is None or status.Get_count(MPI.BYTE) != DESCRIPTION_NBYTES:
+            return None
+        return Description.unpack(ctypes.string_at(pointer, DESCRIPTION_NBYTES), self._secret)
+
+    def send(self, pointer: int, nbytes: int, stream: int) -> tuple[Description, bytes]:
+        """Enqueue the copy of a message into the outbox; return its description, also packed for MPI.
+
+        Raises `OutboxFullError` or `HandleError` where the outbox has no room.
+        """
+        assert self._secret is not None
+        described = self._outbox.reserve(nbytes)
+        ready = self._line(described, self._rank)
+        count, done = described.first, 0
+        for extent, start, piece in described.pieces():
+            segment = self._outbox.find(extent.packet)
+            assert segment is not None
+            self.device.copy(segment.pointer + extent.offset + start, pointer + done, piece, stream)
+            done += piece
+            count += 1
+            # After each piece, so that the receiver copies it while the next piece goes into the outbox. Pairs with
+            # `await_count` in `receive`, which keeps the receiver from copying memory that is not written yet.
+            self.device.publish(ready, count, stream)
+        return described, described.pack(self._secret)
+
+    def receive(self, described: Description, pointer: int, source: int, stream: int) -> None:
+        """Enqueue the copy of a message of rank ``source`` to ``pointer``, and the release of its place."""
+        count, done = described.first, 0
+        ready = self._line(described, source)
+        # All blocks are opened before the first wait is enqueued, because opening one may wait for the device.
+        parts = [
+            (self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset + start, nbytes)
+            for extent, start, nbytes in described.pieces()
+        ]
+        for part, nbytes in parts:
+            count += 1
+            self.device.await_count(ready, count, described.number, source, stream)
+            self.device.copy(pointer + done, part, nbytes, stream)
+            done += nbytes
+        # Pairs with the sender's read of the counts in Outbox._reclaim, after which the sender reuses the place: the
+        # count must not be seen before the copies above are over.
+        self.device.publish(ready + DONE, count, stream)
+
+    def drop(self, described: Description, source: int, stream: int) -> None:
+        """Release the place of a message that no rank copies, after all of it is in the outbox.
+
+        Before that the sender's stream may still write there, and another stream, which does not wait for that one, may
+        write the next message to the same place.
+        """
+        ready = self._line(described, source)
+        self.device.await_count(ready, described.last, described.number, source, stream)
+        self.device.publish(ready + DONE, described.last, stream)
+
+    def is_drained(self) -> bool:
+        """Return whether the receivers have copied all messages of this rank."""
+        return self._outbox.is_drained()
+
+    def close_peers(self) -> None:
+        """Unmap the peers' blocks; their copies must be over. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            while self._opened:
+                self._opened.popitem()[1].close()
+
+    def close_own(self) -> None:
+        """Free the outbox, after every peer's `close_peers`. A second call does nothing."""
+        self._outbox.close()
+
+    def _line(self, described: Description, source: int) -> int:
+        return self._block(described.words, described.line + 2 * DONE, source) + described.line
+
+    def _block(self, packet: bytes, nbytes: int, source: int) -> int:
+        """Return the address of a block, at least ``nbytes`` long. Raises `HandleError` where that cannot be had."""
+        segment = self._outbox.find(packet)  # a process cannot open a handle that it has exported
+        if segment is None:
+            with self._lock:
+                if self._closed:
+                    raise InvalidUsageError("a message came after Free: wait for all requests before Free")
+                segment = self._opened.get(packet)
+                if segment is None:
+                    try:
+                        segment = self.device.open(MemoryHandle.unpack(packet), None)
+                    except HandleError as error:
+                        raise HandleError(f"a message of rank {source}: {error}", ranks=[source]) from error
+                    self._opened[packet] = segment
+        if nbytes > segment.nbytes:
+            raise HandleError(
+                f"a message of rank {source} lies up to byte {nbytes} of a block of {segment.nbytes} bytes",
+                ranks=[source],
+            )
+        return segment.pointer

@@ -1,0 +1,79 @@
+"""What MPI gets for the device array of a send: a description, or a copy in host memory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.devices.base import Backend
+from mpicomm.errors import HandleError
+from mpicomm.log import logger
+from mpicomm.messages.outbox import OutboxFullError
+from mpicomm.messages.rendezvous import Rendezvous
+from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.host_copies import HostCopies
+
+_warned: set[str] = set()
+
+
+@dataclass
+class SendBuffer:
+    """What MPI sends, and the ``owner`` of memory that has to live until the send is complete."""
+
+    spec: Any
+    owner: Any = None
+    drop: Callable[[], None] | None = None
+    """Gives back the place in the outbox of a message whose description MPI has not sent."""
+
+    @contextlib.contextmanager
+    def dropped_on_failure(self) -> Iterator[None]:
+        """Give a ``with`` block that hands this to MPI. Where MPI refuses it, the message leaves the outbox."""
+        try:
+            yield
+        except BaseException:
+            if self.drop is not None:
+                self.drop()
+            raise
+
+
+def described(rendezvous: Rendezvous, operand: Operand, rank: int, stream: int) -> SendBuffer | None:
+    """Enqueue the copy of an array of rank ``rank`` into its outbox; return None, and warn, where that has no room."""
+    try:
+        description, message = rendezvous.send(operand.pointer, operand.nbytes, stream)
+    except (OutboxFullError, HandleError) as error:
+        warn_once(str(error))
+        return None
+    content = np.frombuffer(message, np.uint8)
+    return SendBuffer(
+        [content, content.size, MPI.PACKED],  # packed: this type matches every type that the receiver names
+        operand.owner,
+        lambda: rendezvous.drop(description, rank, stream),
+    )
+
+
+def eager(backend: Backend, operand: Operand, stream: int) -> SendBuffer:
+    """Copy an array of plain elements to the host. Blocking."""
+    host = backend.pinned(operand.nbytes)
+    backend.copy(host.ctypes.data, operand.pointer, operand.nbytes, stream)
+    backend.synchronize(stream)
+    return SendBuffer([host, operand.nbytes, MPI.PACKED])  # packed: MPI lacks a type for some elements
+
+
+def eager_derived(backend: Backend, spec: Any, stream: int) -> SendBuffer:
+    """Copy the memory that a derived datatype describes to the host. Blocking."""
+    copies = HostCopies(backend, stream)
+    host = copies.spec(spec, writable=False, name="buf")
+    copies.ready()
+    return SendBuffer(host, copies)
+
+
+def warn_once(reason: str) -> None:
+    """Warn, once per reason and process, that long messages are eager."""
+    if reason not in _warned:
+        _warned.add(reason)
+        logger.warning("messages of GPU arrays go through pinned host memory and MPI, which is slower: %s", reason)

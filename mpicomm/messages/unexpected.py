@@ -1,0 +1,108 @@
+"""The queue of unexpected messages: those that probes have taken from MPI before a receive asked for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.incoming import Correct, Receiver
+from mpicomm.messages.matched import Matched
+
+
+class UnexpectedQueue:
+    """The messages that probes have taken from MPI, in order, on one communicator. Receives look here first.
+
+    A probe takes a message of the length of a description, because only a receive can look into it.
+
+    The queue holds, with a message, all older messages of the same source: else a receive of any tag, which looks here
+    first, would let the message overtake them.
+    """
+
+    def __init__(self, receiver: Receiver, comm: MPI.Intracomm, secret: bytes | None) -> None:
+        self._receiver = receiver
+        self._comm = comm
+        self._secret = secret
+        self._queue: list[Matched] = []
+
+    def posted(self, source: int, tag: int) -> Posted:
+        """Return the message that a receive of this source and tag receives."""
+        return Posted(self, self._comm, source, tag)
+
+    def take(self, source: int, tag: int) -> Matched | None:
+        """Remove and return the first message that matches; None where none does."""
+        found = self._find(source, tag)
+        if found is not None:
+            self._queue = [matched for matched in self._queue if matched is not found]
+        return found
+
+    def probe(self, source: int, tag: int, status: MPI.Status | None, *, wait: bool) -> bool:
+        """Probe as MPI's Probe and Iprobe do; the status has the length of the data, also of a described message."""
+        found = self._find(source, tag)
+        seen = MPI.Status() if status is None else status
+        while found is None:
+            if wait:
+                MPI.Intracomm.Probe(self._comm, source, tag, seen)
+            elif not MPI.Intracomm.Iprobe(self._comm, source, tag, seen):
+                return False
+            if seen.Get_count(MPI.BYTE) != DESCRIPTION_NBYTES:
+                return True
+            self._take_up_to(seen.source, seen.tag)
+            found = self._find(source, tag)  # None where another thread has received the message in the meantime
+        found.describe(status)
+        return True
+
+    def match(self, source: int, tag: int, status: MPI.Status | None, *, wait: bool) -> Matched | None:
+        """Match a message as MPI's Mprobe and Improbe do."""
+        matched = self.take(source, tag)
+        if matched is None:
+            seen = MPI.Status()
+            probe = MPI.Intracomm.Mprobe if wait else MPI.Intracomm.Improbe
+            message = probe(self._comm, source, tag, seen)
+            if message is None:
+                return None
+            matched = Matched.of(self._receiver, message, seen, self._secret)
+        matched.describe(status)
+        return matched
+
+    def _find(self, source: int, tag: int) -> Matched | None:
+        for matched in self._queue:
+            if source in (matched.source, MPI.ANY_SOURCE) and tag in (matched.tag, MPI.ANY_TAG):
+                return matched
+        return None
+
+    def _take_up_to(self, source: int, tag: int) -> None:
+        """Take the messages of a source from MPI up to the first one with that tag."""
+        seen = MPI.Status()
+        while message := MPI.Intracomm.Improbe(self._comm, source, MPI.ANY_TAG, seen):
+            self._queue.append(Matched.of(self._receiver, message, seen, self._secret))
+            if seen.tag == tag:
+                return
+
+
+class Posted:
+    """A receive of a source and a tag. It looks into the queue when it begins, then asks MPI."""
+
+    __slots__ = ("_comm", "_queue", "_source", "_tag")
+
+    def __init__(self, queue: UnexpectedQueue, comm: MPI.Intracomm, source: int, tag: int) -> None:
+        self._queue = queue
+        self._comm = comm
+        self._source = source
+        self._tag = tag
+
+    def recv_into(self, spec: Any, status: MPI.Status) -> None:
+        """Receive as MPI's Recv does."""
+        matched = self._queue.take(self._source, self._tag)
+        if matched is None:
+            MPI.Intracomm.Recv(self._comm, spec, self._source, self._tag, status)
+        else:
+            matched.recv_into(spec, status)
+
+    def irecv_into(self, spec: Any) -> tuple[MPI.Request, Correct | None]:
+        """Start to receive as MPI's Irecv does."""
+        matched = self._queue.take(self._source, self._tag)
+        if matched is None:
+            return MPI.Intracomm.Irecv(self._comm, spec, self._source, self._tag), None
+        return matched.irecv_into(spec)
