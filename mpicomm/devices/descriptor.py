@@ -1,38 +1,39 @@
-"""Descriptor: the number of an open file, which is closed with the last reference to it if nobody has done so before.
+"""Descriptor: the number of an open file, whose owner closes it; else the last reference to it does.
 
 Whoever owns a file descriptor holds one of these; a plain ``int`` is only lent.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
+import sys
 from collections.abc import Callable
+
+from mpicomm.interrupts import uninterrupted
 
 
 class Descriptor(int):
-    """A file descriptor that whoever holds it owns, and closes as soon as it has done its work. Local; do not copy it.
+    """A file descriptor that its holder owns, and closes as soon as it has done its work. Local; do not copy it.
 
-    That it closes itself with its last reference is for what comes in between, a Ctrl-C above all. An error does not
-    replace `close`: it has the frames it came through, and they hold their references for as long as somebody keeps it.
-
-    Python notices a Ctrl-C between any two steps of its own. What must not fall apart here is one step each: a call of
-    a function in C that makes the others. Hence there is no constructor in Python either.
+    It closes itself with its last reference for the sake of errors and of a Ctrl-C between two steps. That does not
+    replace `close`: an error holds the frames that it came through, and so their references, as long as it is kept.
     """
 
-    # On the class, which is there for as long as there are instances: `os` may be gone when the interpreter ends.
-    _close = staticmethod(os.close)
+    _closed = False
 
     @classmethod
     def of(cls, make: Callable[..., int], *arguments: object) -> Descriptor:
-        """Call ``make``, a function in C such as ``os.open``, and return the descriptor it makes."""
-        return next(map(cls, itertools.starmap(make, [arguments])))
+        """Call ``make``, such as ``os.open``, and return the descriptor that it makes."""
+        with uninterrupted():
+            return cls(make(*arguments))
 
     def close(self) -> None:
-        """Close the file. A second call does nothing, whoever has the number by then."""
-        # The first caller takes the number and closes it. The number is not this object, which would keep itself alive.
-        left = vars(self).setdefault("_left", iter([int(self)]))
-        any(map(self._close, left))
+        """Close the file. A second call does nothing: another file may have the number by then."""
+        with uninterrupted():
+            if not self._closed:
+                self._closed = True
+                os.close(self)
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_finalizing():  # else modules may be gone, and the process is about to close its files
+            self.close()

@@ -20,6 +20,7 @@ from mpicomm.devices.base import Link, Scratch
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import Kind, MemoryHandle
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError
+from mpicomm.interrupts import uninterrupted
 from mpicomm.waiting import wait_until
 
 NO_DEVICE = bytes(16)
@@ -66,14 +67,13 @@ class _Mapping:
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        # Who unmaps it is there first, or a Ctrl-C in between would leave the mapping for good. Nothing is ever mapped
-        # at the address that stands for a failure.
-        address = ctypes.c_void_p(_MAP_FAILED)
-        weakref.finalize(self, _unmap, address, nbytes).atexit = False
-        address.value = _map(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
-        if address.value == _MAP_FAILED:
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        self.__array_interface__ = {"version": 3, "data": (address.value, False), "shape": (nbytes,), "typestr": "|u1"}
+        with uninterrupted():
+            address = _map(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
+            if address == _MAP_FAILED:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            # Not at exit: threads of the user may still work on the memory then.
+            weakref.finalize(self, _unmap, address, nbytes).atexit = False
+        self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

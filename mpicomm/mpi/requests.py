@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PAUSE_S = 50e-6
-_LINGER_S = 0.05
-_QUIET_PART = 32  # a completer that nobody has needed for a while looks again after this part of that time
+_NEEDED_S = 5e-3  # so long after it has completed work, a completer looks with the short pauses
+_LONG_PAUSE_S = 1e-3  # the pauses of one that nobody has needed for that long
+_LINGER_S = 0.05  # so long a completer without work lives: to start a thread takes longer than most collectives
 _SPIN_S = 200e-6  # so long a wait looks without a pause: most device collectives take less
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
 _NULL = _Handle(MPI.REQUEST_NULL.handle).value
@@ -171,10 +172,10 @@ class Completer:
     could notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default; with less, work is completed
     before it is returned.
 
-    The thread looks, with pauses, and is never woken: that would make the starting thread wait for the interpreter's
-    lock, longer than it takes to start a collective. So work may wait for the thread's next look, but for no wake-up.
-    A look costs the other threads as much: the longer the thread has found nothing to complete, as in a program whose
-    `Wait` drives all work, the longer are the pauses, up to 1.6 ms.
+    The thread looks for work that is done, with pauses. Nothing wakes it, because a wake-up makes the thread that
+    starts a collective wait for the interpreter's lock, longer than the start itself takes. A look, too, keeps that
+    lock from other threads. So the pauses are short only while the thread has been of use: in a program whose `Wait`
+    drives all work they are long.
     """
 
     def __init__(self) -> None:
@@ -207,7 +208,7 @@ class Completer:
         prepare_thread()
         now = busy = needed = time.perf_counter()
         while True:
-            time.sleep(max(_PAUSE_S, min(now - needed, _LINGER_S) / _QUIET_PART))
+            time.sleep(_PAUSE_S if now - needed < _NEEDED_S else _LONG_PAUSE_S)
             now = time.perf_counter()
             for _ in range(len(self._pending)):
                 work = self._pending.popleft()
@@ -218,7 +219,6 @@ class Completer:
                     needed = now
                 else:
                     self._pending.append(work)
-            # To start a thread takes longer than most collectives: one that comes after the other finds it there.
             if now - busy > _LINGER_S and self._may_end():
                 return
 

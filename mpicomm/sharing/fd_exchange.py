@@ -13,11 +13,8 @@ from __future__ import annotations
 
 import array
 import contextlib
-import functools
 import hmac
-import itertools
 import logging
-import operator
 import os
 import secrets
 import selectors
@@ -29,6 +26,7 @@ from dataclasses import dataclass, field
 
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.errors import HandleError
+from mpicomm.interrupts import uninterrupted
 
 logger = logging.getLogger("mpicomm")
 
@@ -37,9 +35,6 @@ _SECRET_NBYTES = 32
 _HELLO = struct.Struct(f"<8sII{_SECRET_NBYTES}s")
 _CREDENTIALS = struct.Struct("3i")
 _RETRY_S = 0.01
-
-_numbers = functools.partial(array.array, "i")
-_FD_NBYTES = array.array("i").itemsize
 
 
 @dataclass(frozen=True)
@@ -215,19 +210,13 @@ def _accept(listener: socket.socket) -> socket.socket | None:
 
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[Descriptor], int]:
-    """Return a message, its descriptors, which the caller closes, and its flags.
-
-    A Ctrl-C between two steps would lose what has come in by then as mere numbers: nothing comes in before `list` asks
-    for it, and that is one step, as those of `Descriptor` are.
-    """
-    room = socket.CMSG_SPACE(2 * _FD_NBYTES)
-    messages = map(connection.recvmsg, [_HELLO.size + 1], [room], [socket.MSG_CMSG_CLOEXEC])
-    kept, again = itertools.tee(messages)
-    # The kernel adds nothing but descriptors, and those whole: a socket has to ask for anything else.
-    ancillary = itertools.chain.from_iterable(map(operator.itemgetter(1), again))
-    numbers = itertools.chain.from_iterable(map(_numbers, map(operator.itemgetter(2), ancillary)))
-    fds = list(map(Descriptor, numbers))
-    content, _, flags, _ = next(kept)
+    """Return a message, its descriptors, which the caller closes, and its flags."""
+    # More room than an honest peer needs, for the message and for descriptors: so that what is too long is seen.
+    room = socket.CMSG_SPACE(2 * array.array("i").itemsize)
+    with uninterrupted():
+        content, ancillary, flags, _ = connection.recvmsg(_HELLO.size + 1, room, socket.MSG_CMSG_CLOEXEC)
+        # The kernel adds nothing but descriptors, and those whole: a socket has to ask for anything else.
+        fds = [Descriptor(number) for _, _, numbers in ancillary for number in array.array("i", numbers)]
     return content, fds, flags
 
 

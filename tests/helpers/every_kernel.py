@@ -190,16 +190,12 @@ def require_one_context(device: int) -> None:
         assert bool(active) == (other == device), f"GPU {other} is {'' if active else 'not '}in use, {device} is mine"
 
 
-def collect_on_a_bare_thread() -> None:
-    """Leave to the garbage collector what CUDA has to destroy, on a thread that has never touched CUDA."""
-    stream, array = cupy.cuda.Stream(non_blocking=True), cupy.zeros(10)
-    with stream:
-        stream.begin_capture()
-        array.fill(1)
-        graph = stream.end_capture()
-    garbage = [stream, graph, cupy.cuda.Event()]
+def collect_on_a_bare_thread(comm: mpicomm.Communicator) -> None:
+    """Leave events of mpicomm's to the garbage collector, on a thread that has never touched CUDA."""
+    gpu = comm._session.gpu("collect")
+    garbage: list[Any] = [gpu.side_streams.mark(0), gpu.completion(0)]
     garbage.append(garbage)
-    del stream, graph, garbage
+    del garbage
     collector = threading.Thread(target=gc.collect)
     collector.start()
     collector.join()
@@ -263,7 +259,7 @@ def main() -> None:
         signals(comm)
         messages(comm)
         in_stream_order(comm)
-        collect_on_a_bare_thread()
+        collect_on_a_bare_thread(comm)
         comm.check()
         large_messages()
         if isinstance(comm.device, int):

@@ -1,17 +1,33 @@
-"""A Ctrl-C before every single step of a module, which is where Python lets it come in."""
+"""A Ctrl-C before every single line of a module."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType, ModuleType
-from typing import Any, Literal
+from typing import Any
 
 
-def interrupt_everywhere(act: Callable[[], object], module: ModuleType, step: Literal["line", "opcode"]) -> int:
-    """Call ``act`` with a Ctrl-C before its first step in ``module``, then before its second, and so on to the last.
+@contextlib.contextmanager
+def interrupts_raise(error: type[BaseException]) -> Iterator[Callable[[], None]]:
+    """Give a function that sends this process the signal of a Ctrl-C, whose handler raises ``error``, once it may."""
 
-    Return how many that were. What ``act`` returns is dropped where none comes in any more.
+    def handle(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield lambda: signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def interrupt_everywhere(act: Callable[[], object], module: ModuleType) -> int:
+    """Call ``act`` with a Ctrl-C before its first line in ``module``, then before its second, and so on to the last.
+
+    Return how many lines that were. What ``act`` returns is dropped where no Ctrl-C comes in any more.
     """
     left = count = 0
 
@@ -19,22 +35,22 @@ def interrupt_everywhere(act: Callable[[], object], module: ModuleType, step: Li
         nonlocal left
         if frame.f_code.co_filename != module.__file__:
             return None
-        frame.f_trace_opcodes = step == "opcode"
-        if event == step:
+        if event == "line":
             if left == 0:
                 sys.settrace(None)
-                raise KeyboardInterrupt
+                interrupt()
             left -= 1
         return trace
 
-    while True:
-        left = count
-        sys.settrace(trace)
-        try:
-            kept = act()
-        except KeyboardInterrupt:
-            count += 1
-        else:
-            sys.settrace(None)
-            del kept
-            return count
+    with interrupts_raise(KeyboardInterrupt) as interrupt:
+        while True:
+            left = count
+            sys.settrace(trace)
+            try:
+                kept = act()
+            except KeyboardInterrupt:
+                count += 1
+            else:
+                sys.settrace(None)
+                del kept
+                return count

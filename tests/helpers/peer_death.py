@@ -5,7 +5,8 @@
 
 In each trial all ranks take the same steps, from the making of a communicator to its `Free`, but for one, the victim.
 At a line that is drawn among those mpicomm runs in a drawn step, it stops (SIGSTOP) until the others are done, or it
-raises; and in the last M trials it dies for good (SIGKILL, or an exit without a word) and the others go on without it.
+raises, as a Ctrl-C does; and in the last M trials it dies for good (SIGKILL, or an exit without a word) and the others
+go on without it.
 A survivor has to get an error within T + 1 seconds, be able to free its communicator, keep nothing of it, and go on
 with another one; a victim that lives on must keep nothing either. Each rank writes a line of JSON per trial into
 RESULTS, which peer_death_jobs.py reads.
@@ -28,6 +29,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from tests.helpers.interrupts import interrupts_raise
 from tests.helpers.leaks import nothing_leaks
 
 if TYPE_CHECKING:
@@ -225,11 +227,13 @@ class Trials:
             elif outcome.how == "exit":
                 os._exit(0)
             else:
-                raise KeyboardInterrupt if outcome.how == "interrupt" else Injected
+                interrupt()
 
         trap = Trap(self._package, at, act)
+        # As a Ctrl-C comes: while mpicomm holds those back for a few lines, so it does with what is raised here.
+        raised = KeyboardInterrupt if outcome.how == "interrupt" else Injected
         try:
-            with nothing_leaks():
+            with interrupts_raise(raised) as interrupt, nothing_leaks():
                 self._break_off(outcome, parent, trap)
         except AssertionError as error:
             outcome.wrong.append(f"the victim: {error}")

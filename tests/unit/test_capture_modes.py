@@ -23,7 +23,7 @@ from mpicomm.mpi.requests import Completer, Work
 # Those that import CuPy.
 MODULES = [
     f"mpicomm.devices.cuda.{name}"
-    for name in ("arrays", "completion", "stream_order", "side_streams", "streams", "backend")
+    for name in ("arrays", "local_event", "completion", "stream_order", "side_streams", "streams", "backend")
 ]
 GLOBAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
@@ -58,7 +58,7 @@ def backend(threads: Driver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
     cuda = SimpleNamespace(
-        Device=lambda ordinal: SimpleNamespace(use=lambda: None), runtime=None, get_current_stream=None
+        Device=lambda ordinal: SimpleNamespace(use=lambda: None), driver=None, runtime=None, get_current_stream=None
     )
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)

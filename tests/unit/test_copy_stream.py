@@ -17,7 +17,12 @@ from cuda.bindings import driver
 from mpicomm.collectives.gpu.algorithms.steps import Copy
 from mpicomm.devices.cuda import capture as cuda_capture
 
-MODULES = ("devices.cuda.completion", "devices.cuda.stream_order", "collectives.gpu.algorithms.copies.copy_stream")
+MODULES = (
+    "devices.cuda.local_event",
+    "devices.cuda.completion",
+    "devices.cuda.stream_order",
+    "collectives.gpu.algorithms.copies.copy_stream",
+)
 GLOBAL = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 NONE = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
@@ -127,11 +132,11 @@ def copies(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     names = [f"mpicomm.{name}" for name in MODULES]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    cuda = SimpleNamespace(Event=device.Event, Stream=device.Stream, runtime=device)
+    cuda = SimpleNamespace(Event=device.Event, Stream=device.Stream, driver=None, runtime=device)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     modules = [importlib.import_module(name) for name in names]
-    for module in (cuda_capture, *modules[:-1]):
+    for module in (cuda_capture, *modules[1:-1]):
         monkeypatch.setattr(module, "driver", device)
     copies = modules[-1].CopyStream()
     yield copies

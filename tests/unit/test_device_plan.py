@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="kernels are loaded with cuda-bindings")
 
-MODULES = ("devices.cuda.completion", "devices.cuda.stream_order", "collectives.gpu.plan")
+MODULES = ("devices.cuda.local_event", "devices.cuda.completion", "devices.cuda.stream_order", "collectives.gpu.plan")
 
 
 class CUDARuntimeError(RuntimeError):
@@ -67,7 +67,7 @@ def plan_type(launched: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch) 
     runtime = SimpleNamespace(
         streamCaptureModeRelaxed=2, CUDARuntimeError=CUDARuntimeError, graphLaunch=lambda *what: launched.append(what)
     )
-    cuda = SimpleNamespace(runtime=runtime)
+    cuda = SimpleNamespace(driver=None, runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     yield importlib.import_module(names[-1]).Plan

@@ -19,7 +19,7 @@ ROOT = Path(mpicomm.__file__).parents[1]
 # The rooms, lowest first: a room imports from the rows above its own. A module that is named here is a room of its own.
 ROOMS = [
     {"errors"},
-    {"environment", "waiting"},
+    {"environment", "waiting", "interrupts"},
     {"log"},
     {"kernels"},
     {"devices"},

@@ -39,6 +39,7 @@ class Device:
         self._over = dict.fromkeys(STREAMS, 0)
         self._events: dict[int, tuple[int, int] | None] = {}  # those that there are
         self._made = 0
+        self.eventDisableTiming = 2
         self._recorded_in: dict[int, int | None] = {}
         self.captures: dict[int, int] = {}
         """Which streams take part in which captures."""
@@ -47,19 +48,6 @@ class Device:
         self.refuses: type[Exception] | None = None
         """What all calls that record raise: the device has failed, or the capture was invalidated."""
         self.carried_out: list[int] = []
-        device = self
-
-        class Event:
-            def __init__(self, disable_timing: bool) -> None:
-                assert disable_timing
-                device._made += 1
-                self.ptr = device._made
-                device._events[self.ptr] = None
-
-            def __del__(self) -> None:
-                device._events.pop(self.ptr)
-
-        self.Event = Event
 
     def enqueue(self, stream: int, piece: int) -> None:
         """Enqueue a piece."""
@@ -87,6 +75,20 @@ class Device:
                 self._over[stream] += 1
 
     # ---- CUDA's
+
+    CUDADriverError = CUDARuntimeError
+
+    def ctxGetCurrent(self) -> int:
+        return 1
+
+    def eventCreateWithFlags(self, flags: int) -> int:
+        assert flags == self.eventDisableTiming
+        self._made += 1
+        self._events[self._made] = None
+        return self._made
+
+    def eventDestroy(self, event: int) -> None:
+        self._events.pop(event)
 
     def streamIsCapturing(self, stream: int) -> bool:
         return stream in self.captures
@@ -130,14 +132,14 @@ def device(request: pytest.FixtureRequest) -> Device:
 
 @pytest.fixture
 def order(device: Device, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    names = ["mpicomm.devices.cuda.completion", "mpicomm.devices.cuda.stream_order"]
+    names = [f"mpicomm.devices.cuda.{name}" for name in ("local_event", "completion", "stream_order")]
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
-    cuda = SimpleNamespace(Event=device.Event, runtime=device)
+    cuda = SimpleNamespace(driver=device, runtime=device)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     monkeypatch.setitem(sys.modules, "cupy.cuda", cuda)
     modules = [importlib.import_module(name) for name in names]
-    for module in (cuda_capture, *modules):
+    for module in (cuda_capture, *modules[1:]):
         monkeypatch.setattr(module, "driver", device)
     order = modules[-1].StreamOrder()
     yield order

@@ -32,6 +32,7 @@ from mpicomm.devices.cuda.streams import resolve_stream
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
+from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.team import Faults
 
@@ -104,12 +105,13 @@ class CudaBackend:
 
     def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
         """Allocate memory in whole blocks of 2 MiB that hold nothing else."""
-        if kind == "ipc":
-            return IpcSegment.allocate(self._context, nbytes)
-        if kind == "staged":
-            return StagedSegment.allocate(self._context, nbytes)
-        if kind in ("fd", "fabric"):
-            return VirtualSegment.allocate(self._context, kind, nbytes)
+        with uninterrupted():
+            if kind == "ipc":
+                return IpcSegment.allocate(self._context, nbytes)
+            if kind == "staged":
+                return StagedSegment.allocate(self._context, nbytes)
+            if kind in ("fd", "fabric"):
+                return VirtualSegment.allocate(self._context, kind, nbytes)
         raise HandleError(f"handle={kind!r}: GPU memory is shared as {', '.join(self.kinds)}; use one of them")
 
     def adopt(self, array: Any) -> IpcSegment:
@@ -135,14 +137,15 @@ class CudaBackend:
                 f"a GPU communicator cannot open a {handle.kind} handle, which comes from a cpu communicator: use one "
                 "device= on all ranks"
             )
-        if handle.kind == "ipc":
-            return OpenedIpcSegment(self._context, handle)
         if handle.kind in FD_KINDS and fd is None:
             raise HandleError(f"a {handle.kind} handle arrived without its file descriptor")
-        if handle.kind == "staged":
-            assert fd is not None
-            return StagedSegment.open(self._context, handle, fd)
-        return VirtualSegment.open(self._context, handle, fd)
+        with uninterrupted():
+            if handle.kind == "ipc":
+                return OpenedIpcSegment(self._context, handle)
+            if handle.kind == "staged":
+                assert fd is not None
+                return StagedSegment.open(self._context, handle, fd)
+            return VirtualSegment.open(self._context, handle, fd)
 
     def asarray(self, array: Any) -> Any:
         """Return ``array`` as a ``cupy.ndarray`` without copying."""
@@ -284,9 +287,9 @@ class CudaBackend:
 
         A pool would give it to others while a captured graph still uses it.
         """
-        with self.loading():
+        with self.loading(), uninterrupted():
             pointer = int(call(driver.cuMemAlloc, max(nbytes, 1)))
-        self._scratch.append(pointer)
+            self._scratch.append(pointer)
         return Scratch(pointer, nbytes, None)
 
     def completion(self, stream: int) -> Callable[[], bool]:

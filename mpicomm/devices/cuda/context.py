@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 from typing import Any
 
 from cuda.bindings import driver
 
 from mpicomm.devices.base import DeviceInfo, Segment
-from mpicomm.devices.cuda.collections import CollectionContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.errors import HandleError
 
@@ -26,14 +24,10 @@ class PrimaryContext:
         self._driver = cupy_driver
         self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
         self._released = False
-        # A context of another GPU would do as well: one callback suffices.
-        if not any(isinstance(callback, CollectionContext) for callback in gc.callbacks):
-            for_good = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
-            gc.callbacks.append(CollectionContext(cupy_driver, for_good))
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """Return a ``with`` block in which this context is current on the calling thread; the old one comes back."""
-        return _Current(self._context, self._driver)
+        return CurrentContext(self._context, self._driver)
 
     def release(self) -> None:
         """Let the context go; it lives on while others use it. A second call does nothing."""
@@ -43,9 +37,11 @@ class PrimaryContext:
                 call(driver.cuDevicePrimaryCtxRelease, self.device.ordinal)
 
 
-class _Current(contextlib.AbstractContextManager[None]):
-    # A class of its own, and CuPy's functions: every device call goes through here, and a generator costs more than all
-    # of this, the driver's binding ten times as much.
+class CurrentContext(contextlib.AbstractContextManager[None]):
+    """A ``with`` block in which a context is current on the calling thread; ``cupy_driver`` is ``cupy.cuda.driver``."""
+
+    # No generator, and CuPy's functions: every device call goes through here. A generator takes longer than all of
+    # this, and the driver's binding ten times as long.
     __slots__ = ("_before", "_context", "_driver")
 
     def __init__(self, context: int, cupy_driver: Any) -> None:

@@ -18,6 +18,7 @@ from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, map_shared
 from mpicomm.errors import HandleError
+from mpicomm.interrupts import uninterrupted
 
 # The driver hands out memory in blocks of 2 MiB and shares whole blocks. An allocation that is a multiple of it has
 # its blocks to itself, so exporting it shows a peer nothing else.
@@ -192,7 +193,8 @@ class VirtualSegment(CudaSegment):
         with self._context.current():
             allocation = call(driver.cuMemRetainAllocationHandle, self._base)
             try:
-                exported = owned(call(driver.cuMemExportToShareableHandle, allocation, _handle_type(self._kind), 0))
+                with uninterrupted():  # the driver gives a descriptor as a mere number
+                    exported = owned(call(driver.cuMemExportToShareableHandle, allocation, _handle_type(self._kind), 0))
             finally:
                 call(driver.cuMemRelease, allocation)
         uuid = self._context.device.uuid

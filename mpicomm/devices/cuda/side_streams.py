@@ -6,12 +6,12 @@ import contextlib
 import threading
 from typing import Any
 
-import cupy
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, is_over
+from mpicomm.devices.cuda.local_event import LocalEvent
 
 
 class SideStreams:
@@ -23,24 +23,24 @@ class SideStreams:
         self._free: list[int] = []
         self._streams: list[Any] = []
 
-    def mark(self, stream: int) -> Any:
+    def mark(self, stream: int) -> LocalEvent:
         """Return the point in ``stream`` that its work so far has come to."""
         with self._context.current():
-            event = cupy.cuda.Event(disable_timing=True)  # destroyed with the last reference
+            event = LocalEvent()
             runtime.eventRecord(event.ptr, stream)
         return event
 
-    def passed(self, mark: Any) -> bool:
+    def passed(self, mark: LocalEvent) -> bool:
         """Return whether the work up to a mark is done."""
         with self._context.current():
             return is_over(driver.cuEventQuery, mark.ptr)
 
-    def follow(self, stream: int, mark: Any) -> None:
+    def follow(self, stream: int, mark: LocalEvent) -> None:
         """Let later work on ``stream`` wait for a mark."""
         with self._context.current():
             runtime.streamWaitEvent(stream, mark.ptr)
 
-    def take(self, after: Any = None) -> int:
+    def take(self, after: LocalEvent | None = None) -> int:
         """Return a stream that nobody else uses until `give_back`, and on which work follows the mark ``after``."""
         with self._lock, self._context.current():
             # One that is still at work may hold up what nobody has ordered behind it, in a circle even.

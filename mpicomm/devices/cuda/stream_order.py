@@ -6,13 +6,13 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import cupy
 from cuda.bindings import driver
 from cupy.cuda import runtime
 
 from mpicomm.devices.cuda.capture import capture_of
 from mpicomm.devices.cuda.completion import Completions
 from mpicomm.devices.cuda.driver import call
+from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.errors import HandleError
 
 _MOST_CAPTURES = 16  # whose pieces are kept in order: they are open at once, and given pieces by turns
@@ -32,7 +32,7 @@ class StreamOrder:
 
     def __init__(self) -> None:
         self._completions = Completions()
-        self._eager = self._completions.take()
+        self._eager: Any = self._completions.take()
         # Events by their addresses, as they are on the way of every call.
         self._recorded: int = self._eager.ptr  # after the next piece, outside of captures
         self._awaited = self._recorded  # before it
@@ -40,7 +40,7 @@ class StreamOrder:
         self._stream = 0  # the one that `_awaited` was recorded on
         # Others, since an event that was last recorded in a capture can be waited for nowhere else. They are found by
         # the captures, of which the one with the latest piece comes last; nobody says which of them are over.
-        self._captured: dict[int, cupy.cuda.Event] = {}
+        self._captured: dict[int, LocalEvent] = {}
 
     def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue) -> bool:
         """Call ``eager`` with ``stream``, or ``captured`` if that takes part in a capture: they enqueue the next piece.
@@ -72,7 +72,7 @@ class StreamOrder:
         if event is not None:
             call(driver.cuStreamWaitEvent, stream, event.ptr, 0)
         elif len(self._captured) < _MOST_CAPTURES:
-            event = cupy.cuda.Event(disable_timing=True)
+            event = LocalEvent()
         else:
             event = self._captured.pop(next(iter(self._captured)))
         try:

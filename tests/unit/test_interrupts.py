@@ -1,0 +1,91 @@
+"""A Ctrl-C that is held back, and one that is not."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mpicomm.interrupts import uninterrupted
+from tests.helpers.interrupts import interrupts_raise
+
+
+@pytest.fixture(autouse=True)
+def _default_handler() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which may be ignored by inheritance
+    yield
+    assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
+
+
+def press() -> None:
+    """Press Ctrl-C."""
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_one_in_a_block_comes_at_its_end() -> None:
+    steps = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted():
+            press()
+            steps.append("the rest of the block")
+        steps.append("behind it")
+    assert steps == ["the rest of the block"]
+
+
+def test_one_comes_at_once_before_and_after_a_block() -> None:
+    with uninterrupted():
+        pass
+    with pytest.raises(KeyboardInterrupt):
+        press()
+
+
+def test_one_comes_at_the_end_of_the_outermost_block_and_once() -> None:
+    steps = []
+    with pytest.raises(KeyboardInterrupt):
+        with uninterrupted():
+            with uninterrupted():
+                press()
+                press()
+            steps.append("between the ends")
+        steps.append("behind them")
+    assert steps == ["between the ends"]
+
+
+def test_one_comes_although_the_block_raises() -> None:
+    with pytest.raises(KeyboardInterrupt) as info, uninterrupted():
+        press()
+        raise ValueError
+    assert isinstance(info.value.__context__, ValueError)
+
+
+def test_the_users_handler_is_called() -> None:
+    with interrupts_raise(ValueError) as interrupt, pytest.raises(ValueError), uninterrupted():
+        interrupt()
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_what_is_no_handler_of_pythons_is_left_alone(handler: signal.Handlers) -> None:
+    signal.signal(signal.SIGINT, handler)
+    try:
+        with uninterrupted():
+            assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def test_other_threads_are_never_interrupted() -> None:
+    errors = []
+
+    def work() -> None:
+        try:
+            with uninterrupted():
+                assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert errors == []
