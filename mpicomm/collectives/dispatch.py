@@ -17,8 +17,6 @@ from mpi4py import MPI
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms import registry
-from mpicomm.collectives.gpu.algorithms.base import GpuCall
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.fast_path import is_plainly_mpis
@@ -35,8 +33,6 @@ from mpicomm.session import Session
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.plan_cache import PlanCache
-
-ALGORITHMS = ("auto", "mpi", *registry.NAMES)
 
 End = tuple[Any, int, int]
 """A buffer, the rank that it goes to or that fills it, and the tag; a plain tuple, because every message makes two."""
@@ -170,24 +166,14 @@ class Collectives:
         gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(recvbuf if by_output else sendbuf)))
 
     def _read(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
-        if algorithm not in ALGORITHMS:
-            raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(ALGORITHMS)}")
-        if algorithm not in ("auto", "mpi", *registry.names_for(operation)):
-            possible = ", ".join(registry.operations_for(algorithm))
-            raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
+        if algorithm != "auto":
+            _require_known(operation, algorithm)
         if operation.send == "counted" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
         call = Call(operation, arguments, self._rank, self._size, algorithm)
-        if algorithm == "mpi":
-            _require_mpi_has(call)
-        elif algorithm != "auto":
-            if call.dtype is None:
-                raise InvalidUsageError(
-                    f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
-                )
-            if not call.on_device and algorithm not in selection.algorithms_for(operation):
-                raise InvalidUsageError(f'algorithm="{algorithm}" of {operation} is for device arrays: use "one_shot"')
+        if algorithm != "auto":
+            _require_possible(call, algorithm)
         return call
 
     def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> Work | None:
@@ -234,8 +220,7 @@ class Collectives:
             self._through_host(call, session, resolved)
             return resolved
         gpu = self._on_gpu(operation.name)
-        scratch = gpu.engine.scratch(call.scratch_nbytes)
-        plan = gpu.engine.prepare(GpuCall.of(call, session.mappings, scratch), algorithm)
+        plan = gpu.engine.prepare_call(call, session.mappings, algorithm)
         key = (operation, algorithm, arguments.send, arguments.receive, arguments.op, arguments.root, arguments.counts)
         gpu.add(plan, key, by_output=bool(call.operands) and call.operands[0] is call.receive)
         resolved = session.backend.stream(stream, array)
@@ -264,17 +249,9 @@ class Collectives:
             # place, so all ranks must still take MPI's way.
             send, receive = out_of_place(arguments.receive, arguments.counts, self._rank)
             arguments = replace(arguments, send=send, receive=receive)
-        given = {
-            "buf": arguments.receive,
-            "sendbuf": arguments.send,
-            "recvbuf": arguments.receive,
-            "recvcounts": arguments.counts,
-            "op": arguments.op,
-            "root": arguments.root,
-        }
-        passed = [given[name] for name in operation.arguments]
+        passed = operation.passed(arguments)
         if info is not None:
-            passed.append(info)
+            passed = (*passed, info)
         return getattr(MPI.Intracomm, method or operation.name)(self._comm, *passed)
 
     def _run_on_host(self, call: Call, algorithm: str) -> None:
@@ -309,17 +286,37 @@ class Collectives:
         return self._board
 
 
-def _require_mpi_has(call: Call) -> None:
-    """Raise where MPI was asked for and lacks the operation or the element type."""
-    if call.op == "avg":
+def _require_known(operation: Operation, algorithm: str) -> None:
+    """Raise for an algorithm that there is not, or not for this collective."""
+    from mpicomm.collectives.gpu.algorithms import registry  # here, because few programs name an algorithm
+
+    known = ("auto", "mpi", *registry.NAMES)
+    if algorithm not in known:
+        raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(known)}")
+    if algorithm != "mpi" and algorithm not in registry.names_for(operation):
+        possible = ", ".join(registry.operations_for(algorithm))
+        raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
+
+
+def _require_possible(call: Call, algorithm: str) -> None:
+    """Raise where the algorithm that the caller names lacks the type, the operation, or the place of the buffers."""
+    operation = call.operation
+    if algorithm == "mpi":
+        if call.op == "avg":
+            raise InvalidUsageError(
+                f'algorithm="mpi": MPI has no AVG for {operation}: leave algorithm= out, or use SUM'
+            )
+        if call.dtype is not None and types.mpi_datatype(call.dtype) is None:
+            raise InvalidUsageError(
+                f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out, or move '
+                "it as bytes with [buffer, MPI.BYTE]"
+            )
+    elif call.dtype is None:
         raise InvalidUsageError(
-            f'algorithm="mpi": MPI has no AVG for {call.operation}: leave algorithm= out, or use SUM'
+            f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
         )
-    if call.dtype is not None and types.mpi_datatype(call.dtype) is None:
-        raise InvalidUsageError(
-            f'algorithm="mpi": MPI has no type for the {call.dtype} of {call.operation}: leave algorithm= out, or move '
-            "it as bytes with [buffer, MPI.BYTE]"
-        )
+    elif not call.on_device and algorithm not in selection.algorithms_for(operation):
+        raise InvalidUsageError(f'algorithm="{algorithm}" of {operation} is for device arrays: use "one_shot"')
 
 
 def require_here(operation: str, operand: Operand, session: Session) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from functools import cached_property
+from operator import attrgetter
+from typing import Any, Literal
 
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
@@ -50,12 +52,19 @@ class Operation:
     def __repr__(self) -> str:
         return self.name
 
-    @property
+    @cached_property
     def arguments(self) -> tuple[str, ...]:
         """The names of mpi4py's arguments, in order."""
         names = ["buf"] if self.rooted == "bcast" else ["sendbuf", "recvbuf"]
         names += ["recvcounts"] * (self.send == "counted") + ["op"] * self.reduces + ["root"] * bool(self.rooted)
         return tuple(names)
+
+    @cached_property
+    def passed(self) -> Callable[[Any], tuple[Any, ...]]:
+        """A function that returns the fields of an `Arguments` as mpi4py takes them, in order."""
+        fields = {"buf": "receive", "sendbuf": "send", "recvbuf": "receive", "recvcounts": "counts"}
+        get: Callable[[Any], tuple[Any, ...]] = attrgetter(*(fields.get(name, name) for name in self.arguments))
+        return get
 
 
 ALLGATHER = Operation(

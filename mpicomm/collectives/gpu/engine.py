@@ -13,6 +13,7 @@ from cupy.cuda import runtime
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
+from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
@@ -36,6 +37,7 @@ from mpicomm.devices.handle import Kind
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.mpi.span import Span
+from mpicomm.symmetric.registry import Mappings
 
 MAX_CHANNELS = 128
 """Blocks of a kernel of exchange.cu: half of an H200's 132 multiprocessors keep the links nearly full."""
@@ -112,6 +114,10 @@ class DeviceEngine:
             self._copies = CopyStream()
         backend.calls = calls.different
 
+    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
+        """Return this rank's part of a call that was read; ``mappings`` are the symmetric arrays. See `prepare`."""
+        return self.prepare(GpuCall.of(call, mappings, self._scratch_for(call.scratch_nbytes)), asked)
+
     def prepare(self, call: GpuCall, asked: str = "auto") -> Plan:
         """Return this rank's part of a call, to be enqueued any number of times; ``asked`` is ``algorithm=``.
 
@@ -126,7 +132,7 @@ class DeviceEngine:
         self._require_open(call.operation.name)
         return self._plan(*self._preparation.steps(call, asked))
 
-    def scratch(self, nbytes: int) -> Span | None:
+    def _scratch_for(self, nbytes: int) -> Span | None:
         """Return memory of this rank alone, None for 0 bytes; all calls share it, in stream order. Local."""
         if nbytes == 0:
             return None

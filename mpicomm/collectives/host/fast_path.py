@@ -23,6 +23,14 @@ LIMITS = {name: least_mapped(operation) for name, operation in OPERATIONS.items(
 """Of fewer bytes of `MPI_TYPES` in the whole call a collective is MPI's, with any number of ranks."""
 
 
+_FACTS = {
+    row: (row.send == "counted", row.rooted == "send", row.counts == "vector", row.receive == "blocks" != row.send)
+    for row in OPERATIONS.values()
+}
+"""Of each collective: whether ``recvcounts`` cuts its input; whether its input is the root's alone; whether its blocks
+differ; whether each rank sends one of the blocks that others receive."""
+
+
 def is_plain(other: Any, buffer: Any, limit: int) -> bool:
     """Whether a call with these buffers is MPI's; ``buffer`` is one that every rank has, of as many bytes on all.
 
@@ -58,7 +66,8 @@ def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int) -> bo
     send, receive = _array(arguments.send), _array(arguments.receive)
     if arguments.op is AVG:
         return False
-    if operation.send == "counted" and (arguments.counts is None or type(send) is not ndarray):
+    counted, of_root, is_vector, gathers = _FACTS[operation]
+    if counted and (arguments.counts is None or type(send) is not ndarray):
         return False  # the ranks have to tell each other the counts, or MPI cannot be trusted with the call
     for buffer in (send, receive):
         if type(buffer) is not ndarray and buffer is not MPI.IN_PLACE and buffer is not None:
@@ -67,11 +76,11 @@ def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int) -> bo
         return False
     # A buffer that every rank has: a buffer of the root alone may be anything on other ranks.
     array, blocks = send, 1
-    if operation.rooted == "send" and type(receive) is ndarray:
+    if of_root and type(receive) is ndarray:
         array, blocks = receive, size
-    elif type(send) is not ndarray or operation.counts == "vector":
+    elif is_vector or type(send) is not ndarray:
         array = receive
-    elif operation.send == "one" and operation.receive == "blocks":
+    elif gathers:
         blocks = size
     if type(array) is not ndarray or array.dtype not in MPI_TYPES:
         return False
