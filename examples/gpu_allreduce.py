@@ -1,4 +1,4 @@
-"""Allreduce of CuPy arrays, without a CUDA-aware MPI: `mpirun -np 4 python examples/gpu_allreduce.py`.
+"""An all-reduce of CuPy arrays without a CUDA-aware MPI: `mpirun -np 4 python examples/gpu_allreduce.py`.
 
 The ranks average their gradients, as data-parallel training does, and rank 0 prints how long that takes.
 """
@@ -21,10 +21,10 @@ if comm.device == "cpu":
     sys.exit("this example needs a GPU on every rank; examples/stock_mpi4py.py runs without")
 
 count = 16 * 2**20
-gradients = cupy.full(count, comm.rank, cupy.float32)  # on this rank's GPU: Communicator made it the current device
+gradients = cupy.full(count, comm.rank, cupy.float32)  # on this rank's GPU, which Communicator made the current device
 averaged = cupy.empty_like(gradients)
 
-# Enqueued on CuPy's current stream: the host goes on at once, and later work on the stream finds the result.
+# The call is enqueued on CuPy's current stream: it returns at once, and later work on the stream finds the result.
 comm.Allreduce(gradients, averaged, op=mpicomm.AVG)
 assert (averaged == (comm.size - 1) / 2).all()
 

@@ -1,7 +1,7 @@
-"""Heat that flows along a ring of cells, a part of them on each rank: `mpirun -np 4 python examples/halo_exchange.py`.
+"""Heat flows along a ring of cells, and each rank has a part of them: `mpirun -np 4 python examples/halo_exchange.py`.
 
-In each step a rank gets the two cells next to its part from its neighbours. On GPUs a hundred steps are one CUDA graph,
-because kernels match the messages and the host has nothing to do between them.
+In each step a rank receives the two cells next to its part from its neighbours. On GPUs a hundred steps are one CUDA
+graph, because kernels match the messages and the host has nothing to do between them.
 """
 
 import time
@@ -22,16 +22,16 @@ else:
 
     xp, cells = cupy, 1_000_000
 
-heat, then = xp.zeros(cells + 2), xp.zeros(cells + 2)  # a neighbour's cell at each end
+heat, then = xp.zeros(cells + 2), xp.zeros(cells + 2)  # with a neighbour's cell at each end
 if comm.rank == 0:
     heat[cells // 2] = 1
 
 
 def step(old: Any, new: Any) -> None:
-    """Compute the heat of the next moment."""
+    """Compute the heat of one time step later."""
     comm.Sendrecv(old[1:2], left, 0, old[-1:], right, 0)
     comm.Sendrecv(old[-2:-1], right, 1, old[:1], left, 1)
-    inner = new[1:-1]  # a quarter of both neighbours and half of itself, without temporary arrays
+    inner = new[1:-1]  # a quarter of each neighbour plus half of the cell itself, without temporary arrays
     xp.add(old[:-2], old[2:], out=inner)
     inner *= 0.5
     inner += old[1:-1]
@@ -39,7 +39,7 @@ def step(old: Any, new: Any) -> None:
 
 
 def two_steps() -> None:
-    """Go two moments on; the result is in `heat` again."""
+    """Compute two time steps; the result is in `heat` again."""
     step(heat, then)
     step(then, heat)
 

@@ -1,6 +1,6 @@
 """Each rank writes its rank into the next rank's memory: `mpirun -np 4 python examples/peer_memory.py`.
 
-The same program has CuPy arrays on GPUs and NumPy arrays on a machine without.
+The same program uses CuPy arrays on GPUs and NumPy arrays on a machine without GPUs.
 """
 
 from mpi4py import MPI

@@ -7,7 +7,7 @@ using mpicomm::u32;
 using mpicomm::u64;
 
 // `inboxes` and `flags` are the pointers of two symmetric arrays, of 2 * size * count floats and of one uint64. `call`
-// counts from 0. `failed` becomes 1 where a rank does not come within `timeout_ns`.
+// counts from 0. `failed` becomes 1 if a rank does not come within `timeout_ns`.
 extern "C" __global__ void ring_sum(float* sums, const float* values, u32 count, const u64* inboxes, const u64* flags,
                                     u32 rank, u32 size, u64 call, u64 timeout_ns, u32* failed) {
   const u32 next = (rank + 1) % size;

@@ -1,4 +1,4 @@
-"""A kernel that meets the kernels of other ranks while it runs: `mpirun -np 4 python examples/ring_sum.py`.
+"""A kernel that exchanges data with the kernels of peers while it runs: `mpirun -np 4 python examples/ring_sum.py`.
 
 The kernel in ring_sum.cu stores into the next rank's memory, signals, and waits for the rank before.
 """
@@ -30,7 +30,8 @@ failed = cupy.zeros(1, cupy.uint32)
 source = Path(__file__).with_name("ring_sum.cu").read_text()
 options = ("-std=c++17", f"-I{mpicomm.include_dir()}")
 kernel = cupy.RawModule(code=source, options=options).get_function("ring_sum")
-# A kernel that waits may keep its GPU from loading another kernel, so all ranks load theirs first: this asks for it.
+# A kernel that waits may keep its GPU from loading another kernel, so all ranks load their kernels first. Reading an
+# attribute loads this one.
 assert kernel.num_regs > 0
 comm.Barrier()
 
@@ -43,5 +44,5 @@ assert not failed.any(), "a rank did not come"
 assert (sums == comm.size * (comm.size - 1) / 2).all()
 comm.Barrier()
 if comm.rank == 0:
-    print(f"{comm.size} ranks have added their numbers {calls} times, each time in one kernel")
+    print(f"{comm.size} ranks added their numbers {calls} times, each time in one kernel")
 comm.Free()

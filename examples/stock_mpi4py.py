@@ -1,6 +1,6 @@
-"""Largest eigenvalue of a matrix, its rows spread over ranks: `mpirun -np 4 python examples/stock_mpi4py.py`.
+"""The largest eigenvalue of a matrix whose rows are spread over ranks: `mpirun -np 4 python examples/stock_mpi4py.py`.
 
-A program for mpi4py and NumPy. Two marked lines differ: the import, and the communicator.
+This is a program for mpi4py and NumPy. Only the two marked lines are mpicomm's: the import and the communicator.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ import mpicomm  # <- added
 comm = mpicomm.Communicator(MPI.COMM_WORLD)  # <- was: comm = MPI.COMM_WORLD
 rank, size = comm.Get_rank(), comm.Get_size()
 
-# Rank 0 has the problem: a symmetric matrix with the known eigenvalues 1, 1/2, 1/3, ...
+# Rank 0 makes the problem: a symmetric matrix with the known eigenvalues 1, 1/2, 1/3, ...
 n = 120 * size
 matrix = None
 guess = np.empty(n)
@@ -21,7 +21,7 @@ if rank == 0:
     matrix = (basis / np.arange(1, n + 1)) @ basis.T
     guess[:] = rng.standard_normal(n)
 
-# Every rank gets its rows of the matrix and the first guess of the eigenvector.
+# Every rank receives its rows of the matrix and the first guess of the eigenvector.
 rows = np.empty((n // size, n))
 comm.Scatter(matrix, rows, root=0)
 comm.Bcast(guess, root=0)
@@ -39,7 +39,7 @@ while change[0] > 1e-10 and steps < 200:
     comm.Allgather(product, guess)
     steps += 1
 
-# Rank 0 gets the eigenvector back from its parts.
+# Rank 0 gathers the parts of the eigenvector.
 eigenvector = np.empty(n) if rank == 0 else None
 comm.Gather(guess[mine], eigenvector, root=0)
 if matrix is not None:

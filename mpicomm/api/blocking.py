@@ -29,7 +29,7 @@ from mpicomm.collectives.operations import (
 )
 from mpicomm.mpi.ops import AVG
 
-# MPI's own, found once: `super()` takes a tenth of the time of a small call.
+# MPI's methods, looked up once, because `super()` takes a tenth of the time of a small call.
 _allgather = MPI.Intracomm.Allgather
 _allgatherv = MPI.Intracomm.Allgatherv
 _allreduce = MPI.Intracomm.Allreduce
@@ -49,45 +49,75 @@ _scatterv = MPI.Intracomm.Scatterv
 
 
 class BlockingCollectives(MPI.Intracomm):
-    """mpi4py's collectives on arrays of the host or of a GPU.
+    """mpi4py's blocking collectives, on host arrays and on device arrays. All of them are *collective*.
 
-    Arguments are mpi4py's. Collective. On host arrays they block; on device arrays they are stream-ordered: they return
-    when enqueued on ``stream``, by default the current stream of the library the array comes from, and the result is
-    there for later work on it. Reductions are in rank order and bitwise the same on all ranks, in every run; small host
-    arrays, which MPI reduces, have MPI's order.
+    **Order.** A call on host arrays blocks. A call on device arrays is stream-ordered: it returns when it is enqueued
+    on ``stream``, by default the current stream of the library that the array comes from. Later work on that stream
+    finds the result. The buffers are in use until the stream has come that far. Calls that MPI carries out block, also
+    on device arrays: between several nodes, of types and operations that only MPI has, and with "mpi".
 
-    ``algorithm`` is the same on all ranks: "auto"; "one_shot", every rank sends to every rank; "two_shot" (Allreduce,
-    Bcast, and Reduce on GPUs), each rank reduces or sends on a part; "ring" (Allreduce), to the next rank alone, in an
-    order of reduction of its own; "chain" (Bcast, and Reduce to the first or last rank, on GPUs; not of floats of 16
-    bits or fewer, nor ``AVG``), each rank sends on what it receives; "copy_engine" (Allgather, Allreduce, Alltoall,
-    Bcast, Gather, Reduce, Reduce_scatter_block, Scatter on GPUs), which leaves most multiprocessors free; "mpi". Where
-    the output of Allgather, Allreduce, Alltoall or Bcast lies in a `SymmetricArray`, it does so on all ranks and at the
-    same place: large messages are stored straight into it.
+    **Buffers.** All forms of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in elements. The
+    two buffers of a rank are both on the host or both on the GPU, and have the same element type and counts that fit
+    each other. All ranks pass the same counts, except in the calls whose names end in v. A buffer that only the root
+    needs is ignored on other ranks.
 
-    Raises `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them; `PeerError`,
-    on all ranks, where they call different things; `CollectiveTimeoutError` for a rank that does not come. On device
-    arrays the last two are raised by the next call, or ``check()``.
+    **In place.** ``sendbuf=MPI.IN_PLACE`` means that the input is in ``recvbuf``, at the place that MPI prescribes. In
+    Gather, Gatherv and Reduce only the root may pass it. In Scatter and Scatterv the root passes
+    ``recvbuf=MPI.IN_PLACE`` to keep its block where it is. A reduction whose two buffers are the same memory is in
+    place, too. Buffers must not overlap otherwise.
+
+    **Element types.** bool, integers of 8 to 64 bits, float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2,
+    complex64 and complex128, whether or not MPI has them. MPI carries out calls of all other types that it has, and of
+    operations that the user has created.
+
+    **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
+    accumulated in float32 and rounded once. Only "ring", and calls that MPI carries out, such as those on small host
+    arrays, have other orders.
+
+    **algorithm** is the same on all ranks:
+
+    - "auto" takes the fastest, and reduces in rank order.
+    - "one_shot": every rank sends straight to every rank. For every collective, above all for small messages.
+    - "two_shot": each rank reduces a part, or sends a part on. For large Allreduce and Bcast, and Reduce on GPUs.
+    - "ring": each rank sends to the next rank alone. For large Allreduce; the order of the reduction follows the ring.
+    - "chain": each rank sends on the data that it receives. For large Bcast on GPUs, and Reduce on GPUs to the first or
+      last rank, but not of floats of 16 bits or fewer, nor with ``AVG``.
+    - "copy_engine": copy engines move the data, for programs that need the multiprocessors at the same time. For
+      Allgather, Allreduce, Alltoall, Bcast, Gather, Reduce, Reduce_scatter_block and Scatter on GPUs.
+    - "mpi": MPI carries out the call, on pinned host copies of device arrays. For more than 8 ranks of a node on GPUs.
+
+    **Symmetric output.** If the output of Allgather, Allreduce, Alltoall or Bcast lies in a `SymmetricArray`, it lies
+    there on all ranks and at the same place. Large messages are then stored straight into it.
+
+    **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them.
+    `PeerError` on all ranks if the ranks call different things. `CollectiveTimeoutError` on the ranks that come, if a
+    rank does not come in time. On device arrays the next call or ``check()`` raises the last two. Waits inside MPI have
+    no limit.
     """
 
     _collectives: Collectives
     _block_limit: int
-    """The limit of Gather and of Scatter, shared out among the ranks."""
+    """The limit of Gather and of Scatter, divided by the number of ranks."""
 
     def Barrier(self, *, stream: Any = None) -> None:
-        """Return when all ranks have called it; with ``stream``, hold that until the streams of all ranks are there."""
+        """Block until all ranks have called it.
+
+        With ``stream``, a stream of this rank's GPU, do not block: hold that stream until the streams of all ranks of
+        the node have come here. Raises `InvalidUsageError` for a stream if the ranks are on several nodes.
+        """
         if stream is None:
             _barrier(self)
         else:
             self._collectives.barrier(stream)
 
     def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Every rank's block r of ``recvbuf`` is what rank r sends."""
+        """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgather"]):
             return _allgather(self, sendbuf, recvbuf)
         return self._collectives.run(ALLGATHER, stream, algorithm, sendbuf, recvbuf)
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """As Allgather, with blocks of any counts and places."""
+        """As Allgather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgatherv"]):
             return _allgatherv(self, sendbuf, recvbuf)
         return self._collectives.run(ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
@@ -95,8 +125,8 @@ class BlockingCollectives(MPI.Intracomm):
     def Allreduce(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """Every rank's ``recvbuf`` is the reduction of all ranks' ``sendbuf``."""
-        # As is_plain, spelled out: see Bcast.
+        """Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element."""
+        # is_plain, spelled out as in Bcast.
         if (
             type(recvbuf) is type(sendbuf) is ndarray
             and stream is None
@@ -110,20 +140,20 @@ class BlockingCollectives(MPI.Intracomm):
         return self._collectives.run(ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Block r of rank s's ``recvbuf`` is block s of rank r's ``sendbuf``."""
+        """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoall"]):
             return _alltoall(self, sendbuf, recvbuf)
         return self._collectives.run(ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """As Alltoall, with blocks of any counts and places."""
+        """As Alltoall, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoallv"]):
             return _alltoallv(self, sendbuf, recvbuf)
         return self._collectives.run(ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Every rank's ``buf`` is the root's."""
-        # As is_plain, spelled out here and in Allreduce: MPI takes about a microsecond for 8 bytes, a call a twentieth.
+        """Bring the root's ``buf`` to every rank's ``buf``."""
+        # is_plain, spelled out here and in Allreduce, because a call takes a twentieth of MPI's time for 8 bytes.
         if (
             stream is None
             and algorithm == "auto"
@@ -137,13 +167,13 @@ class BlockingCollectives(MPI.Intracomm):
     def Exscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """Rank r's ``recvbuf`` is the reduction of ``sendbuf`` of the ranks before r; rank 0's is left alone."""
+        """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Exscan"]):
             return _exscan(self, sendbuf, recvbuf, op)
         return self._collectives.run(EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Block r of the root's ``recvbuf`` is what rank r sends."""
+        """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
         if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._block_limit):
             return _gather(self, sendbuf, recvbuf, root)
         return self._collectives.run(GATHER, stream, algorithm, sendbuf, recvbuf, root=root)
@@ -151,7 +181,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Gatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """As Gather, with blocks of any counts and places."""
+        """As Gather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Gatherv"]):
             return _gatherv(self, sendbuf, recvbuf, root)
         return self._collectives.run(GATHERV, stream, algorithm, sendbuf, recvbuf, root=root)
@@ -166,8 +196,8 @@ class BlockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> None:
-        """The root's ``recvbuf`` is the reduction of all ranks' ``sendbuf``."""
-        # The other way round: what ranks that are not the root pass as recvbuf may be anything.
+        """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
+        # The buffers change places, because only the root's recvbuf means anything.
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(recvbuf, sendbuf, LIMITS["Reduce"]):
             return _reduce(self, sendbuf, recvbuf, op, root)
         return self._collectives.run(REDUCE, stream, algorithm, sendbuf, recvbuf, op, root)
@@ -182,7 +212,11 @@ class BlockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> None:
-        """As Reduce_scatter_block, with blocks of ``recvcounts`` elements; who receives none need not be in place."""
+        """As Reduce_scatter_block, with ``recvcounts[r]`` elements in block r.
+
+        Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. A rank whose count is 0
+        need not be in place where the other ranks are.
+        """
         if (
             stream is None
             and algorithm == "auto"
@@ -196,7 +230,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Reduce_scatter_block(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """Rank r's ``recvbuf`` is the reduction of block r of all ranks' ``sendbuf``."""
+        """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``."""
         if (
             stream is None
             and algorithm == "auto"
@@ -209,7 +243,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Scan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """Rank r's ``recvbuf`` is the reduction of ``sendbuf`` of the ranks up to r."""
+        """Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Scan"]):
             return _scan(self, sendbuf, recvbuf, op)
         return self._collectives.run(SCAN, stream, algorithm, sendbuf, recvbuf, op)
@@ -217,7 +251,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Scatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """Every rank's ``recvbuf`` is its block of the root's ``sendbuf``."""
+        """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._block_limit):
             return _scatter(self, sendbuf, recvbuf, root)
         return self._collectives.run(SCATTER, stream, algorithm, sendbuf, recvbuf, root=root)
@@ -225,7 +259,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Scatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
-        """As Scatter, with blocks of any counts and places."""
+        """As Scatter, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Scatterv"]):
             return _scatterv(self, sendbuf, recvbuf, root)
         return self._collectives.run(SCATTERV, stream, algorithm, sendbuf, recvbuf, root=root)

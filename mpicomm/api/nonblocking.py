@@ -29,57 +29,60 @@ from mpicomm.collectives.operations import (
 
 
 class NonblockingCollectives(MPI.Intracomm):
-    """mpi4py's nonblocking collectives on arrays of the host or of a GPU.
+    """mpi4py's nonblocking collectives, on host arrays and on device arrays. All of them are *collective*.
 
-    As the blocking ones, with a request: MPI's own on host arrays; on device arrays one whose ``Wait`` blocks until the
-    device is done, and which ``MPI.Request.Waitall`` and its kin take too. Work that is enqueued later on
-    the same stream needs no wait. Host arrays of types that MPI lacks are done when the call returns.
+    Arguments, algorithms and errors are those of the blocking calls. The calls return a request:
+
+    - On host arrays it is MPI's. If MPI lacks the type or the operation, or with ``algorithm=`` other than "auto" and
+      "mpi", the call blocks and returns a request that is complete.
+    - On device arrays the call enqueues the collective. ``Wait`` blocks until the device has finished it. The request
+      also works in ``MPI.Request.Waitall`` and its kin. Work that is enqueued on the same stream later needs no wait.
     """
 
     _collectives: Collectives
 
     def Iallgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start a nonblocking Allgather."""
+        """Start `Allgather`; return its request."""
         return self._collectives.start(ALLGATHER, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start a nonblocking Allgatherv."""
+        """Start `Allgatherv`; return its request."""
         return self._collectives.start(ALLGATHERV, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Iallreduce(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start a nonblocking Allreduce."""
+        """Start `Allreduce`; return its request."""
         return self._collectives.start(ALLREDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start a nonblocking Alltoall."""
+        """Start `Alltoall`; return its request."""
         return self._collectives.start(ALLTOALL, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start a nonblocking Alltoallv."""
+        """Start `Alltoallv`; return its request."""
         return self._collectives.start(ALLTOALLV, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Ibcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start a nonblocking Bcast."""
+        """Start `Bcast`; return its request."""
         return self._collectives.start(BCAST, Arguments(receive=buf, root=root), stream, algorithm)
 
     def Iexscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start a nonblocking Exscan."""
+        """Start `Exscan`; return its request."""
         return self._collectives.start(EXSCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
 
     def Igather(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start a nonblocking Gather."""
+        """Start `Gather`; return its request."""
         return self._collectives.start(GATHER, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Igatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start a nonblocking Gatherv."""
+        """Start `Gatherv`; return its request."""
         return self._collectives.start(GATHERV, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Ireduce(
@@ -92,7 +95,7 @@ class NonblockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Request:
-        """Start a nonblocking Reduce."""
+        """Start `Reduce`; return its request."""
         return self._collectives.start(
             REDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), stream, algorithm
         )
@@ -107,7 +110,7 @@ class NonblockingCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Request:
-        """Start a nonblocking Reduce_scatter."""
+        """Start `Reduce_scatter`; return its request."""
         return self._collectives.start(
             REDUCE_SCATTER, Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op), stream, algorithm
         )
@@ -115,7 +118,7 @@ class NonblockingCollectives(MPI.Intracomm):
     def Ireduce_scatter_block(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start a nonblocking Reduce_scatter_block."""
+        """Start `Reduce_scatter_block`; return its request."""
         return self._collectives.start(
             REDUCE_SCATTER_BLOCK, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm
         )
@@ -123,17 +126,17 @@ class NonblockingCollectives(MPI.Intracomm):
     def Iscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start a nonblocking Scan."""
+        """Start `Scan`; return its request."""
         return self._collectives.start(SCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
 
     def Iscatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start a nonblocking Scatter."""
+        """Start `Scatter`; return its request."""
         return self._collectives.start(SCATTER, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
 
     def Iscatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
-        """Start a nonblocking Scatterv."""
+        """Start `Scatterv`; return its request."""
         return self._collectives.start(SCATTERV, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)

@@ -29,10 +29,12 @@ from mpicomm.collectives.operations import (
 
 
 class PersistentCollectives(MPI.Intracomm):
-    """mpi4py's persistent collectives on arrays of the host or of a GPU.
+    """mpi4py's persistent collectives, on host arrays and on device arrays. All of them are *collective*.
 
-    MPI's own on host arrays. On device arrays ``Start`` enqueues the collective, and ``Wait`` blocks until it is done;
-    ``Free`` gives the request up.
+    Arguments, algorithms and errors are those of the blocking calls. On host arrays the request is MPI's, which gets
+    ``info``. If MPI lacks the type or the operation, ``Start`` blocks until the collective is done. On device arrays
+    ``Start`` enqueues the collective, ``Wait`` blocks until the device has finished it, and ``Free`` gives the request
+    up. ``MPI.Prequest.Startall`` does not know requests on device arrays, so call their ``Start``.
     """
 
     _collectives: Collectives
@@ -40,13 +42,13 @@ class PersistentCollectives(MPI.Intracomm):
     def Allgather_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
-        """Prepare a persistent Allgather."""
+        """Prepare `Allgather`; return its request."""
         return self._collectives.prepare(ALLGATHER, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
 
     def Allgatherv_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
-        """Prepare a persistent Allgatherv."""
+        """Prepare `Allgatherv`; return its request."""
         return self._collectives.prepare(ALLGATHERV, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
 
     def Allreduce_init(
@@ -59,7 +61,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Allreduce."""
+        """Prepare `Allreduce`; return its request."""
         return self._collectives.prepare(
             ALLREDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
         )
@@ -67,19 +69,19 @@ class PersistentCollectives(MPI.Intracomm):
     def Alltoall_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
-        """Prepare a persistent Alltoall."""
+        """Prepare `Alltoall`; return its request."""
         return self._collectives.prepare(ALLTOALL, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
 
     def Alltoallv_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
-        """Prepare a persistent Alltoallv."""
+        """Prepare `Alltoallv`; return its request."""
         return self._collectives.prepare(ALLTOALLV, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
 
     def Bcast_init(
         self, buf: Any, root: int = 0, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
-        """Prepare a persistent Bcast."""
+        """Prepare `Bcast`; return its request."""
         return self._collectives.prepare(BCAST, Arguments(receive=buf, root=root), info, stream, algorithm)
 
     def Exscan_init(
@@ -92,7 +94,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Exscan."""
+        """Prepare `Exscan`; return its request."""
         return self._collectives.prepare(
             EXSCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
         )
@@ -107,7 +109,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Gather."""
+        """Prepare `Gather`; return its request."""
         return self._collectives.prepare(
             GATHER, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
         )
@@ -122,7 +124,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Gatherv."""
+        """Prepare `Gatherv`; return its request."""
         return self._collectives.prepare(
             GATHERV, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
         )
@@ -138,7 +140,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Reduce."""
+        """Prepare `Reduce`; return its request."""
         return self._collectives.prepare(
             REDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), info, stream, algorithm
         )
@@ -154,7 +156,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Reduce_scatter; of host arrays all ranks are in place, or none."""
+        """Prepare `Reduce_scatter`; on host arrays either all ranks are in place or none."""
         return self._collectives.prepare(
             REDUCE_SCATTER,
             Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op),
@@ -173,7 +175,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Reduce_scatter_block."""
+        """Prepare `Reduce_scatter_block`; return its request."""
         return self._collectives.prepare(
             REDUCE_SCATTER_BLOCK, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
         )
@@ -188,7 +190,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Scan."""
+        """Prepare `Scan`; return its request."""
         return self._collectives.prepare(SCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm)
 
     def Scatter_init(
@@ -201,7 +203,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Scatter."""
+        """Prepare `Scatter`; return its request."""
         return self._collectives.prepare(
             SCATTER, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
         )
@@ -216,7 +218,7 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare a persistent Scatterv."""
+        """Prepare `Scatterv`; return its request."""
         return self._collectives.prepare(
             SCATTERV, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
         )

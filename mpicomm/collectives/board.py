@@ -1,4 +1,4 @@
-"""Board: where each rank of a node writes which collective it is in, for the others to read when something is wrong."""
+"""Board: each rank of a node writes which collective it is in, and its peers read that when something is wrong."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from mpicomm.devices.host import HostBackend, fence
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
 
-_LINE_NBYTES = 256  # also of the counter, so that no two ranks write the same cache line
-_KEPT = 16  # lines of a rank: where nobody has to wait, ranks that call different things notice it some calls later
+_LINE_NBYTES = 256  # the counter takes a line too, so that no two ranks write the same cache line
+_KEPT = 16  # lines of a rank: ranks that need not wait for each other notice different calls some calls later
 _NBYTES = _LINE_NBYTES * (1 + _KEPT)
 _NEVER_CALLED = "nothing yet"
 
 
 class Board:
-    """The latest collectives of each rank of the node as lines of text, in shared host memory whatever the device is.
+    """The latest collectives of each rank of the node as lines of text, in shared host memory for every device.
 
-    Each rank writes its own lines, one before it does anything else of a collective, and any rank reads all. A rank's
-    counter is twice the number of its calls, and odd while the next line is being written: a line that is read is never
-    half written, and a rank whose counter is behind has not come yet. Construction is collective and raises as `share`
-    does.
+    Each rank writes its own lines, each before it does anything else for a collective. Any rank reads all lines. A
+    rank's counter is twice the number of its calls, and odd while the rank writes the next line. So no rank reads a
+    line that is half written, and a rank whose counter is behind has not come yet. Construction is collective and
+    raises as `share` does.
     """
 
     def __init__(self, node: Group) -> None:
@@ -35,20 +35,20 @@ class Board:
         ]
         self._counters = [memory[:_LINE_NBYTES].cast("Q") for memory in self._memory]
         self._own: memoryview | None = self._counters[node.rank]
-        self._count = 0  # what is in it between two calls
+        self._count = 0  # the value of the own counter between two calls
         self._written: list[str | None] = [None] * _KEPT
 
     def post(self, text: str) -> None:
-        """Write this rank's next line; local, about a microsecond. Text beyond 256 bytes of UTF-8 is cut off."""
+        """Write this rank's next line; local. Text beyond 256 bytes of UTF-8 is cut off."""
         counter = self._own
         if counter is None:
             raise InvalidUsageError(f"{text}: the communicator was freed; create another")
         self._count = count = self._count + 2
         line = count // 2 % _KEPT
-        if text != self._written[line]:  # in a loop of one call the text is there already
+        if text != self._written[line]:  # a loop of one call finds the text there already
             counter[0] = count - 1
-            # Pairs with the second fence of `_text`: a reader that sees a byte of the new text finds, when it looks at
-            # the counter again, that the line belongs to another call.
+            # Pairs with the second fence of `_text`: a reader that sees a byte of the new text sees by the counter,
+            # which it reads again, that the line belongs to another call.
             fence()
             self._memory[self._node.rank][_place(line)] = _encode(text)
             self._written[line] = text
@@ -62,19 +62,19 @@ class Board:
         return self._count // 2
 
     def read(self) -> list[str]:
-        """Return what each rank of the node called when they called different things, in the node's order; local.
+        """Return the call of each rank of the node, in the node's order; local.
 
-        That is the first of their latest collectives in which they differ, and the last of all where they do not.
+        It is the first of their latest calls in which the ranks differ, and each rank's last call if they do not.
         """
         texts = self._difference() or [None] * self._node.size
         return [text or self._last(index) for index, text in enumerate(texts)]
 
     def differ(self) -> bool:
-        """Return whether the ranks of the node have called different things of late; local."""
+        """Return whether the ranks of the node differ in one of their latest calls; local."""
         return self._difference() is not None
 
     def all_differ(self) -> bool:
-        """Return whether they have, and each has said what it called instead; local."""
+        """Return whether the ranks differ in a call that every rank has posted; local."""
         texts = self._difference()
         return texts is not None and None not in texts
 
@@ -84,7 +84,7 @@ class Board:
         return [index for index, counter in enumerate(self._counters) if counter[0] < mine]
 
     def close_peers(self) -> None:
-        """Unmap the peers' lines; local. The board cannot be used any more."""
+        """Unmap the peers' lines; local. `post` raises `InvalidUsageError` afterwards."""
         self._own = None
         self._memory.clear()
         self._counters.clear()
@@ -95,7 +95,7 @@ class Board:
         self._segments.close_own()
 
     def _difference(self) -> list[str | None] | None:
-        """Return what each rank said of the first call in which they differ, None for those that have not come yet."""
+        """Return each rank's line of the first call in which the ranks differ, None for a rank that has not come."""
         calls = self._counters[self._node.rank][0] // 2
         for call in range(max(1, calls - _KEPT + 2), calls + 1):
             texts = [self._text(index, call) for index in range(self._node.size)]
@@ -104,21 +104,24 @@ class Board:
         return None
 
     def _last(self, index: int) -> str:
-        """Return the last line of a rank, and say so if that rank has not come as far as this one."""
+        """Return the last line of a rank, with a remark if that rank has posted fewer calls than this one."""
         while True:
             calls = self._counters[index][0] // 2
             if calls == 0:
                 return _NEVER_CALLED
             text = self._text(index, calls)
-            if text is not None:  # else that rank has written as many others meanwhile
-                return text + (" (before: has not called this time yet)" if index in self.behind() else "")
+            if text is not None:  # else that rank has overwritten the line meanwhile
+                return text + (" (its previous call: it has not made this one yet)" if index in self.behind() else "")
 
     def _text(self, index: int, call: int) -> str | None:
-        """Return the line of a rank for the call of that number, None if it is not there yet, or no more."""
+        """Return the line of a rank for the call of that number, None if it is not there yet or was overwritten."""
         if self._counters[index][0] // 2 < call:
             return None
+        # Pairs with the second fence of `post`: the text is read after the even counter, so all of it is there.
         fence()
         text = bytes(self._memory[index][_place(call % _KEPT)])
+        # Pairs with the first fence of `post`: the counter is read again after the text, so it shows a later call if
+        # any byte of that call's text was read.
         fence()
         if (self._counters[index][0] + 1) // 2 - call >= _KEPT:
             return None

@@ -1,9 +1,10 @@
-"""Buffer arguments of MPI calls, in all the forms that mpi4py takes: what they are becomes an `Operand`.
+"""Buffer arguments of MPI calls, in all the forms that mpi4py takes. They are read into an `Operand`.
 
-``buf``, ``[buf, count]``, ``[buf, type]``, ``[buf, count, type]``, ``[buf, (count, displ), type]``; for the vector
-calls ``[buf, counts]``, ``[buf, (counts, displs)]``, ``[buf, counts, displs, type]``. Counts and displacements are in
-elements of the type. Two things differ from mpi4py: a count that goes beyond the end of the buffer is an error here,
-and so are, of one kind, what mpi4py raises as KeyError, BufferError, OverflowError or MPI.Exception.
+The forms are ``buf``, ``[buf, count]``, ``[buf, type]``, ``[buf, count, type]`` and ``[buf, (count, displ), type]``.
+Vector calls also take ``[buf, counts]``, ``[buf, (counts, displs)]`` and ``[buf, counts, displs, type]``. Counts and
+displacements are in elements of the type. Two things differ from mpi4py. A count that goes beyond the end of the buffer
+is an error here. Errors that mpi4py raises as KeyError, BufferError, OverflowError or MPI.Exception are
+`InvalidUsageError` here.
 """
 
 from __future__ import annotations
@@ -21,29 +22,29 @@ from mpicomm.mpi.buffers import Memory, no_buffer, read
 from mpicomm.mpi.span import Span
 
 
-# Not frozen, as nothing on the way of every call is: a frozen one takes a microsecond more to make.
+# Not frozen, because every call makes some, and a frozen one takes a microsecond more to make.
 @dataclass(slots=True, eq=False)
 class Operand:
-    """A buffer argument: memory, the type of its elements, and how many of them in which places."""
+    """A buffer argument: its memory, the type of its elements, and their counts and places."""
 
     name: str
     pointer: int
-    """Address of element 0, displacement applied; of vector forms, the start of the buffer."""
+    """Address of element 0, displacement applied; in vector forms the start of the buffer."""
     dtype: np.dtype[Any] | None
-    """None where only MPI can handle the argument, a derived datatype or ``MPI.BOTTOM``: ``mpi_type`` says."""
+    """None where only MPI can handle the argument: a derived datatype, ``MPI.BOTTOM``, or a format of a buffer."""
     count: int
-    """Elements of one block; of vector forms, of all."""
+    """Elements of one block; in vector forms of all blocks."""
     total: int
     """Elements of all blocks."""
     counts: tuple[int, ...] | None
-    """Elements of each block, of vector forms alone."""
+    """Elements of each block; None but in vector forms."""
     displs: tuple[int, ...] | None
-    """Where each block starts, in elements from ``pointer``, of vector forms alone."""
+    """The start of each block, in elements from ``pointer``; None but in vector forms."""
     on_device: bool
     device: int | None
-    """Ordinal of the GPU; None on the host, and where the array does not tell (a CUDA array interface)."""
+    """Ordinal of the GPU; None on the host, and for a CUDA array interface, which does not tell."""
     owner: Any = field(repr=False)
-    """What keeps the memory alive."""
+    """The object that keeps the memory alive."""
     mpi_type: MPI.Datatype | None
     """The datatype that the caller named."""
     spec: Any = field(repr=False)
@@ -55,24 +56,24 @@ class Operand:
         return 0 if self.dtype is None else self.total * self.dtype.itemsize
 
     def block(self, rank: int) -> Span:
-        """Return the part that goes to or comes from ``rank``; ``dtype`` is not None."""
+        """Return the block for or from ``rank``; ``dtype`` must not be None."""
         assert self.dtype is not None
         if self.counts is None or self.displs is None:
             return Span(self.pointer + rank * self.count * self.dtype.itemsize, self.count)
         return Span(self.pointer + self.displs[rank] * self.dtype.itemsize, self.counts[rank])
 
     def whole(self) -> Span:
-        """Return all of a form that is no vector form."""
+        """Return all elements; not for vector forms."""
         assert self.counts is None
         return Span(self.pointer, self.total)
 
 
 def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str, memory: Memory | None = None) -> Operand:
-    """Understand the argument ``name``. Local.
+    """Read the argument ``name``; local.
 
-    ``blocks`` is for arguments that hold one block per rank, the receive buffer of an allgather say: where no count is
-    given the elements are shared out evenly; one that is given is the count of a block. ``writable`` is for receive
-    buffers. ``memory`` is the array's, where it was read before. Handle ``MPI.IN_PLACE`` and None before.
+    ``blocks`` is the number of blocks for arguments with one block per rank, such as the receive buffer of an
+    allgather. A count is the count of one block. Without a count the elements are divided evenly. ``writable`` is for
+    receive buffers. ``memory`` is the array's, if it was read before. The caller handles ``MPI.IN_PLACE`` and None.
 
     Raises `TypeError` for objects that are no buffers and for counts that are no integers, `InvalidUsageError` for
     everything else.
@@ -81,7 +82,7 @@ def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str, me
     if not isinstance(spec, (list, tuple)):
         memory = memory or read(spec, writable, name)
         dtype = memory.dtype
-        if dtype is None and not memory.on_device:  # MPI may know
+        if dtype is None and not memory.on_device:  # MPI may know the type
             return Operand(name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec)
         if not types.is_plain(dtype):
             raise _no_type(memory, name)
@@ -117,17 +118,17 @@ def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str, me
 
 
 def parse_vector(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
-    """Understand the argument ``name`` of a vector call, one block for each of ``size`` ranks. Local.
+    """Read the argument ``name`` of a vector call, with one block for each of ``size`` ranks; local.
 
-    Counts that are not given share the elements out, earlier ranks getting one more where it does not come out even;
-    one integer is the count of every rank. Displacements that are not given follow from the counts; one integer is the
-    distance of two blocks. Raises as `parse` does.
+    One integer as counts is the count of every block. Without counts the elements are divided evenly, and earlier ranks
+    get the elements that remain. One integer as displacements is the distance between two blocks. Without displacements
+    the blocks follow each other. Raises as `parse` does.
     """
     if spec is None:
-        raise no_buffer(spec, name)  # in a list, with a type, it is an empty buffer
+        raise no_buffer(spec, name)  # in a list with a type, None is an empty buffer
     is_list = isinstance(spec, (list, tuple))
     buffer, counts, displs, datatype = _items(spec, name) if is_list else (spec, None, None, None)
-    if isinstance(counts, tuple) and len(spec) < 4:  # a list is counts, as mpi4py has it
+    if isinstance(counts, tuple) and len(spec) < 4:  # a list means counts, as in mpi4py
         counts, displs = _pair(counts, name)
     element = _Element(buffer, datatype, writable, name)
     if counts is None:
@@ -155,7 +156,7 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
 
 
 def overlaps(a: Operand, b: Operand) -> bool:
-    """Whether two operands have memory in common. Those that only MPI can handle do not: that is for MPI to find."""
+    """Return whether two operands share memory; False for operands that only MPI can handle, because MPI checks."""
     first, second = _extents(a), _extents(b)
     i = j = 0
     while i < len(first) and j < len(second):
@@ -169,19 +170,19 @@ def overlaps(a: Operand, b: Operand) -> bool:
 
 
 def require_separate(send: Operand, receive: Operand, *, reduction: bool = False) -> None:
-    """Raise `InvalidUsageError` if the two have memory in common; in a reduction they may be the very same memory."""
+    """Raise `InvalidUsageError` if the two share memory; in a reduction both may be exactly the same memory."""
     if not overlaps(send, receive):
         return
     if reduction and send.pointer == receive.pointer and send.total == receive.total and send.dtype == receive.dtype:
         return
     raise InvalidUsageError(
-        f"{send.name} and {receive.name} overlap: pass MPI.IN_PLACE where the data is in the receive buffer already, "
-        "or copy one of them"
+        f"{send.name} and {receive.name} overlap: pass MPI.IN_PLACE if the receive buffer already holds the data, or "
+        "copy one of them"
     )
 
 
 def _extents(operand: Operand) -> list[tuple[int, int]]:
-    """The bytes of an operand, as sorted pairs of start and end."""
+    """Return the bytes of an operand, as sorted pairs of start and end."""
     if operand.dtype is None or operand.total == 0:
         return []
     itemsize = operand.dtype.itemsize
@@ -210,7 +211,7 @@ class _Element:
         if datatype is None:
             self.dtype = self.memory.dtype
             if self.dtype is None and not self.memory.on_device:
-                self.mpi_type = MPI.BYTE  # a stand-in: MPI may know the type, and finds it out itself
+                self.mpi_type = MPI.BYTE  # a stand-in: MPI may know the type, and reads the argument itself
             elif not types.is_plain(self.dtype):
                 raise _no_type(self.memory, name)
         else:
@@ -223,10 +224,10 @@ class _Element:
         return self.mpi_type.Get_extent()[1]
 
     def require_extent(self, name: str) -> None:
-        """Raise for a derived datatype of which no element follows another."""
+        """Raise for a derived datatype whose elements do not follow each other."""
         if self.extent <= 0:
             raise InvalidUsageError(
-                f"{name}: elements of a datatype whose extent is {self.extent} cannot be counted: give a count and no "
+                f"{name}: elements of a datatype whose extent is {self.extent} cannot be counted: pass a count and no "
                 "displacement"
             )
 
@@ -236,14 +237,14 @@ class _Element:
             self.require_extent(name)
         if self.rest:
             raise InvalidUsageError(
-                f"{name}: {self.memory.nbytes} bytes are no multiple of the {self.extent} bytes of an element: give a "
+                f"{name}: {self.memory.nbytes} bytes are no multiple of the {self.extent} bytes of an element: pass a "
                 "count"
             )
 
     def require_room(self, count: int, start: int, end: int, entries: int, name: str) -> None:
-        """Raise unless the elements from ``start`` to ``end`` are in the buffer; only MPI knows for derived types."""
+        """Raise unless the elements from ``start`` to ``end`` are in the buffer; MPI checks derived types itself."""
         if count < 0:
-            raise InvalidUsageError(f"{name}: count {count} is negative")
+            raise InvalidUsageError(f"{name}: count {count} is negative: pass 0 or more")
         if count == 0 or self.bottom or (self.dtype is None and not self.absent):
             return
         if self.absent:
@@ -251,7 +252,7 @@ class _Element:
         if start < 0 or end > entries:
             raise InvalidUsageError(
                 f"{name}: elements {start} to {end} are asked for, but the buffer holds {max(entries, 0)}"
-                f"{' from its displacement on' if entries < self.entries else ''}: pass a larger one or other counts"
+                f"{' from its displacement on' if entries < self.entries else ''}: pass a larger buffer or other counts"
             )
 
     def operand(
@@ -274,7 +275,7 @@ class _Element:
 
 
 def _items(spec: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any, Any, Any]:
-    """The buffer, counts, displacements and datatype of a specification; None for what is not there."""
+    """Return the buffer, counts, displacements and datatype of a specification, None for each that is missing."""
     if len(spec) == 2:
         buffer, second = spec
         if isinstance(second, (MPI.Datatype, str)):
@@ -301,7 +302,7 @@ def _pair(counts: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any]:
 def _datatype(datatype: Any, name: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:
     if isinstance(datatype, MPI.Datatype):
         if datatype == MPI.DATATYPE_NULL:
-            raise InvalidUsageError(f"{name}: the datatype is MPI.DATATYPE_NULL: pass another, MPI.FLOAT say")
+            raise InvalidUsageError(f"{name}: the datatype is MPI.DATATYPE_NULL: pass another, such as MPI.FLOAT")
         return types.numpy_dtype(datatype), datatype
     if isinstance(datatype, str):
         try:
@@ -316,7 +317,7 @@ def _datatype(datatype: Any, name: str) -> tuple[np.dtype[Any] | None, MPI.Datat
 def _is_sequence(value: Any) -> bool:
     try:
         len(value)
-    except TypeError:  # also a NumPy array without dimensions, which is one integer
+    except TypeError:  # a NumPy array without dimensions is one integer too
         return False
     return True
 
@@ -325,23 +326,23 @@ def _index(value: Any, what: str, name: str) -> int:
     try:
         index = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name}: {what} {value!r} is no integer") from None
+        raise TypeError(f"{name}: {what} {value!r} is no integer: pass an integer") from None
     if not -(2**63) <= index < 2**63:
-        raise InvalidUsageError(f"{name}: {what} {index} is more than MPI can count")
+        raise InvalidUsageError(f"{name}: {what} {index} does not fit into 64 bits: pass a smaller one")
     return index
 
 
 def _indices(values: Any, size: int, what: str, name: str) -> tuple[int, ...]:
-    # Items before length, as in mpi4py: of two errors it is the same one that is raised.
+    # Items before the length, as in mpi4py, so that of two errors the same one is raised.
     indices = tuple(_index(values[i], what, name) for i in range(len(values)))
     if len(indices) != size:
-        raise InvalidUsageError(f"{name}: {len(indices)} {what} for {size} ranks: pass one for each")
+        raise InvalidUsageError(f"{name}: {len(indices)} {what} for {size} ranks: pass one for each rank")
     return indices
 
 
 def _uneven(entries: int, blocks: int, name: str) -> InvalidUsageError:
     return InvalidUsageError(
-        f"{name}: {entries} elements are no multiple of {blocks}, one block for each rank: give a count, or use the "
+        f"{name}: {entries} elements are no multiple of {blocks}, one block for each rank: pass a count, or use the "
         "vector call (Allgatherv, Alltoallv, ...)"
     )
 
@@ -349,6 +350,6 @@ def _uneven(entries: int, blocks: int, name: str) -> InvalidUsageError:
 def _no_type(memory: Memory, name: str) -> InvalidUsageError:
     what = "elements of unknown type" if memory.dtype is None else f"elements of type {memory.dtype}"
     return InvalidUsageError(
-        f"{name} has {what}, which neither MPI nor mpicomm has a type for: convert it, or move it as bytes with "
+        f"{name} has {what}, for which neither MPI nor mpicomm has a type: convert it, or move it as bytes with "
         "[buffer, MPI.BYTE]"
     )

@@ -1,6 +1,6 @@
-"""Where an object's memory is, and what is in it: NumPy, CuPy and PyTorch arrays, buffers, DLPack and CUDA arrays.
+"""Memory of NumPy, CuPy and PyTorch arrays, of buffers, and of DLPack and CUDA arrays: its address and its elements.
 
-Nothing is imported for it: who passes a tensor has imported PyTorch.
+No array library is imported here, because a program that passes a tensor has imported PyTorch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 
 
-# Not frozen, as nothing on the way of every call is: a frozen one takes a microsecond more to make.
+# Not frozen, because every call makes some, and a frozen one takes a microsecond more to make.
 @dataclass(slots=True, eq=False)
 class Memory:
     """Contiguous memory of an object."""
@@ -26,12 +26,12 @@ class Memory:
     pointer: int
     nbytes: int
     dtype: np.dtype[Any] | None
-    """None where the object does not say, or says something that no NumPy dtype is."""
+    """None if the object does not name a type, or a type that NumPy does not have."""
     on_device: bool
     device: int | None
     """Ordinal of the GPU; None on the host, and for a CUDA array interface, which does not tell."""
     owner: Any
-    """What keeps the memory alive."""
+    """The object that keeps the memory alive."""
 
 
 Reader = Callable[[Any, bool, str], Memory]
@@ -45,10 +45,10 @@ _DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
 
 
 def read(array: Any, writable: bool, name: str) -> Memory:
-    """Return the memory of ``array``, which is the argument ``name`` or part of it. Local.
+    """Return the memory of ``array``, which is the argument ``name`` or part of it; local.
 
-    Raises `TypeError` for an object that has none to show, `InvalidUsageError` for memory in pieces, for memory that
-    cannot be written although ``writable`` is asked for, and for memory neither on the host nor on a CUDA device.
+    Raises `TypeError` for an object that is no buffer, `InvalidUsageError` for memory that is not contiguous, for
+    read-only memory if ``writable``, and for memory neither on the host nor on a CUDA device.
     """
     reader = _readers.get(type(array))
     if reader is None:
@@ -85,12 +85,12 @@ def _read_cupy(array: Any, writable: bool, name: str) -> Memory:
 
 
 def _read_torch(tensor: Any, writable: bool, name: str) -> Memory:
-    # Everything that PyTorch refuses to export through DLPack: what the bytes say is not what the tensor says.
+    # PyTorch refuses to export these tensors through DLPack, because their bytes are not the numbers of the tensor.
     if tensor.requires_grad:
         raise InvalidUsageError(f"{name} is a tensor that requires a gradient: pass {name}.detach()")
     if tensor.is_neg() or (tensor.is_complex() and tensor.is_conj()):
         raise InvalidUsageError(
-            f"{name} is a conjugate or negative view, whose memory holds other numbers: pass "
+            f"{name} is a conjugate or negative view, whose memory holds other numbers than the view: pass "
             f"{name}.resolve_conj().resolve_neg()"
         )
     device = tensor.get_device() if tensor.is_cuda else None
@@ -98,8 +98,10 @@ def _read_torch(tensor: Any, writable: bool, name: str) -> Memory:
         raise _elsewhere(tensor, str(tensor.device), name)
     try:
         pointer = tensor.data_ptr()
-    except RuntimeError as error:  # sparse, and others that have no memory of their own
-        raise InvalidUsageError(f"{name} is a tensor without plain memory ({tensor.layout}): {error}") from error
+    except RuntimeError as error:  # sparse tensors and others without one piece of memory
+        raise InvalidUsageError(
+            f"{name} is a tensor without plain memory ({tensor.layout}): pass a dense one ({error})"
+        ) from error
     itemsize = tensor.element_size()
     if not (tensor.is_contiguous() or tensor.permute(*reversed(range(tensor.ndim))).is_contiguous()):
         raise _in_pieces(tensor.shape, [n * itemsize for n in tensor.stride()], name)
@@ -108,7 +110,7 @@ def _read_torch(tensor: Any, writable: bool, name: str) -> Memory:
 
 
 def _read_other(array: Any, writable: bool, name: str) -> Memory:
-    if array is MPI.IN_PLACE or array is MPI.BOTTOM:  # both offer an empty buffer
+    if array is MPI.IN_PLACE or array is MPI.BOTTOM:  # both export an empty buffer, which is not what they mean
         raise InvalidUsageError(f"{name}={array!r} alone has no meaning here: pass a buffer")
     try:
         view = memoryview(array)
@@ -129,7 +131,7 @@ def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memor
     if writable and view.readonly:
         raise _read_only(array, name)
     dtype = None
-    with contextlib.suppress(ValueError):  # a format that MPI has no type for, a foreign byte order: a type must say
+    with contextlib.suppress(ValueError):  # MPI has no type for the format or byte order: the caller has to name one
         dtype, _ = types.from_code(view.format.lstrip("@<" if sys.byteorder == "little" else "@>"))
     return Memory(_get_address(array), view.nbytes, dtype, False, None, array)
 
@@ -139,12 +141,14 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
         kind, device = (int(n) for n in array.__dlpack_device__())
         if kind not in _DLPACK_HOST + _DLPACK_GPU:
             raise _elsewhere(array, f"a device of DLPack's type {kind}", name)
-        # mpi4py reads the capsule, asks for no synchronisation (that is for stream=), and keeps it alive.
+        # mpi4py reads the capsule and keeps it alive. It asks for no synchronisation, because stream= orders the call.
         buffer = MPI.buffer.frombuffer(array, readonly=not writable)
     except InvalidUsageError:
         raise
-    except Exception as error:  # whatever another library's export may raise
-        raise InvalidUsageError(f"{name} is a {_class(array)} that DLPack does not hand over: {error}") from error
+    except Exception as error:  # the export of another library may raise any class
+        raise InvalidUsageError(
+            f"{name} is a {_class(array)} that cannot be read through DLPack: pass another array ({error})"
+        ) from error
     on_device = kind in _DLPACK_GPU
     return Memory(buffer.address, buffer.nbytes, _own_dtype(array), on_device, device if on_device else None, buffer)
 
@@ -167,7 +171,9 @@ def _read_interface(array: Any, writable: bool, name: str) -> Memory:
         strides = interface.get("strides")
         itemsize = int(typestr[2:])
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidUsageError(f"{name} has a __cuda_array_interface__ that makes no sense: {interface!r}") from error
+        raise InvalidUsageError(
+            f"{name} has a __cuda_array_interface__ that cannot be read: pass another array ({interface!r})"
+        ) from error
     if interface.get("mask") is not None:
         raise InvalidUsageError(f"{name} is a masked CUDA array: pass its data")
     if strides is not None and not _is_contiguous(shape, tuple(strides), itemsize):
@@ -197,10 +203,10 @@ def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: i
 
 
 def no_buffer(array: Any, name: str) -> TypeError:
-    """Return the error for an object that has no memory to show."""
+    """Return the error for an object that is no buffer."""
     return TypeError(
-        f"{name} is a {_class(array)}, which offers neither the buffer protocol nor DLPack nor a CUDA array interface: "
-        "pass an array, or a list of one and count and type"
+        f"{name} is a {_class(array)}, which has neither the buffer protocol nor DLPack nor a CUDA array interface: "
+        "pass an array, or a list [array, count, type]"
     )
 
 
@@ -212,7 +218,7 @@ def _in_pieces(shape: Any, strides: Any, name: str) -> InvalidUsageError:
 
 
 def _read_only(array: Any, name: str) -> InvalidUsageError:
-    return InvalidUsageError(f"{name} is a {_class(array)} that is read-only: pass one that can be written")
+    return InvalidUsageError(f"{name} is a {_class(array)} that is read-only: pass a writable one")
 
 
 def _elsewhere(array: Any, place: str, name: str) -> InvalidUsageError:
@@ -225,5 +231,5 @@ def _class(array: Any) -> str:
 
 
 def array_of(spec: Any) -> Any:
-    """Return the array of a buffer argument, which may come with counts and a type."""
+    """Return the array of a buffer argument, which may be a list of array, counts and type."""
     return spec[0] if isinstance(spec, (list, tuple)) and spec else spec

@@ -1,4 +1,4 @@
-"""Device arrays in calls that MPI carries out: MPI gets host copies, so no device pointer reaches it."""
+"""Host copies of device arrays for calls that MPI carries out, so that MPI gets no device pointer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _named: set[str] = set()
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A device buffer, the pinned host memory that stands for it, and the specification with which MPI gets that."""
+    """A device buffer, its copy in pinned host memory, and the buffer argument that MPI gets."""
 
     memory: Memory
     host: npt.NDArray[np.uint8]
@@ -32,7 +32,7 @@ class HostCopy:
 
 
 class HostCopies:
-    """The host copies of one call's buffers, in one stream's order; blocking but for what `back` leaves enqueued."""
+    """The host copies of one call's buffers, made in the order of one stream."""
 
     def __init__(self, backend: Backend, stream: int) -> None:
         self._backend = backend
@@ -40,7 +40,10 @@ class HostCopies:
         self._copies: list[HostCopy] = []
 
     def spec(self, spec: Any, *, writable: bool, name: str) -> Any:
-        """Return what MPI is to get for the argument ``name``: the same, or one on a pinned copy of a device array."""
+        """Return the argument ``name`` for MPI: ``spec`` itself, or one with a pinned copy of its device array.
+
+        The copy is stream-ordered: it holds the data after `ready`.
+        """
         array = spec[0] if isinstance(spec, (list, tuple)) and spec else spec
         if array is None or array is MPI.IN_PLACE or array is MPI.BOTTOM:
             return spec
@@ -48,18 +51,19 @@ class HostCopies:
         if not memory.on_device:
             return spec
         host = self._backend.pinned(memory.nbytes)
-        # Receive buffers too: what MPI leaves alone, the gaps of a Gatherv say, has to come back as it was.
+        # Receive buffers are copied too, because elements that MPI leaves alone, such as the gaps of a Gatherv, must
+        # come back as they were.
         self._backend.copy(host.ctypes.data, memory.pointer, memory.nbytes, self._stream)
         copy = HostCopy(memory, host, _with_buffer(spec, host, memory, name), writable)
         self._copies.append(copy)
         return copy.spec
 
     def ready(self) -> None:
-        """Wait until the copies hold the data."""
+        """Wait until the copies hold the data; blocking."""
         self._backend.synchronize(self._stream)
 
     def back(self) -> None:
-        """Copy what MPI has written to the device, and wait for that: the pinned memory is given up then."""
+        """Copy the receive buffers to the device; blocking, because the pinned memory is released afterwards."""
         for copy in self._copies:
             if copy.written:
                 self._backend.copy(copy.memory.pointer, copy.host.ctypes.data, copy.memory.nbytes, self._stream)
@@ -67,7 +71,7 @@ class HostCopies:
 
 
 def announce(operation: str, reason: str) -> None:
-    """Say once per operation and reason, at INFO, that a call on device arrays goes through host memory."""
+    """Log once per operation and reason, at INFO, that a call on device arrays goes through host memory."""
     if f"{operation} {reason}" not in _named:
         _named.add(f"{operation} {reason}")
         logger.info("%s on device arrays goes through pinned host memory and MPI: %s", operation, reason)
@@ -76,7 +80,7 @@ def announce(operation: str, reason: str) -> None:
 def through_host(
     backend: Backend, stream: int, call: Callable[..., Any], arguments: Sequence[tuple[Any, bool, str]]
 ) -> Any:
-    """Call ``call`` with host copies of ``arguments``: (specification, whether it is written, name). Blocking."""
+    """Call ``call`` with host copies of ``arguments``, which are (argument, whether it is written, name); blocking."""
     copies = HostCopies(backend, stream)
     specs = [copies.spec(spec, writable=writable, name=name) for spec, writable, name in arguments]
     copies.ready()
@@ -86,9 +90,9 @@ def through_host(
 
 
 def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, Any]:
-    """Return the input of a Reduce_scatter that is in place in host memory, copied, and that memory as its output.
+    """Return send and receive argument for a Reduce_scatter in place in host memory: a copy, and the memory itself.
 
-    Where elements are of a type of the user's own it stays in place.
+    A buffer of a derived datatype stays in place.
     """
     operand = parse(receive, writable=True, name="recvbuf")
     datatype = None if operand.dtype is None else types.mpi_datatype(operand.dtype)
@@ -99,13 +103,13 @@ def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, A
 
 
 def _with_buffer(spec: Any, host: npt.NDArray[np.uint8], memory: Memory, name: str) -> Any:
-    """Put the host copy where the device array stood; a spec without a type gets the array's."""
+    """Return ``spec`` with the host copy in the place of the device array, and with its type if it has none."""
     if isinstance(spec, (list, tuple)) and any(isinstance(item, (MPI.Datatype, str)) for item in spec[1:]):
         return [host, *spec[1:]]
     datatype = None if memory.dtype is None else types.mpi_datatype(memory.dtype)
     if datatype is None:
         raise InvalidUsageError(
-            f"{name} has elements of type {memory.dtype}, for which MPI has no type, and this call is MPI's: convert "
-            "it, or move it as bytes with [buffer, MPI.BYTE]"
+            f"{name} has elements of type {memory.dtype}, for which MPI has no type, and only MPI can carry out this "
+            "call: convert it, or move it as bytes with [buffer, MPI.BYTE]"
         )
     return [host, *spec[1:], datatype] if isinstance(spec, (list, tuple)) else [host, datatype]

@@ -1,4 +1,4 @@
-"""Reduction operations: their names, the average that MPI lacks, and which element types each is defined for."""
+"""Reduction operations: their names, the element types for which each is defined, and the average, which MPI lacks."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from mpicomm.mpi import types
 
 
 class Average(MPI.Op):
-    """The type of `AVG`: an MPI.Op that MPI itself does not know, and refuses as it does ``MPI.OP_NULL``."""
+    """The type of `AVG`: an MPI.Op that MPI does not know, so MPI refuses it like ``MPI.OP_NULL``."""
 
     def __repr__(self) -> str:
         return "mpicomm.AVG"
 
     def __reduce__(self) -> str:
-        return "AVG"  # copies and unpickled ones are the same object
+        return "AVG"  # so that copies and unpickled ones are the same object
 
 
 AVG = Average()
-"""``op=mpicomm.AVG``: the sum of all contributions, divided by their number. For floats and complex numbers."""
+"""``op=mpicomm.AVG``: the sum of all contributions divided by their number, for floats and complex numbers."""
 
 _NAMES = {
     getattr(MPI, name).handle: name.lower()
     for name in ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
 }
 
-# What an operation is defined for, as in the MPI standard.
+# The kinds of elements for which each operation is defined, as in the MPI standard.
 _LEGAL = {
     **dict.fromkeys(("sum", "prod"), ("integer", "float", "complex")),
     **dict.fromkeys(("max", "min"), ("integer", "float")),
@@ -43,9 +43,10 @@ _checked: set[tuple[str, np.dtype[Any]]] = set()
 
 
 def op_name(op: MPI.Op) -> str | None:
-    """Return the name of an operation the engines know ("sum", "avg"), None for one that MPI alone can carry out.
+    """Return the name of an operation that the engines know, such as "sum"; None for one that only MPI can carry out.
 
-    Those are a user's own, MINLOC and MAXLOC, REPLACE and NO_OP. Raises `TypeError` for what is no operation.
+    Only MPI carries out MINLOC, MAXLOC, REPLACE, NO_OP and operations that the user has created. Raises `TypeError` for
+    an object that is no operation.
     """
     if op is AVG:
         return "avg"
@@ -55,7 +56,7 @@ def op_name(op: MPI.Op) -> str | None:
 
 
 def check_legal(name: str, dtype: np.dtype[Any]) -> None:
-    """Raise `InvalidUsageError` unless the operation of that name is defined for the element type."""
+    """Raise `InvalidUsageError` unless the operation ``name`` is defined for the element type."""
     if (name, dtype) in _checked:
         return
     kind = _kind(dtype)
@@ -73,7 +74,7 @@ def check_legal(name: str, dtype: np.dtype[Any]) -> None:
 def _kind(dtype: np.dtype[Any]) -> str | None:
     if dtype == types.BYTE:
         return "byte"
-    if dtype.isbuiltin == 2:  # of the types that are added to NumPy the engines know floats
+    if dtype.isbuiltin == 2:  # a type that was added to NumPy; of those the engines know floats
         return "float" if types.is_covered(dtype) else None
     return _KINDS.get(dtype.kind)
 

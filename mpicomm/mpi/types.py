@@ -1,7 +1,7 @@
-"""Element types: what NumPy, MPI and the engines call them, and which of them each knows.
+"""Element types: their names in NumPy, MPI and the engines, and which of the three knows which type.
 
-An element type is a ``numpy.dtype`` throughout. ``V1`` (NumPy's void of one byte) stands for ``MPI.BYTE``: bytes that
-can be moved and combined bit by bit, and are no number.
+An element type is always a ``numpy.dtype``. ``V1``, NumPy's void of one byte, stands for ``MPI.BYTE``: bytes that can
+be moved and combined bit by bit, but are no numbers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COVERED = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
     *("float16", "bfloat16", "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
 )
-"""Names of the element types that the engines reduce and move as they are."""
+"""Names of the element types that the engines reduce and move without conversion."""
 
 _NOT_NUMPYS = ("bfloat16", "float8_e4m3fn", "float8_e5m2")  # the package ml_dtypes adds them to NumPy
 
@@ -30,7 +30,7 @@ _plain = _covered | {np.dtype(code) for code in ("g", "G", "S1", "U1")}
 
 
 def is_covered(dtype: np.dtype[Any]) -> bool:
-    """Whether the engines reduce and move this type as it is."""
+    """Return whether the engines reduce and move this type without conversion."""
     return dtype in _covered or _learn(dtype)
 
 
@@ -38,18 +38,18 @@ _NARROW = {"float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 
 def is_narrow(dtype: np.dtype[Any]) -> bool:
-    """Whether ``dtype`` is a float that reductions accumulate in float32."""
+    """Return whether ``dtype`` is a float that reductions accumulate in float32."""
     return dtype.name in _NARROW
 
 
 def is_plain(dtype: np.dtype[Any] | None) -> bool:
-    """Whether an array of this type says by itself what its elements are, as mpi4py and mpicomm see it."""
+    """Return whether a buffer of this type needs no datatype beside it, because the type itself names the elements."""
     return dtype in _plain or (dtype is not None and _learn(dtype))
 
 
 def _learn(dtype: np.dtype[Any]) -> bool:
-    """Recognise a type of ml_dtypes; nothing has to be imported, for who has such a dtype has the package."""
-    # The name alone would also be that of a structured type somebody named so.
+    """Return whether ``dtype`` is a type of ml_dtypes, and remember it. A program with such a dtype has the package."""
+    # The name alone is not enough, because a structured type may have the same name.
     known = dtype.isbuiltin == 2 and dtype.isnative and dtype.name in _NOT_NUMPYS
     if known:
         _covered.add(dtype)
@@ -58,16 +58,14 @@ def _learn(dtype: np.dtype[Any]) -> bool:
 
 
 def covered_dtype(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name in `COVERED`. Raises `InvalidUsageError` where ml_dtypes is needed and not there."""
+    """Return the dtype of a name in `COVERED`; raises `InvalidUsageError` if it needs ml_dtypes, which is missing."""
     if name not in _NOT_NUMPYS:
         return np.dtype(name)
     try:
-        # Not imported with this module: few programs need it.
+        # Not imported with this module, because few programs need it.
         dtype: np.dtype[Any] = np.dtype(getattr(importlib.import_module("ml_dtypes"), name))
     except ImportError as error:
-        raise InvalidUsageError(
-            f"NumPy knows {name} with the package ml_dtypes alone: pip install ml_dtypes"
-        ) from error
+        raise InvalidUsageError(f"NumPy knows {name} only with the package ml_dtypes: pip install ml_dtypes") from error
     _learn(dtype)
     return dtype
 
@@ -77,7 +75,7 @@ _torch: dict[Any, np.dtype[Any] | None] = {}
 
 
 def torch_dtype(dtype: Any) -> np.dtype[Any] | None:
-    """Return a ``torch.dtype`` as NumPy's; None where there is none. Raises as `covered_dtype`."""
+    """Return a ``torch.dtype`` as a NumPy dtype, None if NumPy has none; raises as `covered_dtype`."""
     try:
         return _torch[dtype]
     except KeyError:
@@ -88,9 +86,9 @@ def torch_dtype(dtype: Any) -> np.dtype[Any] | None:
 
 
 def interface_dtype(typestr: str, array: Any) -> np.dtype[Any] | None:
-    """Return the type of a ``__cuda_array_interface__``; None for one that NumPy does not know.
+    """Return the type of a ``__cuda_array_interface__``, None for a type that NumPy does not know.
 
-    A type of ml_dtypes has a ``typestr`` that could be anything of its size ("<V2"): the array's own ``dtype`` tells.
+    The ``typestr`` of a type of ml_dtypes ("<V2") only tells its size, so the ``dtype`` of the array decides.
     """
     own = getattr(array, "dtype", None)
     if isinstance(own, np.dtype) and own.str == typestr and is_plain(own):
@@ -101,15 +99,14 @@ def interface_dtype(typestr: str, array: Any) -> np.dtype[Any] | None:
         return None
 
 
-_from_mpi: dict[int, np.dtype[Any] | None] = {}  # by handle, of predefined types alone: others are freed and used again
-_NO_NUMBERS = (MPI.PACKED, MPI.LOGICAL)  # mpi4py calls them uint8 and int32; MPI's reductions do not
+_from_mpi: dict[int, np.dtype[Any] | None] = {}  # by handle; predefined types only, because MPI reuses other handles
+_NO_NUMBERS = (MPI.PACKED, MPI.LOGICAL)  # mpi4py takes them for uint8 and int32, but MPI's reductions do not
 
 
 def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:
-    """Return what one element of an MPI datatype is, None where it is more than one plain NumPy element.
+    """Return the dtype of a predefined MPI datatype or of a duplicate of one, None for all others.
 
-    That is: of a predefined type or a duplicate of one. Derived types, the pairs of MINLOC and MAXLOC, ``MPI.PACKED``
-    and Fortran's logicals are for MPI alone.
+    Only MPI handles derived types, the pairs of MINLOC and MAXLOC, ``MPI.PACKED`` and Fortran's logicals.
     """
     handle = datatype.handle
     if handle in _from_mpi:
@@ -137,7 +134,7 @@ def _predefined(datatype: MPI.Datatype) -> np.dtype[Any] | None:
         dtype = np.dtype(datatype.typestr)
     except TypeError:
         return None
-    # The second half: a type whose number of bytes MPI knows and NumPy has no equal for, REAL16 in some builds.
+    # The sizes differ for a type that NumPy lacks, such as REAL16 in some builds of MPI.
     return dtype if dtype in _plain and dtype.itemsize == datatype.extent else None
 
 
@@ -145,7 +142,7 @@ _to_mpi: dict[np.dtype[Any], MPI.Datatype | None] = {BYTE: MPI.BYTE}
 
 
 def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
-    """Return the predefined MPI datatype of an element type, None where this MPI has none (bfloat16, often float16)."""
+    """Return the predefined MPI datatype of an element type, None if this MPI has none (bfloat16, often float16)."""
     try:
         return _to_mpi[dtype]
     except KeyError:
@@ -153,7 +150,8 @@ def mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
 
 
 def _find_mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
-    # NumPy's own alone: the char of bfloat16 is "E", which MPI libraries that have it take for a complex of two halves.
+    # Not for types that were added to NumPy: the char of bfloat16 is "E", which some MPI libraries take for a complex
+    # number of two halves.
     if dtype.isbuiltin == 2 or not is_plain(dtype):
         return None
     try:
@@ -163,9 +161,10 @@ def _find_mpi_datatype(dtype: np.dtype[Any]) -> MPI.Datatype | None:
 
 
 def from_code(code: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:
-    """Return what one of mpi4py's typecodes stands for, or a name in `COVERED`, as MPI need not know that type.
+    """Return the dtype and the MPI datatype of one of mpi4py's typecodes or of a name in `COVERED`.
 
-    The first is None for what is no plain NumPy element, the second where MPI knows no such type. Raises `ValueError`.
+    The dtype is None if no plain NumPy type fits, the datatype is None if MPI lacks the type. Raises `ValueError` for
+    an unknown code.
     """
     try:
         datatype = MPI.Datatype.fromcode(code)
@@ -183,7 +182,7 @@ _movement: dict[np.dtype[Any], tuple[np.dtype[Any], int]] = {}
 
 
 def movement(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], int]:
-    """Return a covered type to move elements as, and how many of those make one element."""
+    """Return a covered type in which elements can be moved, and how many of its elements make one element."""
     try:
         return _movement[dtype]
     except KeyError:

@@ -12,7 +12,7 @@ import numpy as np
 from mpicomm.collectives.exchange import TwoShot
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
-from mpicomm.collectives.gpu.algorithms.packets.plan import Geometry, PacketPlanner
+from mpicomm.collectives.gpu.algorithms.packets.launches import Geometry, PacketPlanner
 from mpicomm.collectives.signature import Signature
 from tests.helpers.launch_numbers import begin_behind, old_flags
 from tests.helpers.patterns import Pattern

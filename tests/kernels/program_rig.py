@@ -8,10 +8,11 @@ import numpy as np
 
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
-from mpicomm.collectives.gpu.algorithms.copies.plan import Reduce, local_reduction
+from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Inboxes, Region, Request, escapes_nbytes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
-from mpicomm.collectives.gpu.algorithms.packets.plan import large_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.launches import large_inboxes
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.choose import choose
 from mpicomm.collectives.gpu.tuning import BUILT_IN

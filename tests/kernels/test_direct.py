@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.copies.plan import Reduce, local_reduction
+from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.mpi.span import Span
 from tests.helpers import patterns
 from tests.helpers.reductions import dtype_named, reduced, require_same, samples

@@ -44,7 +44,7 @@ def test_tells_who_is_behind(comm_world: MPI.Intracomm, board: Board) -> None:
     if rank == 0:
         board.post("second")
     comm_world.Barrier()
-    late = " (before: has not called this time yet)" if rank == 0 else ""
+    late = " (its previous call: it has not made this one yet)" if rank == 0 else ""
     assert board.read() == ["second", *[f"first{late}"] * (size - 1)]
     assert board.behind() == (list(range(1, size)) if rank == 0 else [])
     assert not board.differ()
@@ -73,7 +73,7 @@ def test_ranks_that_differ_are_told_while_others_are_behind(comm_world: MPI.Intr
         board.post(f"other {rank > 1}")
     comm_world.Barrier()
     assert board.differ() == (rank > 0)  # rank 0 is not there yet, and asks about what it has called itself
-    late = "same" if rank == 0 else "same (before: has not called this time yet)"
+    late = "same" if rank == 0 else "same (its previous call: it has not made this one yet)"
     if rank:
         assert board.read() == [late, "other False", *["other True"] * (size - 2)]
 

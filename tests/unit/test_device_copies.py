@@ -17,15 +17,8 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 from mpicomm.collectives.gpu.algorithms.copies import landing as device_landing
 from mpicomm.collectives.gpu.algorithms.copies.landing import InOutput, InStaging, Landing, Parts
-from mpicomm.collectives.gpu.algorithms.copies.plan import (
-    Action,
-    Barrier,
-    Reduce,
-    Then,
-    allreduce,
-    movement,
-    parts_of,
-)
+from mpicomm.collectives.gpu.algorithms.copies.plan import Then, parts_of
+from mpicomm.collectives.gpu.algorithms.copies.schedule import Action, Barrier, Reduce, allreduce, movement
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped

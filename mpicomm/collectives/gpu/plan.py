@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class Plan:
-    """Steps with all that they need, and the call they carry out in words.
+    """The steps of one call, ready to be enqueued.
 
-    ``collective`` is whether all ranks make such a call, so that they can be compared.
+    ``text`` is the call in words, for errors. ``collective`` is whether all ranks make the call, so that the ranks'
+    calls can be compared.
     """
 
     def __init__(self, text: str, steps: Sequence[Enqueue], *, collective: bool = True) -> None:
@@ -37,16 +38,16 @@ class Plan:
             step(stream)
 
     def make_graph(self, stream: cupy.cuda.Stream) -> None:
-        """Make `launch` by a capture on ``stream``, which is idle: it is enqueued in a third of the time.
+        """Make `launch` by a capture on ``stream``, which is idle. A graph is enqueued faster than its steps.
 
-        What interrupts it leaves neither a capture nor a graph behind, and goes on.
+        An exception, also a Ctrl-C, leaves neither a capture nor a graph behind.
         """
         try:
             stream.begin_capture(runtime.streamCaptureModeRelaxed)
             self.enqueue(stream.ptr)
         except BaseException:
-            # Between a fork and its join, or where no capture has begun, this is an error of CUDA's too, which must not
-            # take the place of a Ctrl-C.
+            # CUDA refuses to end a capture between a fork and its join, or one that has not begun. Its error must not
+            # replace the exception that is being handled, which may be a Ctrl-C.
             with suppress(runtime.CUDARuntimeError):
                 stream.end_capture()
             raise

@@ -1,1 +1,1 @@
-"""Collectives on host arrays through mapped shared memory."""
+"""Collectives on host arrays through shared memory that the ranks of a node map."""

@@ -1,22 +1,27 @@
-"""Channels: messages of up to a slot's size from each rank of a node to each other one, through shared host memory.
+"""Channels: messages of up to a slot's size from each rank of a node to each peer, through shared host memory.
 
-Every rank has an arena that all map. Its *slots* hold what this rank sends: it copies a chunk in once, however many
-ranks read it. Its *inbox* has, for every other rank, a ring of entries in which that rank says where in its slots to
-read and how long the message is. Its *returns* say how many of its messages each reader is done with, which frees the
-slots they are in.
+Every rank has an arena that all ranks map. Its *slots* hold the data that this rank sends: it copies a chunk in once,
+however many ranks read it. Its *inbox* has, for every peer, a ring of entries in which the peer says where in the
+peer's slots a message is and how long it is. Its *returns* say how many of this rank's messages each reader has read,
+which frees the slots.
 
     sender                                        reader
-    wait for a slot nobody reads any more
-    copy the chunk into the slot
-    fence                                     (A)
-    entry.content, fence, entry.flag          (B) poll entry.flag, fence
-                                                  read the chunk
+    wait for a slot that all its readers have read
+    copy the chunk into the slot              (A)
+    entry.content = place and length          (B)
+    fence
+    entry.flag = call and number                  poll entry.flag
                                                   fence
-    see the count of the reader, fence        (C) write its count of messages read
+                                                  read entry.content                           (B)
+                                                  read the chunk                               (A)
+                                                  fence
+    see the count of the reader               (C) write the count of messages read
+    fence
+    copy the next chunk into the slot
 
-(A, B) publish the chunk: without the fences a reader could see the flag and an older place or older bytes of the slot.
-(C) gives the slot back: without the fences the sender's next chunk could be seen by a reader that still reads this one.
-Every word has one writer.
+The fences around the flag publish the chunk (A) and the entry (B): without them a reader could see the flag with older
+bytes of the slot or with an older place. The fences around the count give the slot back (C): without them a reader that
+still reads this chunk could see bytes of the sender's next chunk. Every word has one writer.
 """
 
 from __future__ import annotations
@@ -37,10 +42,10 @@ _LINE = 128  # bytes; words with different writers are on different cache lines,
 _PAGE = 4096
 _EPOCHS = 2**32 - 1
 _PATIENCE_S = 0.5
-_PLACE_BITS = 32  # of the word that says where in the arena a message is; the others say how long it is
+_PLACE_BITS = 32  # of the content word: the place of the message in the slots; the other bits are its length
 _PLACE_MASK = (1 << _PLACE_BITS) - 1
-# Copies take up to twice as long where source and target are at different places in their cache lines. NumPy's large
-# arrays are 16 bytes past the start of one; in steps of 16 every element type stays aligned.
+# A copy takes up to twice as long if source and target are at different places in their cache lines. NumPy's large
+# arrays begin 16 bytes past the start of a line. In steps of 16 every element type stays aligned.
 _CACHE_LINE = 64
 _ALIGNMENT = 16
 
@@ -50,7 +55,7 @@ def _round_up(nbytes: int, multiple: int) -> int:
 
 
 class LateRank(Exception):
-    """The rank with this index in the node did not do in time what this rank waits for."""
+    """This rank waits for the rank with this index in the node, which did not come or read in time."""
 
     def __init__(self, index: int) -> None:
         super().__init__(index)
@@ -58,11 +63,11 @@ class LateRank(Exception):
 
 
 class DifferentCall(Exception):
-    """What a rank sent belongs to another call than the one this rank is in."""
+    """A message belongs to another call than the call of this rank."""
 
 
 class DifferentSize(Exception):
-    """A rank sent as many bytes as this rank does not expect from it."""
+    """A rank sent another number of bytes than this rank expects."""
 
     def __init__(self, index: int, sent: int, expected: int) -> None:
         super().__init__(index, sent, expected)
@@ -70,16 +75,16 @@ class DifferentSize(Exception):
 
 
 class GivenUp(Exception):
-    """There is a verdict: nothing more will come."""
+    """There is a verdict, so nothing more will come."""
 
 
 class Channels:
     """This rank's ends of the channels of a node. Construction is collective and raises as `share` does.
 
-    Per pair of ranks messages are read in the order they were sent. What blocks raises `LateRank` after the node's
-    ``timeout_s`` seconds without progress, or soon where ``in_vain`` says that nothing will come, and `GivenUp` when
-    there is a verdict. ``first`` is how many messages count as sent and read on every channel before the first one, the
-    same on all ranks.
+    Per pair of ranks messages are read in the order in which they were sent. Methods that block raise `LateRank` after
+    the node's ``timeout_s`` seconds without progress, or soon if ``in_vain`` says that nothing will come, and `GivenUp`
+    when there is a verdict. ``first`` is the number of the last message that counts as sent and read on every channel,
+    the same on all ranks.
     """
 
     def __init__(
@@ -88,8 +93,8 @@ class Channels:
         self._rank = node.rank
         self._node = node
         self._in_vain = in_vain
-        # On a channel every unread message holds a slot. With an entry for each, none is written over before it is
-        # read, and nobody has to wait for one.
+        # On a channel every unread message holds a slot. With at least as many entries as slots no entry is written
+        # over before it is read, and no sender has to wait for an entry.
         self._entries = 1 << (slots - 1).bit_length()
         inbox_nbytes = _round_up(self._entries * 2 * _WORD, _LINE)
         self._inbox_words = inbox_nbytes // _WORD
@@ -108,23 +113,23 @@ class Channels:
         self.verdict = Verdict(node, views[0][verdict_at:slots_at].data)
         self._sent = [first] * node.size
         self._read = [first] * node.size
-        # Per slot, who reads it, and how many messages of this rank's each has read when it is done with it.
+        # Per slot its readers, each with the number of the message in the slot on the channel to that reader.
         self._readers: list[list[tuple[int, int]]] = [[] for _ in range(slots)]
         self._next_slot = 0
         self.hash32 = 0
-        """What the call all ranks are in hashes to; it travels with every message."""
+        """The hash of the call that all ranks are in; it travels with every message."""
 
     def send(self, pointer: int, nbytes: int, readers: Sequence[int]) -> None:
-        """Send up to a slot's size of bytes to some ranks; blocks for a free slot, and until they are copied."""
+        """Send up to a slot's size of bytes to some ranks; blocks until a slot is free and the bytes are in it."""
         slot = self._await_free_slot()
         place = slot * self._stride + pointer % _CACHE_LINE // _ALIGNMENT * _ALIGNMENT
         ctypes.memmove(self._addresses[self._rank] + place, pointer, nbytes)
         self._readers[slot] = self._announce(readers, place, nbytes)
 
     def receive(self, source: int, nbytes: int) -> int:
-        """Return the address of the next message of a rank; blocks. It stays there until `release`.
+        """Return the address of the next message of a rank; blocks. The message stays there until `release`.
 
-        Raises `DifferentCall` if the message belongs to another call, `DifferentSize` if it has other than ``nbytes``.
+        Raises `DifferentCall` if the message belongs to another call, `DifferentSize` if it does not have ``nbytes``.
         """
         self._read[source] = number = self._read[source] + 1
         words = self._words[self._rank]
@@ -135,7 +140,7 @@ class Channels:
             self._await(lambda: words[entry] & _EPOCHS == epoch, source)
             if words[entry] != flag:
                 raise DifferentCall
-        # (B) Pairs with the fence in `_announce`: place and content are read after the flag.
+        # (A), (B) Pairs with the fence in `_announce`: content and chunk are read after the flag.
         fence()
         content = words[entry + 1]
         if content >> _PLACE_BITS != nbytes:
@@ -143,14 +148,15 @@ class Channels:
         return self._addresses[source] + (content & _PLACE_MASK)
 
     def release(self, sources: Iterable[int]) -> None:
-        """Say that the last message of each of these ranks is not needed any more; local."""
-        # (C) Pairs with the fence in `send`: the content was read before the count that lets it be written over.
+        """Give back the slot of the last message of each of these ranks; local."""
+        # (C) Pairs with the fence in `_await_free_slot`: this rank has read the chunk before it writes the count that
+        # lets the sender overwrite the chunk.
         fence()
         for source in sources:
             self._words[source][self._returns_at + self._rank * _LINE // _WORD] = self._read[source]
 
     def close_peers(self) -> None:
-        """Unmap the peers' arenas; local. Nothing can be sent or received any more."""
+        """Unmap the peers' arenas; local. This rank cannot send or receive afterwards."""
         self._words.clear()
         self._addresses.clear()
         self.verdict.close()
@@ -161,13 +167,13 @@ class Channels:
         self._segments.close_own()
 
     def _announce(self, readers: Sequence[int], place: int, nbytes: int) -> list[tuple[int, int]]:
-        """Say where in this rank's slots a message is and return its number on each channel; never blocks."""
+        """Tell readers where in this rank's slots a message is; return its number on each channel. Never blocks."""
         numbers = []
         for reader in readers:
             self._sent[reader] = number = self._sent[reader] + 1
             self._words[reader][self._entry(self._rank, number) + 1] = nbytes << _PLACE_BITS | place
             numbers.append((reader, number))
-        # (A), (B) Pairs with the fence in `receive`: content and place are there before the flag that says so.
+        # (A), (B) Pairs with the fence in `receive`: chunk and content are there before the flag.
         fence()
         for reader, number in numbers:
             self._words[reader][self._entry(self._rank, number)] = self._flag(number)
@@ -177,20 +183,20 @@ class Channels:
         return source * self._inbox_words + 2 * (number % self._entries)
 
     def _flag(self, number: int) -> int:
-        # Never 0, which is what an entry holds that was never written. An entry's flags follow each other at intervals
-        # of `entries`, so the epoch may wrap: it is only compared with the one that has to come next.
+        # Never 0, because an entry that was never written holds 0. The epoch may wrap, because it is only compared with
+        # the next epoch of the same entry.
         return self.hash32 << 32 | 1 + number % _EPOCHS
 
     def _await_free_slot(self) -> int:
-        """Return the slot that was used longest ago, when all its readers are done with it."""
+        """Return the slot that was used longest ago, when all its readers have read it."""
         slot = self._next_slot
         self._next_slot = (slot + 1) % len(self._readers)
         words = self._words[self._rank]
         for reader, number in self._readers[slot]:
             place = self._returns_at + reader * _LINE // _WORD
-            if words[place] < number:  # it counts up from 0 in 64 bits, which it does not leave
+            if words[place] < number:  # counts from 0 in 64 bits do not wrap
                 self._await(lambda: words[place] >= number, reader)  # noqa: B023
-        # (C) Pairs with the fence in `release`: what is written into the slot comes after the counts that freed it.
+        # (C) Pairs with the fence in `release`: this rank writes into the slot after it has read the counts.
         fence()
         return slot
 
@@ -204,6 +210,6 @@ class Channels:
             self._in_vain() or not wait_until(over, timeout_s - patience_s, progress)
         ):
             raise LateRank(late)
-        # A verdict does not take back what has come: the slowest rank still gets what it can get.
+        # A message that has come counts also after a verdict, so the slowest rank still gets all that it can get.
         if not ready():
             raise GivenUp

@@ -21,8 +21,9 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommErr
 from mpicomm.mpi.span import Span
 from mpicomm.waiting import wait_until
 
-# Measured: with smaller slots waits take longer than copies; with less in all, what a reader has just read is still in
-# its own cache when it is written again, which is several times slower; with more, it no longer is in the shared one.
+# Measured. With smaller slots waits take longer than copies. With fewer bytes in all slots, a chunk that a reader has
+# just read is still in the reader's own cache when the slot is written again, which is several times slower. With more
+# bytes, the slot has left the shared cache.
 SLOT_NBYTES = 1024 * 1024
 SLOTS = 4
 
@@ -32,22 +33,27 @@ _BYTE = np.dtype(np.uint8)
 
 
 class HostEngine:
-    """Collectives on host memory that need not be shared: everything goes through the ranks' arenas, chunk by chunk.
+    """Collectives on ordinary host memory: all data goes through the ranks' arenas, chunk by chunk.
 
-    Construction is collective and raises as ``share`` does. `run` is blocking; all ranks of the node call it in the
-    same order, one thread of each at a time. An engine that has raised `CollectiveTimeoutError` or `PeerError` is
-    broken: so is that of every other rank, and each later call raises at once.
+    Construction is collective and raises as ``share`` does. `run` is blocking. All ranks of the node call it in the
+    same order, each with one thread at a time. An engine that has raised `CollectiveTimeoutError` or `PeerError` is
+    broken on every rank, and each later call raises at once.
 
     Why it cannot deadlock. The chunks of all exchanges of all calls have one order, the same on all ranks: by call, by
-    exchange, by index in the exchange. For each chunk in turn a rank first sends to its peers, then reads what they
-    send. Take the rank that is furthest behind, at chunk k. It cannot wait to read: who sends it chunk k is at k too,
-    or beyond, and will get to the end of its sends, which nothing holds up for ever: they wait for slots, a rank has
-    at least as many as it has peers, so chunk k does not fill them all; one of them holds an earlier chunk, whose
-    readers are all at k or beyond and have read it. For this all ranks must give `run` as many exchanges as the others.
-    With one slot per peer a rank would wait for the readers of its last chunk before each next one; with two it copies
-    while they read.
+    exchange, by index in the exchange. For this all ranks must give `run` equally many exchanges. For each chunk in
+    turn a rank first sends to its peers, then reads the data that they send. Take the rank that is furthest behind, at
+    chunk k.
 
-    Nothing is written before it was sent: in place, the output of a chunk lies where the input of the same chunk was.
+    - It cannot wait for ever to read. Its sender of chunk k is at chunk k too, or beyond, and gets to the end of its
+      sends of chunk k, because no send waits for ever.
+    - It cannot wait for ever to send. A send waits for a slot. A rank has at least as many slots as peers, so chunk k
+      does not fill them all. One slot holds an earlier chunk, and the readers of that chunk are all at chunk k or
+      beyond, so they have read it.
+
+    With one slot per peer a rank would wait for the readers of its last chunk before each next chunk. With two slots
+    per peer it copies while they read.
+
+    A chunk is sent before its place is written: in place, the output of a chunk lies where its input was.
     """
 
     def __init__(
@@ -66,17 +72,17 @@ class HostEngine:
 
     @property
     def broken(self) -> MpicommError | None:
-        """The error that has made the engine unusable on this rank, or on another; None while it works. Local."""
+        """The error that has made the engine unusable on any rank; None while it works. Local."""
         return self._broken or self._channels.verdict.read()
 
     def run(self, exchanges: Sequence[Exchange], signature: Signature) -> None:
         """Carry out this rank's part of ``exchanges``. Collective in the node, blocking.
 
-        Returns when this rank has sent everything, and has received and reduced what it is to receive. All ranks give
-        the same ``signature`` and as many exchanges. Raises `InvalidUsageError` for a reduction that is not defined,
-        before anything is sent; `PeerError` if ranks called different things, `CollectiveTimeoutError` naming the rank
-        that did not come within the node's ``timeout_s``, with the same text on all ranks of the node: on those that
-        had no need to wait at their next call.
+        It returns when this rank has copied all its data into slots, and has received and reduced its output. All ranks
+        pass the same ``signature`` and equally many exchanges. Raises `InvalidUsageError` for a reduction that is not
+        defined, before anything is sent; `PeerError` if ranks called different things; `CollectiveTimeoutError` with
+        the name of the rank that did not come within the node's ``timeout_s``. The last two have the same text on all
+        ranks of the node (`Verdict` says how far). A rank that did not have to wait raises them at its next call.
         """
         for exchange in exchanges:
             if exchange.reduction is not None:
@@ -90,7 +96,7 @@ class HostEngine:
         self._call(work, signature)
 
     def scratch(self, nbytes: int) -> Span | None:
-        """Return memory of this rank alone for one call, None for 0 bytes. Local."""
+        """Return memory that only this rank uses, valid until the next call; None for 0 bytes. Local."""
         if nbytes == 0:
             return None
         if self._scratch is None or self._scratch.nbytes < nbytes:
@@ -98,7 +104,7 @@ class HostEngine:
         return Span(self._scratch.ctypes.data, 0)
 
     def close_peers(self) -> None:
-        """Unmap the peers' arenas; local. The engine cannot be used any more."""
+        """Unmap the peers' arenas; local. `run` raises `InvalidUsageError` afterwards."""
         self._open = False
         self._slots.clear()
         self._channels.close_peers()
@@ -128,7 +134,7 @@ class HostEngine:
             self._broken = verdict.read() or verdict.give(self._judge(reason, text))
             raise self._broken from None
         except BaseException as error:
-            # Above all KeyboardInterrupt: the others would wait for what this rank did not do.
+            # Above all a KeyboardInterrupt: the peers would wait for the chunks that this rank does not send or read.
             rank = self._node.ranks[self._node.rank]
             left = PeerError(f"{text}: rank {rank} left in the middle: {type(error).__name__}: {error}", ranks=[rank])
             self._broken = self._channels.verdict.give(left)
@@ -136,12 +142,12 @@ class HostEngine:
 
     def _carry_out(self, exchange: Exchange) -> None:
         itemsize = exchange.dtype.itemsize
-        # Whole elements, so that every chunk can be reduced; larger ones than a slot are cut anywhere.
+        # Chunks of whole elements, so that every chunk can be reduced. Elements larger than a slot are cut anywhere.
         step = self._slot_nbytes // itemsize * itemsize or self._slot_nbytes
         outgoing = self._outgoing(exchange, itemsize)
         incoming = [
             (peer, span.pointer, span.count * itemsize)
-            for peer in reversed(self._peers)  # first who sends to this rank first
+            for peer in reversed(self._peers)  # the rank before this one sends to this rank first
             if (span := exchange.receives[peer]) is not None and span.count
         ]
         kept = _kept(exchange, self._node.rank)
@@ -156,7 +162,7 @@ class HostEngine:
             for pointer, nbytes, readers in outgoing:
                 if start < nbytes:
                     channels.send(pointer + start, min(step, nbytes - start), readers)
-            # After it was sent, which has brought it into the cache, and before the wait for others.
+            # After the sends, which have brought the data into the cache, and before the waits for peers.
             if kept and start < kept[2]:
                 ctypes.memmove(kept[1] + start, kept[0] + start, min(step, kept[2] - start))
             for peer, pointer, nbytes in incoming:
@@ -171,9 +177,9 @@ class HostEngine:
             ctypes.memmove(target.pointer, source.pointer, target.count * itemsize)
 
     def _outgoing(self, exchange: Exchange, itemsize: int) -> list[tuple[int, int, list[int]]]:
-        """Return address, bytes and readers of what is sent to peers: once for all peers that get the same.
+        """Return address, bytes and readers of each message; peers that get the same data share a message.
 
-        Each rank begins with the next one, so that not all send to one rank, then all to another.
+        Each rank begins with the next rank, so that the ranks do not all send to the same rank at once.
         """
         readers: dict[Span, list[int]] = {}
         for peer in self._peers:
@@ -183,7 +189,7 @@ class HostEngine:
         return [(span.pointer, span.count * itemsize, peers) for span, peers in readers.items()]
 
     def _reduction(self, reduction: Reduction, dtype: np.dtype[Any]) -> Callable[[int, int], None]:
-        """Return the function that receives and reduces ``count`` elements from element ``start`` on."""
+        """Return the function ``reduce(start, count)``, which receives and reduces ``count`` elements."""
         channels, rank = self._channels, self._node.rank
         reducer = self._reducer(reduction.op, dtype)
         output = _view(reduction.output.pointer, reduction.output.count, dtype)
@@ -218,9 +224,10 @@ class HostEngine:
     def _judge(self, reason: Exception, text: str) -> MpicommError:
         ranks = self._node.ranks
         behind = self._board.behind()
-        # Ranks that call different things, different roots say, may wait for each other.
+        # Ranks that call different things, with different roots for instance, may wait for each other.
         if isinstance(reason, LateRank) and not self._board.differ():
-            # Who has not come is to blame, and not who waits for it as this rank does, but nobody need be behind.
+            # The rank that this rank waits for may itself wait for a rank that has not come, so the board says which
+            # ranks are behind. If none is, all ranks have come, and the awaited rank makes no progress.
             late = [ranks[index] for index in behind or [reason.index]]
             names = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
             did = "did not arrive" if behind else "made no progress"
@@ -230,17 +237,17 @@ class HostEngine:
             source, here = ranks[reason.index], ranks[self._node.rank]
             return PeerError(
                 f"{text}: rank {source} sends {reason.sent} bytes where rank {here} expects {reason.expected} (of one "
-                "chunk): the counts of the two differ",
+                "chunk): pass counts that agree",
                 ranks=[source, here],
             )
-        # A rank that was first to find out may be ahead of some that are only a little late.
+        # This rank may be the first to notice, so ranks that are a little late get time to post their call.
         wait_until(lambda: not self._board.behind(), _LATE_S)
         said = "; ".join(f"rank {rank}: {call}" for rank, call in zip(ranks, self._board.read(), strict=True))
         return PeerError(f"ranks called different things: {said}", ranks=ranks)
 
 
 def _kept(exchange: Exchange, rank: int) -> tuple[int, int, int] | None:
-    """Return from where to where this rank copies how many bytes for itself."""
+    """Return source, target and bytes of this rank's copy to itself, None if it has none."""
     source, target = exchange.sends[rank], exchange.receives[rank]
     if source is None or target is None or source.pointer == target.pointer or not source.count:
         return None
@@ -248,7 +255,7 @@ def _kept(exchange: Exchange, rank: int) -> tuple[int, int, int] | None:
 
 
 def _view(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    # By way of bytes: the array interface has no name for the types of ml_dtypes.
+    # A view of bytes, because the array interface has no names for the types of ml_dtypes.
     return array_at(pointer, count * dtype.itemsize, _BYTE).view(dtype)
 
 

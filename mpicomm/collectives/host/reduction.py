@@ -1,17 +1,18 @@
-"""Reductions of host memory with NumPy: which operations there are, on which types, and what they return.
+"""Reductions of host memory with NumPy: the operations, their types and their results.
 
-Element by element, strictly in the order of the parts: ((part 0 op part 1) op part 2) ..., so the result is bitwise the
-same wherever it is computed, however the array was cut. Left open is which of two NaNs with different payloads comes
-out. Of a single part the result is that part, as it is MPI's: also of ``land``, and even where x / 1 is not x.
+Parts are reduced element by element, strictly in their order: ((part 0 op part 1) op part 2) ... So the result is
+bitwise the same wherever it is computed and however the array was cut, except that it is open which of two NaNs with
+different payloads comes out. The result of a single part is that part, as in MPI: also of ``land``, and also where
+x / 1 is not x.
 
-- Floats of less than 32 bits (float16 and those of ml_dtypes) are accumulated in float32 and rounded once at the end,
-  to nearest even, overflowing as a conversion of their type from float32 does.
-- Integers wrap around. Booleans: ``sum`` and ``max`` are or, ``prod`` and ``min`` are and, as in NumPy.
-- ``max`` and ``min`` return NaN where any part is NaN. Of 0.0 and -0.0, which are equal, they return the one NumPy does
-  on this processor: on x86 the later one.
+- Floats of less than 32 bits (float16 and the floats of ml_dtypes) are accumulated in float32 and rounded once at the
+  end, to nearest even. They overflow as a conversion from float32 does.
+- Integers wrap around. Of booleans ``sum`` and ``max`` are or, ``prod`` and ``min`` are and, as in NumPy.
+- ``max`` and ``min`` return NaN where any part is NaN. Of 0.0 and -0.0, which are equal, they return the one that NumPy
+  returns on this processor, on x86 the later one.
 - ``land``, ``lor`` and ``lxor`` return 0 or 1 in the type of the parts.
 - ``avg`` is the sum divided by the number of parts, of floats and complex numbers.
-- No floating-point error is reported: overflow gives inf, inf - inf gives NaN. Callers hold ``np.errstate``.
+- Floating-point errors are not reported: overflow gives inf, inf - inf gives NaN. Callers hold ``np.errstate``.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _BLOCK_NBYTES = 128 * 1024
 
 
 def is_supported(op: str, dtype: np.dtype[Any]) -> bool:
-    """Return whether ``op`` is defined on ``dtype``; local, the same on all ranks."""
+    """Return whether ``op`` is defined on ``dtype``; local."""
     if op not in _UFUNCS:
         return False
     kind = "f" if is_narrow(dtype) else dtype.kind
@@ -67,7 +68,7 @@ def require_supported(op: str, dtype: np.dtype[Any]) -> None:
 
 
 class Reducer:
-    """Reduces with one operation on one dtype. Raises `InvalidUsageError` where that is not defined."""
+    """Reduces with one operation on one dtype. Raises `InvalidUsageError` if the operation is not defined on it."""
 
     def __init__(self, op: str, dtype: np.dtype[Any]) -> None:
         require_supported(op, dtype)
@@ -76,14 +77,14 @@ class Reducer:
         self._dtype = _FLOAT32 if is_narrow(dtype) else dtype
         self._narrow = is_narrow(dtype)
         self._block = max(_BLOCK_NBYTES // self._dtype.itemsize, 2)
-        # Made when first needed: two parts of a wide type need none.
+        # Made when first needed, because two parts of a wide type need none.
         self._scratch: list[npt.NDArray[Any]] = []
 
     def reduce(self, parts: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any]) -> None:
         """Reduce ``parts``, flat arrays of one length, in their order into ``out``; local.
 
-        ``out`` may be the same memory as one of the parts: a block of it is written when all parts of the block have
-        been read.
+        ``out`` may be the same memory as one of the parts, because a block of it is written after that block of all
+        parts was read.
         """
         if len(parts) == 1:
             np.copyto(out, parts[0])
@@ -102,7 +103,7 @@ class Reducer:
     def _reduce_block(self, parts: Sequence[npt.NDArray[Any]], out: npt.NDArray[Any]) -> None:
         ufunc = self._ufunc
         if out.size == 1:
-            # NumPy takes another loop for one element in place, which rounds complex products differently.
+            # For one element in place NumPy has another loop, which rounds complex products differently.
             result = parts[0]
             for part in parts[1:]:
                 result = ufunc(result, part)
@@ -110,7 +111,7 @@ class Reducer:
             result = out
             accumulator = parts[0]
             for part in parts[1:-1]:
-                # Not into `out`: that may be a part which is still to come.
+                # Not into `out`, because that may be a part which is still to come.
                 accumulator = ufunc(accumulator, part, out=self._scratch_array(0, out.size))
             ufunc(accumulator, parts[-1], out=out)
         if self._average:

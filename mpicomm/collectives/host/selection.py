@@ -1,9 +1,9 @@
-"""Which collectives on host arrays are MPI's own, and which go through mapped memory and how, by measurement.
+"""The choice between MPI and mapped memory for collectives on host arrays, and the exchanges on mapped memory.
 
-`scripts/measure_host_collectives.py` compares with the MPI beneath: MPICH 5 with its copies from process to process, 2
-ranks on 2 cores, and 4 ranks on the same 2. Reductions gain most, because MPI spends its time between its copies.
-Collectives that only move data gain little and may lose much, because memory bounds them in MPI as well: MPI copies
-from memory to memory, and slots pass from cache to cache, which takes four times as long where cores share no cache.
+The sizes are measured: `scripts/measure_host_collectives.py` compares with MPICH 5, which copies from process to
+process, with 2 and with 4 ranks on 2 cores. Reductions gain most, because MPI spends most of their time between its
+copies. Collectives that only move data gain little, because memory bounds them in MPI as well. They may lose much,
+because slots pass from cache to cache, which takes four times as long between cores that share no cache.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _MAPPED_FROM = {
     "Gather": (_NEVER, 256 * _KIB),
     "Scatter": (_NEVER, 256 * _KIB),
 }
-"""From how many bytes on mapped memory is used, with 2 ranks and with more. Other operations are MPI's at any size: in
-Allgather, Alltoall and Bcast MPI copies once where mapped memory copies twice; in the others ranks do not know how many
-bytes the other ranks have."""
+"""The fewest bytes for which mapped memory is used, with 2 ranks and with more. Other operations are MPI's at any size:
+in Allgather, Alltoall and Bcast MPI copies once and mapped memory copies twice; in the vector operations a rank does
+not know the bytes of its peers."""
 
 _TWO_SHOT_FROM = {"Allreduce": _MIB}
 _SHARD_NBYTES = _MIB
 
 
 def least_mapped(operation: Operation) -> int:
-    """Return from how many bytes on a collective may go through mapped memory, with any number of ranks. Local."""
+    """Return the fewest bytes with which a collective may go through mapped memory, with any number of ranks; local."""
     return min(_MAPPED_FROM.get(operation.name, (_NEVER,)))
 
 
 def use_mapped(operation: Operation, nbytes: int, size: int) -> bool:
-    """Return whether mapped memory is faster than MPI for a collective that MPI can carry out. Local.
+    """Return whether mapped memory is faster than MPI for a collective that MPI can carry out; local.
 
     ``nbytes`` is `Call.nbytes`, the same number on all ranks.
     """
@@ -57,7 +57,7 @@ def use_mapped(operation: Operation, nbytes: int, size: int) -> bool:
 
 
 def mpi_has(dtype: np.dtype[Any] | None, op: str | None) -> bool:
-    """Return whether MPI has an element type and an operation, and gives what mpicomm promises of them. Local."""
+    """Return whether MPI has an element type and an operation, and keeps the promises of mpicomm for them; local."""
     if dtype is None:
         return True
     if op == "avg" or (op is not None and dtype == np.float16):  # MPI would round float16 after every step
@@ -66,9 +66,9 @@ def mpi_has(dtype: np.dtype[Any] | None, op: str | None) -> bool:
 
 
 def is_mpis(call: Call, algorithm: str, size: int, nodes: int) -> bool:
-    """Return whether MPI carries out a blocking call on host arrays; the same on all ranks. Local.
+    """Return whether MPI carries out a blocking call on host arrays; local, with the same answer on all ranks.
 
-    Raises `InvalidUsageError` where neither MPI nor mapped memory can.
+    Raises `InvalidUsageError` if neither MPI nor mapped memory can carry it out.
     """
     if call.dtype is None or algorithm == "mpi":
         return True
@@ -76,25 +76,26 @@ def is_mpis(call: Call, algorithm: str, size: int, nodes: int) -> bool:
         return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size) or nodes > 1
     if nodes > 1:
         raise InvalidUsageError(
-            f"{call.operation} of {call.dtype} works between the ranks of one node; these are on {nodes}"
+            f"{call.operation} of {call.dtype} works between the ranks of one node, but these are on {nodes} nodes: "
+            "leave algorithm= out and pass a type and an operation that MPI has, or split the communicator by node"
         )
     return False
 
 
 def is_mpis_request(call: Call, algorithm: str) -> bool:
-    """Return whether a nonblocking or persistent call on host arrays is MPI's, which alone has requests for them."""
+    """Return whether a nonblocking or persistent call on host arrays becomes a request of MPI; local."""
     return algorithm == "mpi" or (algorithm == "auto" and mpi_has(call.dtype, call.op))
 
 
 def algorithms_for(operation: Operation) -> tuple[str, ...]:
-    """Return the algorithms on mapped memory that a collective has."""
-    # Two shots need memory on every rank for the data that it sends on: the output of a collective into all ranks.
+    """Return the algorithms that a collective has on mapped memory."""
+    # With two shots every rank needs memory for the data that it sends on, which is its output: so all must have one.
     names = ["one_shot"] + ["two_shot"] * (operation.into_all and operation.two_shot is not None)
     return tuple(names + ["ring"] * (operation.ring is not None))
 
 
 def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> list[Exchange]:
-    """Return a call on mapped memory as exchanges. Raises `InvalidUsageError` where the algorithm cannot reduce so."""
+    """Return a call on mapped memory as exchanges. Raises `InvalidUsageError` for an operation that a ring lacks."""
     operation, buffers = call.operation, call.buffers(scratch)
     if algorithm == "ring":
         assert operation.ring is not None
@@ -106,6 +107,6 @@ def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> lis
     least = 0 if algorithm == "two_shot" else _TWO_SHOT_FROM.get(operation.name, _NEVER)
     if two_shot is None or size == 1 or algorithm == "one_shot" or (call.nbytes or 0) < least:
         return [operation.one_shot(buffers)]
-    # A piece has a shard for each rank, of a size that is still in the cache when the second exchange reads it.
+    # A piece has a shard for each rank, small enough to be in the cache still when the second exchange reads it.
     pieces = [two_shot(piece) for piece in buffers.pieces(_SHARD_NBYTES * size)]
     return [exchange for piece in pieces for exchange in (piece.first, piece.second)]

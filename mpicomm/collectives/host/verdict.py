@@ -1,96 +1,102 @@
-"""Verdict: the one error for which the ranks of a node give a host engine up, the same on all of them."""
+"""Verdict: the error with which the ranks of a node give up a host engine."""
 
 from __future__ import annotations
 
-import json
 import time
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.host import fence
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
-from mpicomm.waiting import wait_until
 
 _CLASSES: dict[str, type[MpicommError]] = {each.__name__: each for each in (CollectiveTimeoutError, PeerError)}
 _WORD = 8
-_RANKS_NBYTES = 4096
-_ELECTION_S = 1.0
-_BACK_OFF_S = 1e-4
+_SETTLE_S = 0.02  # some turns of the scheduler, because ranks may outnumber cores
 
 
 class Verdict:
-    """An error in shared memory that is written once, by whichever rank fails first, and raised by every rank.
+    """The errors that ranks of a node have published in shared memory, one of which all ranks raise.
 
-    ``memory`` is the same `nbytes` of zeroed shared memory on all ranks: how long the verdict is, then a word per rank
-    for the election, then the verdict itself.
+    ``memory`` is the same `nbytes` of zeroed shared memory on all ranks: a word that is 1 as soon as there is an error,
+    the length of each rank's error, and a slot for each rank's error.
+
+    A rank publishes its error only if it sees no other. A rank that sees an error, its own or another's, waits
+    `_SETTLE_S`, because ranks that fail at the same time publish theirs meanwhile, and then decides for the error of
+    the lowest rank that has published one.
+
+    Every rank decides once, for an error that some rank has published. All ranks decide for the same error unless the
+    system holds a rank up for longer than `_SETTLE_S` between its look for other errors and the publication of its own,
+    which are microseconds apart: ranks that have decided by then keep their error, and later ones may take the late
+    one. To exclude that, a rank would have to hold a lock, and could die with it.
     """
 
     def __init__(self, node: Group, memory: memoryview) -> None:
-        self._node = node
-        self._words = memory[: _WORD * (1 + node.size)].cast("Q")
-        self._text = memory[_WORD * (1 + node.size) :]
+        self._rank = node.rank
+        self._slot_nbytes = _slot_nbytes(node.size)
+        slots_at = _WORD * (1 + node.size)
+        words = memory[:slots_at].cast("Q")
+        self._there = words[:1]
+        self._lengths = words[1:]
+        self._slots = memory[slots_at:]
+        self._decided: MpicommError | None = None
 
     @staticmethod
     def nbytes(size: int) -> int:
-        """Return how much memory the verdict of ``size`` ranks needs: a line of the board each, and some words."""
-        return _WORD * (1 + size) + _RANKS_NBYTES + 6 * (512 + 512 * size)
+        """Return the bytes of memory that ``size`` ranks need."""
+        return _WORD * (1 + size) + size * _slot_nbytes(size)
 
     def there(self) -> bool:
-        """Return whether there is one; local, fast enough for a polling loop."""
-        return self._words[0] != 0
+        """Return whether any rank has published an error; local, fast enough for a polling loop."""
+        return self._there[0] != 0
 
     def read(self) -> MpicommError | None:
-        """Return the error that all ranks are to raise, or None; local."""
-        length = self._words[0]
-        if not length:
-            return None
-        # Pairs with the fence in `give`: the text that is read is not older than its length, which publishes it.
-        fence()
-        name, text, ranks = json.loads(bytes(self._text[:length]))
-        return _CLASSES[name](text, ranks=ranks)
+        """Return the error that this rank is to raise, None if there is none; local, waits `_SETTLE_S` once."""
+        if self._decided is None and self.there():
+            time.sleep(_SETTLE_S)
+            self._decided = self._lowest()
+        return self._decided
 
     def give(self, error: MpicommError) -> MpicommError:
-        """Make ``error`` the verdict unless there is one, and return the one there is; local, a second at most.
+        """Publish ``error`` if no rank has published one, and return the error that this rank is to raise; local.
 
-        Two ranks that fail at once would otherwise raise different errors, or write one text over the other.
+        It waits `_SETTLE_S` once. An error longer than its slot loses its end.
         """
-        elected = self._enter()
-        try:
-            earlier = self.read()
-            if earlier is not None or not elected:
-                return earlier or error
-            name = type(error).__name__ if type(error).__name__ in _CLASSES else PeerError.__name__
-            # JSON needs six bytes for a character at most: what it is cut to fits.
-            text = str(error)[: (len(self._text) - _RANKS_NBYTES) // 6]
-            error = _CLASSES[name](text, ranks=error.ranks)
-            said = json.dumps([name, text, error.ranks]).encode()
-            self._text[: len(said)] = said
-            # Pairs with the fence in `read`: a rank that sees the length sees the text.
+        name = type(error).__name__ if type(error).__name__ in _CLASSES else PeerError.__name__
+        ranks = ",".join(map(str, error.ranks))
+        said = f"{name}\n{ranks}\n{error}".encode(errors="replace")[: self._slot_nbytes]
+        # As late as possible: the shorter the time from here to the publication, the surer all ranks agree.
+        if not self.there():
+            start = self._rank * self._slot_nbytes
+            self._slots[start : start + len(said)] = said
+            # Pairs with the fence in `_lowest`: a rank that sees the length sees the text.
             fence()
-            self._words[0] = len(said)
-            return error
-        finally:
-            fence()  # the verdict is there before the next rank gets in
-            self._words[1 + self._node.rank] = 0
+            self._lengths[self._rank] = len(said)
+            # Pairs with the same fence: a rank that sees the word sees one length at least.
+            fence()
+            # Ranks that publish at the same time all write 1, so this word may have several writers.
+            self._there[0] = 1
+        decided = self.read()
+        assert decided is not None
+        return decided
 
     def close(self) -> None:
-        """Let go of the memory; local. There is no verdict any more."""
-        self._words = memoryview(bytes(_WORD)).cast("Q")
-        self._text = memoryview(b"")
+        """Let go of the memory; local. Afterwards there is no error."""
+        self._there = self._lengths = memoryview(bytes(_WORD)).cast("Q")
+        self._slots = memoryview(b"")
+        self._decided = None
 
-    def _enter(self) -> bool:
-        """Wait until no other rank is in `give`, and keep the others out. False if a rank died in there.
+    def _lowest(self) -> MpicommError:
+        """Return the error of the lowest rank that has published one."""
+        # Pairs with the fences in `give`: the lengths are read after the word, which publishes one of them.
+        fence()
+        rank, length = next((rank, length) for rank, length in enumerate(self._lengths) if length)
+        # Pairs with the first fence in `give`: the text is read after its length, which publishes it.
+        fence()
+        start = rank * self._slot_nbytes
+        said = bytes(self._slots[start : start + length]).decode(errors="ignore")  # it may be cut within a character
+        name, ranks, text = said.split("\n", 2)
+        return _CLASSES[name](text, ranks=[int(rank) for rank in ranks.split(",") if rank])
 
-        Burns and Lamport's one-bit algorithm: Python has no atomic exchange, and this needs only loads and stores. Each
-        rank raises its bit, then gives way to lower ranks and waits for higher ones.
-        """
-        words, own = self._words, 1 + self._node.rank
-        deadline = time.monotonic() + _ELECTION_S
-        while time.monotonic() < deadline:
-            words[own] = 1
-            # Own bit up before the others are read: of two ranks that do so at once, one at least sees the other.
-            fence()
-            if not any(words[1:own]):
-                return wait_until(lambda: not any(words[own + 1 :]), _ELECTION_S)
-            words[own] = 0
-            time.sleep(_BACK_OFF_S)
-        return False
+
+def _slot_nbytes(size: int) -> int:
+    """Return the bytes of one error between ``size`` ranks: some words, and a line of the board for each rank."""
+    return 2048 + 512 * size

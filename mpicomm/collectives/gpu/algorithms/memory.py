@@ -1,4 +1,7 @@
-"""Layouts of the memory that ranks open to each other's kernels: pure functions, so that all ranks have the same."""
+"""Layouts of the memory that ranks open to each other's kernels.
+
+Layouts are pure functions of facts that all ranks know, so all ranks have the same layouts.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ _MOST_LARGE_NBYTES = 32 << 20
 
 @dataclass(frozen=True)
 class ChannelWords:
-    """Where the words of channels are, from their start: a pure function of ranks and channels.
+    """The offsets of the words of channels, in bytes.
 
-    First this rank's counts of chunks received from and sent to each rank, then the credit of each rank and the flags
-    of each rank, all of it per channel.
+    First come this rank's counts of chunks received from and sent to each rank, then the credits of each rank, then the
+    flags of each rank, all of them per channel.
     """
 
     size: int
@@ -42,16 +45,16 @@ class ChannelWords:
 
     @property
     def words_nbytes(self) -> int:
-        """All of them."""
+        """The size of all words."""
         return self.flags + self.size * self.channels * LINE_NBYTES
 
 
 @dataclass(frozen=True)
 class ChannelMemory(ChannelWords):
-    """Memory of a rank with channels of its own: their words, zero at first, then the slots of each."""
+    """The memory of a rank for the channels of one kernel: their words, which hold zeros at first, then their slots."""
 
     channel_nbytes: int
-    """Of the slots of one channel."""
+    """The size of the slots of one channel."""
 
     @property
     def slots(self) -> int:
@@ -60,22 +63,22 @@ class ChannelMemory(ChannelWords):
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """The size of words and slots."""
         return self.slots + self.size * self.channels * self.channel_nbytes
 
 
 def escapes_nbytes(slots_nbytes: int) -> int:
-    """Return the size of the escapes of slots of the sentinel wire, which follow them: a byte for each."""
+    """Return the size of the escapes of slots of the sentinel wire: a byte for each slot, behind the slots."""
     return slots_nbytes // PACKET_SLOT_NBYTES
 
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """A pure function of ranks and channels, so that all ranks have the same.
+    """The layout of each rank's arena.
 
-    First the head and what blocks of direct.cu say of their arrival. Then what packets.cu needs: the inboxes of its LL
-    wire, those of its sentinel wire, each for both parities, all stages and every rank, escapes for the latter, and the
-    words of fences. Then what exchange.cu needs: `ChannelWords`. Its slots are memory of their own.
+    First come the head and the arrival words of direct.cu. Then comes the memory of packets.cu: the inboxes of the LL
+    wire and the inboxes of the sentinel wire, each for both parities, all stages and every rank; the escapes of the
+    sentinel wire; and the words of fences. Last come the `ChannelWords` of exchange.cu, whose slots are a `Region`.
     """
 
     size: int
@@ -92,12 +95,12 @@ class ArenaLayout:
         return self.inbox_nbytes(_SENTINEL_NBYTES)
 
     def inbox_nbytes(self, nbytes: int) -> int:
-        """Return the size of one inbox where those of a stage and parity have so many bytes in all."""
+        """Return the size of one inbox if all inboxes of a stage and parity together have ``nbytes``."""
         return nbytes // self.size // LINE_NBYTES * LINE_NBYTES
 
     def large_inbox_nbytes(self, nbytes: int) -> int:
-        """Return the size of one inbox of those for ``nbytes`` from each rank: as much as that, or a part of it."""
-        whole = -(-nbytes // LINE_NBYTES) * LINE_NBYTES  # as inboxes are: the size of none is less than is asked for
+        """Return the size of one large inbox for ``nbytes`` from each rank: at least ``nbytes``, up to a limit."""
+        whole = -(-nbytes // LINE_NBYTES) * LINE_NBYTES  # inboxes are whole cache lines, so round up before the cut
         return self.inbox_nbytes(min(_MOST_LARGE_NBYTES, 1 << (self.size * whole - 1).bit_length()))
 
     @property
@@ -107,7 +110,7 @@ class ArenaLayout:
 
     @property
     def arrivals(self) -> int:
-        """The offset of what blocks of the other ranks say of their arrival."""
+        """The offset of the words in which blocks of peers say that they have arrived."""
         return HEAD_NBYTES
 
     @property
@@ -116,7 +119,7 @@ class ArenaLayout:
         return self.arrivals + self.size * ARRIVALS_NBYTES
 
     def flagged_inboxes(self, arena: int) -> FlaggedInboxes:
-        """Return what kernels are told of the inboxes of the LL wire in the arena at that address."""
+        """Return the inboxes of the LL wire, in the arena at address ``arena``, as kernels need them."""
         return FlaggedInboxes(arena + self.flagged, STAGES * self.size * self.flagged_inbox_nbytes)
 
     @cached_property
@@ -131,7 +134,7 @@ class ArenaLayout:
 
     @cached_property
     def fences(self) -> int:
-        """The offset of what the threads of each block of packets.cu tell each other of fences."""
+        """The offset of the words in which threads of a block of packets.cu tell each other of fences."""
         return -(-(self.escapes + escapes_nbytes(self.escapes - self.sentinels)) // LINE_NBYTES) * LINE_NBYTES
 
     @cached_property
@@ -172,7 +175,7 @@ class ArenaLayout:
 
 @dataclass(frozen=True)
 class Inboxes:
-    """Where every rank's inboxes of one wire begin, and the size of each."""
+    """The address at which each rank's inboxes of one wire begin, and the size of one inbox."""
 
     pointers: tuple[int, ...]
     nbytes: int
@@ -182,25 +185,25 @@ class Inboxes:
 class Request:
     """Memory of the same size on every rank that a call needs beyond the arena: words, then slots.
 
-    Words and slots hold zeros at first. Slots of the sentinel wire hold `ABSENT` instead, and their escapes follow
-    them, a byte for each.
+    Words and slots hold zeros at first. Slots of the sentinel wire hold `ABSENT` instead, and their escapes, a byte for
+    each slot, follow them.
     """
 
     what: str
-    """The purpose, as errors and ``info`` say it. Memory of one purpose is shared by all calls that fit into it."""
+    """The purpose, as errors and ``info`` say it. All calls that fit into memory of one purpose share it."""
     slots_nbytes: int
     words_nbytes: int = 0
     sentinel: bool = False
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
+        """The size of words, slots and escapes."""
         return self.words_nbytes + self.slots_nbytes + (escapes_nbytes(self.slots_nbytes) if self.sentinel else 0)
 
 
 @dataclass(frozen=True)
 class Region:
-    """Memory of every rank that answers a `Request`: where it begins, and the size of its slots, or of larger ones."""
+    """Memory of every rank for a `Request`: its addresses, and the size of its slots, at least as requested."""
 
     pointers: tuple[int, ...]
     slots_nbytes: int
@@ -222,4 +225,4 @@ class Arena(Protocol):
         """The inboxes of the sentinel wire."""
 
     def region(self, request: Request) -> Region:
-        """Return memory for a request. Collective where there is none yet, else local."""
+        """Return memory for a request; collective if the ranks have to set it up, else local."""

@@ -23,15 +23,16 @@ from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES, Team
 from mpicomm.mpi.types import is_narrow
 
-# Of one launch, as measured on H200s: half as many where a batch would not be whole, or a rank stands in two places.
+# Blocks of one launch, as measured on H200s: half of them if a batch would not be full or a rank has two stations.
 _MOST_BLOCKS = 128
-_MOST_SLOT_NBYTES = 32 * 1024  # credit is given for a slot: as rarely as this, on H200s, or it is in the way of data
+# A reader gives credit per slot, and credit travels against the data: on H200s smaller slots slow the data down.
+_MOST_SLOT_NBYTES = 32 * 1024
 _WARPS = CHAIN_THREADS // LANES
 _UNIT_NBYTES = LANES * PACKET_NBYTES  # a packet for each lane
 
 
 class AlongRanks:
-    """Each rank sends to the next rank what it receives, as it is or reduced with its own data."""
+    """Each rank sends the data that it receives to the next rank, as it is or reduced with its own data."""
 
     name = "chain"
     in_rank_order = True
@@ -44,8 +45,8 @@ class AlongRanks:
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """See `Algorithm`.
 
-        A chain that reduces in the order of ranks ends on the last rank. A root in the middle would receive everything
-        twice. Partial results travel as the type they have, which would round them.
+        A chain that reduces in rank order ends on the last rank. For a root in the middle everything would travel
+        twice. Partial results travel in the type of the elements, which would round narrow types at each rank.
         """
         b = call.buffers
         if not call.operation.reduces or (b.root in (0, b.size - 1) and b.op != "avg" and not is_narrow(b.dtype)):
@@ -82,17 +83,18 @@ def _request(layout: ChannelMemory) -> Request:
 
 
 class ChainPlanner:
-    """Turns exchanges of a chain into launches; ``team`` is what every kernel of this rank is told.
+    """Turns chains into launches.
 
-    There are ``multiprocessors`` on each device, at least. With ``early`` kernels may begin before the last is over.
-    ``host_slots`` is whether the ranks' memory is of the host.
+    Every kernel of this rank gets ``team``. Each device has at least ``multiprocessors``. With ``early`` the blocks of
+    a kernel may be set up before the kernel ahead of it has ended. ``host_slots`` is whether the ranks' memory lies on
+    the host.
     """
 
     def __init__(self, team: Team, multiprocessors: int, *, early: bool = True, host_slots: bool = False) -> None:
         self._team = team
         self._early = early
         self._host_slots = host_slots
-        # A multiprocessor holds two blocks: all run at once, of both places.
+        # A multiprocessor holds two blocks, so the blocks of both stations of a rank run at once.
         self._most_blocks = min(_MOST_BLOCKS, multiprocessors)
 
     @classmethod
@@ -101,16 +103,16 @@ class ChainPlanner:
         return cls(node.team, node.multiprocessors, early=node.early, host_slots=node.host_slots)
 
     def layout(self, nbytes: int, hops: int) -> ChannelMemory:
-        """Return that of each rank's memory for messages of ``nbytes``: a slot holds what a channel carries of one.
+        """Return the layout of each rank's memory for a chain of messages of ``nbytes`` over ``hops`` links.
 
-        Or a part of that, where it would be too large. Channels are all of one neighbour each way. Escapes follow the
-        slots. ``hops`` is how many exchanges the chain is.
+        A slot holds all that one channel carries of a message, up to a limit. All channels lead to one neighbour each
+        way. Escapes follow the slots.
         """
         blocks, batch_nbytes = self._cut(nbytes, hops)
         batches = -(-nbytes // (blocks * _WARPS * batch_nbytes))
         slot_nbytes = BATCH_NBYTES
         while slot_nbytes < min(batches * BATCH_NBYTES, _MOST_SLOT_NBYTES):
-            slot_nbytes *= 4  # few sizes: what there is of smaller ones stays
+            slot_nbytes *= 4  # in large steps, because memory of each size stays until the communicator is freed
         return ChannelMemory(1, self._most_blocks * _WARPS, CHAIN_SLOTS * slot_nbytes)
 
     def launch(
@@ -121,9 +123,10 @@ class ChainPlanner:
         layout: ChannelMemory,
         memory: Sequence[int],
     ) -> Launch:
-        """Return the launch for a ``chain`` of some bytes between two ranks or more.
+        """Return the launch for a ``chain`` of at least one byte between at least two ranks.
 
-        ``memory`` is that of every rank, of a ``layout`` of this planner; ``tag`` is what they have to agree on.
+        ``memory`` has the address of each rank's memory, of a ``layout`` of this planner. The ranks must agree in
+        ``tag``.
         """
         rank, size = self._team.rank, self._team.size
         nbytes = chain.nbytes
@@ -157,9 +160,10 @@ class ChainPlanner:
         )
 
     def _cut(self, nbytes: int, hops: int) -> tuple[int, int]:
-        """Return the blocks for one place and the size of a batch: the same on all ranks, as both sides cut alike.
+        """Return the blocks for one station and the size of a batch.
 
-        A chain of as many hops as ranks comes back to the first one, which has two places then.
+        They are the same on all ranks, because both sides of a channel must cut messages alike. A chain of as many hops
+        as ranks comes back to the first rank, which then has two stations.
         """
         half = _MOST_BLOCKS // 2
         wanted = half if hops == self._team.size else max(half, min(_MOST_BLOCKS, nbytes // (_WARPS * BATCH_NBYTES)))

@@ -24,8 +24,8 @@ from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span
 
 CHANNEL_NBYTES = 8 * 1024
-"""What one block moves at least before a message is given another one."""
-_STRIDE_NBYTES = 128  # parts of channels begin at whole cache lines of the message, hence at whole elements
+"""The bytes of a message for each block: only a longer message has another block."""
+_STRIDE_NBYTES = 128  # the part of each channel begins at a whole cache line of the message, hence at a whole element
 _FEWEST_THREADS = 64  # the kernel needs two warps
 
 
@@ -56,7 +56,7 @@ class OneShot:
 
 
 class Ring:
-    """Each rank sends chunks to the next rank alone, and reduces in an order of the ring."""
+    """Each rank sends chunks to the next rank alone. The order of a reduction follows the ring, not the ranks."""
 
     name = "ring"
     in_rank_order = False
@@ -94,7 +94,7 @@ def _launched(call: GpuCall, node: Node, exchanges: Sequence[Exchange]) -> Itera
 
 
 class ChannelPlanner:
-    """Turns exchanges into launches; ``team`` is what every kernel of this rank is told."""
+    """Turns exchanges into launches. Every kernel of this rank gets ``team``."""
 
     def __init__(self, team: Team, layout: ArenaLayout) -> None:
         self._team = team
@@ -111,14 +111,14 @@ class ChannelPlanner:
         )
 
     def launch(self, exchange: Exchange, call: tuple[int, int], slots: Sequence[int]) -> Launch | None:
-        """Return the launch for an exchange; None where this rank has nothing to send, receive or reduce.
+        """Return the launch for an exchange; None if this rank has nothing to send, receive or reduce.
 
-        ``slots`` is where those of every rank begin.
+        ``call`` is the hash of the call and the number of the exchange. ``slots`` has the address of each rank's slots.
         """
         rank, itemsize = self._team.rank, exchange.dtype.itemsize
         sends, receives, reduction = list(exchange.sends), list(exchange.receives), exchange.reduction
         if reduction is not None and len(reduction.sources) == 1:
-            # The result is what the one source sends, as it is.
+            # The result is the data of the one source.
             (source,) = reduction.sources
             receives[source] = reduction.output
             if source == rank:
@@ -140,7 +140,7 @@ class ChannelPlanner:
         longest = max(link.stride for link in links)
         if longest == 0:
             return None
-        # The same blocks on both sides of each pair; how many threads a block has is this rank's own affair.
+        # Both sides of each pair have the same blocks, but each rank may choose its threads.
         return Launch(
             exchange_kernel(reduction_of(exchange.dtype, reduction.op) if reduction else None),
             arguments,
@@ -155,9 +155,9 @@ class ChannelPlanner:
             return
         link.pointer = 0 if reduced else span.pointer
         link.nbytes = nbytes = span.count * itemsize
-        # A pure function of the bytes and the arena, as both sides must cut alike.
+        # A pure function of the bytes and the arena, because both sides must cut alike.
         link.stride = stride_of(nbytes, min(self._layout.channels, -(-nbytes // CHANNEL_NBYTES)))
-        # With the bytes, so that two ranks which disagree on them notice, whatever MPI lets them pass to the call.
+        # The tag includes the bytes, because MPI lets ranks pass different counts: two ranks that disagree notice.
         link.tag = zlib.crc32(struct.pack("<IIQ", *call, nbytes))
 
     def _fill_reduction(
@@ -172,11 +172,11 @@ class ChannelPlanner:
 
 
 def stride_of(nbytes: int, channels: int) -> int:
-    """Return how much of a message each channel carries, all but the last of those that are needed."""
+    """Return the bytes of a message that each channel carries; the last channel may carry fewer."""
     return -(-nbytes // (channels * _STRIDE_NBYTES)) * _STRIDE_NBYTES
 
 
 def threads_for(nbytes: int, most: int) -> int:
-    """Return how many threads move ``nbytes`` at once, in packets."""
+    """Return the threads that move ``nbytes``, one packet each: a power of two, up to ``most``."""
     packets = -(-nbytes // PACKET_NBYTES)
     return min(most, max(_FEWEST_THREADS, 1 << (packets - 1).bit_length()))

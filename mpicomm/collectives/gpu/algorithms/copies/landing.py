@@ -1,4 +1,4 @@
-"""Where what copy engines bring lands: in its place in symmetric output, or in staging memory, to be moved on."""
+"""The places where copies land: in symmetric output at once, or in staging memory, from which the data is moved on."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped
 
 REGIONS = 3
-"""One that a part arrives in, one that is read, and one that some rank may not have left yet."""
+"""One region in which a part arrives, one that is read, and one that some rank may not have left yet."""
 ALIGNED_NBYTES = 256
 
 
 def landing_place(exchange: Exchange, peer: int, memory: Mapped, base: int) -> int:
-    """Return where what goes to ``peer`` belongs, as mapped here; ``base`` is where ``memory`` begins on this rank."""
+    """Return the place in the output of ``peer``, as mapped here, where the data for ``peer`` belongs.
+
+    ``memory`` begins at address ``base`` on this rank.
+    """
     assert exchange.lands is not None
     span = exchange.lands[peer]
     assert span is not None
@@ -27,7 +30,10 @@ def landing_place(exchange: Exchange, peer: int, memory: Mapped, base: int) -> i
 
 @dataclass(frozen=True)
 class Parts:
-    """How what ranks send each other is cut: ``bounds`` are where in the longest of it parts begin, and its end."""
+    """The cut of the messages of an exchange into parts.
+
+    ``bounds`` has the byte of the longest message at which each part begins, and its end.
+    """
 
     bounds: tuple[int, ...]
 
@@ -48,21 +54,21 @@ class Parts:
 
     @property
     def number(self) -> int:
-        """How many there are."""
+        """The number of parts."""
         return len(self.bounds) - 1
 
     @cached_property
     def largest_nbytes(self) -> int:
-        """The size of the largest, rounded up."""
+        """The size of the largest part, rounded up."""
         return aligned(max(end - begin for begin, end in itertools.pairwise(self.bounds)))
 
     @cached_property
     def room_nbytes(self) -> int:
-        """What staging memory has for them from each rank: all, or `REGIONS` for one each, used again and again."""
+        """The staging memory for one peer: as large as the message, or `REGIONS` that are used again and again."""
         return min(aligned(self.bounds[-1]), REGIONS * self.largest_nbytes)
 
     def cut(self, span: Span | None, part: int, itemsize: int) -> tuple[int, int]:
-        """Return where in ``span`` a part begins, and its bytes; there is nothing of it in a shorter one, or none."""
+        """Return the byte in ``span`` at which a part begins, and its bytes; 0 bytes where ``span`` ends before it."""
         if span is None or not 0 <= part < self.number:
             return 0, 0
         begin, end = (min(bound, span.count * itemsize) for bound in self.bounds[part : part + 2])
@@ -70,18 +76,18 @@ class Parts:
 
 
 class Landing(Protocol):
-    """Where the parts of an exchange land, and where they are then."""
+    """The places where the parts of an exchange land."""
 
     def target(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
-        """Return where a part of what goes to ``peer`` lands, which begins at byte ``begin`` of it."""
+        """Return the address, as mapped here, at which a part for ``peer`` lands; ``begin`` is as in `Parts.cut`."""
 
     def landed(self, exchange: Exchange, peer: int, part: int, begin: int) -> int:
-        """Return where a part of what comes from ``peer`` has landed on this rank."""
+        """Return the address at which a part from ``peer`` has landed on this rank."""
 
 
 @dataclass(frozen=True)
 class InOutput:
-    """All ranks' output is symmetric memory: what comes lands where it belongs."""
+    """The output of all ranks is symmetric memory, so data lands where it belongs."""
 
     rank: int
     memory: Mapped
@@ -99,7 +105,10 @@ class InOutput:
 
 @dataclass(frozen=True)
 class InStaging:
-    """Every rank has a room for each of the others in staging memory, which begins at its one of ``pointers``."""
+    """Data lands in staging memory, in which every rank has a room for each peer.
+
+    ``pointers`` has the address of each rank's staging memory.
+    """
 
     rank: int
     pointers: Sequence[int]

@@ -17,7 +17,7 @@ from mpicomm.symmetric.registry import Mapped
 
 MAX_BLOCKS = 128
 """All blocks of a launch must run at once; an H200 has 132 multiprocessors."""
-_FEWEST_THREADS = 64  # one for each rank, and one that looks at the state of the team
+_FEWEST_THREADS = 64  # one thread for each rank, and one thread that looks at the state of the team
 _MOST_THREADS_FOR_ALL_BLOCKS = 256
 
 
@@ -39,7 +39,7 @@ class IntoMemory:
         if node.size == 1:
             return "there is one rank"
         most_copied = _most_copied_nbytes(node.size) * node.link_speed
-        if call.operation.traffic == "one-way":  # longer messages find no inboxes to be copied from
+        if call.operation.traffic == "one-way":  # `packets` refuses longer messages of such calls
             most_copied = min(most_copied, node.arena.layout.most_inbox_nbytes)
         return None if call.one_shot.longest_nbytes > most_copied else "packets are faster for so few bytes"
 
@@ -55,16 +55,16 @@ class IntoMemory:
 
 
 def _most_copied_nbytes(size: int) -> int:
-    """Return up to how many bytes packets are faster, which a rank copies after they have arrived.
+    """Return up to how many bytes packets are faster, although a rank copies their data out of its inboxes.
 
-    Packets save two barriers. Their other costs grow with all that a rank sends and with the ranks that send to it at
-    once.
+    Packets save two barriers. Their other costs grow with the bytes that a rank sends and with the ranks that send to
+    it at once.
     """
     return 76 << 20 if size == 2 else (36 << 20) // (size - 1) ** 2
 
 
 class DirectPlanner:
-    """Turns exchanges into launches; ``team`` is what every kernel of this rank is told."""
+    """Turns exchanges into launches. Every kernel of this rank gets ``team``."""
 
     def __init__(self, team: Team, layout: ArenaLayout, most_blocks: int, *, early: bool = True) -> None:
         self._team = team
@@ -78,7 +78,7 @@ class DirectPlanner:
         return cls(node.team, node.arena.layout, min(MAX_BLOCKS, node.multiprocessors), early=node.early)
 
     def launch(self, exchange: Exchange, memory: Mapped, tag: int, *, nbytes: int) -> Launch:
-        """Return the launch for an exchange that moves into ``memory``, at most ``nbytes`` from one rank to another."""
+        """Return the launch for an exchange into symmetric ``memory``; one rank sends another at most ``nbytes``."""
         rank, itemsize = self._team.rank, exchange.dtype.itemsize
         arguments = self._arguments(tag)
         blocks, threads = self._geometry(-(-nbytes // PACKET_NBYTES))
@@ -97,7 +97,10 @@ class DirectPlanner:
         return Launch(direct_kernel(), arguments, blocks=blocks, threads=threads, early=self._early)
 
     def barrier(self, tag: int, *, after_copies: bool) -> Launch:
-        """Return a launch that is over when all that the ranks have enqueued before is."""
+        """Return a launch that ends when all work has ended that the ranks have enqueued before it.
+
+        With ``after_copies`` copies may be ahead of it on the stream, so its blocks are not set up early.
+        """
         early = self._early and not after_copies
         return Launch(direct_kernel(), self._arguments(tag), blocks=1, threads=_FEWEST_THREADS, early=early)
 
@@ -108,7 +111,7 @@ class DirectPlanner:
         return arguments
 
     def _geometry(self, packets: int) -> tuple[int, int]:
-        """Return blocks and threads for so many packets from one rank to another; the same on all ranks."""
+        """Return blocks and threads for ``packets`` from one rank to another; the same on all ranks."""
         threads = _FEWEST_THREADS
         while threads < _MOST_THREADS_FOR_ALL_BLOCKS and packets > threads * self._most_blocks:
             threads *= 2

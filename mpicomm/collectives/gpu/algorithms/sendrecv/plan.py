@@ -1,4 +1,4 @@
-"""Messages in the order of streams, as launches of sendrecv.cu."""
+"""Messages in stream order as launches of sendrecv.cu."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpicomm.kernels.team import Team
 
 
 def sendrecv_memory(size: int, channels: int) -> ChannelMemory:
-    """Return the layout of each rank's memory for messages, with ``channels`` of each two ranks."""
+    """Return the layout of each rank's memory for messages, with ``channels`` between every two ranks."""
     return ChannelMemory(size, channels, SENDRECV_SLOTS * SENDRECV_SLOT_NBYTES)
 
 
@@ -32,16 +32,16 @@ def sendrecv_request(layout: ChannelMemory) -> Request:
 
 
 class SendrecvPlanner:
-    """Turns messages into launches; ``team`` is what every kernel of this rank is told."""
+    """Turns messages into launches. Every kernel of this rank gets ``team``."""
 
     def __init__(self, team: Team, layout: ChannelMemory) -> None:
         self.layout = layout
         self._team = team
 
     def launch(self, sent: Message | None, received: Message | None, memory: Sequence[int]) -> Launch | None:
-        """Return the launch for a message to another rank and one from another, None if there is nothing in them.
+        """Return the launch for a message to a peer and a message from a peer; None if both are empty.
 
-        ``memory`` is that of every rank.
+        ``memory`` has the address of each rank's memory.
         """
         layout = self.layout
         arguments = SendrecvArguments(
@@ -61,7 +61,7 @@ class SendrecvPlanner:
     def _fill(self, side: Side, message: Message) -> None:
         nbytes = message.span.count
         side.pointer, side.nbytes, side.peer = message.span.pointer, nbytes, message.peer
-        # A pure function of the bytes and the layout, as both sides must cut alike.
+        # A pure function of the bytes and the layout, because both sides must cut alike.
         side.stride = stride_of(nbytes, min(self.layout.channels, -(-nbytes // CHANNEL_NBYTES)))
         side.blocks = -(-nbytes // side.stride)
         side.tag = _half(nbytes) << 16 | (0 if message.tag is None else _half(message.tag))
