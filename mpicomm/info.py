@@ -16,7 +16,7 @@ from rich.table import Table
 from mpicomm.api.communicator import Communicator
 from mpicomm.cli import options as command_line
 from mpicomm.cluster.cuda_aware import query_cuda_aware
-from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu import tuning_file
 from mpicomm.devices.base import Link, slowest_gb_s
 from mpicomm.errors import InvalidUsageError
 
@@ -40,7 +40,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
 def algorithms(device_name: str, links: Iterable[Link]) -> list[str]:
     """Return the algorithms of collectives on GPU arrays, for these links of the first rank, or the table's error."""
     try:
-        return tuning.find(device_name, lambda: slowest_gb_s(links)).describe()
+        return tuning_file.find(device_name, lambda: slowest_gb_s(links)).describe()
     except InvalidUsageError as error:
         return [str(error)]
 

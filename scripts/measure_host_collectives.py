@@ -1,10 +1,10 @@
 """Measure MPI against mapped memory on host arrays: `mpiexec -n N python scripts/measure_host_collectives.py`.
 
-For each collective and size the script gives milliseconds of the slowest rank (the median of rounds in which the ways
-take turns) by MPI and by the host engine, both ways where that has two, and how many times as fast as MPI each way is.
-Sizes are those of a rank's largest buffer. Beside them stands a plain np.copyto of as many bytes on all ranks at once,
-because memory can do no more. ``--slots 512x4,1024x4`` compares KiB per slot x slots; ``--kib 256,1024`` picks sizes;
-``--only Allreduce`` picks collectives. ``--json FILE`` adds the rows to a result file.
+For each collective and size the script gives milliseconds of the slowest rank: the median of rounds in which MPI and
+the algorithms of the host engine take turns. Beside each time it gives how many times as fast as MPI that is. Sizes are
+those of a rank's largest buffer. Each line also has a plain np.copyto of as many bytes on all ranks at once, because no
+collective is faster than the memory. ``--slots 512x4,1024x4`` compares KiB per slot x slots; ``--kib 256,1024`` picks
+sizes; ``--only Allreduce`` picks collectives. ``--json FILE`` adds the rows to a result file.
 """
 
 from __future__ import annotations
@@ -14,92 +14,64 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 from result_file import Table, add_tables, command, hardware
 
 from mpicomm.cli.options import output_file, processor
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives import patterns
 from mpicomm.collectives.board import Board
-from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES, SLOTS, HostEngine
-from mpicomm.collectives.host.selection import piece_nbytes
-from mpicomm.collectives.signature import Signature
-from mpicomm.mpi.span import Span
+from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.symmetric.owner import Shared
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
-FLOAT32 = np.dtype(np.float32)
+WAYS = ("one_shot", "two_shot")
+"""The algorithms to measure, of those that a collective has."""
+NAMES = (
+    *("Allreduce", "Reduce", "Reduce_scatter_block", "Scan", "Exscan"),
+    *("Allgather", "Gather", "Scatter", "Alltoall", "Bcast"),
+)
 Ways = dict[str, Callable[[], object]]
+Array = npt.NDArray[np.float32]
 
 
-class Buffers:
-    """Arrays of one size, and the collectives on them."""
-
-    def __init__(self, nbytes: int) -> None:
-        count = nbytes // 4 // SIZE * SIZE
-        rng = np.random.default_rng(RANK)
-        self.send = rng.integers(-8, 8, count).astype(np.float32)  # sums are exact: MPI's order gives the same
-        self.by_mpi, self.mapped = np.zeros_like(self.send), np.zeros_like(self.send)
-        self.scratch = np.zeros_like(self.send)
-        self.block = count // SIZE
-
-    def mpi(self, name: str) -> Callable[[], object]:
-        """Return MPI's call."""
-        send, out, block = self.send, self.by_mpi, self.block
-        calls: Ways = {
-            "Allreduce": lambda: WORLD.Allreduce(send, out),
-            "Reduce": lambda: WORLD.Reduce(send, out),
-            "Reduce_scatter_block": lambda: WORLD.Reduce_scatter_block(send, out[:block]),
-            "Scan": lambda: WORLD.Scan(send, out),
-            "Exscan": lambda: WORLD.Exscan(send, out),
-            "Allgather": lambda: WORLD.Allgather(send[:block], out),
-            "Gather": lambda: WORLD.Gather(send[:block], out),
-            "Scatter": lambda: WORLD.Scatter(send, out[:block]),
-            "Alltoall": lambda: WORLD.Alltoall(send, out),
-            "Bcast": lambda: WORLD.Bcast(send if RANK == 0 else out),
-        }
-        return calls[name]
-
-    def exchanges(self, name: str) -> dict[str, Callable[[], list[Exchange]]]:
-        """Return the exchanges of each way through mapped memory."""
-        send, out = _span(self.send), _span(self.mapped)
-        first = Span(out.pointer, self.block)
-        send_blocks, blocks = self._blocks(self.send), self._blocks(self.mapped)
-        at = (RANK, SIZE, FLOAT32)
-        piece = piece_nbytes(name, self.send.nbytes, SIZE, forced=True)
-        buffer = send if RANK == 0 else out
-        ways: dict[str, dict[str, Callable[[], list[Exchange]]]] = {
-            "Allreduce": {
-                "one_shot": lambda: patterns.allreduce(*at, send, out, "sum"),
-                "two_shot": lambda: patterns.allreduce(*at, send, out, "sum", piece_nbytes=piece),
-            },
-            "Reduce": {"mapped": lambda: patterns.reduce(*at, send, out, "sum", 0)},
-            "Reduce_scatter_block": {"mapped": lambda: patterns.reduce_scatter(*at, send_blocks, first, "sum")},
-            "Scan": {"mapped": lambda: patterns.scan(*at, send, out, "sum")},
-            "Exscan": {"mapped": lambda: patterns.exscan(*at, send, out, "sum")},
-            "Allgather": {"mapped": lambda: patterns.allgather(*at, send_blocks[0], blocks)},
-            "Gather": {"mapped": lambda: patterns.gather(*at, send_blocks[0], blocks, 0)},
-            "Scatter": {"mapped": lambda: patterns.scatter(*at, send_blocks, first, 0)},
-            "Alltoall": {"mapped": lambda: patterns.alltoall(*at, send_blocks, blocks)},
-            "Bcast": {
-                "straight": lambda: patterns.bcast(*at, buffer, 0),
-                "scatter_allgather": lambda: patterns.bcast(*at, buffer, 0, piece_nbytes=piece),
-            },
-        }
-        return ways[name]
-
-    def _blocks(self, array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> list[Span]:
-        starts = [index * self.block for index in range(SIZE)]
-        return patterns.blocks(array.ctypes.data, [self.block] * SIZE, starts, 4)
+def arguments_of(operation: Operation, send: Array, out: Array) -> Arguments:
+    """Return the arguments of a call whose largest buffer is as long as these arrays."""
+    block = send.size // SIZE
+    if operation.rooted == "bcast":
+        return Arguments(receive=send if RANK == 0 else out)
+    if (operation.send, operation.receive) == ("one", "blocks"):
+        send = send[:block]
+    if (operation.send, operation.receive) == ("blocks", "one"):
+        out = out[:block]
+    return Arguments(send, out, MPI.SUM if operation.reduces else None)
 
 
-def _span(array: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> Span:
-    return Span(array.ctypes.data, array.size)
+def by_mpi(operation: Operation, arguments: Arguments) -> Callable[[], object]:
+    """Return MPI's call."""
+    given = {
+        "buf": arguments.receive,
+        "sendbuf": arguments.send,
+        "recvbuf": arguments.receive,
+        "op": arguments.op,
+        "root": arguments.root,
+    }
+    return partial(getattr(WORLD, operation.name), *(given[name] for name in operation.arguments))
+
+
+def by_engine(engine: HostEngine, operation: Operation, arguments: Arguments, way: str) -> Callable[[], object]:
+    """Return the call through mapped memory by the algorithm ``way``."""
+    call = Call(operation, arguments, RANK, SIZE, way)
+    signature = call.signature
+    return lambda: engine.run(selection.schedule(call, way, SIZE, engine.scratch(call.scratch_nbytes)), signature)
 
 
 def measure(ways: Ways, rounds: int) -> dict[str, float]:
@@ -118,16 +90,23 @@ def measure(ways: Ways, rounds: int) -> dict[str, float]:
 
 
 def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int) -> list[list[Any]]:
-    """Measure one collective at one size, check that both paths agree, print a line, and return a row for each way."""
-    buffers = Buffers(nbytes)
-    signature = Signature(name, "float32", buffers.send.size)
-    ways: Ways = {"MPI": buffers.mpi(name)}
+    """Measure one collective at one size, check that all ways agree, print a line, and return a row for each way."""
+    operation, rng = OPERATIONS[name], np.random.default_rng(RANK)
+    # Sums of such values are exact, so MPI's order of additions gives the same bits.
+    send = rng.integers(-8, 8, nbytes // 4 // SIZE * SIZE).astype(np.float32)
+    results = {"MPI": np.zeros_like(send)}
+    ways: Ways = {"MPI": by_mpi(operation, arguments_of(operation, send, results["MPI"]))}
     for label, engine in engines.items():
-        for way, make in buffers.exchanges(name).items():
-            ways[f"{way} {label}".strip()] = lambda engine=engine, make=make: engine.run(make(), signature)  # type: ignore[misc]
-    ways["np.copyto"] = lambda: np.copyto(buffers.scratch, buffers.send)
+        for way in WAYS:
+            if way in selection.algorithms_for(operation):
+                result = results[f"{way} {label}".strip()] = np.zeros_like(send)
+                arguments = arguments_of(operation, send, result)
+                ways[f"{way} {label}".strip()] = by_engine(engine, operation, arguments, way)
+    scratch = np.zeros_like(send)
+    ways["np.copyto"] = lambda: np.copyto(scratch, send)
     times = measure(ways, rounds)
-    if not WORLD.allreduce(np.array_equal(buffers.by_mpi, buffers.mapped), MPI.LAND):
+    same = all(np.array_equal(result, results["MPI"]) for result in results.values())
+    if not WORLD.allreduce(same, MPI.LAND):
         raise SystemExit(f"{name}: MPI and mapped memory returned different values")
     if RANK == 0:
         ratios = "  ".join(f"{way} {value:8.3f} ({times['MPI'] / value:5.2f}x)" for way, value in times.items())
@@ -156,9 +135,8 @@ def main() -> None:
     engines = {
         label: HostEngine(node, board, slot_nbytes=nbytes, slots=slots) for label, (nbytes, slots) in shapes.items()
     }
-    names = "Allreduce Reduce Reduce_scatter_block Scan Exscan Allgather Gather Scatter Alltoall Bcast"
     rows: list[list[Any]] = []
-    for name in options.only.split(",") if options.only else names.split():
+    for name in options.only.split(",") if options.only else NAMES:
         for kib in options.kib.split(","):
             nbytes = int(kib) << 10
             rows += compare(name, nbytes, engines, options.rounds if nbytes > 1 << 20 else 5 * options.rounds)

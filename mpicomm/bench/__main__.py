@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-import numpy as np
-
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench import options as options_module
 from mpicomm.bench.beside import Slowdown, slowdowns
@@ -14,18 +12,11 @@ from mpicomm.bench.contenders import ORDINARY, OWN, Contenders
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Gpu, Host, Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
-from mpicomm.bench.operations import OPERATIONS, Case, Operation, block_of
+from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.results import Results, Row
 from mpicomm.bench.table import Table
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
-
-
-def blocks_of(operation: Operation, sizes: list[int], dtype: np.dtype[Any], ranks: int) -> list[int]:
-    """Return the elements of a block at each size. Sizes that give the same block are measured once."""
-    if operation.name == "barrier":
-        return [1]
-    return list(dict.fromkeys(block_of(operation, nbytes, dtype, ranks) for nbytes in sizes))
 
 
 def main() -> int:

@@ -8,13 +8,13 @@ size is compared with that period, on the device of the array.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.bench.operations import ROOT, Buffers, Case
+from mpicomm.bench.operations import Buffers, Case
 
 _PERIOD = 1_000_003
 _POISON = 0xA5
@@ -57,9 +57,7 @@ class Content:
         """Poison the buffer that a case receives into, and write the data that it sends."""
         if buffers.receive is not None:
             buffers.receive.fill(_POISON)
-        if case.name == "bcast" and not case.at_root:
-            return
-        if buffers.send is not None:
+        if case.has_input:
             words = buffers.send.view(self._word)
             for start, stop, data in self._tiles(case.rank, 0, words.size):
                 words[start:stop] = data
@@ -135,31 +133,12 @@ def reduce_in_order(op: str, data: Sequence[npt.NDArray[Any]]) -> npt.NDArray[An
 def expected(case: Case) -> list[Piece]:
     """Return the pieces of the output of a case on this rank."""
     rank, block = case.rank, case.block
-    if case.operation.rooted and not case.at_root and case.name in ("reduce", "gather"):
-        return []
-    if case.name in ("allreduce", "reduce"):
-        return [Piece(0, block, REDUCED, 0)]
-    if case.name == "reduce_scatter":
-        return [Piece(0, block, REDUCED, rank * block)]
-    if case.name == "bcast":
-        return [Piece(0, block, ROOT, 0)]
-    if case.name == "scatter":
-        return [Piece(0, block, ROOT, rank * block)]
-    if case.name == "sendrecv":
-        return [Piece(0, block, case.previous, 0)]
-    if case.name in ("allgather", "gather"):
-        return [Piece(peer * block, block, peer, 0) for peer in range(case.size)]
-    if case.name == "alltoall":
-        return [Piece(peer * block, block, peer, rank * block) for peer in range(case.size)]
-    if case.name == "alltoallv":
-        pieces, start = [], 0
-        for peer in range(case.size):
-            counts, displs = _seen_from(case, peer)
-            pieces.append(Piece(start, counts[rank], peer, displs[rank]))
-            start += counts[rank]
-        return pieces
-    return []  # a barrier
-
-
-def _seen_from(case: Case, rank: int) -> tuple[list[int], list[int]]:
-    return replace(case, rank=rank).exchanged()
+    if case.operation.reduces:
+        offset = rank * block if case.operation.sends_blocks else 0
+        return [Piece(0, block, REDUCED, offset)] if case.has_output else []
+    pieces, start = [], 0
+    for peer in case.sources:
+        counts, displs = case.seen_from(peer).sent()
+        pieces.append(Piece(start, counts[rank], peer, displs[rank]))
+        start += counts[rank]
+    return pieces

@@ -11,7 +11,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import Contender, Contenders, PeerFailureError, together
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, Machine, Times, time_calls
-from mpicomm.bench.operations import Buffers, Case
+from mpicomm.bench.operations import BARRIER, Buffers, Case
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class Measuring:
     def _make_ready(self, runner: _Runner, case: Case) -> None:
         """Check the results of a runner, warm it up, and capture it."""
         effort = self._effort
-        checks = effort.checks if case.name != "barrier" else 0
+        checks = effort.checks if case.operation is not BARRIER else 0
         for _ in range(checks):
             self._check(runner, case, runner.call)
         self._step(runner.contender, lambda: self._repeat(runner.call, effort.warmups))

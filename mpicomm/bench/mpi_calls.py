@@ -2,59 +2,51 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from mpi4py import MPI
 
 import mpicomm
 from mpicomm.bench.machine import Call
-from mpicomm.bench.operations import ROOT, Buffers, Case
+from mpicomm.bench.operations import ROOT, SENDRECV, Buffers, Case
+from mpicomm.collectives.operations import Operation as Collective
+from mpicomm.collectives.operations import Shape
 
 _OPS = {"sum": MPI.SUM, "prod": MPI.PROD, "max": MPI.MAX, "min": MPI.MIN, "avg": mpicomm.AVG}
 
 
 def mpi_call(comm: MPI.Intracomm, case: Case, buffers: Buffers, options: dict[str, Any]) -> Call:
     """Return a case as a call of ``comm``'s method with these keyword arguments."""
-    op = _OPS[case.op]
-    send, receive = _typed(buffers.send, case), _typed(buffers.receive, case)
-    input_: Any = MPI.IN_PLACE if case.in_place else send
-    name = case.name
-    if name == "allreduce":
-        return lambda: comm.Allreduce(input_, receive, op, **options)
-    if name == "reduce_scatter":
-        # In place one buffer holds the input of all blocks, and the result goes to its front.
-        output = send if case.in_place else receive
-        return lambda: comm.Reduce_scatter_block(input_, output, op, **options)
-    if name == "allgather":
-        return lambda: comm.Allgather(input_, receive, **options)
-    if name == "bcast":
-        return lambda: comm.Bcast(receive, ROOT, **options)
-    if name in ("reduce", "gather"):
-        rooted = input_ if case.at_root else send
-        if name == "reduce":
-            return lambda: comm.Reduce(rooted, receive, op, ROOT, **options)
-        return lambda: comm.Gather(rooted, receive, ROOT, **options)
-    if name == "scatter":
-        target = MPI.IN_PLACE if case.in_place and case.at_root else receive
-        return lambda: comm.Scatter(send, target, ROOT, **options)
-    if name == "alltoall":
-        return lambda: comm.Alltoall(send, receive, **options)
-    if name == "alltoallv":
-        places = case.exchanged()
-        parts = [[part[0], places, part[1]] if isinstance(part, list) else [part, places] for part in (send, receive)]
-        return lambda: comm.Alltoallv(*parts, **options)
-    if name == "sendrecv":
+    collective = case.operation.collective
+    if collective is not None:
+        return partial(getattr(comm, collective.name), *_arguments(collective, case, buffers), **options)
+    if case.operation is SENDRECV:
         # As bytes, because MPI carries messages of host arrays and does not know all types.
-        sent, received, to, source = buffers.send, buffers.receive, case.following, case.previous
-        return lambda: comm.Sendrecv(sent, to, recvbuf=received, source=source, **options)
-    return lambda: comm.Barrier(**options)
+        to, source = case.following, case.previous
+        return partial(comm.Sendrecv, buffers.send, to, recvbuf=buffers.receive, source=source, **options)
+    return partial(comm.Barrier, **options)
 
 
-def _typed(array: Any, case: Case) -> Any:
-    """Return bytes as elements. A type that is not NumPy's own gives a buffer with the name of the type.
+def _arguments(collective: Collective, case: Case, buffers: Buffers) -> list[Any]:
+    send = _buffer(buffers.send, case, collective.send)
+    receive = _buffer(buffers.receive, case, collective.receive)
+    given = {"buf": receive, "sendbuf": send, "recvbuf": receive, "op": _OPS[case.op], "root": ROOT}
+    if case.shares_buffer:
+        given["recvbuf" if collective.rooted == "send" else "sendbuf"] = MPI.IN_PLACE
+        if collective.reduces:
+            given["recvbuf"] = send  # one buffer holds the input of all blocks, and the result goes to its front
+    return [given[name] for name in collective.arguments]
+
+
+def _buffer(array: Any, case: Case, shape: Shape) -> Any:
+    """Return bytes as a buffer of elements. A type that is not NumPy's own gives a buffer with the name of the type.
 
     This buffer has no count, because a count would be that of one block where there is a block for each rank.
     """
-    if array is None or case.dtype.isbuiltin == 1:
-        return None if array is None else array.view(case.dtype)
-    return [array, case.dtype.name]
+    if array is None:
+        return None
+    native = case.dtype.isbuiltin == 1
+    places = [case.sent()] if shape == "vector" else []  # the same for the output, see `Case.sent`
+    parts = [array.view(case.dtype) if native else array, *places, *([] if native else [case.dtype.name])]
+    return parts if len(parts) > 1 else parts[0]

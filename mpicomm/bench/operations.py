@@ -1,18 +1,22 @@
-"""The collectives to measure: how much each moves, between which parts of two buffers, as nccl-tests counts.
+"""The operations that the bench measures: rows of the table of collectives, and nccl-tests' facts about each.
 
-A *case* is one line of the table, in place or out of place. Its size is that of the largest buffer of a rank: one block
-for each rank, except in reductions and the broadcast.
+A *case* is one line of the bench's output, in place or out of place. Its size is that of the largest buffer of a rank:
+one block for each rank, except in reductions and the broadcast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from mpicomm.collectives import operations as collectives
+from mpicomm.collectives.operations import Operation as Collective
+
 ROOT = 0
+OUT_OF_PLACE, IN_PLACE = "out-of-place", "in-place"
 
 
 def _moved_once(size: int) -> float:
@@ -27,38 +31,57 @@ def _all_of_it(size: int) -> float:
     return 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operation:
-    """One collective."""
+    """A collective, or one of the two calls that the table of collectives does not have."""
 
     name: str
+    """Its name on the command line, which is that of nccl-tests."""
+    collective: Collective | None
+    """Its row in the table; None for `SENDRECV` and `BARRIER`."""
     bus_factor: Callable[[int], float]
     """Bus bandwidth divided by algorithm bandwidth, by the number of ranks: bus bandwidth compares with a link's."""
-    sends_blocks: bool = False
-    """Whether the input has a block for each rank."""
-    receives_blocks: bool = False
-    """Whether the output has a block for each rank."""
-    reduces: bool = False
-    rooted: bool = False
-    places: tuple[str, ...] = ("out-of-place", "in-place")
+    places: tuple[str, ...] = (OUT_OF_PLACE, IN_PLACE)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether it combines elements of all ranks."""
+        return self.collective is not None and self.collective.reduces
+
+    @property
+    def rooted(self) -> str:
+        """`Collective.rooted`: which buffer only the root has, if any."""
+        return self.collective.rooted if self.collective else ""
+
+    @property
+    def sends_blocks(self) -> bool:
+        """Whether the input has a block for each rank."""
+        return self.collective is not None and self.collective.send != "one"
+
+    @property
+    def receives_blocks(self) -> bool:
+        """Whether the output has a block for each rank."""
+        return self.collective is not None and self.collective.receive != "one"
 
 
-OUT_OF_PLACE, IN_PLACE = "out-of-place", "in-place"
+SENDRECV = Operation("sendrecv", None, _all_of_it, (OUT_OF_PLACE,))
+"""Every rank sends to the next rank, and receives from the previous one."""
+BARRIER = Operation("barrier", None, _all_of_it, (OUT_OF_PLACE,))
 
 OPERATIONS = {
     operation.name: operation
     for operation in (
-        Operation("allreduce", _moved_twice, reduces=True),
-        Operation("reduce_scatter", _moved_once, sends_blocks=True, reduces=True),
-        Operation("allgather", _moved_once, receives_blocks=True),
-        Operation("bcast", _all_of_it, rooted=True, places=(IN_PLACE,)),  # MPI's has one buffer
-        Operation("reduce", _all_of_it, reduces=True, rooted=True),
-        Operation("gather", _moved_once, receives_blocks=True, rooted=True),
-        Operation("scatter", _moved_once, sends_blocks=True, rooted=True),
-        Operation("alltoall", _moved_once, sends_blocks=True, receives_blocks=True, places=(OUT_OF_PLACE,)),
-        Operation("alltoallv", _moved_once, sends_blocks=True, receives_blocks=True, places=(OUT_OF_PLACE,)),
-        Operation("sendrecv", _all_of_it, places=(OUT_OF_PLACE,)),
-        Operation("barrier", _all_of_it, places=(OUT_OF_PLACE,)),
+        Operation("allreduce", collectives.ALLREDUCE, _moved_twice),
+        Operation("reduce_scatter", collectives.REDUCE_SCATTER_BLOCK, _moved_once),
+        Operation("allgather", collectives.ALLGATHER, _moved_once),
+        Operation("bcast", collectives.BCAST, _all_of_it, (IN_PLACE,)),  # it has one buffer
+        Operation("reduce", collectives.REDUCE, _all_of_it),
+        Operation("gather", collectives.GATHER, _moved_once),
+        Operation("scatter", collectives.SCATTER, _moved_once),
+        Operation("alltoall", collectives.ALLTOALL, _moved_once, (OUT_OF_PLACE,)),
+        Operation("alltoallv", collectives.ALLTOALLV, _moved_once, (OUT_OF_PLACE,)),
+        SENDRECV,
+        BARRIER,
     )
 }
 ALIASES = {"broadcast": "bcast"}
@@ -78,7 +101,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The collective's name."""
+        """The operation's name."""
         return self.operation.name
 
     def at(self, place: str) -> Case:
@@ -87,11 +110,10 @@ class Case:
 
     @property
     def count(self) -> int:
-        """The elements of the largest buffer of a rank; 0 for a barrier, whatever data it moves."""
-        if self.name == "barrier":
+        """The elements of the largest buffer of a rank; 0 for a barrier, whatever data a library moves for it."""
+        if self.operation is BARRIER:
             return 0
-        blocks = self.operation.sends_blocks or self.operation.receives_blocks
-        return self.block * (self.size if blocks else 1)
+        return self.block * _blocks(self.operation, self.size)
 
     @property
     def nbytes(self) -> int:
@@ -104,6 +126,21 @@ class Case:
         return self.rank == ROOT
 
     @property
+    def has_input(self) -> bool:
+        """Whether this rank sends data."""
+        return self.at_root or self.operation.rooted not in ("send", "bcast")
+
+    @property
+    def has_output(self) -> bool:
+        """Whether this rank has a buffer to receive into."""
+        return self.at_root or self.operation.rooted != "receive"
+
+    @property
+    def shares_buffer(self) -> bool:
+        """Whether input and output of this rank are in one buffer; in place with a root, only the root's are."""
+        return self.in_place and (self.at_root or not self.operation.rooted)
+
+    @property
     def following(self) -> int:
         """The rank that sendrecv sends to."""
         return (self.rank + 1) % self.size
@@ -113,10 +150,31 @@ class Case:
         """The rank that sendrecv receives from."""
         return (self.rank - 1) % self.size
 
-    def exchanged(self) -> tuple[list[int], list[int]]:
-        """Return counts and displacements of alltoallv's blocks: uneven, but each the same to a rank as from it."""
-        counts = [self.block * (2 * ((self.rank + peer) % self.size) + 1) // self.size for peer in range(self.size)]
-        return counts, [sum(counts[:peer]) for peer in range(self.size)]
+    @property
+    def sources(self) -> list[int]:
+        """The ranks whose data this rank receives, in the order in which that lies in the output."""
+        if self.operation is BARRIER or not self.has_output:
+            return []
+        if self.operation is SENDRECV:
+            return [self.previous]
+        return [ROOT] if self.operation.rooted in ("send", "bcast") else list(range(self.size))
+
+    def sent(self) -> tuple[list[int], list[int]]:
+        """Return counts and displacements of this rank's data for each rank, in elements.
+
+        The blocks of a vector operation are uneven, but each is as long as the block that comes from the same rank.
+        """
+        collective, everybody = self.operation.collective, range(self.size)
+        if collective is None or collective.send == "one":
+            return [self.block] * self.size, [0] * self.size
+        if collective.send == "blocks":
+            return [self.block] * self.size, [peer * self.block for peer in everybody]
+        counts = [self.block * (2 * ((self.rank + peer) % self.size) + 1) // self.size for peer in everybody]
+        return counts, [sum(counts[:peer]) for peer in everybody]
+
+    def seen_from(self, rank: int) -> Case:
+        """Return the case of another rank."""
+        return replace(self, rank=rank)
 
     def algbw_gb_s(self, time_us: float) -> float:
         """Return the size divided by the time, in GB/s."""
@@ -127,15 +185,25 @@ class Case:
         return self.algbw_gb_s(time_us) * self.operation.bus_factor(self.size)
 
 
-def block_of(operation: Operation, nbytes: int, dtype: np.dtype[Any], size: int) -> int:
-    """Return the elements of a block, at least one, where the largest buffer has ``nbytes``."""
-    blocks = size if operation.sends_blocks or operation.receives_blocks else 1
-    return max(1, nbytes // (dtype.itemsize * blocks))
+def blocks_of(operation: Operation, sizes: Iterable[int], dtype: np.dtype[Any], ranks: int) -> list[int]:
+    """Return the elements of a block at each size of the largest buffer, without repetition; at least one each."""
+    if operation is BARRIER:
+        return [1]
+    block_nbytes = dtype.itemsize * _blocks(operation, ranks)
+    return list(dict.fromkeys(max(1, nbytes // block_nbytes) for nbytes in sizes))
+
+
+def _blocks(operation: Operation, ranks: int) -> int:
+    """Return the number of blocks in the largest buffer of a rank."""
+    return ranks if operation.sends_blocks or operation.receives_blocks else 1
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """Input and output of a case, as bytes; None where this rank has none. In place, one is part of the other."""
+    """Input and output of a case, as bytes; None where this rank has none.
+
+    In place, one is part of the other. Where both are the same bytes, both are the same object.
+    """
 
     send: Any
     receive: Any
@@ -149,26 +217,17 @@ def buffers(case: Case, first: Any, second: Any, *, result_at_front: bool) -> Bu
     """
     operation = case.operation
     block, whole = case.block * case.dtype.itemsize, case.nbytes
-    own = first[case.rank * block : (case.rank + 1) * block]
-    send: Any
-    receive: Any
-    if case.name == "bcast":
-        send = receive = first[:whole]
-    elif not case.in_place:
-        send = first[: whole if operation.sends_blocks else block]
-        receive = second[: whole if operation.receives_blocks else block]
-    elif operation.receives_blocks:
-        # In a gather only the root has all blocks, so only the root is in place.
-        send, receive = (own, first[:whole]) if not operation.rooted or case.at_root else (first[:block], None)
-    elif case.name == "reduce_scatter":
-        send, receive = first[:whole], first[:block] if result_at_front else own
-    elif case.name == "scatter":
-        send, receive = first[:whole], own if case.at_root else second[:block]
-    else:
-        send = receive = first[:block]
-    if operation.rooted and not case.at_root and case.name != "bcast":
-        if case.name == "scatter":
-            send = None
+    if operation.rooted == "bcast":
+        whole_buffer = first[:whole]
+        return Buffers(whole_buffer, whole_buffer)
+    send = first[: whole if operation.sends_blocks else block]
+    receive = second[: whole if operation.receives_blocks else block]
+    if case.shares_buffer:
+        own = first[case.rank * block : (case.rank + 1) * block]
+        if operation.receives_blocks:
+            send, receive = own, first[:whole]
+        elif operation.sends_blocks:
+            receive = first[:block] if operation.reduces and result_at_front else own
         else:
-            receive = None
-    return Buffers(send, receive)
+            receive = send
+    return Buffers(send if case.has_input else None, receive if case.has_output else None)

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import known_peers
 from mpicomm.bench.content import OPS
-from mpicomm.bench.operations import ALIASES, OPERATIONS
+from mpicomm.bench.operations import ALIASES, BARRIER, OPERATIONS
 from mpicomm.bench.peers import PEERS
 from mpicomm.cli import options as command_line
 from mpicomm.errors import InvalidUsageError
@@ -80,9 +80,10 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         raise InvalidUsageError(
             f"the bench is for ranks of one node; these {comm.size} are on {comm.num_nodes}: start them on one"
         )
-    if options.collective == "barrier" and options.algorithm != "auto":
+    barrier = OPERATIONS[options.collective] is BARRIER
+    if barrier and options.algorithm != "auto":
         raise InvalidUsageError("--algorithm is not for the barrier, which has one way: leave it out")
-    if options.collective == "barrier" and options.plot:
+    if barrier and options.plot:
         raise InvalidUsageError("--plot is not for the barrier, which has no sizes to draw: leave it out")
     if options.eager and comm.device == "cpu":
         raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")

@@ -12,10 +12,9 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.mpi_calls import mpi_call
 from mpicomm.bench.operations import Buffers, Case
-from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
 
-_OTHER_ORDERS = ("ring", "mpi")
-"""The algorithms that do not reduce in rank order."""
+_IN_RANK_ORDER = {algorithm.name for algorithm in ALGORITHMS if algorithm.in_rank_order}
 
 
 class Mpicomm:
@@ -29,7 +28,8 @@ class Mpicomm:
         self._comm = comm
         self._machine = machine
         self._symmetric = symmetric
-        self.exact = _in_rank_order(comm, machine, algorithm)
+        # On the host "auto" may leave a call to MPI, which reduces in any order.
+        self.exact = machine.stream is not None if algorithm == "auto" else algorithm in _IN_RANK_ORDER
         self._options: dict[str, Any] = {}
         if machine.stream is not None:
             self._options["stream"] = machine.stream
@@ -46,12 +46,3 @@ class Mpicomm:
 
     def close(self) -> None:
         """Do nothing: the communicator frees its memory."""
-
-
-def _in_rank_order(comm: Communicator, machine: Machine, algorithm: str) -> bool:
-    if algorithm != "auto":
-        return algorithm not in _OTHER_ORDERS
-    if machine.stream is None:
-        return False  # MPI may carry out a call
-    table = tuning.find(comm.describe().device_name, lambda: None)  # links change its sizes, not its algorithms
-    return not any(name in _OTHER_ORDERS for row in table.rows for _, name in row.choices)

@@ -14,12 +14,12 @@ from mpicomm.bench.measure import Effort
 from mpicomm.bench.options import DTYPES
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header
-from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.devices.base import slowest_gb_s
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import covered_dtype
-from mpicomm.tune.subjects import MPI_NAMES, subjects_of
+from mpicomm.tune.subjects import NAMES, subjects_of
 from mpicomm.tune.sweep import GAIN, sweep
 from mpicomm.tune.timing import Timing
 
@@ -42,9 +42,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--operations",
         type=_operations,
-        default=list(MPI_NAMES),
+        default=list(NAMES),
         metavar="NAME,...",
-        help=f"default: {','.join(MPI_NAMES)}",
+        help=f"default: {','.join(NAMES)}",
     )
     result.add_argument(
         "-d",
@@ -96,7 +96,7 @@ def open_table(comm: Communicator, output: Path | None, device: str) -> tuple[Pa
 def main() -> int:
     """Run the command line on this rank. Collective."""
     options = command_line.parse_args(parser())
-    # All calls name their algorithm, so a broken table must not stop the run. `tuning.find` returns the built-in table.
+    # All calls name their algorithm, so a broken file must not stop the run. `find` returns the built-in table.
     os.environ["MPICOMM_TUNING"] = "off"
     comm = command_line.open_communicator(options.device, options.handle)
     ranks = comm.allgather(comm.describe())
@@ -104,7 +104,7 @@ def main() -> int:
     subjects = subjects_of(options.operations, covered_dtype(options.datatype))
     swept = command_line.swept_sizes(options, comm)
     path, table = open_table(comm, options.output, ranks[0].device_name)
-    before = table.completed(tuning.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
+    before = table.completed(tuning_file.find(ranks[0].device_name, lambda: slowest_gb_s(ranks[0].links)))
 
     about = [
         *header("tune", ranks, options.handle),
@@ -127,13 +127,13 @@ def main() -> int:
         return 1
     table = table.updated(row for row, _ in results)
     if rank == 0:
-        command_line.write_json(path, table.to_json())
+        command_line.write_json(path, tuning_file.to_json(table))
     command_line.show("# wrote", *(f"# {line}" for line in table.describe()), "# OK")
     return 0
 
 
 def _open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
-    path = output or tuning.default_file(device)
+    path = output or tuning_file.default_file(device)
     if path is None:
         raise InvalidUsageError("there is no home directory to keep the table in: name a file with --output")
     try:
@@ -143,7 +143,7 @@ def _open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
         raise InvalidUsageError(f"the table cannot be kept: {error}; name another file with --output") from error
     if not path.exists():
         return path, Tuning(f"{path} ({device})", (), device)
-    table = tuning.load(path)
+    table = tuning_file.load(path)
     if table.device != device:
         raise InvalidUsageError(f"{path} is for {table.device}, this is {device}: name another file with --output")
     return path, table
@@ -152,8 +152,8 @@ def _open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
 def _operations(text: str) -> list[str]:
     names = [name.strip() for name in text.split(",")]
     for name in names:
-        if name not in MPI_NAMES:
-            raise argparse.ArgumentTypeError(f"{name!r} is no operation with a choice: use {', '.join(MPI_NAMES)}")
+        if name not in NAMES:
+            raise argparse.ArgumentTypeError(f"{name!r} is no operation with a choice: use {', '.join(NAMES)}")
     return list(dict.fromkeys(names))
 
 

@@ -1,4 +1,4 @@
-"""Subjects: the operations with a choice of algorithms, on symmetric and on ordinary arrays."""
+"""Subjects: the collectives with a choice of algorithms, on symmetric and on ordinary arrays."""
 
 from __future__ import annotations
 
@@ -9,21 +9,26 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.bench.operations import OPERATIONS, Case, Operation, block_of
-from mpicomm.collectives.gpu import tuning
-from mpicomm.collectives.gpu.tuning import Kind, algorithms_of, kind_of
+from mpicomm.bench.operations import OPERATIONS, Case, Operation, blocks_of
+from mpicomm.collectives.gpu.tuning import TUNED, Kind, algorithms_of, kind_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.types import is_narrow
 
 OP = "sum"
 """The operation with which reductions are measured."""
-MPI_NAMES = {operation.lower().removesuffix("_block"): operation for operation in tuning.OPERATIONS}
-"""The operations that have a choice, by the bench's names."""
+
+_TUNED = {
+    name: operation.collective.name
+    for name, operation in OPERATIONS.items()
+    if operation.collective is not None and operation.collective.name in TUNED
+}
+NAMES = tuple(_TUNED)
+"""The collectives that have a choice, by the bench's names."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The key of a row of the table, without the number of ranks, and the operation and type to measure it with."""
+    """The kind of calls that a row of the table is for, and the operation and type to measure it with."""
 
     kind: Kind
     operation: Operation
@@ -40,25 +45,24 @@ class Subject:
 
     def cases(self, sizes: Sequence[int], rank: int, size: int) -> list[Case]:
         """Return the cases nearest to these sizes, out of place if the operation can be."""
-        blocks = dict.fromkeys(block_of(self.operation, nbytes, self.dtype, size) for nbytes in sizes)
+        blocks = blocks_of(self.operation, sizes, self.dtype, size)
         place = self.operation.places[0]
         return [Case(self.operation, self.dtype, OP, block, False, rank, size).at(place) for block in blocks]
 
 
-def subjects_of(operations: Sequence[str], dtype: np.dtype[Any]) -> list[Subject]:
-    """Return the subjects of ``operations`` with a choice of algorithms.
+def subjects_of(names: Sequence[str], dtype: np.dtype[Any]) -> list[Subject]:
+    """Return the subjects of the collectives ``names``, by the bench's names.
 
     Raises `InvalidUsageError` for a type that some algorithm cannot carry. The table is for all types: a row that was
     measured without an algorithm would keep it from the types that it can carry.
     """
     found: dict[Kind, Subject] = {}
-    for name, registered in product(operations, (False, True)):
-        kind = kind_of(MPI_NAMES[name], registered=registered)
+    for name, registered in product(names, (False, True)):
+        kind = kind_of(_TUNED[name], registered=registered)
         found.setdefault(kind, Subject(kind, OPERATIONS[name], dtype))
-    subjects = [subject for subject in found.values() if len(subject.algorithms) > 1]
-    for subject in subjects:
+    for subject in found.values():
         _require_carried(subject)
-    return subjects
+    return list(found.values())
 
 
 def _require_carried(subject: Subject) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.collectives.gpu.tuning import algorithms_of
+from mpicomm.collectives.gpu.algorithms.registry import names_for
+from mpicomm.collectives.operations import ALLREDUCE
 from mpicomm.devices.cuda.driver import visible_devices
 from mpicomm.errors import BackendUnavailableError
 from tests.helpers.mpiexec import run_job
@@ -33,7 +34,7 @@ def test_the_bench_compares_with_what_is_installed(how: tuple[str, ...], tmp_pat
 
 
 # Without a name of its own the last would be taken for pytest-mpi's marker, and skipped.
-@pytest.mark.parametrize("algorithm", [*algorithms_of("Allreduce"), "mpi"], ids="algorithm={}".format)
+@pytest.mark.parametrize("algorithm", [*names_for(ALLREDUCE), "mpi"], ids="algorithm={}".format)
 def test_nothing_is_wrong_with_any_algorithm(algorithm: str) -> None:
     job = run_job(RANKS, *BENCH, "-G", "1", "--algorithm", algorithm)
     assert (job.returncode, job.stdout.splitlines()[-1]) == (0, "# OK"), job.stdout + job.stderr

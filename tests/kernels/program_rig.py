@@ -14,8 +14,8 @@ from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Inboxes, Region,
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.launches import large_inboxes
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
+from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
-from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
 from mpicomm.symmetric.registry import Mapped

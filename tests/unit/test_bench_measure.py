@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +18,6 @@ from mpicomm.bench.machine import Call, Host, Times
 from mpicomm.bench.measure import Effort, Measuring, Outcome
 from mpicomm.bench.operations import OPERATIONS, Buffers, Case
 from mpicomm.bench.own import Mpicomm
-from tests.helpers.tuning import row, table
 
 FLOAT = np.dtype(np.float32)
 CASE = Case(OPERATIONS["allreduce"], FLOAT, "sum", 100, False, 0, 1)
@@ -153,23 +150,11 @@ def test_wrong_elements_of_any_way_are_counted(comm: mpicomm.Communicator) -> No
     ],
 )
 def test_all_bits_are_compared_of_what_reduces_in_rank_order(
-    algorithm: str, on_host: bool, on_gpus: bool, comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch
+    algorithm: str, on_host: bool, on_gpus: bool, comm: mpicomm.Communicator
 ) -> None:
-    monkeypatch.setenv("MPICOMM_TUNING", "off")
     gpu: Any = SimpleNamespace(stream="a stream")
     for machine, exact in ((Host(), on_host), (gpu, on_gpus)):
         assert Mpicomm(comm, machine, symmetric=False, algorithm=algorithm).exact == exact
-
-
-def test_a_table_with_a_ring_is_in_no_rank_order(
-    comm: mpicomm.Communicator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "table.json"
-    monkeypatch.setenv("MPICOMM_TUNING", str(path))
-    gpu: Any = SimpleNamespace(stream="a stream")
-    for name, exact in (("two_shot", True), ("ring", False)):
-        path.write_text(json.dumps(table(row("Allreduce", 4, (100, name))).to_json()))
-        assert Mpicomm(comm, gpu, symmetric=False, algorithm="auto").exact == exact
 
 
 def test_what_a_graph_of_mpicomm_leaves_is_checked(comm: mpicomm.Communicator) -> None:

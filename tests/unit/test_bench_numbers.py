@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from mpicomm.bench.content import Content, expected, random_data, reduce_in_order
-from mpicomm.bench.operations import OPERATIONS, Buffers, Case, block_of, buffers
+from mpicomm.bench.operations import BARRIER, OPERATIONS, Buffers, Case, blocks_of, buffers
 from mpicomm.mpi.types import covered_dtype
 
 FLOAT = np.dtype(np.float32)
@@ -36,7 +36,8 @@ def case(name: str, *, rank: int = 0, size: int = 4, block: int = 12, in_place: 
 )
 def test_bandwidths_are_those_of_nccl_tests(name: str, factor: float) -> None:
     operation = OPERATIONS[name]
-    one = case(name, block=block_of(operation, 1 << 30, FLOAT, 4))
+    (block,) = blocks_of(operation, [1 << 30], FLOAT, 4)
+    one = case(name, block=block)
     assert one.nbytes == 1 << 30
     assert one.algbw_gb_s(4200.0) == pytest.approx((1 << 30) / 4200e-6 / 1e9)
     assert one.busbw_gb_s(4200.0) == pytest.approx(factor * (1 << 30) / 4200e-6 / 1e9)
@@ -44,14 +45,19 @@ def test_bandwidths_are_those_of_nccl_tests(name: str, factor: float) -> None:
 
 @pytest.mark.parametrize(("name", "block", "nbytes"), [("allreduce", 2, 8), ("allgather", 1, 16), ("alltoall", 1, 16)])
 def test_there_is_an_element_in_every_block(name: str, block: int, nbytes: int) -> None:
-    assert block_of(OPERATIONS[name], 8, FLOAT, 4) == block
+    assert blocks_of(OPERATIONS[name], [8], FLOAT, 4) == [block]
     assert case(name, block=block).nbytes == nbytes
+
+
+def test_sizes_with_the_same_block_are_measured_once() -> None:
+    assert blocks_of(OPERATIONS["allgather"], [1, 2, 16, 31, 32, 1 << 20], FLOAT, 4) == [1, 2, 1 << 16]
+    assert blocks_of(BARRIER, [8, 1 << 20], FLOAT, 4) == [1]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 def test_what_alltoallv_sends_is_what_is_received(size: int) -> None:
     cases = [case("alltoallv", rank=rank, size=size, block=8 * size) for rank in range(size)]
-    table = np.array([one.exchanged()[0] for one in cases])
+    table = np.array([one.sent()[0] for one in cases])
     assert (table == table.T).all()
     assert (table.sum(axis=1) == cases[0].count).all()
     assert size == 1 or len(set(table[0])) > 1
@@ -90,7 +96,7 @@ def carry_out(ranks: list[tuple[Case, Buffers]]) -> None:
         elif name == "alltoallv":
             parts = []
             for peer in range(size):
-                counts, displs = ranks[peer][0].exchanged()
+                counts, displs = ranks[peer][0].sent()
                 parts.append(whole[peer][displs[one.rank] : displs[one.rank] + counts[one.rank]])
             result = np.concatenate(parts)
         elif name == "sendrecv":

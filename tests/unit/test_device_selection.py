@@ -28,8 +28,8 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
 from mpicomm.collectives.gpu.algorithms.packets.launches import MAX_BLOCKS, PacketPlanner, geometry_of
 from mpicomm.collectives.gpu.algorithms.packets.plan import packet_wire
 from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
-from mpicomm.collectives.gpu.tuning import BUILT_IN
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature

@@ -18,8 +18,9 @@ import mpicomm
 from mpicomm.bench.machine import Host
 from mpicomm.bench.measure import Effort, Outcome
 from mpicomm.bench.operations import Case
-from mpicomm.collectives.gpu import tuning
-from mpicomm.collectives.gpu.tuning import OPERATIONS, Kind, Row, Tuning, load
+from mpicomm.collectives.gpu import tuning_file
+from mpicomm.collectives.gpu.tuning import TUNED, Kind, Row, Tuning
+from mpicomm.collectives.gpu.tuning_file import load, to_json
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.tune import __main__ as tune
 from mpicomm.tune.subjects import Subject, subjects_of
@@ -33,7 +34,7 @@ from tests.helpers.tuning import table
 TUNE = ("-m", "mpicomm.tune")
 KIB, MIB = 1 << 10, 1 << 20
 FLOAT = np.dtype(np.float32)
-EVERY_NAME = [operation.lower().removesuffix("_block") for operation in OPERATIONS]
+EVERY_NAME = ["allreduce", "reduce_scatter", "allgather", "bcast", "reduce", "gather", "scatter", "alltoall"]
 
 
 @pytest.mark.parametrize(
@@ -43,8 +44,8 @@ EVERY_NAME = [operation.lower().removesuffix("_block") for operation in OPERATIO
         ("one_shot", {"one_shot": 3.0, "two_shot": 4.0}, "one_shot"),
         ("one_shot", {"one_shot": 100.0, "two_shot": 97.1}, "one_shot"),
         ("one_shot", {"one_shot": 100.0, "two_shot": 96.9}, "two_shot"),
-        ("two_shot", {"one_shot": 100.0, "two_shot": 102.0, "ring": 101.0}, "two_shot"),
-        ("two_shot", {"one_shot": 101.0, "two_shot": 110.0, "ring": 100.0}, "ring"),
+        ("two_shot", {"one_shot": 100.0, "two_shot": 102.0, "chain": 101.0}, "two_shot"),
+        ("two_shot", {"one_shot": 101.0, "two_shot": 110.0, "chain": 100.0}, "chain"),
         ("copy_engine", {"one_shot": 5.0, "two_shot": 6.0}, "one_shot"),
     ],
 )
@@ -57,17 +58,18 @@ def test_all_that_has_a_choice_is_a_subject() -> None:
     assert found == [
         ("Allreduce", False),
         ("Allreduce", True),
+        ("Reduce_scatter_block", False),
+        ("Allgather", False),
+        ("Allgather", True),
         ("Bcast", False),
         ("Bcast", True),
         ("Reduce", False),
-        ("Allgather", False),
-        ("Allgather", True),
-        ("Alltoall", False),
-        ("Alltoall", True),
         ("Gather", False),
         ("Scatter", False),
-        ("Reduce_scatter_block", False),
+        ("Alltoall", False),
+        ("Alltoall", True),
     ]
+    assert {operation for operation, _ in found} == {*TUNED}
 
 
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -115,10 +117,10 @@ def played(table: Mapping[int, Mapping[str, float]]) -> Measure:
 
 def test_a_row_comes_of_the_times(capsys: pytest.CaptureFixture[str]) -> None:
     times_us = {
-        1 * KIB: {"one_shot": 3.0, "two_shot": 4.0, "ring": 9.0},
-        2 * KIB: {"one_shot": 4.0, "two_shot": 3.9, "ring": 9.0},
-        4 * KIB: {"one_shot": 8.0, "two_shot": 5.0, "ring": 9.0},
-        8 * KIB: {"one_shot": 16.0, "two_shot": 8.0, "ring": 9.0, "copy_engine": 7.0},
+        1 * KIB: {"one_shot": 3.0, "two_shot": 4.0},
+        2 * KIB: {"one_shot": 4.0, "two_shot": 3.9},
+        4 * KIB: {"one_shot": 8.0, "two_shot": 5.0},
+        8 * KIB: {"one_shot": 16.0, "two_shot": 8.0, "copy_engine": 7.0},
     }
     row, wrong = sweep(allreduce(), allreduce().cases(list(times_us), 0, 4), played(times_us), table())
     assert (row.kind, row.size, wrong) == (Kind("Allreduce", True), 4, 0)
@@ -129,12 +131,12 @@ def test_a_row_comes_of_the_times(capsys: pytest.CaptureFixture[str]) -> None:
     assert abs((datetime.fromisoformat(row.measured.date) - datetime.now().astimezone()).total_seconds()) < 60
     shown = capsys.readouterr().out.splitlines()
     assert shown[0] == "# Allreduce of float32, symmetric arrays"
-    assert shown[1].split() == ["#", "size", "one_shot", "two_shot", "copy_engine", "ring", "chosen"]
+    assert shown[1].split() == ["#", "size", "one_shot", "two_shot", "copy_engine", "chosen"]
     assert [line.split() for line in shown if not line.startswith("#")] == [
-        ["1024", "3.00", "4.00", "-", "9.00", "one_shot"],
-        ["2048", "4.00", "3.90", "-", "9.00", "one_shot"],
-        ["4096", "8.00", "5.00", "-", "9.00", "two_shot"],
-        ["8192", "16.00", "8.00", "7.00", "9.00", "copy_engine"],
+        ["1024", "3.00", "4.00", "-", "one_shot"],
+        ["2048", "4.00", "3.90", "-", "one_shot"],
+        ["4096", "8.00", "5.00", "-", "two_shot"],
+        ["8192", "16.00", "8.00", "7.00", "copy_engine"],
     ]
     assert shown[-2:] == ["# - copy_engine: not here", "#"]
 
@@ -142,8 +144,8 @@ def test_a_row_comes_of_the_times(capsys: pytest.CaptureFixture[str]) -> None:
 def test_bounds_are_sizes_that_were_measured() -> None:
     subject = allreduce()
     cases = subject.cases([1000, 2001], 0, 3)
-    row, _ = sweep(subject, cases, played({1000: {"ring": 2.0}, 2000: {"one_shot": 1.0}}), table())
-    assert row.choices == ((0, "ring"), (2000, "one_shot"))
+    row, _ = sweep(subject, cases, played({1000: {"two_shot": 2.0}, 2000: {"one_shot": 1.0}}), table())
+    assert row.choices == ((0, "two_shot"), (2000, "one_shot"))
 
 
 def test_larger_sizes_keep_what_was_chosen_before_and_the_table_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,19 +154,19 @@ def test_larger_sizes_keep_what_was_chosen_before_and_the_table_shows_it(capsys:
     row, _ = sweep(allreduce(), allreduce().cases(list(times_us), 0, 4), played(times_us), before)
     assert row.choices == ((0, "one_shot"), (4 * KIB + 1, "two_shot"), (8 * KIB, "copy_engine"))
     shown = capsys.readouterr().out.splitlines()
-    assert shown[4].split() == ["4096", "1.00", "2.00", "-", "-", "one_shot"]
+    assert shown[4].split() == ["4096", "1.00", "2.00", "-", "one_shot"]
     assert shown[5] == "# not measured, as before: two_shot from 4097 B, copy_engine from 8192 B"
 
 
 def test_what_is_wrong_and_what_is_no_graph_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
-        return timed({"one_shot": 1.0}, wrong=2) | timed({"ring": 2.0}, eager="it cannot be captured"), {}
+        return timed({"one_shot": 1.0}, wrong=2) | timed({"copy_engine": 2.0}, eager="it cannot be captured"), {}
 
     _, wrong = sweep(allreduce(), allreduce().cases([KIB, MIB], 0, 4), measure, table())
     assert wrong == 4
     shown = capsys.readouterr().out
     assert shown.count("2.00*") == 2
-    assert shown.count("# * ring, call by call: it cannot be captured\n") == 1
+    assert shown.count("# * copy_engine, call by call: it cannot be captured\n") == 1
     assert "# - one_shot: 2 wrong at 1024 B\n" in shown
     assert "# - one_shot: 2 wrong at 1048576 B\n" in shown
 
@@ -201,7 +203,7 @@ def comm() -> Iterator[mpicomm.Communicator]:
         yield comm
 
 
-def test_only_a_ring_may_round_in_another_order(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_algorithm_may_round_in_another_order(comm: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch) -> None:
     def rounded(self: object, send: Any, receive: Any, op: MPI.Op, **options: str) -> None:
         np.nextafter(send, np.float32(2), out=receive)
 
@@ -209,10 +211,8 @@ def test_only_a_ring_may_round_in_another_order(comm: mpicomm.Communicator, monk
     subject = subjects_of(["allreduce"], FLOAT)[0]
     measure = Timing(comm, Host(), KIB, Effort(1, 1, 1, 1, graphs=True)).of(subject)
     outcomes, silent = measure(subject.cases([KIB], 0, 1)[0])
-    assert {name: outcome.wrong for name, outcome in outcomes.items()} == {
-        "ring": 0,
-        **dict.fromkeys(("one_shot", "two_shot", "copy_engine"), 256),
-    }
+    wrong = {name: outcome.wrong for name, outcome in outcomes.items()}
+    assert wrong == dict.fromkeys(("one_shot", "two_shot", "copy_engine"), 256)
     assert silent == {}
 
 
@@ -230,7 +230,7 @@ def test_a_new_table_is_empty_and_its_directory_is_made(
 def test_a_table_that_is_there_is_kept(comm: mpicomm.Communicator, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     old = Tuning("", (Row(Kind("Bcast", False), 8, ((0, "two_shot"),)),), "NVIDIA H200")
-    path.write_text(json.dumps(old.to_json()))
+    path.write_text(json.dumps(to_json(old)))
     assert tune.open_table(comm, path, "NVIDIA H200")[1].rows == old.rows
     with pytest.raises(InvalidUsageError, match=r"table\.json is for NVIDIA H200, this is NVIDIA L4: name another"):
         tune.open_table(comm, path, "NVIDIA L4")
@@ -246,7 +246,7 @@ def test_a_table_that_cannot_be_kept_is_refused_before_the_run(
     for path in (tmp_path / "file/table.json", tmp_path):
         with pytest.raises(InvalidUsageError, match=r"the table cannot be kept: .*; name another file with --output"):
             tune.open_table(comm, path, "NVIDIA H200")
-    monkeypatch.setattr(tuning, "default_file", lambda device: None)
+    monkeypatch.setattr(tuning_file, "default_file", lambda device: None)
     with pytest.raises(InvalidUsageError, match="no home directory"):
         tune.open_table(comm, None, "NVIDIA H200")
 
@@ -290,7 +290,7 @@ import time
 import mpicomm
 from mpicomm.cli import options as command_line
 from mpicomm.bench.machine import Host
-from mpicomm.collectives.gpu.tuning import find
+from mpicomm.collectives.gpu.tuning_file import find
 from mpicomm.tune import __main__ as tune, subjects
 tune.Gpu = Host
 tune.require_possible = lambda comm, ranks: None
@@ -313,8 +313,8 @@ def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
     (tmp_path / "driver.py").write_text(DRIVER.format(code=code))
     output = tmp_path / "table.json"
     kept = Row(Kind("Bcast", False), 8, ((0, "two_shot"),))
-    replaced = Row(Kind("Allreduce", False), 2, ((0, "ring"),))
-    output.write_text(json.dumps(Tuning("", (kept, replaced), "cpu").to_json()))
+    replaced = Row(Kind("Allreduce", False), 2, ((0, "copy_engine"),))
+    output.write_text(json.dumps(to_json(Tuning("", (kept, replaced), "cpu"))))
     options = (*SHORT, "-d", "float32", "--output", str(output))
     job = run_job(2, str(tmp_path / "driver.py"), *options, MPICOMM_TUNING="not/there.json")  # which is of no concern
     assert (job.returncode, job.stderr) == (0, "")
@@ -322,7 +322,7 @@ def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
     assert lines[0].startswith(f"# mpicomm {mpicomm.__version__} tune: 2 ranks")
     assert lines[-1] == "# OK"
     assert f"# {output} (cpu)" in lines
-    assert "# Allreduce, 2 ranks: one_shot, two_shot from 16 KiB, ring from 16 KiB" in lines
+    assert "# Allreduce, 2 ranks: one_shot, two_shot from 16 KiB, copy_engine from 16 KiB" in lines
     assert sum(line.startswith("# - magic: InvalidUsageError: algorithm='magic' is unknown") for line in lines) == 2
     rows = [line.split() for line in lines if not line.startswith("#")]
     assert [(row[0], row[-1]) for row in rows] == [
@@ -336,7 +336,7 @@ def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
     assert set(written) == {(Kind("Allreduce", registered), 2) for registered in (False, True)}
     for row in written.values():
         # Of larger sizes as before: a row of ordinary arrays is for symmetric ones too, where those have none.
-        assert row.choices == ((0, "one_shot"), (16384, "two_shot"), (16385, "ring"))
+        assert row.choices == ((0, "one_shot"), (16384, "two_shot"), (16385, "copy_engine"))
         assert row.measured is not None
         assert {name for times_us in row.measured.times_us.values() for name in times_us} == {"one_shot", "two_shot"}
         assert row.measured.times_us[16384]["one_shot"] >= 20_000 > row.measured.times_us[16384]["two_shot"]

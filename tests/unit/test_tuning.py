@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.collectives.gpu.tuning import BUILT_IN, OPERATIONS, Kind, Measured, Row, Tuning, algorithms_of
+from mpicomm.collectives.gpu.built_in import BUILT_IN, scaled
+from mpicomm.collectives.gpu.tuning import TUNED, Kind, Measured, Row, Tuning, algorithms_of
+from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.tuning import KIB, MIB, NEVER, chosen, row, table
 
-EVERY_OPERATION = st.sampled_from([*OPERATIONS, "Gather", "Scan", "Alltoallv"])
-
+EVERY_OPERATION = st.sampled_from(list(OPERATIONS))
 
 MEASURED = (2, 3, 4, 6, 8)  # ranks
 TWO_SHOT_FROM = {
@@ -27,7 +28,7 @@ CHAIN_FROM = {
 
 
 @pytest.mark.parametrize("size", MEASURED)
-@pytest.mark.parametrize("operation", [*OPERATIONS, "Gather"])
+@pytest.mark.parametrize("operation", TUNED)
 def test_two_shot_begins_where_it_was_measured_to_be_faster(operation: str, size: int) -> None:
     begin = TWO_SHOT_FROM.get(operation, {}).get(size, NEVER)
     near = set() if begin == NEVER else {begin - 1, begin, begin + 1}
@@ -92,7 +93,7 @@ def test_copies_into_ordinary_memory_begin_later(operation: str, size: int, begi
 
 @pytest.mark.parametrize("size", range(2, 9))
 def test_below_the_copies_a_symmetric_output_changes_nothing(size: int) -> None:
-    for operation in OPERATIONS:
+    for operation in TUNED:
         for nbytes in (1 << exponent for exponent in range(26)):
             both = {BUILT_IN.algorithm(operation, nbytes, size, registered=registered) for registered in (False, True)}
             assert len(both) == 1, (operation, nbytes)
@@ -128,13 +129,13 @@ def test_more_ranks_than_measured_take_scaled_bounds() -> None:
 
 def test_the_nearest_row_below_counts() -> None:
     measured = table(
-        row("Allreduce", 2, (100, "ring")),
+        row("Allreduce", 2, (100, "copy_engine")),
         row("Allreduce", 4, (100, "two_shot")),
         row("Allreduce", 6, (100, "copy_engine")),
     )
     found = [chosen(measured, NEVER, size) for size in range(2, 9)]
     # Two ranks are a case of their own.
-    assert found == ["ring", "one_shot", *["two_shot"] * 2, *["copy_engine"] * 3]
+    assert found == ["copy_engine", "one_shot", *["two_shot"] * 2, *["copy_engine"] * 3]
 
 
 def test_a_symmetric_output_takes_the_row_of_any_output_where_it_has_none() -> None:
@@ -145,7 +146,7 @@ def test_a_symmetric_output_takes_the_row_of_any_output_where_it_has_none() -> N
 @pytest.mark.parametrize("above", [0, 99, 100, 60 * MIB, NEVER])
 @pytest.mark.parametrize("size", [3, 4, 5, 8])
 def test_choices_above_a_size_are_those_that_are_made_there(size: int, above: int) -> None:
-    measured = row("Allreduce", 3, (100, "two_shot"), (101, "ring"), (96 * MIB, "two_shot"), (97 * MIB, "copy_engine"))
+    measured = row("Bcast", 3, (100, "two_shot"), (101, "chain"), (96 * MIB, "two_shot"), (97 * MIB, "copy_engine"))
     own = Row(measured.kind, size, tuple(measured.choices_above(above, size)))
     begins = [begin for begin, _ in own.choices]
     assert begins == sorted({*begins})
@@ -163,7 +164,7 @@ def continued(before: Tuning, *choices: tuple[int, str], size: int = 4) -> tuple
 def test_above_what_was_measured_a_row_keeps_what_was_chosen_before() -> None:
     one_shot, behind = (0, "one_shot"), 256 * MIB + 1
     assert continued(BUILT_IN) == (one_shot, (320 * MIB, "copy_engine"))
-    assert continued(BUILT_IN.scaled(239)) == (one_shot, (behind, "copy_engine"))  # it was so from 160 MiB on
+    assert continued(scaled(239)) == (one_shot, (behind, "copy_engine"))  # it was so from 160 MiB on
     assert continued(BUILT_IN, size=5) == (one_shot, (400 * MIB - 1, "copy_engine"))  # by the row of 4 ranks
     assert continued(table()) == (one_shot,)
     # What has been come to is not given up again.
@@ -174,17 +175,19 @@ def test_above_what_was_measured_a_row_keeps_what_was_chosen_before() -> None:
 
 
 def test_rows_are_replaced_by_those_for_the_same() -> None:
-    old = table(row("Allreduce", 2, (1, "ring")), row("Allreduce", 4, (1, "ring")), row("Bcast", 4, (1, "two_shot")))
+    old = table(
+        row("Allreduce", 2, (1, "copy_engine")), row("Allreduce", 4, (1, "copy_engine")), row("Bcast", 4, (1, "chain"))
+    )
     new = [row("Allreduce", 4, (2, "two_shot")), row("Reduce", 4, (3, "two_shot"))]
     assert old.updated(new).rows == (old.rows[0], new[0], old.rows[2], new[1])
 
 
 def test_another_table_stands_in_where_there_is_no_row() -> None:
-    own = table(row("Allreduce", 3, (100, "ring")))
+    own = table(row("Allreduce", 3, (100, "two_shot")))
     both = own.completed(BUILT_IN)
     assert both.source == "here; for the rest built in, measured on H200s"
-    assert [chosen(both, NEVER, size) for size in (2, 3, 4, 8)] == ["copy_engine", "ring", "ring", "ring"]
-    assert chosen(both, NEVER, 4, registered=True) == "ring"
+    assert [chosen(both, NEVER, size) for size in (2, 3, 4, 8)] == ["copy_engine", "two_shot", "two_shot", "two_shot"]
+    assert chosen(both, NEVER, 4, registered=True) == "two_shot"
     assert chosen(both, MIB, 4, "Bcast") == "chain"
     assert BUILT_IN.completed(own) == BUILT_IN
 

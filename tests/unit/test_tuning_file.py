@@ -13,18 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mpicomm.collectives.gpu import tuning
-from mpicomm.collectives.gpu.tuning import (
-    BUILT_IN,
-    OPERATIONS,
-    Kind,
-    Measured,
-    Row,
-    Tuning,
-    algorithms_of,
-    kind_of,
-    load,
-)
+from mpicomm.collectives.gpu import tuning_file
+from mpicomm.collectives.gpu.built_in import BUILT_IN
+from mpicomm.collectives.gpu.tuning import TUNED, Kind, Measured, Row, Tuning, algorithms_of, kind_of
+from mpicomm.collectives.gpu.tuning_file import load, to_json
 from mpicomm.errors import InvalidUsageError
 from tests.helpers.tuning import GPU, KIB, MIB, NEVER, chosen, row, table
 
@@ -34,7 +26,7 @@ SIZES = st.integers(2, 8)
 @st.composite
 def tables(draw: st.DrawFn) -> Tuning:
     rows = []
-    for operation in OPERATIONS:
+    for operation in TUNED:
         for registered in (False, True):
             legal = algorithms_of(operation)
             names = st.sampled_from(legal)
@@ -53,7 +45,7 @@ def tables(draw: st.DrawFn) -> Tuning:
 @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_holds_all_of_a_table(tmp_path_factory: pytest.TempPathFactory, written: Tuning) -> None:
     path = tmp_path_factory.getbasetemp() / "table.json"
-    path.write_text(json.dumps(written.to_json()))
+    path.write_text(json.dumps(to_json(written)))
     read = load(path)
     assert (read.rows, read.device) == (written.rows, written.device)
     assert pickle.loads(pickle.dumps(read)) == read
@@ -66,7 +58,7 @@ def document() -> dict[str, Any]:
     times = {KIB: {"one_shot": 3.2, "two_shot": 4.5}, 2 * KIB: {"one_shot": 6.5}}
     measured = Measured("2026-11-20T00:00:00+00:00", "0.1.0", "float32", times)
     choices = ((0, "one_shot"), (KIB, "two_shot"), (MIB, "copy_engine"))
-    return table(Row(Kind("Allreduce", True), 4, choices, measured), row("Bcast", 4, (MIB, "two_shot"))).to_json()
+    return to_json(table(Row(Kind("Allreduce", True), 4, choices, measured), row("Bcast", 4, (MIB, "two_shot"))))
 
 
 def put(*keys: Any) -> Callable[[Any], Any]:
@@ -96,6 +88,7 @@ def without(*keys: Any) -> Callable[[Any], Any]:
     return change
 
 
+RING = "it reduces in an order of its own, and a table chooses only algorithms that reduce in the order of ranks: use "
 FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
 
 
@@ -123,6 +116,8 @@ FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
         (put(*FIRST, "choices", []), "rows[0].choices", "there must be one at least"),
         (put(*SECOND, "algorithm", "magic"), "rows[0].choices[1].algorithm='magic'", "use one of one_shot, two_shot"),
         (put(*SECOND, "algorithm", None), "rows[0].choices[1].algorithm=None", "use one of one_shot, two_shot"),
+        (put(*SECOND, "algorithm", "ring"), "rows[0].choices[1].algorithm='ring'", RING),
+        (put("rows", 1, "choices", 1, "algorithm", "ring"), "rows[1].choices[1].algorithm='ring'", ": use one of one_"),
         (put(*SECOND, "from_nbytes", 0), "rows[0].choices[1].from_nbytes=0", "they must ascend from 0"),
         (put(*SECOND, "from_nbytes", 1 << 30), "rows[0].choices[2].from_nbytes=1048576", "they must ascend from 0"),
         (put(*SECOND, "from_nbytes", -1), "rows[0].choices[1].from_nbytes=-1", "it must be a whole number from 0 up"),
@@ -161,6 +156,14 @@ def test_a_malformed_file_is_refused_with_the_place(
     assert len(text) < 300 + len(str(path))
 
 
+def test_times_of_the_ring_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(put(*FIRST, "measured", "times", 0, "us", "ring", 0.5)(document())))
+    measured = load(path).rows[0].measured
+    assert measured is not None
+    assert measured.times_us[KIB] == {"one_shot": 3.2, "two_shot": 4.5, "ring": 0.5}
+
+
 @pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000, b"9" * 5000])
 def test_what_is_no_json_is_refused(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "table.json"
@@ -193,7 +196,7 @@ def test_a_damaged_file_is_read_or_refused(tmp_path_factory: pytest.TempPathFact
         read = load(path)
     except InvalidUsageError:
         return
-    for operation in OPERATIONS:
+    for operation in TUNED:
         for registered in (False, True):
             legal = algorithms_of(operation)
             assert chosen(read, NEVER, 4, operation, registered=registered) in legal
@@ -209,7 +212,7 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def write(path: Path, *rows: Row) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(table(*rows).to_json()))
+    path.write_text(json.dumps(to_json(table(*rows))))
     return path
 
 
@@ -218,7 +221,7 @@ OTHER = "NVIDIA H100 80GB HBM3"
 
 
 def find(device_name: str, link_gb_s: float | None = None) -> Tuning:
-    return tuning.find(device_name, lambda: link_gb_s)
+    return tuning_file.find(device_name, lambda: link_gb_s)
 
 
 def test_without_a_file_it_is_the_one_built_in(cache: Path) -> None:
@@ -227,13 +230,13 @@ def test_without_a_file_it_is_the_one_built_in(cache: Path) -> None:
 
 def test_the_file_for_this_device_is_found(cache: Path) -> None:
     path = write(cache / "tuning-nvidia-h200.json", MINE)
-    assert tuning.default_file(GPU) == path
+    assert tuning_file.default_file(GPU) == path
     found = find(GPU)
     assert chosen(found, 100, 4) == "copy_engine"
     assert chosen(found, MIB, 4, "Bcast") == "chain"
     assert found.describe()[0] == f"{path} (NVIDIA H200); for the rest built in, measured on H200s"
     assert find(OTHER) is BUILT_IN
-    assert tuning.default_file(OTHER) == cache / "tuning-nvidia-h100-80gb-hbm3.json"
+    assert tuning_file.default_file(OTHER) == cache / "tuning-nvidia-h100-80gb-hbm3.json"
 
 
 def test_a_file_that_is_named_wins(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,7 +267,7 @@ def test_what_was_measured_is_not_scaled(cache: Path) -> None:
     def nobody_asks() -> float:
         raise AssertionError
 
-    assert tuning.find(GPU, nobody_asks) is BUILT_IN
+    assert tuning_file.find(GPU, nobody_asks) is BUILT_IN
     write(cache / "tuning-nvidia-h100-80gb-hbm3.json", MINE)
     found = find(OTHER, 47.8)
     assert MINE in found.rows
@@ -296,5 +299,5 @@ def test_who_has_no_home_has_no_file(cache: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    assert tuning.default_file(GPU) is None
+    assert tuning_file.default_file(GPU) is None
     assert find(GPU) is BUILT_IN

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.bench.content import expected
 from mpicomm.bench.machine import Call, Machine
-from mpicomm.bench.operations import ROOT, Buffers, Case
+from mpicomm.bench.operations import BARRIER, ROOT, Buffers, Case
 from mpicomm.bench.peers import nccl_library
 from mpicomm.bench.peers.base import UnsupportedError, from_first
 
@@ -56,25 +57,14 @@ class Nccl:
         nccl_library.call("ncclCommDestroy", self._handle)
 
     def _call(self, case: Case, send: int, receive: int, dtype: int) -> Call:
-        block, op, end = case.block, nccl_library.OPS[case.op], (self._handle, self._machine.stream.ptr)
-        if case.name == "allreduce":
-            return _bind("ncclAllReduce", send, receive, block, dtype, op, *end)
-        if case.name == "barrier":  # as programs that use NCCL do
-            return _bind("ncclAllReduce", send, send, 1, dtype, op, *end)
-        if case.name == "reduce_scatter":
-            return _bind("ncclReduceScatter", send, receive, block, dtype, op, *end)
-        if case.name == "allgather":
-            return _bind("ncclAllGather", send, receive, block, dtype, *end)
-        if case.name == "bcast":
-            return _bind("ncclBroadcast", send, receive, block, dtype, ROOT, *end)
-        if case.name == "reduce":
-            return _bind("ncclReduce", send, receive, block, dtype, op, ROOT, *end)
-        if case.name == "alltoall" and nccl_library.has("ncclAlltoAll"):
-            return _bind("ncclAlltoAll", send, receive, block, dtype, *end)
-        if case.name == "gather" and nccl_library.has("ncclGather"):
-            return _bind("ncclGather", send, receive, block, dtype, ROOT, *end)
-        if case.name == "scatter" and nccl_library.has("ncclScatter"):
-            return _bind("ncclScatter", send, receive, block, dtype, ROOT, *end)
+        operation, end = case.operation, (self._handle, self._machine.stream.ptr)
+        reduction = [nccl_library.OPS[case.op]]
+        if operation is BARRIER:  # as programs that use NCCL do
+            return _bind("ncclAllReduce", send, send, 1, dtype, *reduction, *end)
+        function = nccl_library.COLLECTIVES.get(case.name)
+        if function is not None and nccl_library.has(function):
+            arguments = [*(reduction if operation.reduces else []), *([ROOT] if operation.rooted else [])]
+            return _bind(function, send, receive, case.block, dtype, *arguments, *end)
         return _group(
             [
                 _bind(name, address + start * case.dtype.itemsize, count, dtype, peer, *end)
@@ -117,27 +107,13 @@ def _group(calls: list[Call]) -> Call:
 
 def _sent(case: Case) -> list[tuple[int, int, int]]:
     """Return (peer, first element, elements) of each message that a rank sends."""
-    if case.name == "sendrecv":
-        return [(case.following, 0, case.block)]
-    if case.name == "gather":
-        return [(ROOT, 0, case.block)]
-    return _blocks(case) if case.name != "scatter" or case.at_root else []
+    counts, displs = case.sent()
+    receivers = [peer for peer in range(case.size) if case.rank in case.seen_from(peer).sources]
+    return [(peer, displs[peer], counts[peer]) for peer in receivers]
 
 
 def _received(case: Case) -> list[tuple[int, int, int]]:
-    if case.name == "sendrecv":
-        return [(case.previous, 0, case.block)]
-    if case.name == "scatter":
-        return [(ROOT, 0, case.block)]
-    return _blocks(case) if case.name != "gather" or case.at_root else []
-
-
-def _blocks(case: Case) -> list[tuple[int, int, int]]:
-    if case.name == "alltoallv":
-        counts, displs = case.exchanged()
-    else:
-        counts, displs = [case.block] * case.size, [peer * case.block for peer in range(case.size)]
-    return [(peer, displs[peer], counts[peer]) for peer in range(case.size)]
+    return [(piece.period, piece.start, piece.count) for piece in expected(case)]
 
 
 def _address(array: Any) -> int:

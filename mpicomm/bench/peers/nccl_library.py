@@ -20,6 +20,17 @@ _TYPES = (
     *("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16"),
     *("float8_e4m3fn", "float8_e5m2"),
 )
+COLLECTIVES = {
+    "allreduce": "ncclAllReduce",
+    "reduce_scatter": "ncclReduceScatter",
+    "allgather": "ncclAllGather",
+    "bcast": "ncclBroadcast",
+    "reduce": "ncclReduce",
+    "gather": "ncclGather",
+    "scatter": "ncclScatter",
+    "alltoall": "ncclAlltoAll",
+}
+"""The functions by the bench's names of the operations. An older library lacks the last three."""
 OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3, "avg": 4}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
-from mpicomm.bench.operations import ROOT, Buffers, Case
+from mpicomm.bench.operations import BARRIER, IN_PLACE, ROOT, Buffers, Case
 from mpicomm.bench.peers.base import UnsupportedError, cuda_major, from_first, view_bytes
 
 _TYPES = {"float16": "half", "float32": "float", "float64": "double"}  # the other types have NumPy's names
@@ -57,10 +57,10 @@ class Nvshmem:
 
     def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
         """Return NVSHMEM's call for the collectives it has."""
-        if case.name == "barrier":
+        if case.operation is BARRIER:
             barrier, stream = self._bindings.barrier_all_on_stream, self._stream
             return {"": lambda: barrier(stream)}
-        if case.in_place and case.operation.places != ("in-place",):
+        if case.in_place and case.operation.places != (IN_PLACE,):
             raise UnsupportedError("NVSHMEM does not promise that it works in place")
         names = {
             "allreduce": f"{case.op}_reduce",
@@ -74,7 +74,7 @@ class Nvshmem:
         if function is None:
             raise UnsupportedError(f"NVSHMEM has no {case.name} ({case.op}) of {case.dtype}")
         arguments = [self._team, int(buffers.receive.data.ptr), int(buffers.send.data.ptr), case.block]
-        arguments += [ROOT, self._stream] if case.name == "bcast" else [self._stream]
+        arguments += [ROOT, self._stream] if case.operation.rooted else [self._stream]
 
         def run() -> None:
             if function(*arguments):

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.machine import Call, Machine
 from mpicomm.bench.mpi_calls import mpi_call
-from mpicomm.bench.operations import Buffers, Case
+from mpicomm.bench.operations import IN_PLACE, Buffers, Case
 from mpicomm.bench.peers.base import UnsupportedError
 from mpicomm.mpi import types
 
@@ -60,7 +60,7 @@ class PlainMpi:
         """Do nothing."""
 
     def _staged(self, case: Case, buffers: Buffers) -> Call:
-        if case.in_place and case.name != "bcast":
+        if case.in_place and case.operation.places != (IN_PLACE,):
             raise UnsupportedError("copies through the host are never in place")
         send = _pinned(buffers.send)
         receive = send if buffers.receive is buffers.send else _pinned(buffers.receive)

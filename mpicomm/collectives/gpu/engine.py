@@ -15,7 +15,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu import tuning
+from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
@@ -75,7 +75,7 @@ class DeviceEngine:
             return slowest_gb_s(backend.link(uuid, kind) for *_, uuid in told[1:])
 
         def find() -> Tuning | None:
-            return tuning.find(backend.info.name, link_gb_s) if node.rank == 0 else None
+            return tuning_file.find(backend.info.name, link_gb_s) if node.rank == 0 else None
 
         found = node.exchange("collectives: table", find)[0]
         assert found is not None
