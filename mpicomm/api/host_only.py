@@ -71,14 +71,19 @@ class Guarded:
     """Marks the subclasses of mpi4py's classes whose methods are guarded."""
 
 
-def require_host(operation: str, buffer: Any) -> None:
+def _require_host(operation: str, buffer: Any) -> None:
     """Raise `InvalidUsageError` for a device array."""
     # An int is MPI.BUFFER_AUTOMATIC, which Attach_buffer takes.
     if not isinstance(buffer, int) and is_on_device(buffer):
-        raise InvalidUsageError(
-            f"{operation} takes host arrays alone: use Send, Recv, Sendrecv, Isend, Irecv or a collective of a "
-            "Communicator for device arrays, or copy to the host first"
-        )
+        raise host_only(operation)
+
+
+def host_only(operation: str) -> InvalidUsageError:
+    """Return the error for a device array in a call that takes host memory alone."""
+    return InvalidUsageError(
+        f"{operation} takes host arrays alone: use Send, Recv, Sendrecv, Isend, Irecv or a collective of a "
+        "Communicator for device arrays, or copy to the host first"
+    )
 
 
 def guard(result: Any) -> Any:
@@ -109,7 +114,7 @@ def _guarded_call(method: Callable[..., Any], buffers: Places) -> Callable[..., 
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         for position, name in buffers:
-            require_host(method.__name__, arguments[position] if position < len(arguments) else keywords.get(name))
+            _require_host(method.__name__, arguments[position] if position < len(arguments) else keywords.get(name))
         return method(self, *arguments, **keywords)
 
     return call

@@ -8,13 +8,13 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.api.host_only import require_host
+from mpicomm.api.host_only import host_only
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_stream_order import InStreamOrder
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import PersistentRequest, Work
+from mpicomm.mpi.requests import PersistentRequest
 
 # MPI's own, found once: `super()` takes a tenth of the time of a small call.
 _bsend = MPI.Intracomm.Bsend
@@ -35,37 +35,41 @@ _ALGORITHMS = ("auto", "one_shot", "copy_engine")
 
 
 class PointToPoint(MPI.Intracomm):
-    """mpi4py's point-to-point calls on arrays of the host or of a GPU, in any mixture.
+    """mpi4py's point-to-point calls on arrays of the host or of a GPU, in any mixture. Local, as in MPI.
 
-    MPI matches all messages, by source and tag. Between GPUs of one node whose memory is opened by IPC handles, it
-    carries no more than a description of a device array of more than 32 KiB: the data is copied into memory of the
-    sender's GPU, and from there by the receiver's, piece by piece. Smaller ones, those to other nodes, and those for
-    which the sender has no memory left (of 1/64 of its GPU at most, until messages are received) go through pinned host
-    memory and MPI.
+    MPI matches all messages, by source and tag. Up to 32 KiB of a device array are eager: the data goes through pinned
+    host memory and MPI. A longer message is a rendezvous: MPI carries a description of it, the sender's GPU copies the
+    data into its outbox, and the receiver's GPU copies it from there, piece by piece. Long messages are eager, too, if
+    they go to another node, if the ranks do not open memory by IPC handles, and if the outbox is full: it takes 1/64 of
+    the GPU's memory at most, and a message leaves it when it is received.
 
-    ``stream`` orders the copies, as for collectives. Local, as in MPI. `Send` and its kin block until MPI has taken the
-    message, of a large one the description, so that it hardly ever waits for the receiver; `Ssend` does until it is
-    matched. The array may be overwritten by later work of the stream. `Recv` and `Sendrecv` block until a message is
-    matched; what arrives is there for later work of the stream (in host arrays, when they return). Requests are
-    complete when the array may be used by anybody.
+    ``stream`` orders the copies of device arrays, as for collectives. Without it each buffer has the current stream of
+    the library that it comes from.
 
-    With ``algorithm="one_shot"``, and by themselves while their stream captures a CUDA graph, `Send`, `Recv` and
-    `Sendrecv` of device arrays do not meet MPI: kernels match the messages from one rank to another by their order,
-    that of the two ranks' streams, and both ranks have to say so. They return once enqueued. The first such call of a
-    communicator sets up memory, 16 MiB for each rank of a node, and is collective over the node. Of a message the two
-    ranks must know the length, the source, and the tag unless it is `MPI.ANY_TAG`; where they differ, `PeerError` is
-    raised by the next call, or ``check()``. `Send` holds up its stream until its message, but for the last 16 MiB of
-    those to that rank, is received. So, as with NCCL, the ranks must come to these calls, and to collectives, in orders
-    that go together: two ranks that both send first and then receive should use `Sendrecv`. With "copy_engine" MPI
-    matches in any case, and a capture is refused.
+    `Send`, `Bsend` and `Rsend` return when MPI has taken the message. Of a long message that is the description, so
+    they seldom wait for the receiver. `Ssend` returns when the message is matched. After a send, later work of the
+    stream may overwrite the array. `Recv` and `Sendrecv` return when a message is matched: then the data is there for
+    later work of the stream, and in a host array at once. A request is complete when the host and all streams may use
+    the array.
 
-    Raises `InvalidUsageError` and TypeError for bad arguments, `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a message
-    that is longer than the buffer. Where a sender dies after its message was matched, `CollectiveTimeoutError` names
-    it: raised by the wait for a request, else by the next call, or ``check()``. Before that MPI waits as it does.
+    With ``algorithm="one_shot"`` kernels match the messages of `Send`, `Recv` and `Sendrecv`, in stream order, without
+    MPI: those from one rank to another by their order in the streams of the two ranks. Device arrays in a stream that
+    captures a CUDA graph go this way by themselves. Sender and receiver must both go this way. The calls return when
+    they are enqueued. The first one of a communicator sets up 16 MiB of memory for each rank of the node, and is
+    collective over the node. The two ranks name each other, the same length, and the same tag; the receiver may name
+    `MPI.ANY_TAG`. `Send` holds up its stream until the receiver has all but the last 16 MiB of the messages to it. So,
+    as with NCCL, the ranks must come to these calls, and to collectives, in orders that go together: two ranks that
+    both send first and then receive should use `Sendrecv`. With "copy_engine" MPI matches, and a capture is refused.
 
-    On a communicator of GPUs a receive into a host array, too, may meet a description. So there ``Irecv`` of an array
-    of more than about a KiB returns a generalized request, and ``Recv_init`` one that `MPI.Prequest.Startall` does not
-    know: call its ``Start``.
+    Raises `InvalidUsageError` and TypeError for bad arguments, on the ranks that pass them. A receiver raises
+    `MPI.Exception` with ``MPI.ERR_TRUNCATE`` for a message that is longer than its buffer. Where a sender dies after
+    its message is matched, the receiver raises `CollectiveTimeoutError` with the sender's rank, in the wait for a
+    request, else in the next call, or ``check()``. Before the match MPI waits. Where two ranks name different lengths
+    or tags to kernels, the next call, or ``check()``, raises `PeerError`.
+
+    On a communicator of GPUs a description may arrive in a host array, too. So there `Irecv` into an array of more than
+    about a KiB returns a generalized request, and `Recv_init` a request that `MPI.Prequest.Startall` does not know:
+    call its ``Start``.
     """
 
     _messages: Messages
@@ -137,10 +141,7 @@ class PointToPoint(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> None:
-        """Send one buffer and receive into another; see mpi4py.
-
-        Each buffer has its own stream where ``stream`` is None: the current one of the library it comes from.
-        """
+        """Send one buffer and receive into another; see mpi4py."""
         messages = self._messages
         if (
             type(sendbuf) is type(recvbuf) is ndarray
@@ -156,7 +157,7 @@ class PointToPoint(MPI.Intracomm):
         sent = messages.sending("Sendrecv", sendbuf, stream, "sendbuf")
         received = messages.receiving("Sendrecv", recvbuf, stream, "recvbuf")
         first = sent or received
-        if (first is None or not first.on_device) and not (stream is None and algorithm == "auto"):
+        if (stream is not None or algorithm != "auto") and (first is None or not first.on_device):
             _refuse_options("Sendrecv", stream, algorithm, sendbuf, recvbuf)
         if first is None:
             return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
@@ -183,12 +184,12 @@ class PointToPoint(MPI.Intracomm):
         messages = self._messages
         if type(buf) is ndarray and stream is None and not messages.described:
             return _sendrecv_replace(self, buf, dest, sendtag, source, recvtag, status)
-        both = messages.receiving("Sendrecv_replace", buf, stream)
-        if both is None or not both.on_device:
+        end = messages.receiving("Sendrecv_replace", buf, stream)
+        if end is None or not end.on_device:
             refuse_stream("Sendrecv_replace", stream)
-        if both is None:
+        if end is None:
             return _sendrecv_replace(self, buf, dest, sendtag, source, recvtag, status)
-        return messages.exchange(both, dest, sendtag, both, messages.posted(source, recvtag), status, replace=True)
+        return messages.exchange(end, dest, sendtag, end, messages.posted(source, recvtag), status, replace=True)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf``; see mpi4py."""
@@ -223,7 +224,7 @@ class PointToPoint(MPI.Intracomm):
         *,
         stream: Any = None,
     ) -> MPI.Request:
-        """Start to send one buffer and receive into another; see mpi4py. Streams as in `Sendrecv`."""
+        """Start to send one buffer and receive into another; see mpi4py."""
         messages = self._messages
         if type(sendbuf) is type(recvbuf) is ndarray and stream is None and not messages.described:
             return _isendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
@@ -243,26 +244,22 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py. It takes host arrays alone."""
         messages = self._messages
-        require_host("Isendrecv_replace", buf)
-        if not messages.described:
+        end = messages.receiving("Isendrecv_replace", buf, None)
+        if end is None:
             return _isendrecv_replace(self, buf, dest, sendtag, source, recvtag)
-        both = messages.receiving("Isendrecv_replace", buf, None)
-        assert both is not None
-        return messages.start_exchange(both, dest, sendtag, both, messages.posted(source, recvtag), replace=True)
+        if end.on_device:
+            raise host_only("Isendrecv_replace")
+        return messages.start_exchange(end, dest, sendtag, end, messages.posted(source, recvtag), replace=True)
 
     def Recv_init(self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Prequest:
         """Create a persistent receive into ``buf``; see mpi4py. It takes host arrays alone."""
         messages = self._messages
-        require_host("Recv_init", buf)
-        if not messages.described:
+        received = messages.receiving("Recv_init", buf, None)
+        if received is None:
             return _recv_init(self, buf, source, tag)
-
-        def begin() -> Work:
-            received = messages.receiving("Recv_init", buf, None)
-            assert received is not None
-            return messages.defer_receive(received, messages.posted(source, tag)).work
-
-        return PersistentRequest.of(begin)
+        if received.on_device:
+            raise host_only("Recv_init")
+        return PersistentRequest.of(lambda: messages.defer_receive(received, messages.posted(source, tag)).work)
 
     def _blocking_send(
         self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any
@@ -287,7 +284,7 @@ class PointToPoint(MPI.Intracomm):
         return sent
 
     def _is_one_shot(self, operation: str, algorithm: str) -> bool:
-        """Return whether kernels match the message of a call with ``algorithm=``."""
+        """Return whether kernels match the message of a call with ``algorithm``; raise where it cannot have that."""
         if algorithm not in _ALGORITHMS:
             raise InvalidUsageError(f"{operation}: algorithm={algorithm!r}: use one of {', '.join(_ALGORITHMS)}")
         if not self._messages.on_gpu:
@@ -296,7 +293,7 @@ class PointToPoint(MPI.Intracomm):
 
 
 def _refuse_options(operation: str, stream: Any, algorithm: str, *buffers: Any) -> None:
-    """Raise for options of device arrays that are given with host arrays; one that is None may stand for either."""
+    """Raise for options of device arrays that are given with host arrays; a buffer that is None may be either."""
     refuse_stream(operation, stream)
     if algorithm != "auto" and not any(buf is None for buf in buffers):
         raise _for_device_arrays(operation, algorithm)

@@ -1,4 +1,4 @@
-"""The probes of a Communicator, and receives of Python objects, which have to know what probes have matched."""
+"""The probes of a Communicator, and its receives of Python objects, which look for messages that probes have taken."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from mpicomm.messages.calls import Messages
 
 
 class Probes(MPI.Intracomm):
-    """mpi4py's probes.
+    """mpi4py's probes. Local; `Probe` and `Mprobe` block until a message is there.
 
-    On a communicator of GPUs they see through the descriptions that stand for large messages of GPU arrays: statuses
-    have the counts of the data, and what ``Mprobe`` and ``Improbe`` return is received into arrays of the host or of a
-    GPU. To see what is behind a description a probe takes it from MPI; receives on this communicator then find it here.
+    On a communicator of GPUs MPI carries descriptions in place of long messages of GPU arrays. The probes fill statuses
+    with the length of the data all the same, and the message that ``Mprobe`` or ``Improbe`` returns is received into an
+    array of the host or of a GPU. To look into a description a probe takes it from MPI. Only the receives of this
+    communicator find it after that.
     """
 
     _messages: Messages

@@ -17,7 +17,7 @@ from mpicomm.messages.incoming import Correct, Incoming
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.pending import PendingReceive, PendingSend
 from mpicomm.messages.receive_buffer import Delivery, ReceiveBuffer, receive_buffer
-from mpicomm.messages.send_buffer import SendBuffer, described, eager, eager_derived, warn_once
+from mpicomm.messages.send_buffer import SendBuffer, by_rendezvous, eager, eager_derived, warn_once
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of
@@ -32,7 +32,7 @@ _isend = MPI.Intracomm.Isend
 _NOTHING = np.empty(0, np.uint8)
 
 
-def _at_once() -> bool:
+def _nothing_before() -> bool:
     return True
 
 
@@ -58,7 +58,6 @@ class Messages:
         self._comm = comm
         self._gpu = gpu
         self._kind = here.handle
-        self._rank = placement.rank
         self._near = frozenset(placement.node_ranks)
         secret = placement.secret if self.described else None
         self.memory = MessageMemory(placement.rank, here.timeout_s, secret)
@@ -76,14 +75,9 @@ class Messages:
     def receiving(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
         """Read the buffer ``name`` of a receive. Return None for host memory into which MPI receives alone."""
         if self.described:
-            operand: Operand | None = parse(_NOTHING if buf is None else buf, writable=True, name=name)
-        else:
-            operand = parse_on_device(buf, True, name)
-        if operand is None:
-            return None
-        if operand.on_device:
-            return self._on_device(operation, buf, operand, stream)
-        return Endpoint(operation, buf, operand, self._device(operation))
+            return self._parse_receive(operation, buf, stream, name)
+        operand = parse_on_device(buf, True, name)
+        return None if operand is None else self._on_device(operation, buf, operand, stream)
 
     def posted(self, source: int, tag: int) -> Posted:
         """Return the message that a receive of this source and tag receives."""
@@ -101,7 +95,7 @@ class Messages:
         device, operand, stream = sent.device, sent.operand, sent.stream
         assert device is not None and operand is not None and stream is not None
         sent.refuse_capture()
-        # Later work of the stream does not wait for the copies of a long message.
+        # Later work of the user's stream does not wait for the copies of a message in several pieces.
         with _beside(device, stream) if is_cut(operand.nbytes) else contextlib.nullcontext(stream) as copies:
             buffer = self._send_buffer(sent, dest, copies)
             with buffer.dropped_on_failure():
@@ -110,13 +104,11 @@ class Messages:
         return self._request(Work(pending.done, device.check), device)
 
     def receive_array(self, operation: str, buf: Any, incoming: Incoming, status: MPI.Status | None) -> None:
-        """Receive into a NumPy array. Most messages are data: the length says so, and nothing more is looked at."""
+        """Receive into a NumPy array. The length of most messages shows that they are data: no endpoint is made."""
         status = MPI.Status() if status is None else status
         incoming.recv_into(buf, status)
         if self.described and status.Get_count(MPI.BYTE) == DESCRIPTION_NBYTES:
-            received = self.receiving(operation, buf, None)
-            assert received is not None
-            buffer = self._receive_buffer(received)
+            buffer = self._receive_buffer(self._parse_receive(operation, buf, None, "buf"))
             self._deliver(buffer.arrived(status), buffer.device, None)
 
     def receive(self, received: Endpoint, incoming: Incoming, status: MPI.Status | None) -> None:
@@ -128,7 +120,7 @@ class Messages:
         self._deliver(buffer.arrived(status), buffer.device, received.stream)
 
     def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
-        """Start to receive. The request is complete when the message is in the buffer; it is MPI's where MPI knows."""
+        """Start to receive. The request is complete when the message is in the buffer; it may be MPI's own."""
         received.refuse_capture()
         buffer = self._receive_buffer(received)
         mark = self._mark(received)
@@ -143,11 +135,12 @@ class Messages:
         incoming: Incoming,
         *,
         replace: bool = False,
-        before: Callable[[], bool] = _at_once,
+        before: Callable[[], bool] = _nothing_before,
     ) -> DeferredRequest:
-        """Start to receive; the request is complete after ``before`` has returned true, too.
+        """Start to receive, as `start_receive` does; the request is never MPI's own.
 
-        With ``replace`` the call sends the content of the buffer, and ``before`` says whether it is sent.
+        It is complete only after ``before`` has returned true, which says whether the rest of the call is done. With
+        ``replace`` the rest of the call sends the content of the buffer.
         """
         received.refuse_capture()
         buffer = self._receive_buffer(received, replace=replace)
@@ -170,7 +163,8 @@ class Messages:
         received.refuse_capture()
         buffer = self._receive_buffer(received, replace=replace)
         device, stream = buffer.device, received.stream
-        # The copies of a long message do not wait for those of the sent one, which lies elsewhere.
+        # The copies of a received message do not wait for those of the sent one, which lies elsewhere. A message in one
+        # piece is copied in less time than a side stream costs.
         aside = is_cut(buffer.capacity) and not replace
         with _beside(device, stream) if aside and stream is not None else contextlib.nullcontext(stream) as copies:
             send_buffer = self._send_buffer(sent, dest, sent.stream)
@@ -209,6 +203,13 @@ class Messages:
         received = self.receiving("Message.Irecv", buf, None) or Endpoint("Message.Irecv", buf)
         return self.defer_receive(received, message)
 
+    def _parse_receive(self, operation: str, buf: Any, stream: Any, name: str) -> Endpoint:
+        """Read the buffer of a receive that may meet a description."""
+        operand = parse(_NOTHING if buf is None else buf, writable=True, name=name)  # None is for MPI.PROC_NULL
+        if operand.on_device:
+            return self._on_device(operation, buf, operand, stream)
+        return Endpoint(operation, buf, operand, self._device(operation))
+
     def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
         device = self._device(operation)
         resolved = device.stream(stream, array_of(buf))
@@ -231,7 +232,7 @@ class Messages:
                 announce("Send", "the ranks are on several nodes")
             elif not self.described:
                 warn_once(f"memory is opened as {self._kind!r}, not by IPC handles")
-            elif buffer := described(self.memory.rendezvous(device), operand, self._rank, stream):
+            elif buffer := by_rendezvous(self.memory.rendezvous(device), operand, stream):
                 return buffer
         return eager(device, operand, stream)
 
@@ -258,7 +259,7 @@ class Messages:
         request: MPI.Request,
         correct: Correct | None,
         mark: Any,
-        before: Callable[[], bool] = _at_once,
+        before: Callable[[], bool] = _nothing_before,
     ) -> DeferredRequest:
         pending = PendingReceive(buffer, request, correct, mark, before)
         return self._request(Work(pending.done, buffer.device.check, pending.status, pending.cancel), buffer.device)

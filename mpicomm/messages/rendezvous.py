@@ -92,6 +92,10 @@ class Rendezvous:
         self.device.await_count(ready, described.last, described.number, source, stream)
         self.device.publish(ready + DONE, described.last, stream)
 
+    def withdraw(self, described: Description, stream: int) -> None:
+        """Release the place of a message that this rank does not send after all."""
+        self.drop(described, self._rank, stream)
+
     def is_drained(self) -> bool:
         """Return whether the receivers have copied all messages of this rank."""
         return self._outbox.is_drained()

@@ -41,8 +41,8 @@ class SendBuffer:
             raise
 
 
-def described(rendezvous: Rendezvous, operand: Operand, rank: int, stream: int) -> SendBuffer | None:
-    """Enqueue the copy of an array of rank ``rank`` into its outbox; return None, and warn, where that has no room."""
+def by_rendezvous(rendezvous: Rendezvous, operand: Operand, stream: int) -> SendBuffer | None:
+    """Enqueue the copy of an array into the outbox; return None, and warn, where the outbox has no room."""
     try:
         description, message = rendezvous.send(operand.pointer, operand.nbytes, stream)
     except (OutboxFullError, HandleError) as error:
@@ -52,7 +52,7 @@ def described(rendezvous: Rendezvous, operand: Operand, rank: int, stream: int) 
     return SendBuffer(
         [content, content.size, MPI.PACKED],  # packed: this type matches every type that the receiver names
         operand.owner,
-        lambda: rendezvous.drop(description, rank, stream),
+        lambda: rendezvous.withdraw(description, stream),
     )
 
 

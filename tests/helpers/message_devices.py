@@ -1,7 +1,7 @@
-"""A stand-in for a GPU, as messages see it: streams are threads that come late at random, memory is memfds.
+"""A double of a GPU for tests of messages: its streams are threads that are late at random, its memory is memfds.
 
-Other processes open its memory through /proc. Nothing but what streams and counts order is ordered: a wait that is
-forgotten shows as wrong data.
+Other processes open its memory through /proc. Only streams and counts order its work, so a missing wait shows as wrong
+data.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _SideStreams:
 
 
 class ThreadDevice:
-    """What messages need of a device, see ``mpicomm.devices.base``, and what tests do."""
+    """A `mpicomm.messages.device.MessageDevice`, with counters and switches for tests."""
 
     device: int | str = 0
     kinds: tuple[Kind, ...] = ("ipc",)
@@ -147,12 +147,12 @@ class ThreadDevice:
         self._current.is_this = True
 
     def own(self, memory: npt.NDArray[Any]) -> None:
-        """Take memory for the device's; what is copied from elsewhere is read at once, as pageable memory is."""
+        """Count memory as the device's. Copies from other memory read it at once, as from pageable memory."""
         self._own.append(memory)
 
     def enqueue(self, stream: int, act: Callable[[], object]) -> None:
         assert not self.closed, "work on a device that is closed"
-        # The thread of a test made it current when it made the communicator; those of the package have to do it.
+        # The thread of a test has the device since it made the communicator; threads of the package must take it.
         mine = not threading.current_thread().name.startswith("mpicomm") or hasattr(self._current, "is_this")
         assert mine, "a thread without a device uses one"
         if stream not in self._streams:
@@ -263,15 +263,17 @@ def _word(pointer: int) -> npt.NDArray[np.uint64]:
 def on_threads(
     comm: mpicomm.Communicator, handle: str = "ipc", **options: Any
 ) -> tuple[mpicomm.Communicator, ThreadDevice]:
-    """Return a duplicate of a cpu communicator that takes this process's `ThreadDevice` for a GPU. Collective."""
+    """Return a duplicate of a cpu communicator that uses a `ThreadDevice` as its GPU. Collective."""
     child = comm.Dup()
     return child, take_for_gpu(child, handle, **options)
 
 
-def take_for_gpu(comm: mpicomm.Communicator, handle: str = "ipc", **options: Any) -> ThreadDevice:
-    """Let a communicator that is not set up take a `ThreadDevice` for its GPU; local."""
+def take_for_gpu(
+    comm: mpicomm.Communicator, handle: str = "ipc", *, timeout_s: float | None = None, **options: Any
+) -> ThreadDevice:
+    """Let a communicator that is not set up use a `ThreadDevice` as its GPU. Local."""
     was = comm._session.placement
-    device = ThreadDevice(comm.rank, was.here.timeout_s, **options)
+    device = ThreadDevice(comm.rank, timeout_s or was.here.timeout_s, **options)
     placement = Placement([replace(place, device=0, handle=handle) for place in was.places], was.rank)
     comm._begin(Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device)))
     return device
@@ -279,7 +281,7 @@ def take_for_gpu(comm: mpicomm.Communicator, handle: str = "ipc", **options: Any
 
 @contextlib.contextmanager
 def small_messages() -> Iterator[None]:
-    """Let messages of some hundred KiB go in several pieces, and lie in several blocks."""
+    """Let messages of some hundred KiB go in several pieces and lie in several blocks."""
     from mpicomm.messages import description, outbox
 
     with (

@@ -1,4 +1,4 @@
-"""Device arrays in calls that are MPI's alone, or on what is no Communicator of GPUs: refused, so MPI sees none."""
+"""Device arrays are refused in calls that take host memory alone, and by all but Communicators of GPUs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.helpers.reductions import Array
 
 
 class FakeDeviceArray:
-    """Looks like an array on a GPU; its memory is the host's, so that a test survives who looks at it."""
+    """Looks like an array on a GPU. Its memory is the host's, so that a test survives a call that reads it."""
 
     def __init__(self, memory: Array) -> None:
         self.memory = memory
@@ -83,7 +83,7 @@ TAKES_NO_SPECIFICATION = ("Attach_buffer", "Iagree")
 
 
 def fake_arguments(name: str, parameters: dict[str, Any], on_device: list[str], *, typed: bool) -> dict[str, Any]:
-    """What would do no harm, and wait for nobody, if it got to MPI."""
+    """Arguments that do no harm, and wait for no rank, if they get to MPI."""
     arguments: dict[str, Any] = {each: HARMLESS[each] for each in parameters if each in HARMLESS}
     for buffer, parameter in parameters.items():
         if is_buffer(parameter):
@@ -94,7 +94,7 @@ def fake_arguments(name: str, parameters: dict[str, Any], on_device: list[str], 
 
 
 def test_a_device_array_never_gets_to_mpi_from_a_cpu_communicator() -> None:
-    # Of this rank alone, so that a call which is let through does not wait for others.
+    # A communicator of this rank alone, so that a call that is let through does not wait for others.
     with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
         require_refusals(comm, MPI.Intracomm)
 
@@ -175,7 +175,7 @@ def test_matched_messages_refuse_device_arrays(way: str) -> None:
 
 def test_a_device_array_is_refused_on_a_communicator_made_from_another(comm_world: MPI.Intracomm) -> None:
     with communicator("cpu") as comm, comm.Dup() as child:
-        if comm_world.rank == 0:  # alone: it must not wait for a set-up of all
+        if comm_world.rank == 0:  # alone: the call must not wait for a set-up of all ranks
             with pytest.raises(InvalidUsageError, match="the communicator is on the cpu"):
                 child.Send(FakeDeviceArray(np.ones(4)), MPI.PROC_NULL)
 

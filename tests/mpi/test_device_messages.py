@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, cast
 
 import numpy as np
@@ -13,10 +14,10 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
-from mpicomm.log import logger
-from mpicomm.messages import send_buffer
+from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.mpi.buffers import read
 from tests.helpers.leaks import nothing_leaks
-from tests.helpers.message_devices import on_threads, small_messages, take_for_gpu
+from tests.helpers.message_devices import DeviceArray, on_threads, take_for_gpu
 from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, same
 
 Array = npt.NDArray[Any]
@@ -41,7 +42,7 @@ def test_blocking_calls_leave_the_order_to_the_stream(rig: Rig) -> None:
     for number in range(4):
         array.fill(100 * number + rig.rank)
         rig.comm.Send(array, rig.right, number)
-        array.fill(-1)  # later work: what was sent is not to know
+        array.fill(-1)  # later work: the message must not have it
         status = MPI.Status()
         rig.comm.Recv(received, rig.left, number, status)
         assert status.Get_count(MPI.INT32_T) == LARGE
@@ -68,7 +69,7 @@ def test_sendrecv_and_its_kin(rig: Rig, count: int) -> None:
     sent, received = rig.of(rig.rank, count), rig.empty(count)
     rig.comm.Sendrecv(sent, rig.right, 1, received, rig.left, MPI.ANY_TAG, status)
     assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, 1, count)
-    sent.fill(0)  # after what was sent
+    sent.fill(0)  # later work: the message must not have it
     same(received, content(rig.left, count))
     received = rig.empty(count)
     rig.comm.Isendrecv(rig.of(rig.rank, count), rig.right, 2, received, rig.left, 2).Wait(status)
@@ -116,106 +117,6 @@ def test_a_message_to_oneself(rig: Rig) -> None:
     assert not rig.device.opened
 
 
-def test_memory_is_used_again_only_when_its_receiver_is_done(parent: mpicomm.Communicator) -> None:
-    with nothing_leaks(), small_messages():
-        comm, device = on_threads(parent, total_nbytes=64 << 21)  # room for 2 MiB: 7 messages
-        rig = Rig(comm, device)
-        received = rig.empty(2 * LARGE)
-        for number in range(60):
-            rig.comm.Send(rig.of(rig.rank, 2 * LARGE, number), rig.right)
-            rig.comm.Recv(received, rig.left)
-            copy = rig.empty(2 * LARGE)
-            device.copy(copy.memory.ctypes.data, received.memory.ctypes.data, received.memory.nbytes, 0)
-            same(copy, content(rig.left, 2 * LARGE, number)) if number % 7 == 0 else None
-        assert device.allocated == (2 << 20) + 16384  # words and blocks
-        assert max(device.opened.values(), default=1) == 1
-        comm.Free()
-
-
-def test_without_room_messages_go_through_the_host(
-    parent: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(send_buffer, "_warned", set())
-    with small_messages():
-        comm, device = on_threads(parent, total_nbytes=64 << 21)
-        rig = Rig(comm, device)
-        lines = warnings_of(monkeypatch)
-        sends = [rig.comm.Isend(rig.of(rig.rank, 2 * LARGE, number), rig.right) for number in range(12)]
-        comm.Barrier()
-        for number in range(12):
-            received = rig.empty(2 * LARGE)
-            rig.comm.Recv(received, rig.left)
-            same(received, content(rig.left, 2 * LARGE, number))
-        MPI.Request.Waitall(sends)
-        assert len(lines) == 1 and "not received yet" in lines[0], lines
-        comm.Free()
-
-
-def warnings_of(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    lines: list[str] = []
-    monkeypatch.setattr(logger, "warning", lambda text, *arguments: lines.append(text % arguments))
-    return lines
-
-
-@pytest.mark.parametrize("why", ["device", "handle"])
-def test_without_memory_messages_go_through_the_host(
-    parent: mpicomm.Communicator, monkeypatch: pytest.MonkeyPatch, why: str
-) -> None:
-    monkeypatch.setattr(send_buffer, "_warned", set())
-    lines = warnings_of(monkeypatch)
-    comm, device = on_threads(parent, "fd" if why == "handle" else "ipc")
-    device.refuses = "no memory is left"
-    rig = Rig(comm, device)
-    received, status = rig.empty(LARGE), MPI.Status()
-    for _ in range(2):
-        rig.comm.Sendrecv(rig.of(rig.rank, LARGE), rig.right, 0, received, rig.left, 0, status)
-        same(received, content(rig.left, LARGE))
-        assert status.Get_count(MPI.INT32_T) == LARGE
-    assert len(lines) == 1 and ("no memory is left" if why == "device" else "'fd'") in lines[0]
-    comm.Free()
-
-
-@pytest.mark.parametrize("to_host", [False, True])
-def test_a_truncated_message_is_an_error_and_leaves_its_place(rig: Rig, to_host: bool) -> None:
-    def short() -> Any:
-        return np.zeros(LARGE - 1, np.int32) if to_host else rig.empty(LARGE - 1)
-
-    for count in (LARGE, 5 * LARGE):
-        rig.comm.Send(rig.of(rig.rank, count), rig.right)
-        with pytest.raises(MPI.Exception, match=r"(?i)truncate"):
-            rig.comm.Recv(short(), rig.left)
-        request = rig.comm.Irecv(short(), rig.left)
-        rig.comm.Send(rig.of(rig.rank, count), rig.right)
-        with pytest.raises(MPI.Exception, match=r"(?i)truncate"):
-            request.Wait()
-        request = rig.comm.Irecv(short(), rig.left)
-        rig.comm.Send(rig.of(rig.rank, count), rig.right)
-        with pytest.raises(MPI.Exception):
-            MPI.Request.Waitall([request])
-    rig.comm.Barrier()
-    rig.device.synchronize()
-    rig.comm.Barrier()
-    assert rig.comm._messages.memory._rendezvous.is_drained()  # type: ignore
-
-
-def test_the_place_of_a_truncated_message_is_kept_until_it_has_come(parent: mpicomm.Communicator) -> None:
-    comm, device = on_threads(parent, total_nbytes=64 << 21)  # room for one
-    rig, count = Rig(comm, device), 12 * LARGE
-    device.enqueue(7, lambda: time.sleep(0.3))
-    first = comm.Isend(rig.of(rig.rank, count), rig.right, stream=7)
-    with pytest.raises(MPI.Exception, match=r"(?i)truncate"):
-        comm.Recv(rig.empty(count - 1), rig.left)
-    time.sleep(0.05)
-    comm.Barrier()
-    second = comm.Isend(rig.of(rig.rank, count, 1), rig.right, stream=8)
-    device.enqueue(9, lambda: time.sleep(0.6))  # longer than the first is late
-    received = rig.empty(count)
-    comm.Recv(received, rig.left, stream=9)
-    MPI.Request.Waitall([first, second])
-    same(received, content(rig.left, count, 1))
-    comm.Free()
-
-
 def test_a_receive_is_cancelled(rig: Rig) -> None:
     persistent = rig.comm.Recv_init(np.zeros(LARGE, np.int32), rig.left, 77)
     persistent.Start()
@@ -227,7 +128,7 @@ def test_a_receive_is_cancelled(rig: Rig) -> None:
         request.Wait(status)
         assert status.Is_cancelled()
     persistent.Free()
-    rig.comm.Barrier()  # else the next message may come to one that is not cancelled yet
+    rig.comm.Barrier()  # else a receive that is not cancelled yet may take the next message
     received = rig.empty(LARGE)
     rig.comm.Sendrecv(rig.of(rig.rank, LARGE), rig.right, 77, received, rig.left, 77)
     same(received, content(rig.left, LARGE))
@@ -240,7 +141,7 @@ def test_what_has_come_is_not_cancelled(rig: Rig, count: int) -> None:
     request, status = rig.comm.Irecv(received, rig.left, stream=7), MPI.Status()
     rig.comm.Send(rig.of(rig.rank, count), rig.right)
     try:
-        for _ in range(20):  # until MPI has completed what it knows of
+        for _ in range(20):  # until MPI has received
             assert not request.Test()
             time.sleep(0.005)
         request.Cancel()
@@ -266,21 +167,69 @@ def test_capture_is_refused(rig: Rig) -> None:
     rig.comm.Sendrecv(rig.empty(LARGE), MPI.PROC_NULL, source=MPI.PROC_NULL)
 
 
-def test_what_mpi_refuses_leaves_its_place(rig: Rig) -> None:
-    with pytest.raises(MPI.Exception):
-        rig.comm.Send(rig.empty(LARGE), rig.right, tag=-7)
-    rig.device.synchronize()
-    assert rig.comm._messages.memory._rendezvous.is_drained()  # type: ignore
+class Observed(DeviceArray):
+    """Counts how often it is asked where its memory is."""
+
+    asked = 0
+
+    @property
+    def __cuda_array_interface__(self) -> Any:
+        self.asked += 1
+        return self._interface
+
+    @__cuda_array_interface__.setter
+    def __cuda_array_interface__(self, interface: Any) -> None:
+        self._interface = interface
+
+
+NONE = MPI.PROC_NULL
+READS: dict[str, tuple[int, Callable[[mpicomm.Communicator, Observed, Observed], MPI.Request | None]]] = {
+    "Send": (1, lambda comm, sent, received: comm.Send(sent, NONE)),
+    "Ssend": (1, lambda comm, sent, received: comm.Ssend(sent, NONE)),
+    "Isend": (1, lambda comm, sent, received: comm.Isend(sent, NONE)),
+    "Recv": (1, lambda comm, sent, received: comm.Recv(received, NONE)),
+    "Irecv": (1, lambda comm, sent, received: comm.Irecv(received, NONE)),
+    "Sendrecv": (2, lambda comm, sent, received: comm.Sendrecv(sent, NONE, 0, received, NONE)),
+    "Isendrecv": (2, lambda comm, sent, received: comm.Isendrecv(sent, NONE, 0, received, NONE)),
+    "Sendrecv_replace": (1, lambda comm, sent, received: comm.Sendrecv_replace(sent, NONE, source=NONE)),
+}
+
+
+@pytest.mark.parametrize("count", [5, LARGE])
+@pytest.mark.parametrize("name", READS)
+def test_a_call_reads_each_buffer_once_and_asks_once_for_its_capture(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, name: str, count: int
+) -> None:
+    sent, received = (Observed(rig.device, np.zeros(count, np.int32)) for _ in range(2))
+    read(sent, False, "buf")
+    once, sent.asked = sent.asked, 0
+    captures: list[int] = []
+    monkeypatch.setattr(rig.device, "is_capturing", captures.append)
+    buffers, call = READS[name]
+    request = call(rig.comm, sent, received)
+    if request is not None:
+        request.Wait()
+    assert sent.asked + received.asked == buffers * once
+    assert len(captures) == buffers
 
 
 def test_a_communicator_made_from_another_has_a_secret_of_its_own(rig: Rig) -> None:
     half = rig.comm.Split(rig.rank % 2)
     assert isinstance(half, mpicomm.Communicator)
     part = Rig(half, take_for_gpu(half))
-    assert (half._messages.unexpected._secret != rig.comm._messages.unexpected._secret) == (rig.size > 1)
     received = part.empty(LARGE)
     half.Sendrecv(part.of(rig.rank, LARGE), part.right, 0, received, part.left, 0)
     same(received, content(2 * part.left + rig.rank % 2, LARGE))
+    # A description of the parent, as MPI carries it, is data on the child.
+    request = rig.comm.Isend(rig.of(rig.rank, LARGE), rig.right)
+    carried, copy = np.empty(DESCRIPTION_NBYTES, np.uint8), np.empty(DESCRIPTION_NBYTES, np.uint8)
+    MPI.Intracomm(rig.comm).Recv(carried, rig.left)
+    request.Wait()
+    half.Sendrecv(carried, half.rank, 0, copy, half.rank, 0)
+    assert copy.tobytes() == carried.tobytes()
+    received = rig.empty(LARGE)
+    rig.comm.Sendrecv(carried, rig.rank, 0, received, rig.rank, 0)
+    same(received, content(rig.left, LARGE))
     half.Free()
 
 
@@ -301,12 +250,11 @@ def test_a_session_takes_over_the_device_and_gives_back_what_messages_took(paren
 def test_a_sender_whose_device_stops_is_named(parent: mpicomm.Communicator) -> None:
     for way in ("Recv", "Irecv", "host"):
         comm = parent.Dup()
-        device = take_for_gpu(comm)
-        device._timeout_s = 0.3 if comm.rank == 1 else 20
+        device = take_for_gpu(comm, timeout_s=0.3 if comm.rank == 1 else 20)
         rig = Rig(comm, device)
         if comm.rank == 0:
             held = rig.empty(1)
-            device.enqueue(0, lambda: time.sleep(1.0))  # as if it had died: what it sends does not come
+            device.enqueue(0, lambda: time.sleep(1.0))  # as if it had died: the data does not come
             comm.Send(rig.empty(LARGE), 1)
             assert held.get().size == 1
         elif comm.rank == 1:

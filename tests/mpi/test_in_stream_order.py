@@ -1,4 +1,4 @@
-"""Messages of device arrays in the order of streams: what is asked of the kernels, and the kernels on GPUs."""
+"""Messages in stream order: the messages that are enqueued, and the kernels that match them, on GPUs."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
+from mpicomm.collectives.dispatch import Collectives
 from mpicomm.collectives.exchange import Message
-from mpicomm.messages.in_stream_order import InStreamOrder
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_rigs import Rig
 
-COUNTS = (1, 1000, 8192, 100_003, 5_000_001)  # int32; the last one is more than the slots hold
+COUNTS = (1, 1000, 8192, 100_003, 5_000_001)  # int32; the last one is longer than the slots
 ONE_SHOT: dict[str, Any] = {"algorithm": "one_shot"}
 
 
-class Recorder:
-    """Takes the messages that would be enqueued."""
-
-    def __init__(self, comm: mpicomm.Communicator) -> None:
-        self._session: Any = SimpleNamespace(backend=SimpleNamespace(device=0), placement=comm._session.placement)
-        self.messages: list[tuple[str, Any, Message | None, Message | None]] = []
-
-    def message(self, operation: str, stream: Any, send: Any, receive: Any, read: Callable[..., Any]) -> None:
-        self.messages.append((operation, stream, *read(operation, send, receive, self._session)))
+Messages = list[tuple[str, Any, Message | None, Message | None]]
 
 
 @pytest.fixture
-def recorder(rig: Rig) -> Recorder:
-    recorder: Any = Recorder(rig.comm)
-    rig.comm._in_stream_order = InStreamOrder(recorder)
-    return recorder  # type: ignore[no-any-return]
+def enqueued(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Messages:
+    """The messages that are enqueued: operation, stream, what is sent, what is received."""
+    messages: Messages = []
+    session = SimpleNamespace(backend=SimpleNamespace(device=0), placement=rig.comm._session.placement)
+
+    def message(
+        collectives: Collectives, operation: str, stream: Any, send: Any, receive: Any, read: Callable[..., Any]
+    ) -> None:
+        messages.append((operation, stream, *read(operation, send, receive, session)))
+
+    monkeypatch.setattr(Collectives, "message", message)
+    return messages
 
 
-def test_what_is_enqueued(rig: Rig, recorder: Recorder) -> None:
+def test_what_is_enqueued(rig: Rig, enqueued: Messages) -> None:
     out, into = rig.empty(5), rig.empty(9, np.int16)
     rig.comm.Send(out, rig.right, 7, stream=3, **ONE_SHOT)
     rig.comm.Recv([into, 4], rig.left, **ONE_SHOT)
@@ -50,7 +50,7 @@ def test_what_is_enqueued(rig: Rig, recorder: Recorder) -> None:
     rig.device.capturing = False
     said = [
         (operation, stream, *((m.peer, m.span.count, m.tag) if m else None for m in messages))
-        for operation, stream, *messages in recorder.messages
+        for operation, stream, *messages in enqueued
     ]
     assert said == [
         ("Send", 3, (rig.right, 20, 7), None),
@@ -59,10 +59,10 @@ def test_what_is_enqueued(rig: Rig, recorder: Recorder) -> None:
         ("Sendrecv", None, None, (rig.left, 18, None)),
     ]
     assert (status.source, status.tag, status.Get_count(MPI.INT16_T)) == (rig.left, 2, 9)
-    assert recorder.messages[0][2].span.pointer == out.memory.ctypes.data  # type: ignore[union-attr]
+    assert enqueued[0][2].span.pointer == out.memory.ctypes.data  # type: ignore[union-attr]
 
 
-def test_outside_of_captures_mpi_matches(rig: Rig, recorder: Recorder) -> None:
+def test_outside_of_captures_mpi_matches(rig: Rig, enqueued: Messages) -> None:
     for algorithm in ("auto", "copy_engine"):
         received = rig.empty(3)
         rig.comm.Sendrecv(rig.of(rig.rank, 3), rig.right, 0, received, rig.left, 0, algorithm=algorithm)
@@ -71,10 +71,10 @@ def test_outside_of_captures_mpi_matches(rig: Rig, recorder: Recorder) -> None:
     with pytest.raises(InvalidUsageError, match="cannot be part of a CUDA graph"):
         rig.comm.Send(rig.empty(3), rig.right, algorithm="copy_engine")
     rig.device.capturing = False
-    assert not recorder.messages
+    assert not enqueued
 
 
-def test_what_kernels_cannot_match(rig: Rig, recorder: Recorder) -> None:
+def test_what_kernels_cannot_match(rig: Rig, enqueued: Messages) -> None:
     comm, array, host = rig.comm, rig.empty(8), np.zeros(8, np.int32)
     right, left = rig.right, rig.left
     for call, match in [
@@ -94,7 +94,7 @@ def test_what_kernels_cannot_match(rig: Rig, recorder: Recorder) -> None:
     ]:
         with pytest.raises(InvalidUsageError, match=match):
             call()  # type: ignore[no-untyped-call]
-    assert not recorder.messages
+    assert not enqueued
 
 
 def test_host_arrays_have_no_streams() -> None:
@@ -124,13 +124,13 @@ def test_ring_on_gpus(comm: mpicomm.Communicator, xp: Any, offset: int) -> None:
         for number in range(4):
             out[...] = xp.arange(out.size, dtype=np.int32) * (number + 1) + comm.rank
             comm.Sendrecv(out, following, 5, into, previous, 5, algorithm="one_shot")
-            out[...] = -1  # later work: what was sent is not to know
+            out[...] = -1  # later work: the message must not have it
             assert (into == xp.arange(into.size, dtype=np.int32) * (number + 1) + previous).all()
     comm.check()
 
 
 def test_send_and_receive_apart_on_gpus(comm: mpicomm.Communicator, xp: Any) -> None:
-    """The first rank sends to each; what fits into the slots does not wait for who receives it."""
+    """Every rank sends to all ranks before it receives: a message that fits into the slots does not wait."""
     for count in COUNTS[:-1]:
         arrays = [xp.full(count, 10 * comm.rank + other, np.float32) for other in range(comm.size)]
         into = xp.zeros(count, np.float32)
@@ -150,9 +150,9 @@ def test_graphs_on_gpus(comm: mpicomm.Communicator, xp: Any) -> None:
         xp.cuda.Device().synchronize()
         with stream:
             stream.begin_capture()
-            comm.Sendrecv(ring, following, recvbuf=into, source=previous)  # the very first in the capture
+            comm.Sendrecv(ring, following, recvbuf=into, source=previous)  # the first message of the communicator
             ring[...] = into
-            if count < COUNTS[-1]:  # else all would wait for each other to receive
+            if count < COUNTS[-1]:  # else all ranks would wait in Send for the others to receive
                 comm.Send(ring, following, 1)
                 comm.Recv(into, previous, 1)
             else:
@@ -167,7 +167,7 @@ def test_graphs_on_gpus(comm: mpicomm.Communicator, xp: Any) -> None:
 
 
 def test_pairs_know_nothing_of_each_other_on_gpus(comm: mpicomm.Communicator, xp: Any) -> None:
-    """After the set-up a message is between its two ranks alone."""
+    """After the set-up only the two ranks of a message take part."""
     array = xp.full(5000, comm.rank, np.int64)
     comm.Sendrecv(None, MPI.PROC_NULL, recvbuf=None, source=MPI.PROC_NULL, algorithm="one_shot")
     if comm.rank < 2 <= comm.size:

@@ -19,7 +19,7 @@ MATCHED = ["Mprobe", "Improbe", "Mprobe Irecv"]
 @pytest.mark.parametrize("way", [*RECEIVES, *MATCHED])
 @pytest.mark.parametrize("count", [DESCRIPTION_NBYTES // 4, LARGE, 5 * LARGE + 3])
 def test_a_host_array_receives_what_a_device_array_sends(rig: Rig, way: str, count: int) -> None:
-    """Also what has the length of a description and is none."""
+    """Also data that has the length of a description."""
     comm, expected, status = rig.comm, content(rig.left, count), MPI.Status()
     host = np.zeros(count, np.int32)
     nothing = np.zeros(0, np.int32)

@@ -17,7 +17,7 @@ from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.reductions import Array
 
-# The second last is beyond every MPI's eager limit, the last goes in pieces.
+# The second last is beyond the eager limit of every MPI; the last goes in pieces.
 SIZES = (0, 1, 4097, EAGER_NBYTES // 4, EAGER_NBYTES // 4 + 1, 1 << 18, (5 << 20) + 3)
 DTYPES = [np.dtype(code) for code in "?bhilBfdFD"]
 
@@ -29,7 +29,7 @@ def comm(device: str) -> Iterator[mpicomm.Communicator]:
 
 
 class Ring:
-    """What goes from each rank to the next one, and from the one before to here."""
+    """The array that each rank sends to the next rank, and the array into which it receives from the rank before."""
 
     def __init__(self, comm: mpicomm.Communicator, xp: Any, dtype: np.dtype[Any], count: int) -> None:
         self.right, self.left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -66,13 +66,13 @@ def test_requests_and_a_blocking_receive(comm: mpicomm.Communicator, xp: Any, me
 
 @pytest.mark.parametrize("method", ["Send", "Ssend", "Rsend", "Bsend"])
 def test_blocking_sends_and_a_posted_receive(comm: mpicomm.Communicator, xp: Any, method: str) -> None:
-    room = bytearray(sum(SIZES) * 4 + (1 << 20))  # of all: they may be received late
+    room = bytearray(sum(SIZES) * 4 + (1 << 20))  # for all messages: they may be received late
     comm.Attach_buffer(room)
     for tag, ring in enumerate(rings(comm, xp)):
         status = MPI.Status()
         request = comm.Irecv(ring.receive.array, tag=tag)
         if method == "Rsend":
-            comm.Barrier()  # what it requires: the receive is there
+            comm.Barrier()  # because Rsend requires that the receive is posted
         if comm.size > 1 or method != "Ssend":
             getattr(comm, method)(ring.send.array, ring.right, tag)
         else:
@@ -134,7 +134,7 @@ def test_a_truncated_message_is_an_error(comm: mpicomm.Communicator, xp: Any) ->
     request.Wait()
 
 
-def test_nobody_is_a_partner(comm: mpicomm.Communicator, xp: Any) -> None:
+def test_proc_null_is_a_partner(comm: mpicomm.Communicator, xp: Any) -> None:
     buffer, status = Placed(xp, np.ones(5)), MPI.Status()
     comm.Send(buffer.array, MPI.PROC_NULL)
     comm.Recv(buffer.array, MPI.PROC_NULL, status=status)
@@ -171,7 +171,7 @@ def test_streams_of_host_arrays_are_refused() -> None:
 
 
 def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) -> None:
-    """The other ranks do not come, and nobody waits for them."""
+    """Or of a rank to itself. No call waits for the ranks that do not take part."""
     if MPI.COMM_WORLD.size == 1:
         pytest.skip("needs two ranks")
     with communicator(device, timeout_s=3) as comm, array_module(comm) as xp, comm.Dup() as child:
@@ -184,6 +184,13 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
                 array = DeviceArray(double, content) if double is not None else None
                 return (placed.array, placed.get) if placed is not None else (array, array.get)  # type: ignore[union-attr]
 
+            if child.rank == 0:
+                itself, content = place(0)
+                request = child.Irecv(itself, 0)
+                child.Send(place(7)[0], 0)
+                request.Wait()
+                assert (content() == 7).all()
+            MPI.COMM_WORLD.Barrier()
             buffer, content = place(child.rank)
             if child.rank == 0:
                 child.Send(buffer, 1)
@@ -234,7 +241,7 @@ def test_one_side_on_the_host(comm: mpicomm.Communicator, xp: Any, on_device: st
 
 
 def test_the_memory_of_messages_is_used_again(comm: mpicomm.Communicator, xp: Any) -> None:
-    """More in all than is there for messages under way, and each overwritten as soon as that is allowed."""
+    """The messages are longer in all than the outbox. Each array is overwritten as soon as that is allowed."""
     count = 1 << 22
     ring = Ring(comm, xp, np.dtype(np.int32), count)
     for number in range(200 if comm.device != "cpu" else 10):

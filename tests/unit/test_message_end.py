@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.helpers.mpiexec import run_job
 
 PRELUDE = """
-import os, sys, time
+import atexit, os, sys, time
 import numpy as np
 from mpi4py import MPI
+
+def at_the_end(*_):
+    # It is registered before mpicomm registers its own call, in which rank 0 waits for rank 1. So it runs after that.
+    print("received" if os.path.exists(RECEIVING) else "not received yet", flush=True)
+
+if MPI.COMM_WORLD.rank == 0:
+    if FINALIZE:
+        MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=at_the_end), None)
+    else:
+        atexit.register(at_the_end)
 import mpicomm
 from tests.helpers.message_devices import DeviceArray, take_for_gpu
 child = mpicomm.Communicator(MPI.COMM_WORLD, device="cpu", timeout_s=1.5).Dup()
@@ -18,30 +30,29 @@ sent = DeviceArray(device, np.arange(100_000))
 """
 
 
-@pytest.mark.parametrize("end", ["", "MPI.Finalize()"])
-def test_what_was_sent_arrives(end: str) -> None:
-    code = f"""
+@pytest.mark.parametrize("finalize", [False, True])
+def test_what_was_sent_arrives(tmp_path: Path, finalize: bool) -> None:
+    code = """
 if child.rank == 0:
     child.Send(sent, 1)
-    from mpicomm.messages.rendezvous import Rendezvous
-    before = Rendezvous.close_peers
-    def close_peers(self):
-        assert self.is_drained()
-        before(self)
-        print("taken", flush=True)
-    Rendezvous.close_peers = close_peers
 else:
     time.sleep(0.5)
+    open(RECEIVING, "w").close()
     received = np.zeros(100_000, int)
     child.Recv(received, 0)
     assert (received == np.arange(100_000)).all()
-{end}
+if FINALIZE:
+    MPI.Finalize()
 """
-    result = run_job(2, "-c", PRELUDE + code)
-    assert (result.returncode, result.stderr, result.stdout) == (0, "", "taken\n")
+    result = run_job(2, "-c", settings(tmp_path, finalize=finalize) + PRELUDE + code)
+    assert (result.returncode, result.stderr, result.stdout) == (0, "", "received\n")
 
 
-def test_what_nobody_receives_does_not_keep_a_program() -> None:
+def settings(tmp_path: Path, *, finalize: bool) -> str:
+    return f"FINALIZE, RECEIVING = {finalize}, {str(tmp_path / 'receiving')!r}"
+
+
+def test_what_no_rank_receives_does_not_keep_a_program(tmp_path: Path) -> None:
     code = "child.Isend(sent, child.rank) if child.rank == 0 else None; time.sleep(0.1)"
-    result = run_job(2, "-c", PRELUDE + code)
+    result = run_job(2, "-c", settings(tmp_path, finalize=False) + PRELUDE + code)
     assert "messages of GPU arrays were not received within 1.5 s" in result.stderr

@@ -1,4 +1,4 @@
-"""What is made of MPI is given back: an MPI has room for some thousands of communicators."""
+"""Communicators free MPI's communicators, of which an MPI has room for some thousands."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""The places of messages: none in two at once, all given back, whatever the order in which receivers are done."""
+"""The places of messages in the outbox do not overlap, and all are released, in whatever order receivers are done."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from mpicomm.devices.host import array_at
 from mpicomm.messages import outbox
 from mpicomm.messages.description import Description
 from mpicomm.messages.device import MessageDevice
-from mpicomm.messages.outbox import DONE, Outbox, OutboxFullError
+from mpicomm.messages.outbox import DONE, MOST_IN_FLIGHT, PART, Outbox, OutboxFullError
 from tests.helpers.message_devices import ThreadDevice
 
 MOST = 24 << 20
@@ -44,7 +44,7 @@ def places(box: Outbox, described: Description) -> list[tuple[int, int]]:
 
 
 def finish(box: Outbox, described: Description) -> None:
-    """Say, as the receiver would, that it has copied the message."""
+    """Set `done`, as the receiver does when it has copied the message."""
     words = box.find(described.words)
     assert words is not None
     array_at(words.pointer + described.line + DONE, 1, np.dtype(np.uint64))[0] = described.last
@@ -52,27 +52,27 @@ def finish(box: Outbox, described: Description) -> None:
 
 def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: ThreadDevice) -> None:
     rng = random.Random(5)
-    under_way: list[Description] = []
+    in_flight: list[Description] = []
     for number in range(400):
         nbytes = rng.choice((40_000, 70_000, 1 << 20, 3 << 20, (5 << 20) + 1))
         try:
             described = box.reserve(nbytes)
         except OutboxFullError:
-            assert sum(each.nbytes for each in under_way) + nbytes > MOST // 3, "there should have been room"
+            assert sum(each.nbytes for each in in_flight) + nbytes > MOST // 3, "there should have been room"
             described = None
         if described is not None:
             assert sum(stop - start for start, stop in places(box, described)) == nbytes
-            taken = sorted(place for each in (*under_way, described) for place in places(box, each))
+            taken = sorted(place for each in (*in_flight, described) for place in places(box, each))
             ends = [0, *(stop for _, stop in taken)]
             assert all(end <= start for end, (start, _) in zip(ends, taken, strict=False)), number
-            under_way.append(described)
-        while under_way and (described is None or rng.random() < 0.5):
-            finish(box, under_way.pop(rng.randrange(len(under_way))))
-            described = under_way[-1] if under_way else None
-    for each in under_way:
+            in_flight.append(described)
+        while in_flight and (described is None or rng.random() < 0.5):
+            finish(box, in_flight.pop(rng.randrange(len(in_flight))))
+            described = in_flight[-1] if in_flight else None
+    for each in in_flight:
         finish(box, each)
     assert box.is_drained()
-    assert len(box.reserve(MOST).extents) <= 8  # all of it in one piece again
+    assert len(box.reserve(MOST).extents) <= 8  # the whole outbox is one range again
     assert device.allocated <= MOST + (1 << 20)
 
 
@@ -94,10 +94,13 @@ def test_counts_go_on_where_the_last_message_has_left_them(box: Outbox) -> None:
         finish(box, described)
 
 
-def test_there_are_only_so_many_messages_under_way(box: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    box._lines = box._lines[:3]
-    under_way: list[Any] = [box.reserve(40_000) for _ in range(3)]
-    with pytest.raises(OutboxFullError, match="messages are in flight"):
+def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
+    device = ThreadDevice(0, 5.0, total_nbytes=PART * MOST_IN_FLIGHT * (128 << 10), slowest_s=0)
+    box = Outbox(cast(MessageDevice, device))
+    in_flight = [box.reserve(40_000) for _ in range(MOST_IN_FLIGHT)]
+    with pytest.raises(OutboxFullError, match=f"{MOST_IN_FLIGHT} messages are in flight"):
         box.reserve(40_000)
-    finish(box, under_way[0])
-    assert box.reserve(40_000).line == under_way[0].line
+    finish(box, in_flight[3])
+    assert box.reserve(40_000).line == in_flight[3].line
+    box.close()
+    device.close()
