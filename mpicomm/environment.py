@@ -11,9 +11,10 @@ from mpicomm.errors import InvalidUsageError
 DEFAULT_TIMEOUT_S = 30.0
 LONGEST_TIMEOUT_S = 1e6  # epoll counts milliseconds in 32 bits
 _LOCAL_IDS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
-"""Hydra's of MPICH and Intel MPI, Open MPI's, MVAPICH's; Slurm's last, as it may be that of a step which launches."""
+"""The variables of Hydra (MPICH, Intel MPI), Open MPI, MVAPICH and Slurm. Slurm's comes last, because it may count the
+processes of a job step that only launches the ranks."""
 HANDLES = ("auto", "ipc", "fd", "fabric", "staged")
-"""The values of ``handle=``: "auto", and each ``Kind`` of `mpicomm.devices.handle` but the one of host memory."""
+"""The values of ``handle=``: "auto", and each ``Kind`` of `mpicomm.devices.handle` except that for host memory."""
 
 
 def device(argument: int | str) -> int | str:
@@ -56,7 +57,7 @@ def timeout_s(argument: float | None) -> float:
 
 
 def usable_timeout_s(argument: float | None) -> float:
-    """Return `timeout_s`, or 30 where that is an error, of which a rank has yet to tell the others."""
+    """Return `timeout_s`, or 30 where that raises: the ranks need a deadline to tell each other of the error."""
     try:
         return timeout_s(argument)
     except InvalidUsageError:
@@ -64,7 +65,7 @@ def usable_timeout_s(argument: float | None) -> float:
 
 
 def local_id() -> int:
-    """Return this process's number among those of the job on its machine, as the launcher says it; 0 if none does."""
+    """Return this process's number among the processes of its job on its machine; 0 where no launcher says it."""
     for name in _LOCAL_IDS:
         text = os.environ.get(name, "")
         if text.isdecimal():
@@ -73,7 +74,7 @@ def local_id() -> int:
 
 
 def host_id() -> str | None:
-    """Return MPICOMM_HOSTID: ranks with the same text count as one node; ``None`` leaves it to the probe."""
+    """Return MPICOMM_HOSTID: ranks with the same text count as one node. ``None`` lets mpicomm find the nodes."""
     return os.environ.get("MPICOMM_HOSTID") or None
 
 
@@ -86,7 +87,7 @@ def bind_cpu() -> bool:
 
 
 def debug() -> str:
-    """Return MPICOMM_DEBUG, the least severe level that is logged."""
+    """Return MPICOMM_DEBUG: the least severe level that the log shows."""
     value = os.environ.get("MPICOMM_DEBUG", "WARN")
     if value.upper() not in ("WARN", "INFO", "TRACE"):
         raise InvalidUsageError(f"MPICOMM_DEBUG={value!r}: use WARN, INFO or TRACE")
@@ -94,21 +95,21 @@ def debug() -> str:
 
 
 def debug_file() -> str | None:
-    """Return MPICOMM_DEBUG_FILE, the log's file name; %h, %p and %r stand for host, pid and rank."""
+    """Return MPICOMM_DEBUG_FILE: the name of the log file, in which %h, %p and %r stand for host, pid and rank."""
     return os.environ.get("MPICOMM_DEBUG_FILE") or None
 
 
 def tuning() -> str | None:
-    """Return MPICOMM_TUNING: the file of a table of algorithms, or "off" for the one that is built in."""
+    """Return MPICOMM_TUNING: the file of a table of algorithms, or "off" for the built-in table."""
     return os.environ.get("MPICOMM_TUNING") or None
 
 
 def cache_directory() -> Path | None:
-    """Return where mpicomm keeps what it has compiled and measured, None for a user without a home."""
+    """Return the directory for compiled kernels and measured tables; None for a user without a home."""
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not base.is_absolute():  # the XDG specification: unset, empty and relative are all to be ignored
+    if not base.is_absolute():  # the XDG specification ignores an unset, an empty and a relative path alike
         try:
             base = Path.home() / ".cache"
-        except RuntimeError:  # this user has no home
+        except RuntimeError:  # the user has no home
             return None
     return base / "mpicomm"

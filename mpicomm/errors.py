@@ -5,10 +5,10 @@
     +-- HandleError                           memory that could not be allocated, exported, exchanged or opened
     +-- PeerError                             ranks that called different things
     +-- CollectiveTimeoutError (TimeoutError) a rank that did not arrive in time
-    +-- BackendUnavailableError               no driver, device or library for what was asked
+    +-- BackendUnavailableError               no driver, device or library for the arguments
     +-- KernelCompileError                    NVRTC refused a kernel
 
-Set-up errors are raised on every rank of the communicator together, with the same class and the same text.
+All ranks of a communicator raise a set-up error together, with the same class and the same text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 
 class MpicommError(Exception):
-    """Base of every error mpicomm raises; ``ranks`` are the ranks at fault, where they are known."""
+    """Base of every error that mpicomm raises; ``ranks`` are the ranks at fault, where they are known."""
 
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
@@ -37,12 +37,12 @@ class PeerError(MpicommError):
 
 
 class CollectiveTimeoutError(MpicommError, TimeoutError):
-    """A rank did not arrive in time; the communicator is unusable afterwards, others are not."""
+    """A rank did not arrive in time. The communicator is unusable from then on; other communicators go on."""
 
 
 class BackendUnavailableError(MpicommError):
-    """What was asked for needs a driver, a device or a library that is not there."""
+    """A driver, a device or a library is missing that the arguments ask for."""
 
 
 class KernelCompileError(MpicommError):
-    """NVRTC refused a kernel; the message holds its log."""
+    """NVRTC refused a kernel; the message holds NVRTC's log."""

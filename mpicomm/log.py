@@ -1,7 +1,7 @@
 """Logging: the standard logger "mpicomm", with lines that begin host:pid:rank.
 
 MPICOMM_DEBUG chooses the level (WARN, INFO, TRACE), MPICOMM_DEBUG_FILE a file instead of stderr. A program that puts
-a handler of its own on the logger "mpicomm" gets the records and nothing is written twice.
+its own handler on the logger "mpicomm" gets the records; mpicomm then adds none, so no record is written twice.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def configure(rank: int) -> None:
         try:
             handler = logging.FileHandler(path)
         except OSError as error:
-            raise InvalidUsageError(f"MPICOMM_DEBUG_FILE={path!r} cannot be opened: {error.strerror}") from error
+            raise InvalidUsageError(
+                f"MPICOMM_DEBUG_FILE={path!r} cannot be opened: {error.strerror}: name a file that this user can write"
+            ) from error
     handler.setFormatter(logging.Formatter(f"{host}:{pid}:{rank} mpicomm %(levelname)s %(message)s"))
     logger.addHandler(handler)
     logger.setLevel({"WARN": logging.WARNING, "INFO": logging.INFO, "TRACE": TRACE}[level])

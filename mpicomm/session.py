@@ -28,9 +28,9 @@ _NODE_TAG = 1  # keeps the messages of a node's group apart from those of the wh
 class Session:
     """All that the communicator ``comm`` has on this rank. It exists as long as the communicator.
 
-    It sets itself up at first need, because most communicators that a program makes carry host messages alone. The
-    first need of the device opens it, locally. The first call that all ranks make together sets up the rest,
-    collectively: see `set_up`.
+    It sets itself up at first need, because many communicators of a program carry host messages alone. The device opens
+    at the first call that needs it, which is local. `set_up` makes the rest at the first call that needs that, which is
+    collective.
 
     `set_up` duplicates ``comm``, which stays the caller's. ``backend`` is this rank's device where it is open already.
     """
@@ -50,7 +50,7 @@ class Session:
         self.mappings = Mappings()
         """The symmetric arrays that are open."""
         self._comm = comm
-        self._private: MPI.Intracomm | None = None  # for the messages of the groups, which this session frees
+        self._private: MPI.Intracomm | None = None  # carries the messages of the groups; this session frees it
         self._groups: tuple[Group, ...] = ()  # `group`, and `node` where it is another one; none before `set_up`
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
@@ -109,15 +109,15 @@ class Session:
         return self
 
     def require_gpu(self, operation: str) -> None:
-        """Raise `InvalidUsageError` where the communicator is on the cpu; local, and the same on all ranks."""
+        """Raise `InvalidUsageError` where the communicator is on the cpu: on all its ranks. Local."""
         if isinstance(self.placement.here.device, str):
             raise _on_the_cpu(operation)
 
     def gpu(self, operation: str) -> GpuBackend:
         """Return this rank's GPU, which opens if it is not open yet. Local.
 
-        Raises `InvalidUsageError` where the communicator is on the cpu or was freed, and as a device does that cannot
-        be opened.
+        Raises `InvalidUsageError` where the communicator is on the cpu or was freed, `HandleError` or
+        `BackendUnavailableError` where the device cannot be opened.
         """
         self._require_unfreed(operation)
         if not self._has_device:
@@ -144,7 +144,7 @@ class Session:
         """Give back one array or event; see its ``close``."""
         if self._freed:
             return
-        # All ranks have the same ones in the same order, so its index tells it from the others.
+        # All ranks have the same ones in the same order, so its index names it on all ranks.
         step = f"{what} {self._shared.index(shared)}: close"
         late = self._meet(step)
         try:
@@ -153,7 +153,7 @@ class Session:
             self._shared.remove(shared)
 
     def check(self, stream: Any) -> None:
-        """Wait for a stream, then raise what went wrong on it; see ``Communicator.check``. Local."""
+        """Wait for a stream, then raise the error of its work; see ``Communicator.check``. Local."""
         if self._groups:
             self.require_usable("check")
         self._require_unfreed("check")
@@ -173,8 +173,8 @@ class Session:
     def close(self) -> None:
         """Give everything back. Collective, blocking; local where the communicator is broken. Idempotent.
 
-        It sets nothing up: where that has not happened, ranks wait for each other only if peers may have opened memory
-        of theirs all the same.
+        On a communicator that is not set up it sets nothing up. Its ranks then wait for each other only if peers may
+        have opened memory all the same: see `keep_beside`.
         """
         if self._freed:
             return
@@ -192,7 +192,7 @@ class Session:
     def release(self) -> None:
         """Unmap the peers' memory before MPI_Finalize; local, without a barrier.
 
-        Own memory is left to the end of the process: peers that are not yet here may still use it.
+        Own memory lives until the process ends, because peers that have not come to MPI_Finalize may still access it.
         """
         if self._freed:
             return
@@ -228,7 +228,7 @@ class Session:
         except Exception:
             if self._has_device and not was_open:
                 self._has_device = False
-                with contextlib.suppress(MpicommError):  # a device that has failed refuses this too
+                with contextlib.suppress(MpicommError):  # a device that has failed refuses this, too
                     self.backend.close()
             raise
 
@@ -242,7 +242,7 @@ class Session:
             _announce_handle(self.backend, request, *chosen[group.rank])
 
     def _join(self, private: MPI.Intracomm, group: Group) -> None:
-        """Take the groups over; local."""
+        """Take over the groups, and the communicator that carries their messages; local."""
         self.group = group
         self.node = self._node_of(group)
         self.pads = SignalPads(self.node, self.backend, self.kind)
@@ -258,9 +258,9 @@ class Session:
         return group.subgroup(self.placement.node_ranks, tag=_NODE_TAG)
 
     def _meet(self, step: str) -> MpicommError | None:
-        """Wait until all ranks are about to give the same back; if one does not come, return that for `_give_back`.
+        """Wait until all ranks are about to give back the same things; return the error of a rank that does not come.
 
-        Raises `PeerError` where ranks call different things: nothing has been given back then, and all can go on.
+        Raises `PeerError` where ranks call different things: nothing is given back then, and all ranks can go on.
         """
         if self._groups and self.intact:
             try:
@@ -272,10 +272,10 @@ class Session:
         return None
 
     def _give_back(self, shared: Sequence[Shared], step: str, late: MpicommError | None) -> None:
-        """Stop work, unmap the peers' memory, wait for all ranks to have done so, free own memory; raise ``late``.
+        """Stop work, unmap the peers' memory, wait until all ranks have done so, free own memory; raise ``late``.
 
-        The wait keeps a rank from freeing memory that a slower peer still has mapped, or is still working on. No
-        second one is needed: nothing of these is used again before the next exchange.
+        The wait keeps a rank from freeing memory that a slower peer still has mapped, or still works on. There is no
+        second wait, because no rank uses what was given back before the next exchange.
         """
 
         def stop_and_unmap() -> None:
@@ -287,7 +287,7 @@ class Session:
 
         with contextlib.ExitStack() as last:
             for member in reversed(shared):
-                last.callback(member.close_own)  # whatever fails before: a peer that is gone has nothing mapped
+                last.callback(member.close_own)  # whatever fails before, as a peer that is gone has nothing mapped
             if not self._groups:
                 if self._meets_always:
                     last.callback(self._meet_without_groups, step)
@@ -300,7 +300,7 @@ class Session:
                 raise late
 
     def _meet_without_groups(self, step: str) -> None:
-        """Wait until all ranks have come here. Collective."""
+        """Wait until all ranks have unmapped the peers' memory. Collective."""
         try:
             meet(self._comm, step, self.placement.here.timeout_s)
         except CollectiveTimeoutError:

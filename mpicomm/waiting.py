@@ -1,4 +1,4 @@
-"""Wait for something that another process does: with low latency at first, without burning a core later."""
+"""Wait for another process: with low latency at first, and later without keeping a core busy."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 import time
 from collections.abc import Callable
 
-_SPINS = 64  # polls without giving up the core: an answer that is nearly there comes within microseconds
+_SPINS = 64  # polls before the first yield: many answers come within microseconds
 _YIELD_S = 1e-3
 _LONGEST_PAUSE_S = 1e-3
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:
-    """Call ``ready`` until it is true, and return True, or until ``timeout_s`` seconds are over, and return False.
+    """Call ``ready`` until it returns true, and return True; return False when ``timeout_s`` seconds have passed.
 
-    ``meanwhile`` is called between polls, once the wait is longer than the first spin.
-    After a short spin it yields the core between polls, for ranks may outnumber cores and the one that is waited for
-    needs one; after a millisecond it sleeps, longer and longer.
+    The wait spins for some microseconds. Then it yields the core between polls, because ranks may outnumber cores and
+    the peer needs one. After a millisecond it sleeps between polls, longer and longer. From the first yield on it calls
+    ``meanwhile`` between polls.
     """
     for _ in range(_SPINS):
         if ready():

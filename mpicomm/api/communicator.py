@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Where a rank is, what it uses, and how it reaches the memory of each rank of the communicator."""
+    """Where a rank is, which device it uses, and how it reaches the memory of each rank of the communicator."""
 
     rank: int
     host: str
@@ -50,28 +50,29 @@ class RankInfo:
     numa_node: int
     handle: str
     rejected: dict[str, str]
-    """Better handle kinds that were tried, with the reason each was refused."""
+    """The better handle kinds that do not work, each with the reason."""
     links: tuple[Link, ...]
 
 
 class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollectives, PointToPoint, Probes, HostOnly):
     """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
 
-    ``comm`` is the communicator to work on; a duplicate of it is made, so messages cannot mix, and `Free` frees that.
+    The communicator works on a duplicate of ``comm``, so its messages cannot mix with others, and `Free` frees the
+    duplicate.
 
-    ``device`` is "auto" (the GPUs that the ranks of the node see, shared out by local rank, of which a rank keeps its
-    own in later communicators; or the cpu where some rank has none), "cpu", or this rank's device ordinal; a GPU
-    becomes the calling thread's current device. ``handle`` is how memory is opened: "ipc", "fd", "fabric", "staged", or
-    "auto" for the best that works between all ranks of the node. After ``timeout_s`` seconds (30, or MPICOMM_TIMEOUT) a
-    missing rank is an error. ``handle`` and ``timeout_s`` are the same on all ranks.
+    ``device`` is "auto", "cpu" or this rank's device ordinal. With "auto" the ranks of a node share the GPUs that they
+    see by local rank, and a rank keeps its GPU in later communicators; where some rank sees none, all use the cpu. A
+    GPU becomes the calling thread's current device. ``handle`` is how ranks open memory: "ipc", "fd", "fabric",
+    "staged", or "auto" for the best that works between all ranks of the node. After ``timeout_s`` seconds (30, or
+    MPICOMM_TIMEOUT) a missing rank is an error. ``handle`` and ``timeout_s`` are the same on all ranks.
 
-    Raises, on every rank alike, `InvalidUsageError` for bad arguments, `BackendUnavailableError` where the device asked
-    for cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.
+    Raises, on every rank alike, `InvalidUsageError` for bad arguments, `BackendUnavailableError` where the device
+    cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.
 
-    Everything an mpi4py communicator does is inherited. What has a topology or two groups is mpi4py's, and refuses
-    device arrays; ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` do not even look: pass them host memory.
-    Communicators made from this one (``Dup``, ``Split``,
-    ``Create_group``, ...) are Communicators on the same devices; their set-up waits for their first use.
+    It inherits all calls of an mpi4py communicator. Communicators with a topology or two groups are mpi4py's, and
+    refuse device arrays. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` do not look at their buffers: pass them
+    host memory. Communicators made from this one (``Dup``, ``Split``, ``Create_group``, ...) are Communicators on the
+    same devices, which set themselves up at their first use.
     """
 
     _session: Session
@@ -85,7 +86,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         handle: str = "auto",
         timeout_s: float | None = None,
     ) -> Self:
-        """Duplicate ``comm`` twice, for the user and for mpicomm's own messages, and set up."""
+        """Duplicate ``comm`` twice, for the user's messages and for mpicomm's, and set up."""
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
@@ -96,9 +97,10 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         return self
 
     def __del__(self, is_finalized: Callable[[], bool] = MPI.Is_finalized) -> None:
-        """Warn (ResourceWarning) of one that was made and not freed; to free it is collective, which this cannot be.
+        """Warn (ResourceWarning) of a lost communicator: garbage collection cannot free it, because that is collective.
 
-        Not of those made from it, nor at the end of the program, which mpi4py's users leave to MPI_Finalize.
+        It does not warn of communicators that were made from another, nor at the end of the program, where MPI_Finalize
+        frees communicators.
         """
         if self._unfreed and not sys.is_finalizing() and not is_finalized() and self != MPI.COMM_NULL:
             warnings.warn(
@@ -110,7 +112,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         self._collectives = Collectives(self, session)
         self._messages = Messages(self, session.placement, session.gpu)
         self._in_stream_order = InStreamOrder(self._collectives)
-        # Peers open this rank's outbox as messages come: which of them have, only they know.
+        # Peers open this rank's outbox as messages come, and only they know whether they have: Free waits for them.
         session.keep_beside(self._messages.memory, opened_by_peers=self._messages.described)
         self._block_limit = min(LIMITS["Gather"], LIMITS["Scatter"]) // len(session.placement.places)
 
@@ -140,15 +142,15 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
     @property
     def handle(self) -> str:  # type: ignore[override]
-        """How memory is opened on this rank's node: "ipc", "fd", "fabric", "staged", or "memfd" on the cpu.
+        """How the ranks of this node open memory: "ipc", "fd", "fabric", "staged", or "memfd" on the cpu.
 
-        It hides mpi4py's attribute of that name, MPI's own handle: that is ``MPI.Intracomm(comm).handle``.
+        It hides mpi4py's attribute of that name, MPI's handle of the communicator: ``MPI.Intracomm(comm).handle``.
         """
         return self._placement.here.handle
 
     @property
     def local_rank(self) -> int:
-        """This rank's place among the ranks of its node."""
+        """This rank's index among the ranks of its node."""
         return self._placement.local_rank
 
     @property
@@ -164,9 +166,11 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
     def empty(self, shape: int | Sequence[int], dtype: npt.DTypeLike = float) -> SymmetricArray:
         """Allocate an array of ``shape`` on every rank and open it to the others of the node. Collective, blocking.
 
-        Contents are undefined. Shape and dtype are the same on all ranks; zero-size arrays are allowed. Close it with
-        ``close()``, or leave it to `Free`. Raises, on every rank alike, `InvalidUsageError` for a bad or differing
-        shape or dtype, `HandleError` where memory cannot be had or opened, `CollectiveTimeoutError`.
+        Contents are undefined. Shape and dtype are the same on all ranks; zero-size arrays are allowed. The array's
+        ``close()`` frees it, or `Free`.
+
+        Raises, on every rank alike, `InvalidUsageError` for a bad or differing shape or dtype, `HandleError` where
+        memory cannot be allocated or opened, `CollectiveTimeoutError`.
         """
         return create.empty(self._session.set_up("empty"), shape, dtype, zero=False)
 
@@ -175,31 +179,35 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         return create.empty(self._session.set_up("zeros"), shape, dtype, zero=True)
 
     def register(self, array: Any) -> SymmetricArray:
-        """Open memory that exists already, one array per rank, to the others of the node. Collective, blocking.
+        """Open existing memory, one array per rank, to the others of the node. Collective, blocking.
 
         On a GPU, any C-contiguous CuPy, DLPack or ``__cuda_array_interface__`` array in memory of ``cudaMalloc`` (the
         default pools of CuPy and PyTorch): the whole block of the pool becomes visible to the peers. On the host, an
         array in a shared mapping (``multiprocessing.shared_memory``, a writable ``numpy.memmap``). The memory stays the
-        caller's and must outlive the `SymmetricArray`, which is closed like those of `empty`.
+        caller's and must outlive the `SymmetricArray`, which closes like an array of `empty`.
 
-        Raises, on every rank alike, `InvalidUsageError` for memory that cannot be opened, naming its kind and the way
+        Raises, on every rank alike, `InvalidUsageError` for memory that peers cannot open, with its kind and the way
         out, and for shapes or dtypes that differ; `HandleError`, `CollectiveTimeoutError`.
         """
         return create.register(self._session.set_up("register"), array)
 
     def shared_event(self) -> SharedEvent:
-        """Create an event per rank that all ranks of the node can wait for. Collective, blocking."""
+        """Create an event per rank that all ranks of the node can wait for. Collective, blocking.
+
+        The event's ``close()`` releases it, or `Free`. Raises as `empty` does.
+        """
         return create.shared_event(self._session.set_up("shared_event"))
 
     def check(self, stream: Any = None) -> None:
-        """Wait for ``stream``, then raise what an earlier stream-ordered call could not do. Local, blocking.
+        """Wait for ``stream``, then raise the error of an earlier stream-ordered call, if any. Local, blocking.
 
-        Raises `CollectiveTimeoutError` naming the rank that did not come. The communicator is unusable then.
+        Raises `CollectiveTimeoutError` naming the rank that did not come, `PeerError` where ranks called different
+        things. The communicator is unusable then.
         """
         self._session.check(stream)
 
     def describe(self) -> RankInfo:
-        """Return where this rank is and how it reaches the others. Local, once the communicator is set up."""
+        """Return where this rank is and how it reaches the others. Collective where it sets up, else local."""
         session = self._session.set_up("describe")
         placement, here = session.placement, session.placement.here
         device = here.devices[here.device] if isinstance(here.device, int) else None
@@ -226,22 +234,22 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         )
 
     def Free(self) -> None:
-        """Free all arrays and events of the communicator, and the communicator. Collective, blocking.
+        """Free the communicator with all its arrays and events. Collective, blocking.
 
-        Requests are to be complete by then, and messages received: what is not yet on its way is lost. A second call
-        does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees what is this
-        rank's and does not wait for the others.
+        Complete all requests and receive all messages before: `Free` drops messages that have not left yet. A second
+        call does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees this rank's
+        part, and does not wait for the others.
         """
         if self._close():
             super().Free()
 
     def Disconnect(self) -> None:
-        """Free as `Free` does, after pending communication has completed."""
+        """Free as `Free` does, when MPI has completed pending communication."""
         if self._close():
             super().Disconnect()
 
     def Dup(self, info: MPI.Info | None = None) -> Self:
-        """Duplicate the communicator; its memory is its own."""
+        """Duplicate the communicator; the duplicate has its own memory."""
         return self._adopt(MPI.Intracomm(self).Dup(info))
 
     def Dup_with_info(self, info: MPI.Info) -> Self:
@@ -249,7 +257,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         return self._adopt(MPI.Intracomm(self).Dup_with_info(info))
 
     def Clone(self) -> Self:
-        """Duplicate the communicator; mpi4py's other name for `Dup`."""
+        """Duplicate the communicator: mpi4py's other name for `Dup`."""
         return self._adopt(MPI.Intracomm(self).Clone())
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
@@ -267,7 +275,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         return self._adopt_part(MPI.Intracomm(self).Create(group))
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
-        """Make a communicator of the ranks of ``group``, collective over those only."""
+        """Make a communicator of the ranks of ``group``. Collective over those ranks alone."""
         return self._adopt_part(MPI.Intracomm(self).Create_group(group, tag))
 
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
@@ -283,7 +291,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         return comm if comm == MPI.COMM_NULL else self._adopt(comm)
 
     def _adopt(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> Self:
-        """Return the MPI communicator, made from this one, as a Communicator that sets itself up when first used."""
+        """Return a communicator that MPI made from this one as a Communicator, which sets itself up at first use."""
         if ranks is None:
             group, parent_group = comm.Get_group(), self.Get_group()
             ranks = group.Translate_ranks(None, parent_group)
@@ -295,7 +303,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
 
     def _close(self) -> bool:
         """Close the session; return whether MPI's own free, which is collective, may follow."""
-        self._unfreed = False  # freed as well as it can be: of a broken communicator MPI keeps its part
+        self._unfreed = False  # although MPI keeps its part of a broken communicator, which it could free collectively
         if self == MPI.COMM_NULL or MPI.Is_finalized() or forked():
             return False
         self._session.close()

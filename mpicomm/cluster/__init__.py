@@ -1,1 +1,1 @@
-"""Agreement between ranks, and which rank is on which node and device."""
+"""Agreement between ranks, and the node and the device of each rank."""

@@ -1,7 +1,7 @@
-"""What ranks agree on over MPI while they set something up, and how they find the ranks of their node.
+"""Agreement of ranks over MPI while they set something up, and how ranks find the other ranks of their node.
 
-Everything collective in set-up and teardown goes through `Group.exchange`, so that a rank that fails cannot leave
-the others behind in a collective: either every rank gets every rank's result, or every rank raises the same error.
+Everything collective in set-up and teardown goes through `Group.exchange`. So a rank that fails cannot leave the others
+behind in a collective: either every rank gets every rank's result, or every rank raises the same error.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from mpicomm.waiting import wait_until
 
 T = TypeVar("T")
 
-_GRACE_S = 0.5  # how much longer the others wait than the root, whose message names the rank that is missing
+_GRACE_S = 0.5  # by which the others wait longer than the first rank, whose answer names the missing rank
 
 
 @dataclass(frozen=True)
 class _Outcome:
-    """One rank's part of an exchange: its result, or why it has none."""
+    """One rank's part of an exchange: its result, or its error."""
 
     step: str
     value: Any = None
@@ -40,12 +40,12 @@ _Answer = list[_Outcome] | CollectiveTimeoutError
 
 
 class Group:
-    """Ranks that set things up together, with a deadline on everything they do.
+    """Ranks that set things up together, with a deadline for each step.
 
-    ``comm`` is private to mpicomm, so no message of the user's can be taken for one of its. ``ranks`` are the ranks of
-    ``comm`` that belong to the group, in order; errors name ranks of ``comm``. After a timeout the group is `broken`:
-    its ranks no longer agree on where they are, and every later exchange raises `CollectiveTimeoutError` at once. On a
-    rank that was interrupted in the middle of an exchange it is broken too, with `PeerError`.
+    ``comm`` is private to mpicomm, so a message of the user cannot be mistaken for one of mpicomm. ``ranks`` are the
+    ranks of ``comm`` that belong to the group, in order; errors name ranks of ``comm``. After a timeout the group is
+    `broken`, because its ranks have come to different steps: every later exchange raises `CollectiveTimeoutError` at
+    once. On a rank that a Ctrl-C took out of an exchange the group is broken, too, with `PeerError`.
     """
 
     def __init__(self, comm: MPI.Intracomm, ranks: Sequence[int], timeout_s: float, *, tag: int = 0) -> None:
@@ -58,16 +58,16 @@ class Group:
         self.broken: CollectiveTimeoutError | PeerError | None = None
 
     def subgroup(self, ranks: Sequence[int], *, tag: int) -> Group:
-        """Return the group of some of these ranks; local. ``tag`` keeps its messages apart from this group's."""
+        """Return a group of some of these ranks; local. ``tag`` keeps its messages apart from those of this group."""
         return Group(self._comm, ranks, self.timeout_s, tag=tag)
 
     def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
         """Run ``produce`` on every rank and return all results in group order. Collective, blocking.
 
-        If it raises on any rank, every rank raises an error of the same class and text that names those ranks; the
-        original is its ``__cause__`` where it happened. Ranks that call with different ``step`` get a `PeerError`,
-        a rank that does not call within ``timeout_s`` seconds makes the others raise `CollectiveTimeoutError`, and so
-        does in the next exchange one that is interrupted in the middle of this one.
+        If ``produce`` raises on any rank, every rank raises an error of the same class and text that names those ranks;
+        on these ranks the original is its ``__cause__``. Ranks that call with different ``step`` get a `PeerError`. A
+        rank that does not call within ``timeout_s`` seconds makes the others raise `CollectiveTimeoutError`. So does a
+        rank that a Ctrl-C takes out of this exchange, in the next one.
         """
         self.require_whole(step)
         cause: Exception | None = None
@@ -76,14 +76,15 @@ class Group:
             mine = _Outcome(step, produce())
         except Exception as error:
             if self.broken is not None:
-                raise  # an exchange inside this one ran out of time: nobody would come to this one
+                raise  # an exchange inside this one ran out of time: the ranks do not meet in this one
             cause = error
             mine = _Outcome(step, error=_portable(error))
-            # It may have failed because a peer is gone, for which it has waited: all waits together keep the deadline.
-            # Others may still be busy, but for those whom an exchange inside this one has found missing.
+            # `produce` may have waited for a peer that is gone: all waits together keep the deadline. Half of it is
+            # left in any case, because other ranks may still be busy, unless an exchange inside this one has found a
+            # rank missing.
             least_s = _GRACE_S if isinstance(error, CollectiveTimeoutError) else limit_s / 2
             limit_s = max(limit_s - (time.monotonic() - start), least_s)
-        self.require_whole(step)  # an exchange inside this one may have failed in a clean-up, which keeps it silent
+        self.require_whole(step)  # an exchange inside `produce` may have failed in a clean-up, which is silent
         logger.log(TRACE, "exchange %r in ranks %s: %s", step, self.ranks, mine.error or "done here")
         outcomes = self._gather_and_share(mine, limit_s)
         failure = self._judge(outcomes)
@@ -92,7 +93,7 @@ class Group:
         return [outcome.value for outcome in outcomes]
 
     def require_whole(self, what: str) -> None:
-        """Raise if the group is broken, or belongs to the process this one was forked from; local and cheap."""
+        """Raise if the group is broken, or if this process was forked from the group's process; local and cheap."""
         if _forked:
             require_own_process(what)
         if self.broken is not None:
@@ -103,15 +104,15 @@ class Group:
             )
 
     def progress(self) -> None:
-        """Let MPI go on with what is under way, such as collectives that peers wait for; local, does not block.
+        """Let MPI advance pending communication, such as collectives that peers wait for; local, does not block.
 
-        MPI promises progress only to who calls it: a rank that waits for shared memory to change has to, or it and a
-        peer that waits for its part of a nonblocking call wait for each other.
+        A rank that waits for shared memory to change has to call this, because MPI makes progress only inside its
+        calls. Else that rank, and a peer that waits for its part of a nonblocking call, could wait for each other.
         """
         self._comm.iprobe(self._comm.rank, self._tag)
 
     def agree(self, step: str, act: Callable[[], object]) -> None:
-        """Run ``act`` on every rank; all return when all have succeeded, or all raise as in `exchange`."""
+        """Run ``act`` on every rank. All ranks return when all have succeeded, or all raise as in `exchange`."""
 
         def produce() -> None:
             act()
@@ -123,7 +124,7 @@ class Group:
         self.exchange(step, lambda: None)
 
     def _judge(self, outcomes: list[_Outcome]) -> MpicommError | None:
-        """Return the error that all ranks raise; a pure function of the outcomes, so it is the same everywhere."""
+        """Return the error that all ranks raise: a pure function of the outcomes, and so the same on all ranks."""
         steps = {outcome.step for outcome in outcomes}
         if len(steps) > 1:
             said = "; ".join(f"rank {rank}: {outcome.step}" for rank, outcome in zip(self.ranks, outcomes, strict=True))
@@ -137,15 +138,15 @@ class Group:
         for rank, error in failed.items():
             reasons.setdefault(str(error), []).append(rank)
         text = "; ".join(f"{_names(ranks)}: {reason}" for reason, ranks in reasons.items())
-        # At fault are the ranks an error names, such as the one a timeout waited for, else those it happened on.
+        # At fault are the ranks that an error names, such as the late one of a timeout, else the ranks that raised.
         at_fault = sorted({culprit for rank, error in failed.items() for culprit in error.ranks or (rank,)})
         return type(next(iter(failed.values())))(f"{outcomes[0].step} failed on {text}", ranks=at_fault)
 
     def _gather_and_share(self, mine: _Outcome, limit_s: float) -> list[_Outcome]:
-        """All-gather over a star: the first rank hears everybody, so it can tell who is missing, and tells everybody.
+        """All-gather over a star: the first rank hears all ranks, so it can name a missing rank, and answers all.
 
-        A rank cannot begin the next exchange before the first rank has answered this one, which it does when it has
-        heard all; so messages of two exchanges never meet, and one tag is enough.
+        One tag is enough, because messages of two exchanges never meet: no rank begins the next exchange before the
+        first rank has answered this one, and it answers when it has heard all.
         """
         if self.size == 1:
             return [mine]
@@ -155,9 +156,10 @@ class Group:
             if isinstance(answer, list) and not wait_until(lambda: MPI.Request.Testall(requests), self.timeout_s):
                 answer = CollectiveTimeoutError(f"{mine.step}: a peer stopped receiving", ranks=self.ranks)
         except BaseException as error:
-            # Above all KeyboardInterrupt. What this rank has sent and read is not known any more: it must not take what
-            # belongs to this exchange for the next one. The others are told nothing, but miss it then: if this was the
-            # last exchange of theirs, a message would end up in whatever communicator MPI gives the number of this one.
+            # Above all KeyboardInterrupt. This rank does not know which messages it has sent and read, and must not
+            # take a message of this exchange for one of the next: so the group is broken here. The others miss this
+            # rank in their next exchange. It sends them nothing now: if this exchange is their last, the message would
+            # arrive in whichever communicator MPI gives the same number next.
             rank = self.ranks[self.rank]
             text = f"rank {rank} left in the middle of {mine.step}: {type(error).__name__}"
             self.broken = PeerError(text, ranks=[rank])
@@ -165,14 +167,14 @@ class Group:
             raise
         if isinstance(answer, list):
             return answer
-        # Sends to a rank that is gone never complete; mpi4py keeps their buffers with the requests.
+        # Sends to a rank that is gone never complete. Their requests keep their buffers, so these stay.
         _abandoned.extend(requests)
         self.broken = answer
-        # Not the same one: with its traceback the group would keep what lies in the frames, mapped memory above all.
+        # Another error, not `self.broken`: its traceback would keep the frames, and the mapped memory in them.
         raise CollectiveTimeoutError(str(answer), ranks=answer.ranks)
 
     def _hear(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
-        """Take the first rank's part: hear what the others have to say, and tell them all of it."""
+        """Take the first rank's part: hear the outcomes of the others, and send all outcomes to all."""
         heard = {self.ranks[0]: mine}
         status = MPI.Status()
 
@@ -181,7 +183,7 @@ class Group:
                 heard[status.source] = message.recv()
             return len(heard) == self.size
 
-        # This rank is here: the others, who may have come long before, now wait as long as it does.
+        # This tells the others, which may have come long before, that this rank is here: their deadlines start again.
         requests += [self._comm.isend(None, rank, self._tag) for rank in self.ranks[1:]]
         answer: _Answer
         if wait_until(hear, limit_s):
@@ -189,14 +191,14 @@ class Group:
         else:
             missing = [rank for rank in self.ranks if rank not in heard]
             answer = _did_not_arrive(mine.step, missing, self.timeout_s)
-        # The missing rank gets the answer too: should it arrive late, it learns at once what happened.
+        # A missing rank gets the answer, too: if it comes late, it raises at once.
         requests += [self._comm.isend(answer, rank, self._tag) for rank in self.ranks[1:]]
         return answer
 
     def _ask(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
-        """Take another rank's part: tell the first rank, and return what it answers."""
+        """Take another rank's part: send its outcome to the first rank, and return the answer."""
         first = self.ranks[0]
-        said: list[Any] = []  # None as soon as the first rank is here, then what it has heard
+        said: list[Any] = []  # from the first rank: None when it has come, then the answer
         requests.append(self._comm.isend(mine, first, self._tag))
 
         def listen() -> bool:
@@ -221,7 +223,7 @@ _abandoned: list[MPI.Request] = []
 def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm:
     """Return a duplicate of ``comm``. Collective; raises `CollectiveTimeoutError` where not all ranks come in time.
 
-    Which ones is not known: `Group` names them, but it needs the duplicate.
+    The error names no ranks: only a `Group` can, and it needs the duplicate.
     """
     require_own_process(step)
     copy, request = comm.Idup()
@@ -241,7 +243,7 @@ def meet(comm: MPI.Intracomm, step: str, timeout_s: float) -> None:
 
 
 def _portable(error: Exception) -> MpicommError:
-    """Return the error as one of mpicomm's that can be sent to the other ranks: class, text, ranks, nothing else."""
+    """Return the error as an `MpicommError` that can be sent to the other ranks: its class, its text, its ranks."""
     if isinstance(error, MpicommError):
         return type(error)(str(error), ranks=error.ranks)
     return HandleError(f"{type(error).__name__}: {error}")
@@ -252,10 +254,11 @@ def _names(ranks: Sequence[int]) -> str:
 
 
 def node_key() -> str:
-    """Return a text that is equal for ranks that can be expected to reach each other's memory.
+    """Return a text that is the same on ranks that presumably reach each other's memory.
 
-    MPICOMM_HOSTID, or the kernel's boot id with the network namespace: descriptors travel over abstract sockets, which
-    live in one. Host names say nothing: containers of one host have several, cloned machines share one.
+    It is MPICOMM_HOSTID, or the kernel's boot id with the network namespace, because descriptors travel over abstract
+    sockets, which belong to a namespace. Host names say nothing: the containers of one host have several, and cloned
+    machines have the same.
     """
     given = environment.host_id()
     if given is not None:
@@ -265,12 +268,12 @@ def node_key() -> str:
 
 
 def world_rank() -> int:
-    """Return this process's rank in MPI.COMM_WORLD, by which the log knows it."""
+    """Return this process's rank in MPI.COMM_WORLD, which names it in the log."""
     return MPI.COMM_WORLD.rank
 
 
 def group_by_node(keys: Sequence[str]) -> list[list[int]]:
-    """Return the ranks of each node, nodes in the order of their first rank."""
+    """Return the ranks of each node; the nodes are in the order of their first ranks."""
     nodes: dict[str, list[int]] = {}
     for rank, key in enumerate(keys):
         nodes.setdefault(key, []).append(rank)
@@ -281,14 +284,14 @@ _forked = False
 
 
 def forked() -> bool:
-    """Return whether this process was forked from one that uses MPI, whose communicators are then not its own."""
+    """Return whether this process was forked from an MPI process, to which all its communicators belong."""
     return _forked
 
 
 def require_own_process(what: str) -> None:
-    """Raise `InvalidUsageError` in a process that was forked from one that uses MPI; local and cheap.
+    """Raise `InvalidUsageError` in a process that was forked from an MPI process; local and cheap.
 
-    It shares memory and the place in every queue with its parent: whatever it sent would be taken for its parent's.
+    It shares its memory and its place in every queue with its parent: peers would take its messages for its parent's.
     """
     if _forked:
         raise InvalidUsageError(
@@ -300,7 +303,7 @@ def require_own_process(what: str) -> None:
 def _after_fork() -> None:
     global _forked
     _forked = MPI.Is_initialized()
-    _at_finalize.clear()  # what there is to give back is the parent's
+    _at_finalize.clear()  # the parent gives its memory back
 
 
 os.register_at_fork(after_in_child=_after_fork)
@@ -310,10 +313,11 @@ _finalize_keyval = MPI.KEYVAL_INVALID
 
 
 def release_before_finalize(owner: Any) -> None:
-    """Call ``owner.release()`` before MPI_Finalize, unless it is gone by then. Local.
+    """Call ``owner.release()`` before MPI_Finalize, unless ``owner`` is gone by then. Local.
 
-    MPI deletes the attributes of MPI_COMM_SELF first of all in MPI_Finalize (MPI 4.1, section 11.2.4): that is for a
-    program that calls it. mpi4py calls it when the interpreter is gone and no callback can run: that is for atexit.
+    Where the program calls MPI_Finalize, an attribute of MPI_COMM_SELF makes the call: MPI_Finalize deletes these
+    attributes before all else (MPI 4.1, section 11.2.4). Else mpi4py calls it when the interpreter is gone and no
+    callback can run: then atexit makes the call.
     """
     global _finalize_keyval
     if _finalize_keyval == MPI.KEYVAL_INVALID:

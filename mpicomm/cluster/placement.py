@@ -1,4 +1,4 @@
-"""Where the ranks of a communicator are: their nodes, and the device each one uses."""
+"""Placement: the node and the device of each rank of a communicator."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ from mpicomm.log import logger
 SECRET_NBYTES = 32
 
 _given: list[bytes] = []
-"""UUID of the GPU that "auto" has given this process, if it has: a rank has one GPU, where its arrays are, whichever of
-its communicators it works with."""
+"""UUID of the GPU that "auto" has given this process, once it has. A rank keeps it in all its communicators: its arrays
+are there."""
 
 
 @dataclass(frozen=True)
 class RankPlace:
-    """Where one rank is, and with what it works: first what was asked for, in the end what was chosen.
+    """Where one rank is, and the device and the handle kind that it uses: first the requested ones, then the chosen.
 
-    ``device`` is an ordinal among ``devices``, those the rank can see, or "cpu" or, before it is chosen, "auto".
-    ``handle`` is a handle kind or, before it is chosen, "auto"; ``rejected`` says why better kinds were not taken.
+    ``devices`` are the GPUs that the rank sees. ``device`` is an ordinal among them, or "cpu", or "auto" until it is
+    chosen. ``handle`` is a handle kind, or "auto" until it is chosen; ``rejected`` has the reason against each better
+    kind.
     """
 
     host: str
@@ -47,7 +48,7 @@ class RankPlace:
     token: bytes = field(default=b"", repr=False)
     """This rank's part of the secret of every communicator it is in."""
     given: bytes = b""
-    """UUID of the GPU that this process was given before, empty if it was not."""
+    """UUID of the GPU that "auto" gave this process before, else empty."""
     local_id: int = 0
     """`environment.local_id`."""
 
@@ -58,7 +59,7 @@ class RankPlace:
 
 
 class Placement:
-    """The places of all ranks; the same on every rank but for ``rank``."""
+    """The places of all ranks. All ranks have the same one, but for ``rank``."""
 
     def __init__(self, places: Sequence[RankPlace], rank: int) -> None:
         self.places = tuple(places)
@@ -76,11 +77,11 @@ class Placement:
 
     @property
     def secret(self) -> bytes:
-        """What only ranks of a communicator of these ranks in this order know: `SECRET_NBYTES` bytes."""
+        """`SECRET_NBYTES` bytes that only the ranks of a communicator of these ranks, in this order, know."""
         return hashlib.blake2b(b"".join(place.token for place in self.places), digest_size=SECRET_NBYTES).digest()
 
     def node_index_of(self, rank: int) -> int:
-        """Return the place of ``rank`` among the ranks of this node; raises `InvalidUsageError` if it is not there."""
+        """Return the index of ``rank`` in the node; raises `InvalidUsageError` where it is no rank of this node."""
         size = len(self.places)
         try:
             rank = operator.index(rank)
@@ -100,7 +101,7 @@ class Placement:
         return Placement([self.places[rank] for rank in ranks], list(ranks).index(self.rank))
 
     def with_handles(self, chosen: Sequence[tuple[Kind, dict[str, str]]]) -> Placement:
-        """Return the placement with each rank's chosen handle kind, and the kinds rejected before it."""
+        """Return the placement with each rank's chosen handle kind, and its rejected kinds."""
         places = [
             replace(place, handle=kind, rejected=rejected)
             for place, (kind, rejected) in zip(self.places, chosen, strict=True)
@@ -108,7 +109,7 @@ class Placement:
         return Placement(places, self.rank)
 
     def create_backend(self) -> HostBackend | GpuBackend:
-        """Return a backend for this rank's device; local. Raises `BackendUnavailableError` or `HandleError`."""
+        """Open this rank's device and return it; local. Raises `BackendUnavailableError` or `HandleError`."""
         place = self.here
         if isinstance(place.device, str):
             return HostBackend(place.timeout_s)
@@ -118,7 +119,7 @@ class Placement:
 
 
 def find_placement(group: Group, device: int | str, handle: str) -> Placement:
-    """Find the nodes and give every rank its device. Collective; on bad arguments every rank raises the same error."""
+    """Find the nodes and give every rank a device. Collective; all ranks raise the same error for bad arguments."""
     places = group.exchange("Communicator: find devices", lambda: _look_around(device, handle, group.timeout_s))
     _require_same("handle", [place.handle for place in places])
     _require_same("timeout_s", [place.timeout_s for place in places])
@@ -147,7 +148,7 @@ def find_placement(group: Group, device: int | str, handle: str) -> Placement:
 
 
 def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
-    environment.bind_cpu()  # a bad value is an error on every rank from here, not on one rank later
+    environment.bind_cpu()  # here a bad value on one rank is an error on all ranks
     request = environment.device(device)
     devices: tuple[DeviceInfo, ...] = ()
     reason = "the cpu was asked for"
@@ -195,13 +196,13 @@ def _choose_devices(places: Sequence[RankPlace]) -> list[int | str]:
 
 
 def assign_devices(visible: Sequence[Sequence[bytes]], given: Sequence[bytes], local_ids: Sequence[int]) -> list[int]:
-    """Give each rank of a node the device that fewest others got; returns ordinals in each rank's own list.
+    """Give each rank of a node the device that the fewest others have; return ordinals in each rank's own list.
 
-    ``visible`` holds the UUIDs each rank sees, in its order. One rule covers the usual cases: ranks that see all
-    devices get one each in order, ranks that see one each (CUDA_VISIBLE_DEVICES set per rank) get that, more ranks than
-    devices share evenly. Before that a rank keeps the device it was ``given`` in another communicator. And where all
-    see the same, the order begins at its place among all processes of the job on the machine, not of this communicator
-    alone: two halves of them, say, that each make one then do not take the same devices.
+    ``visible`` holds the UUIDs that each rank sees, in its order. A rank first keeps the device that it was ``given``
+    in another communicator. One rule covers the rest: ranks that see all devices get one each in order, ranks that see
+    one each (CUDA_VISIBLE_DEVICES set per rank) get that, and more ranks than devices share evenly. Where all ranks see
+    the same devices, a rank begins at its number among all processes of the job on the machine, ``local_ids``: two
+    halves of the job that each make a communicator then take different devices.
     """
     users = Counter(uuid for uuid, uuids in zip(given, visible, strict=True) if uuid in uuids)
     alike = len({tuple(uuids) for uuids in visible}) == 1
@@ -218,11 +219,11 @@ def assign_devices(visible: Sequence[Sequence[bytes]], given: Sequence[bytes], l
 
 
 def _announce(placement: Placement, *, automatic: bool) -> None:
-    """Say once what was decided, at WARN where it is slower than it could be."""
+    """Log the choice once, at WARN where another choice would be faster."""
     places = placement.places
     if automatic and placement.rank == 0 and places[0].device == "cpu":
         rank = next(rank for rank, place in enumerate(places) if not place.devices)
-        # A GPU that cannot be used is worth a warning; a machine without one is not.
+        # A GPU that cannot be used is worth a warning; a machine without a GPU is not.
         wanted = any(place.devices for place in places) or Path("/dev/nvidiactl").exists()
         say: Callable[..., None] = logger.warning if wanted else logger.info
         say("using the cpu: rank %d has no device: %s", rank, places[rank].no_device_reason)

@@ -1,1 +1,1 @@
-"""Memory, streams and events of one device: the Protocol, the host, and CUDA."""
+"""Memory, streams and events of one device: the Protocols, the host, and CUDA."""

@@ -1,7 +1,7 @@
 """MemoryHandle: the packet with which one rank tells another how to open its memory.
 
-Packets come from peers, so unpacking trusts nothing: length, magic, version, kind, digest and ranges are checked
-and every failure is a `HandleError`.
+Packets come from peers, so `MemoryHandle.unpack` trusts none: it checks length, magic, version, kind, digest and
+ranges, and every failure is a `HandleError`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from mpicomm.errors import HandleError
 Kind = Literal["memfd", "ipc", "fd", "fabric", "staged"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 FD_KINDS: frozenset[Kind] = frozenset({"memfd", "fd", "staged"})  # a file descriptor travels beside the packet
-
-SEALED_KINDS: frozenset[Kind] = frozenset({"memfd", "staged"})  # that descriptor is of host memory, which can be sealed
+SEALED_KINDS: frozenset[Kind] = frozenset({"memfd", "staged"})  # the descriptor is of host memory, which can be sealed
 
 KEY_NBYTES = 64  # sizeof(CUipcMemHandle) == sizeof(CUmemFabricHandle)
 
@@ -32,9 +31,9 @@ PACKET_NBYTES = _BODY.size + _DIGEST_NBYTES
 class MemoryHandle:
     """How to open ``nbytes`` bytes that lie ``offset`` bytes into an allocation of another process.
 
-    ``device`` is the UUID of the GPU that owns the memory (zeros for host memory). ``key`` is the CUDA IPC or fabric
-    handle of the *allocation*; for the kinds in `FD_KINDS` it is empty and a file descriptor travels beside the packet.
-    ``size`` is the size in bytes of that allocation.
+    ``device`` is the UUID of the GPU that owns the memory, zeros for host memory. ``key`` is the CUDA IPC or fabric
+    handle of the *allocation*, whose size is ``size`` bytes. For the kinds in `FD_KINDS` the key is empty, and a file
+    descriptor travels beside the packet.
     """
 
     kind: Kind
@@ -69,7 +68,7 @@ class MemoryHandle:
         body, digest = packet[: _BODY.size], packet[_BODY.size :]
         magic, version, kind, device, key, size, offset, nbytes = _BODY.unpack(body)
         if magic != _MAGIC:
-            raise HandleError(f"handle packet begins with {magic!r} instead of {_MAGIC!r}: it is not mpicomm's")
+            raise HandleError(f"handle packet begins with {magic!r} instead of {_MAGIC!r}: mpicomm has not made it")
         if version != _VERSION:
             raise HandleError(
                 f"handle packet has version {version}, this mpicomm reads {_VERSION}: run one mpicomm on all ranks"
@@ -85,5 +84,5 @@ class MemoryHandle:
 
 
 def _digest(body: bytes) -> bytes:
-    # Catches damage, not malice: a peer that can send a packet is trusted as far as the memory it offers.
+    # It finds damage, not malice: a peer that can send a packet is trusted as far as the memory that it offers.
     return hashlib.blake2b(body, digest_size=_DIGEST_NBYTES, person=b"mpicomm-handle").digest()

@@ -1,4 +1,4 @@
-"""Host memory that ranks of a node share: memfd segments, mapped by every rank and viewed as NumPy arrays."""
+"""Host memory that the ranks of a node share: memfd segments, which every rank maps and views as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 def memfd_create(nbytes: int) -> Descriptor:
-    """Return a descriptor of ``nbytes`` bytes of anonymous shared memory, sealed at that size; the caller closes it."""
+    """Return a descriptor of ``nbytes`` bytes of anonymous shared memory, sealed at that size; the caller closes it.
+
+    Raises `HandleError` where the machine does not have so much memory left: the kernel grants it all the same, and
+    kills the process at some later access.
+    """
     available = _available_nbytes()
     if nbytes > available:
         raise HandleError(
@@ -42,28 +46,28 @@ def memfd_create(nbytes: int) -> Descriptor:
         raise HandleError(f"memfd_create failed: {error.strerror}") from error
     try:
         os.ftruncate(fd, nbytes)
-        # A peer that could shrink the file would turn every access beyond its new end into a SIGBUS here.
+        # A peer could shrink a file that is not sealed: every access beyond its new end would be a SIGBUS here.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except OSError as error:
-        fd.close()  # the error has this frame, and the frame has the descriptor
+        fd.close()  # the error holds this frame, and the frame holds the descriptor
         raise HandleError(f"cannot allocate {nbytes} bytes of shared host memory: {error.strerror}") from error
     return fd
 
 
 def require_sealed(fd: int) -> None:
-    """Raise `HandleError` unless shared memory is sealed as `memfd_create` does: a peer may send anything."""
+    """Raise `HandleError` unless a peer's descriptor is sealed as those of `memfd_create`; a peer may send anything."""
     try:
         sealed = bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:  # no file of this kind
+    except OSError:  # a file of another kind, which has no seals
         sealed = False
     if not sealed:
         raise HandleError(
-            "shared memory is not sealed against shrinking: mpicomm has not made it; run one on all ranks"
+            "shared memory is not sealed against shrinking: mpicomm has not made it; run one mpicomm on all ranks"
         )
 
 
 class _Mapping:
-    """A shared mapping, unmapped with its last view. Python's ``mmap`` would keep a descriptor open for each."""
+    """A shared mapping, which its last view unmaps. Python's ``mmap`` would keep a descriptor open for each mapping."""
 
     def __init__(self, fd: int, offset: int, nbytes: int) -> None:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
@@ -71,7 +75,7 @@ class _Mapping:
             address = _map(None, nbytes, protection, mmap.MAP_SHARED, fd, offset)
             if address == _MAP_FAILED:
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-            # Not at exit: threads of the user may still work on the memory then.
+            # Not at exit: threads of the user may still access the memory then.
             weakref.finalize(self, _unmap, address, nbytes).atexit = False
         self.__array_interface__ = {"version": 3, "data": (address, False), "shape": (nbytes,), "typestr": "|u1"}
 
@@ -85,11 +89,11 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
-    """Map bytes of a descriptor that is shared memory; the mapping lasts as long as the array or a view of it."""
+    """Map bytes of the shared memory ``fd``; the mapping lasts as long as the array or a view of it."""
     start = offset - offset % mmap.ALLOCATIONGRANULARITY
     try:
         if os.fstat(fd).st_size < offset + nbytes:
-            # Mapping beyond the end succeeds and kills the process at the first access.
+            # The kernel maps beyond the end of a file, too, and kills the process at the first access there.
             raise HandleError(f"shared memory has {os.fstat(fd).st_size} bytes, its handle promised {offset + nbytes}")
         mapping = _Mapping(fd, start, offset + nbytes - start)
     except OSError as error:
@@ -100,9 +104,9 @@ def map_shared(fd: int, offset: int, nbytes: int) -> npt.NDArray[np.uint8]:
 class HostSegment:
     """Shared host memory mapped into this process, its own or a peer's.
 
-    `close` gives the mapping up; it is unmapped when the last NumPy view of it is gone, so a view that outlives its
-    array stays readable instead of crashing the process. A segment to export has the file's descriptor, ``fd``, which
-    `close` closes unless `take_fd` has handed it over. Of a segment that nobody closes both end with it.
+    `close` gives the mapping up. The last NumPy view unmaps it, so a view that outlives its array stays readable
+    instead of crashing the process. A segment to export has the file's descriptor, ``fd``, which `close` closes unless
+    `take_fd` has handed it over. The last reference to a segment does what `close` does.
     """
 
     def __init__(
@@ -117,19 +121,19 @@ class HostSegment:
 
     @classmethod
     def allocate(cls, size: int) -> HostSegment:
-        """Allocate so many bytes, all zero; ``size`` is a multiple of a page."""
+        """Allocate ``size`` bytes, a multiple of a page, all zero."""
         fd = memfd_create(size)
         try:
             return cls(map_shared(fd, 0, size), fd=fd, size=size)
         except Exception:
-            fd.close()  # the error has this frame, and the frame has the descriptor
+            fd.close()  # the error holds this frame, and the frame holds the descriptor
             raise
 
     def take_fd(self) -> Descriptor:
-        """Hand the descriptor to the caller, who closes it; the mapping does not need it."""
+        """Hand the descriptor to the caller, which closes it; the mapping does not need it."""
         fd, self._fd = self._fd, None
         if fd is None:
-            raise HandleError("shared memory was exported before; its descriptor is gone")
+            raise HandleError("shared memory was exported before: allocate another segment")
         return fd
 
     def close(self) -> None:
@@ -141,18 +145,18 @@ class HostSegment:
 
 
 class HostEvent:
-    """The host's event: calls on host memory block, so all that was recorded has happened; what is left is a fence."""
+    """The host's event. Calls on host memory block, so recorded work has happened: both methods are fences."""
 
     def export(self) -> bytes:
-        """Return nothing: a peer needs nothing to open it."""
+        """Return an empty key: a peer needs none to open the event."""
         return b""
 
     def record(self, stream: int) -> None:
-        """Order this rank's earlier writes before what it does next."""
+        """Order this rank's earlier writes before its later ones, such as the message that tells a peer of them."""
         fence()
 
     def wait(self, stream: int) -> None:
-        """Order the peer's writes before what this rank reads next."""
+        """Order this rank's later reads behind the peer's writes, of which a message has told it."""
         fence()
 
     def close(self) -> None:
@@ -160,7 +164,7 @@ class HostEvent:
 
 
 class HostBackend:
-    """Host memory as a `Backend`: streams do not exist (0 stands for them) and every call blocks."""
+    """Host memory as a `Backend`. It has no streams, for which 0 stands: every call blocks."""
 
     device: int | str = "cpu"
     kinds: tuple[Kind, ...] = ("memfd",)
@@ -181,22 +185,24 @@ class HostBackend:
         return HostSegment.allocate(size)
 
     def adopt(self, array: Any) -> HostSegment:
-        """Find the shared mapping an existing array lies in (``multiprocessing.shared_memory``, ``numpy.memmap``)."""
+        """Return the shared mapping that holds an array (``multiprocessing.shared_memory``, ``numpy.memmap``)."""
         if array.nbytes == 0:
-            return self.allocate("memfd", 0)  # an empty array lies nowhere, and has nothing that could be shared
+            return self.allocate("memfd", 0)  # an empty array lies nowhere; peers still expect a handle that opens
         fd, offset = _find_shared_mapping(array.ctypes.data, array.nbytes)
         content = np.lib.stride_tricks.as_strided(array.reshape(-1).view(np.uint8), (array.nbytes,))
         return HostSegment(content, fd=fd, size=os.fstat(fd).st_size, offset=offset)
 
     def export(self, segment: Any) -> tuple[MemoryHandle, Descriptor | None]:
-        """Return the handle and the descriptor, which the caller closes; possible once per segment."""
+        """Return the handle, and the descriptor, which the caller closes. Each segment can be exported once."""
         handle = MemoryHandle("memfd", NO_DEVICE, b"", segment.size, segment.offset, segment.nbytes)
         return handle, segment.take_fd()
 
     def open(self, handle: MemoryHandle, fd: int | None) -> HostSegment:
         """Map a peer's shared memory. ``fd`` stays the caller's."""
         if handle.kind != "memfd" or fd is None:
-            raise HandleError(f"a cpu communicator cannot open a handle of kind {handle.kind}: use device= alike")
+            raise HandleError(
+                f"a cpu communicator cannot open a handle of kind {handle.kind}: pass the same device= on all ranks"
+            )
         return HostSegment(map_shared(fd, handle.offset, handle.nbytes))
 
     def asarray(self, array: Any) -> npt.NDArray[Any]:
@@ -211,7 +217,7 @@ class HostBackend:
                 return np.from_dlpack(array)
         except (TypeError, ValueError, BufferError, RuntimeError) as error:
             raise InvalidUsageError(
-                f"array is a {type(array).__name__}, which DLPack does not hand over on the host: {error}"
+                f"array is a {type(array).__name__} that DLPack cannot hand over: {error}; pass a NumPy array"
             ) from error
         try:
             return np.asarray(array, copy=False)
@@ -246,20 +252,20 @@ class HostBackend:
         _bytes_at(pointer, nbytes)[:] = 0
 
     def synchronize(self, stream: int | None = None) -> None:
-        """Order this rank's writes before what it does next; they are complete already."""
+        """Order this rank's earlier writes before its later ones."""
         fence()
 
     def signal(self, sent: int, inbox: int, stream: int) -> None:
         """Add 1 to the counter at ``sent`` and publish it at ``inbox``."""
         mine, theirs = _word_at(sent), _word_at(inbox)
         mine[0] += np.uint64(1)
-        # Pairs with the fence in wait_signal: without it a weakly ordered CPU may let the peer see the counter before
-        # the data that was put ahead of it.
+        # A release: pairs with the fence in wait_signal. Without it a weakly ordered CPU may let the peer see the
+        # counter before the data that this rank has put ahead of it.
         fence()
         theirs[0] = mine[0]
 
     def wait_signal(self, expected: int, inbox: int, peer: int, stream: int) -> None:
-        """Add 1 to the counter at ``expected`` and block until ``inbox`` has reached it."""
+        """Add 1 to the counter at ``expected``, and block until ``inbox`` has come to it."""
         count, box = _word_at(expected), _word_at(inbox)
         target = int(count[0]) + 1
         if not wait_until(lambda: int(box[0]) >= target, self._timeout_s):
@@ -270,17 +276,18 @@ class HostBackend:
             )
             self.check()
         count[0] = target
-        # Pairs with the fence in signal: reads of the peer's data come after the counter that published them.
+        # An acquire: pairs with the fence in signal. This rank reads the peer's data after the counter that publishes
+        # it.
         fence()
 
     def check(self) -> None:
-        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time, every time, as on a GPU."""
+        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time: at every call, as on a GPU."""
         if self._missed is not None:
             text, peer = self._missed
             raise CollectiveTimeoutError(text, ranks=[peer])
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return host memory; it is where the device is."""
+        """Return host memory, which is the device's own."""
         return np.empty(nbytes, np.uint8)
 
     @staticmethod
@@ -290,19 +297,19 @@ class HostBackend:
         return Scratch(array.ctypes.data, nbytes, array)
 
     def completion(self, stream: int) -> Callable[[], bool]:
-        """Return that everything is done: host calls block."""
+        """Return a function that returns True: host calls block."""
         return lambda: True
 
     def create_event(self) -> HostEvent:
-        """Return an event; on the host it is a fence."""
+        """Return an event, which on the host is a fence."""
         return HostEvent()
 
     def open_event(self, exported: bytes) -> HostEvent:
-        """Return an event; on the host it is a fence."""
+        """Return an event, which on the host is a fence."""
         return HostEvent()
 
     def link(self, device: bytes, kind: Kind) -> Link:
-        """Return that ranks meet in host memory."""
+        """Return the link of host memory."""
         return Link("host memory", access=True)
 
     def close(self) -> None:
@@ -312,11 +319,11 @@ class HostBackend:
 def fence() -> None:
     """Order this thread's earlier reads and writes before its later ones, as other processes see them.
 
-    Python has no fence. A lock that is taken and given back is not enough (acquire and release leave the middle open
-    to both sides); given back and taken again it is: nothing moves down past the first release or up past the second
-    acquire, and that acquire cannot pass the release of the same lock.
+    Python has no fence, and one critical section of a lock is none: accesses may move into it from both sides. Two in a
+    row are: nothing moves down past the first release or up past the second acquire, and that acquire cannot pass the
+    release of the same lock.
     """
-    # One for each call: of a lock that lasts, a Ctrl-C between its two ends would let every later fence wait for ever.
+    # A new lock for each call: a Ctrl-C could leave a lasting one acquired, and every later fence would wait for ever.
     lock = threading.Lock()
     for _ in range(2):
         with lock:
@@ -332,7 +339,7 @@ def _word_at(pointer: int) -> npt.NDArray[np.uint64]:
 
 
 class _Memory:
-    """An address as NumPy's array interface, the documented way to view memory that no Python object owns."""
+    """An address as NumPy's array interface, NumPy's documented way to view memory that no Python object owns."""
 
     def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
         self.__array_interface__ = {
@@ -344,7 +351,7 @@ class _Memory:
 
 
 def array_at(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return a NumPy array over memory that no Python object owns; the caller keeps the memory there meanwhile."""
+    """Return a NumPy array over memory that no Python object owns; the caller keeps the memory mapped meanwhile."""
     if count == 0:
         return np.empty(0, dtype)
     return np.asarray(_Memory(pointer, count, dtype))
@@ -359,7 +366,7 @@ def _available_nbytes() -> int:
 
 def _find_shared_mapping(pointer: int, nbytes: int) -> tuple[Descriptor, int]:
     """Return a new descriptor of the file that backs an address, which the caller closes, and the offset in it."""
-    # In bytes: file names need not be text.
+    # In bytes, because file names need not be text.
     with Path("/proc/self/maps").open("rb") as maps:
         for line in maps:
             fields = line.rstrip(b"\n").split(maxsplit=5)

@@ -1,4 +1,4 @@
-"""Requests for work that MPI does not know: a device's stream, or a message that still has to be copied to a device."""
+"""Requests for work that MPI does not know: of a device's stream, or a message on its way into a device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAUSE_S = 50e-6
 _NEEDED_S = 5e-3  # so long after it has completed work, a completer looks with the short pauses
 _LONG_PAUSE_S = 1e-3  # the pauses of one that nobody has needed for that long
 _LINGER_S = 0.05  # so long a completer without work lives: to start a thread takes longer than most collectives
-_SPIN_S = 200e-6  # so long a wait looks without a pause: most device collectives take less
+_SPIN_S = 200e-6  # so long a wait polls without a pause: most device collectives take less
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
 _NULL = _Handle(MPI.REQUEST_NULL.handle).value
 
@@ -29,10 +29,10 @@ _NULL = _Handle(MPI.REQUEST_NULL.handle).value
 class Work:
     """Work that MPI does not know, and the generalized request that is completed with it.
 
-    It is done once ``done`` has returned true and ``finish`` has run after it; no function is called again then.
+    The work is done when ``done`` has returned true and ``finish`` has run after it. Neither is called again then.
 
-    Of a message, ``status`` is filled by then with what the request's own status is to say, and ``cancel`` is called by
-    `Work.cancel`, never while ``done`` runs; ``done`` then returns true if that is of any use.
+    A message has a ``status``, which by then holds the result for the request's own status. `Work.cancel` calls
+    ``cancel``, never while ``done`` runs; ``done`` then returns true if the message is cancelled.
     """
 
     def __init__(
@@ -44,25 +44,27 @@ class Work:
     ) -> None:
         self._status = status
         self._cancel = cancel
-        if status is None:  # without callbacks it takes two thirds of the time
+        if status is None:  # a request without callbacks takes two thirds of the time
             self.request = MPI.Grequest.Start(None, None, None)
         else:
-            # What cannot be cancelled mpi4py never calls cancelled. `cancel` does it, not MPI, which is locked while it
-            # calls back, when who has the turn may be waiting for it.
+            # The callback for cancelling is there because mpi4py never reports a request without one as cancelled. It
+            # does nothing, because MPI holds its lock while it calls back, and the thread that has the turn may wait
+            # for that lock: DeferredRequest.Cancel calls `cancel`.
             self.request = MPI.Grequest.Start(self._say, None, lambda completed: None)
         self._error: BaseException | None = None
         self._raised_by_caller = False
         self._done = done
         self._finish = finish
-        self._turn = threading.Lock()  # who waits and the completer's thread both advance it
+        self._turn = threading.Lock()  # the waiting thread and the completer's thread both advance the work
         self.kept: Any = None
-        """What has to live until the work is done: the buffers, which may be nobody else's, as in ``Ibcast(x + 1)``."""
+        """The buffers, which live until the work is done although a caller may drop them, as in ``Ibcast(x + 1)``."""
         self.over = False
         self.driven = False
-        """Whether a thread waits for it, and needs no other to complete it; one that misses this may do so."""
+        """Whether a thread drives the work, so that the completer leaves it alone. A completer that misses a change may
+        complete the work, too."""
 
     def advance(self) -> bool:
-        """Return whether the work is done; complete the request if it is."""
+        """Return whether the work is done, and complete the request if it is."""
         with self._turn:
             if self.over:
                 return True
@@ -78,15 +80,15 @@ class Work:
             return True
 
     def test(self) -> bool:
-        """As `advance`; who calls this then calls `require_success`."""
+        """As `advance`, for a caller that calls `require_success` when the work is done."""
         over = self.advance()
         self._raised_by_caller = over
         return over
 
     def drive(self) -> None:
-        """Wait for the work in this thread: a thread that waits in MPI keeps the completer's out for milliseconds.
+        """Wait for the work in this thread. A wait in MPI would keep the completer's thread out for milliseconds.
 
-        The pauses stay shorter than those of `wait_until`, by which a collective of a millisecond could be late.
+        The pauses are shorter than those of `wait_until`, which could make a collective of a millisecond late.
         """
         if self.test():
             return
@@ -95,25 +97,25 @@ class Work:
             until = time.perf_counter() + _SPIN_S
             while not self.test():
                 if time.perf_counter() < until:
-                    os.sched_yield()  # a sleep, of no time even, takes 50 us
+                    os.sched_yield()  # even time.sleep(0) takes 50 us
                 else:
                     time.sleep(_PAUSE_S)
         finally:
-            self.driven = False  # who was interrupted may ask MPI for it
+            self.driven = False  # after a Ctrl-C the program may wait in MPI
 
     def complete(self) -> None:
-        """Wait for the work here and now, for those who ask the request for it later."""
+        """Wait for the work now. The request raises its error later, as if a completer had completed it."""
         self.drive()
         self._raised_by_caller = False
 
     def cancel(self) -> None:
-        """Let a message that has not come yet not come at all, if it can be helped."""
+        """Cancel a message that has not come yet, where that is possible."""
         with self._turn:
             if self._cancel is not None and not self.over:
                 self._cancel()
 
     def require_success(self) -> None:
-        """Raise what the work, which is done, has raised."""
+        """Raise the error of the work, which is done, if it has one."""
         if self._error is not None:
             raise self._error
 
@@ -125,15 +127,15 @@ class Work:
         status.Set_source(known.source)
         status.Set_tag(known.tag)
         if isinstance(self._error, MPI.Exception) and not self._raised_by_caller:
-            raise self._error  # mpi4py tells MPI, and MPI whoever waits in it
+            raise self._error  # mpi4py hands it to MPI, which raises it in the thread that waits there
 
 
 class DeferredRequest(MPI.Grequest):
     """An MPI request (a generalized one) for `Work`; MPI's own wait and test calls take it too.
 
-    `Wait` and `Test` raise what went wrong with the work. So do ``MPI.Request.Waitall`` and its kin where it is an
-    error of MPI's, a message that is too long say; of others they know nothing: after them the communicator's
-    ``check()``, or its next call, raises.
+    `Wait` and `Test` raise the error of the work. ``MPI.Request.Waitall`` and its kin raise errors of MPI, such as that
+    of a message that is too long. They know no other errors: the communicator's ``check()``, or its next call, raises
+    those.
     """
 
     work: Work
@@ -145,14 +147,14 @@ class DeferredRequest(MPI.Grequest):
         return self
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        """Block until the work is done. Raises what the work raised."""
+        """Block until the work is done. Raises the error of the work."""
         self.work.drive()
         super().Wait(status)
         self.work.require_success()
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the work is done. Raises what the work raised."""
+        """Return whether the work is done. Raises the error of the work."""
         self.work.test()
         done = super().Test(status)
         if done:
@@ -160,7 +162,7 @@ class DeferredRequest(MPI.Grequest):
         return done
 
     def Cancel(self) -> None:
-        """Cancel a receive whose message has not come yet: see mpi4py. Of all else nothing comes of it."""
+        """Cancel a receive whose message has not come yet, as in mpi4py. It leaves other work as it is."""
         super().Cancel()
         self.work.cancel()
 
@@ -168,9 +170,8 @@ class DeferredRequest(MPI.Grequest):
 class Completer:
     """Completes the work of one communicator, in a thread that lives while there is some.
 
-    The thread exists so that ``MPI.Request.Waitall`` over a mixture of requests works: inside MPI's wait nobody else
-    could notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default; with less, work is completed
-    before it is returned.
+    The thread makes ``MPI.Request.Waitall`` work over a mixture of requests, because MPI's wait does not notice that a
+    device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default; with less, `add` completes the work itself.
 
     The thread looks for work that is done, with pauses. Nothing wakes it, because a wake-up makes the thread that
     starts a collective wait for the interpreter's lock, longer than the start itself takes. A look, too, keeps that
@@ -187,14 +188,14 @@ class Completer:
     def add(self, work: Work, prepare_thread: Callable[[], None]) -> Work:
         """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``prepare_thread``.
 
-        On a thread that has no device yet, whatever CUDA is asked, and be it to destroy an event with the last work
-        that knows it, makes a context on the first GPU: half a GiB for each of the ranks whose GPU is another.
+        On a thread without a device any call of the CUDA runtime makes a context on the first GPU: half a GiB of memory
+        for each of the ranks whose GPU is another.
         """
         if not self._threaded:
             work.complete()
             return work
         self._pending.append(work)
-        # After the line above, and nowhere else without the lock: see `_may_end`.
+        # This look comes after the line above, and nowhere else is there a look without the lock: see `_may_end`.
         if not self._running:
             with self._beginning_or_ending:
                 if not self._running:
@@ -212,7 +213,7 @@ class Completer:
             now = time.perf_counter()
             for _ in range(len(self._pending)):
                 work = self._pending.popleft()
-                if work.over:  # `Wait` and `Test` need no thread
+                if work.over:  # `Wait` or `Test` has completed it
                     continue
                 busy = now
                 if not work.driven and work.advance():
@@ -223,12 +224,12 @@ class Completer:
                 return
 
     def _may_end(self) -> bool:
-        """Return whether the thread may end; it is not running any more then."""
+        """Return whether the thread may end. If so, it counts as ended from here on."""
         with self._beginning_or_ending:
-            # The thread says that it ends, then looks for work; `add` adds work, then looks whether the thread runs.
-            # Whichever order these four come in, one of the two sees what the other has done: work that this look
-            # misses was added after it, by somebody who has yet to look and finds no thread. The lock keeps that one
-            # from starting another thread while this one, which has seen the work, is still to say that it goes on.
+            # This thread clears the flag, then looks for work; `add` adds work, then looks at the flag. In whichever
+            # order these four steps come, one side sees the other's first step: if this look misses some work, `add`
+            # has added it later, has yet to look at the flag, and starts a new thread. The lock keeps `add` from
+            # starting one while this thread, which has seen the work, has yet to set the flag again.
             self._running = False
             self._running = bool(self._pending)
             return not self._running
@@ -237,8 +238,9 @@ class Completer:
 class PersistentRequest(MPI.Prequest):
     """A persistent collective on device arrays, or a persistent receive on a communicator of GPUs.
 
-    While it is active it has the MPI handle of what it has started, so ``MPI.Request.Waitall`` and its kin take it; at
-    other times it is ``MPI.REQUEST_NULL`` to MPI. So ``MPI.Prequest.Startall`` cannot start it: call `Start`.
+    While it is active it has the MPI handle of the request that it has started, so ``MPI.Request.Waitall`` and its kin
+    take it. At other times its handle is ``MPI.REQUEST_NULL``, so ``MPI.Prequest.Startall`` cannot start it: call
+    `Start`.
     """
 
     _begin: Callable[[], Work] | None
@@ -255,17 +257,17 @@ class PersistentRequest(MPI.Prequest):
         return self
 
     def Start(self) -> None:
-        """Start the call once more: as the one without ``_init``."""
+        """Start the call once more, as the call without ``_init`` does."""
         if self._begin is None:
             raise InvalidUsageError("Start: this persistent request was freed; create another")
         if self._handle.value != _NULL:
             raise InvalidUsageError("Start: this persistent request is active; call Wait first")
         self._started = started = self._begin()
-        # MPI's calls on lists of requests look at nothing but the handle, and leave MPI.REQUEST_NULL there.
+        # MPI's calls on lists of requests read the handle alone, and write MPI.REQUEST_NULL into it.
         self._handle.value = started.request.handle
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
-        """Block until the started collective is done; at once if none is. Raises what went wrong."""
+        """Block until the started call is done; return at once where none is started. Raises the error of the call."""
         if self._started is not None:
             self._started.drive()
         super().Wait(status)
@@ -273,7 +275,7 @@ class PersistentRequest(MPI.Prequest):
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:
-        """Return whether the started collective is done, or none is. Raises what went wrong."""
+        """Return whether the started call is done; true where none is started. Raises the error of the call."""
         if self._started is not None:
             self._started.test()
         done = super().Test(status)
@@ -282,13 +284,13 @@ class PersistentRequest(MPI.Prequest):
         return done
 
     def Cancel(self) -> None:
-        """Cancel a receive that is started and whose message has not come yet: see mpi4py."""
+        """Cancel a started receive whose message has not come yet, as in mpi4py."""
         super().Cancel()
         if self._started is not None:
             self._started.cancel()
 
     def Free(self) -> None:
-        """Give the request up, after a wait for what it has started. A second call does nothing."""
+        """Free the request, after a wait for the started call. A second call does nothing."""
         self._begin = None
         self.Wait()
 

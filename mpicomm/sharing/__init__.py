@@ -1,1 +1,1 @@
-"""Handles of memory, exchanged between ranks and opened by each."""
+"""The exchange of memory handles between ranks, and the choice of their kind."""

@@ -1,4 +1,4 @@
-"""Choose a handle kind by trying: open, write through the mapping, read back. What a driver claims is not enough."""
+"""Choose a handle kind by a test: open, write through the mapping, read back. A driver's claims are not enough."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from mpicomm.sharing.segments import share
 
 
 def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict[str, str]]:
-    """Return the best kind that works between all ranks of the node, and why the better ones do not. Collective.
+    """Return the best kind that works between all ranks of the node, and why better kinds do not. Collective.
 
-    ``request`` is a kind, which then must work, or "auto". Every rank of the node raises the same error.
+    ``request`` is a kind, which has to work, or "auto". Every rank of the node raises the same error.
     """
     if request == "auto":
         candidates = backend.kinds
@@ -47,8 +47,8 @@ def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict
 def probe(node: Group, backend: Backend, kind: Kind) -> None:
     """Open memory of ``kind`` between all ranks of the node, and write and read it both ways. Collective.
 
-    Each rank's segment holds its own token and an inbox per rank. The inboxes are written as kernels write, the tokens
-    are read as copy engines read.
+    Each rank's segment holds its own token and an inbox per rank. Array expressions write the inboxes as kernels do;
+    copies read the tokens as copy engines do.
     """
     word = np.dtype(np.int64)
     nbytes = (node.size + 2) * word.itemsize
@@ -75,7 +75,7 @@ def probe(node: Group, backend: Backend, kind: Kind) -> None:
             stream = backend.stream(None)
             for index, expected in enumerate(tokens):
                 if int(own[1 + index]) != expected ^ node.rank:
-                    raise HandleError(f"what rank {node.ranks[index]} wrote into this rank's memory did not arrive")
+                    raise HandleError(f"a word of rank {node.ranks[index]} did not arrive in this rank's memory")
                 landing = segments.own.pointer + (node.size + 1) * word.itemsize
                 backend.copy(landing, segments[index].pointer, word.itemsize, stream)
                 backend.synchronize(stream)

@@ -1,12 +1,12 @@
 """Pass file descriptors between processes of one node: abstract unix sockets and SCM_RIGHTS, no CUDA, no MPI.
 
-Every rank listens, tells the others its `address` by a channel they trust (MPI), and then `swap`s: one message from
-each rank to each other rank, with at most one descriptor. ``pidfd_getfd`` would need no socket, but containers often
+Every rank listens, tells the others its `address` over a channel that they trust (MPI), and then calls `swap`: each
+rank sends each other rank one message with one descriptor. ``pidfd_getfd`` would need no socket, but containers often
 forbid it.
 
-Who can get in: the socket's name is visible to every user of the machine (/proc/net/unix), so it proves nothing. A
-message counts only if its process has this process's uid (SO_PEERCRED, from the kernel) and it carries the secret that
-the rank it claims to be told everyone over MPI. Strangers are dropped and the swap goes on.
+Every user of the machine can see the socket's name (/proc/net/unix) and connect, so a name proves nothing. A message
+counts only if its sender's process has this process's uid (SO_PEERCRED, from the kernel), and if it carries the secret
+that the sending rank has told all ranks over MPI. The swap drops all other messages and goes on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RETRY_S = 0.01
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank listens, and the secret by which its own messages are known. The repr keeps the secret."""
+    """Where a rank listens, and the secret that its own messages carry. The repr does not show the secret."""
 
     name: bytes
     secret: bytes = field(repr=False)
@@ -78,16 +78,16 @@ class FdExchange:
             self._listener = None
 
     def swap(self, addresses: Sequence[Address], fd: int, timeout_s: float) -> dict[int, Descriptor]:
-        """Send ``fd`` to every other rank and return theirs, by rank. Collective among the ranks, blocking.
+        """Send ``fd`` to every other rank, and return the others' descriptors by rank. Collective, blocking.
 
-        ``addresses`` holds every rank's `address`. ``fd`` stays the caller's. The returned descriptors are new and the
-        caller closes each; when this raises, it has closed what it had received. Raises `HandleError` for a peer that
-        cannot be reached, sends something else, or sends nothing in time.
+        ``addresses`` holds every rank's `address`. ``fd`` stays the caller's. The returned descriptors are new, and the
+        caller closes each; an error closes those that have come. Raises `HandleError` for a peer that cannot be
+        reached, that sends anything else, or that sends nothing in time.
         """
         if self._size == 1:
             return {}
         if self._listener is None:
-            raise HandleError("this exchange of descriptors is closed")
+            raise HandleError("this exchange of descriptors is closed: create another")
         deadline = time.monotonic() + timeout_s
         others = {rank: address for rank, address in enumerate(addresses) if rank != self._rank}
         try:
@@ -100,8 +100,8 @@ class FdExchange:
     def _swap(
         self, listener: socket.socket, others: Mapping[int, Address], fd: int, deadline: float
     ) -> dict[int, Descriptor]:
-        # All sends come first: nothing that fails while receiving can then keep a peer waiting for this rank. A
-        # message rests in the peer's queue, descriptor included, although this end is closed before it is read.
+        # All sends come first, so that no failure to receive keeps a peer waiting for this rank. A message rests in the
+        # peer's queue with its descriptor, although this end closes before the peer reads it.
         unsent = self._send(others, fd)
         received: dict[int, Descriptor] = {}
         with (
@@ -119,7 +119,7 @@ class FdExchange:
                     raise HandleError(f"no descriptor came from local ranks {missing} in time")
                 for key, _ in selector.select(min(remaining_s, _RETRY_S) if unsent else remaining_s):
                     if key.data is None:
-                        # A connection that stays silent costs a place in the selector and delays nobody.
+                        # A connection that stays silent takes a place in the selector, and delays no other.
                         if connection := _accept(listener):
                             sockets.enter_context(connection)
                             selector.register(connection, selectors.EVENT_READ, connection)
@@ -135,14 +135,14 @@ class FdExchange:
                     if rank in received:
                         raise HandleError(f"local rank {rank} sent two descriptors")
                     received[rank] = received_fd
-                # A full queue empties as its owner goes on. The owner may be waiting for this rank's queue in the same
-                # way, so this rank receives meanwhile.
+                # A full queue empties as its owner receives. The owner may wait for this rank's queue in the same way,
+                # so this rank receives between its attempts to send.
                 unsent = self._send(unsent, fd)
             on_failure.pop_all()
         return received
 
     def _send(self, addresses: Mapping[int, Address], fd: int) -> dict[int, Address]:
-        """Send the descriptor; return the addresses whose queue of connections is full."""
+        """Send the descriptor; return the addresses whose queues of connections are full."""
         unsent = {}
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         for rank, address in addresses.items():
@@ -163,9 +163,9 @@ class FdExchange:
         return unsent
 
     def _read(self, connection: socket.socket, others: Mapping[int, Address]) -> tuple[int, Descriptor] | None:
-        """Return (rank, descriptor), which the caller closes, or None for a stranger's, whose descriptors are closed.
+        """Return (rank, descriptor), which the caller closes, or None for the message of a stranger.
 
-        When this raises, it has closed what came.
+        It closes the descriptors of a stranger, and all descriptors where it raises.
         """
         try:
             content, fds, flags = _receive(connection)
@@ -179,7 +179,7 @@ class FdExchange:
         if rank is None:
             return None
         if flags & socket.MSG_CTRUNC and not fds:
-            # The kernel drops a descriptor it cannot install, and says no more than this.
+            # The kernel drops a descriptor that it cannot install, and sets nothing but this flag.
             raise HandleError(f"no room for the descriptor of local rank {rank}: raise the limit (ulimit -n)")
         raise HandleError(f"local rank {rank} sent {len(fds)} descriptors instead of 1")
 
@@ -193,9 +193,10 @@ class FdExchange:
 
 
 def _accept(listener: socket.socket) -> socket.socket | None:
-    """Return the next connection, or None for one of another user, which is closed unread.
+    """Return the next connection, or None where it is of another user: that is closed unread.
 
-    One at a time: what a flood sends is then read and closed as it comes in, and cannot use all descriptors up.
+    One at a time, so that the swap reads and closes the connections of a flood as they come, and the flood cannot use
+    all descriptors up.
     """
     try:
         connection, _ = listener.accept()
@@ -211,11 +212,11 @@ def _accept(listener: socket.socket) -> socket.socket | None:
 
 def _receive(connection: socket.socket) -> tuple[bytes, list[Descriptor], int]:
     """Return a message, its descriptors, which the caller closes, and its flags."""
-    # More room than an honest peer needs, for the message and for descriptors: so that what is too long is seen.
+    # More room than a peer's message and descriptor need, so that a longer message or a second descriptor shows.
     room = socket.CMSG_SPACE(2 * array.array("i").itemsize)
     with uninterrupted():
         content, ancillary, flags, _ = connection.recvmsg(_HELLO.size + 1, room, socket.MSG_CMSG_CLOEXEC)
-        # The kernel adds nothing but descriptors, and those whole: a socket has to ask for anything else.
+        # The kernel adds nothing but whole descriptors: a socket has to ask for anything else.
         fds = [Descriptor(number) for _, _, numbers in ancillary for number in array.array("i", numbers)]
     return content, fds, flags
 
@@ -223,4 +224,4 @@ def _receive(connection: socket.socket) -> tuple[bytes, list[Descriptor], int]:
 def _same_user(connection: socket.socket) -> bool:
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     _, uid, _ = _CREDENTIALS.unpack(credentials)
-    return bool(uid == os.geteuid())  # what the kernel reports is the effective uid
+    return bool(uid == os.geteuid())  # the kernel reports the effective uid

@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node open for each other: allocate, export, exchange, open; and the way back."""
+"""Memory that the ranks of a node open for each other: allocate, export, exchange, open, and close again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpicomm.sharing.fd_exchange import Address, FdExchange
 
 
 class SharedSegments:
-    """Every rank's segment, by index in the node: this rank's own, and the others' as mapped here."""
+    """Every rank's segment, by index in the node: this rank's own, and those of the peers as mapped here."""
 
     def __init__(self, node: Group) -> None:
         self._node = node
@@ -43,23 +43,23 @@ class SharedSegments:
     def close(self, step: str) -> None:
         """Give everything back. Collective, blocking; this rank's work on the segments must be over.
 
-        Own memory is freed although the barrier in between fails: the barrier only keeps a rank from freeing memory
-        that a slower peer has still mapped, and a peer that is gone has nothing mapped.
+        A barrier between the two steps keeps a rank from freeing memory that a slower peer has still mapped. Where the
+        barrier fails, own memory is freed all the same, because a peer that is gone has nothing mapped.
         """
         try:
             self._node.agree(step, self.close_peers)
         finally:
-            self.close_peers()  # where the group is broken, nothing was done above
+            self.close_peers()  # where the group is broken, `agree` has not called it
             self.close_own()
 
 
 @dataclass(frozen=True)
 class _Offer:
-    """What a rank tells the others of its segment."""
+    """A rank's description of its segment for the others."""
 
     signature: Hashable
     packet: bytes
-    address: Address | None  # where its descriptor is asked for, if it has one
+    address: Address | None  # of its end of the exchange of descriptors, if the segment has a descriptor
 
 
 def share(
@@ -73,12 +73,12 @@ def share(
 ) -> SharedSegments:
     """Let every rank of ``node`` open the segment that ``produce`` returns on each. Collective, blocking.
 
-    ``signature`` describes the segment; it must come out the same on all ranks. ``what`` names the call in errors.
-    Host memory has to be ``sealed``, but for that of a user, which mpicomm has not made.
-    A failure on any rank raises the same error on all, and leaves no memory, mapping or descriptor behind.
+    ``signature`` describes the segment, and has to return the same on all ranks. ``what`` names the call in errors.
+    Host memory has to be ``sealed``, unless it is memory of the user. A failure on any rank raises the same error on
+    all, and leaves no memory, mapping or descriptor behind.
     """
     segments = SharedSegments(node)
-    with contextlib.ExitStack() as temporary:  # descriptors and the socket; all ranks have opened when it closes them
+    with contextlib.ExitStack() as temporary:  # descriptors and the socket; all ranks have opened by its end
         swap: FdExchange | None = None
         own_fd: Descriptor | None = None
 
@@ -96,7 +96,7 @@ def share(
             received: dict[int, Descriptor] = {}
             if swap is not None and own_fd is not None:
                 addresses = [offer.address for offer in offers if offer.address]
-                # Half the deadline, so that a descriptor that does not come leaves time for all to agree on that.
+                # Half the deadline, so that the ranks have time to agree that a descriptor has not come.
                 received = swap.swap(addresses, own_fd, node.timeout_s / 2)
                 for fd in received.values():
                     temporary.callback(fd.close)
@@ -114,14 +114,14 @@ def share(
             offers = node.exchange(f"{what}: allocate and export", export)
             _require_same_signature(what, node, offers)
         except Exception:
-            # Nobody has opened it yet, and ranks that called something else are not here.
+            # No peer has opened it yet. No barrier, because ranks that called another function are not here.
             with contextlib.suppress(MpicommError):
                 segments.close_own()
             raise
         try:
             node.agree(f"{what}: open", lambda: open_peers(offers))
         except Exception:
-            # All ranks are here together, or the group is broken and the barrier fails at once.
+            # All ranks are here together, or the group is broken and its barrier fails at once.
             with contextlib.suppress(MpicommError):
                 segments.close(f"{what}: undo")
             raise

@@ -1,1 +1,1 @@
-"""SymmetricArray: the same memory on every rank, open to all ranks of the node; signals and events."""
+"""SymmetricArray: the same memory on every rank, open to all ranks of its node; signals and events."""

@@ -20,13 +20,13 @@ _MOST_NBYTES = 2**63 - 1
 class SymmetricArray:
     """Memory of the same shape and dtype on every rank, mapped by all ranks of the node.
 
-    Made by ``comm.empty``, ``comm.zeros`` and ``comm.register``. `local` and `peer` are NumPy arrays on the host and
-    CuPy arrays on a GPU: kernels and array expressions work on a peer's memory as on one's own. Nothing orders two
-    ranks' accesses but `signal` and `wait_signal`, barriers, and events.
+    ``comm.empty``, ``comm.zeros`` and ``comm.register`` create it. `local` and `peer` are NumPy arrays on the host and
+    CuPy arrays on a GPU: kernels and array expressions access a peer's memory as they access local memory. Nothing
+    orders the accesses of two ranks but `signal` with `wait_signal`, barriers and events.
 
-    The memory lives until `close` or the communicator's ``Free``, whichever comes first, also when no Python object
-    refers to it any more; freeing it is collective, so garbage collection cannot. On a GPU the views are invalid from
-    then on, on the host they stay readable.
+    The memory lives until `close` or the communicator's ``Free``, whichever comes first. It outlives the last reference
+    to this object, because freeing it is collective, which garbage collection cannot be. On a GPU the views are invalid
+    from then on; on the host they stay readable.
     """
 
     def __init__(self, owner: Owner, segments: SharedSegments, pad: SignalPad, local: Any, number: int) -> None:
@@ -62,12 +62,12 @@ class SymmetricArray:
 
     @property
     def local(self) -> Any:
-        """This rank's part: a numpy or cupy ndarray, zero copy."""
+        """This rank's part: a NumPy or CuPy ndarray of the memory itself."""
         self._require_open("local")
         return self._local
 
     def peer(self, rank: int) -> Any:
-        """Return the part of ``rank``, mapped here: a numpy or cupy ndarray, zero copy. Local.
+        """Return the part of ``rank`` as mapped here: a NumPy or CuPy ndarray of the memory itself. Local.
 
         Raises `InvalidUsageError` for a rank outside the communicator or on another node.
         """
@@ -82,7 +82,7 @@ class SymmetricArray:
     def pointers(self) -> Any:
         """Address of every rank's part as mapped here: uint64[size] on the device, 0 for ranks of other nodes.
 
-        Made for kernels; the array is cached, leave it as it is.
+        It is for kernels. Do not write to it: every access returns the same array.
         """
         self._require_open("pointers")
         if self._pointers is None:
@@ -96,11 +96,11 @@ class SymmetricArray:
         """Copy ``src`` into the part of ``peer``, from element ``offset`` of the flattened array on. Local.
 
         ``src`` is a C-contiguous array of this dtype on this rank's device. Stream-ordered on a GPU, blocking on the
-        host. The peer knows that the data is there after a `signal` on the same stream. Raises `InvalidUsageError`.
+        host. A `signal` on the same stream tells the peer that the data has arrived. Raises `InvalidUsageError`.
         """
         index = self._node_index(peer)
         source = self._checked(src, "src")
-        offset = operator.index(offset)  # of NumPy's integers, some are too small for an address
+        offset = operator.index(offset)  # some of NumPy's integers are too small for an address
         if not 0 <= offset <= self.size - source.size:
             raise InvalidUsageError(
                 f"src has {source.size} elements and offset={offset}: they do not fit into {self.size} elements"
@@ -110,28 +110,28 @@ class SymmetricArray:
         backend.copy(target, _pointer(source), source.nbytes, backend.stream(stream, src))
 
     def get(self, peer: int, out: Any = None, *, stream: Any = None) -> Any:
-        """Copy the whole part of ``peer`` into ``out``, or into a new array of this shape, and return that. Local.
+        """Copy the whole part of ``peer`` into ``out``, or into a new array of this shape, and return it. Local.
 
         ``out`` is a writable C-contiguous array of this dtype and size on this rank's device. Stream-ordered on a GPU,
         blocking on the host. Raises `InvalidUsageError`.
         """
         index = self._node_index(peer)
         if out is None:
-            out = np.empty_like(self._local)  # NumPy hands this to CuPy for a CuPy array
+            out = np.empty_like(self._local)  # of a CuPy array CuPy makes it
         target = self._checked(out, "out")
         if target.size != self.size:
-            raise InvalidUsageError(f"out has {target.size} elements, the array {self.size}: give it as many")
+            raise InvalidUsageError(f"out has {target.size} elements, the array {self.size}: pass an array of as many")
         if not _writable(target):
-            raise InvalidUsageError("out is read-only: give an array that can be written")
+            raise InvalidUsageError("out is read-only: pass an array that can be written")
         backend = self._owner.backend
         backend.copy(_pointer(target), self._segments[index].pointer, self.nbytes, backend.stream(stream, out))
         return out
 
     def signal(self, peer: int, *, stream: Any = None) -> None:
-        """Release one `wait_signal` of ``peer`` for this rank and this array. Local.
+        """Release one `wait_signal` of ``peer`` for this rank and this array. Local; stream-ordered on a GPU.
 
-        All work before it, on the stream of a GPU or of this thread on the host, `put` above all, is visible to the
-        peer when its `wait_signal` is over. Signals are counted: several may be ahead of their waits.
+        All earlier work, of the stream on a GPU or of this thread on the host, is visible to the peer when its
+        `wait_signal` is over: `put` above all. Signals are counted, so several may be ahead of their waits.
         """
         index = self._node_index(peer)
         backend = self._owner.backend
@@ -139,10 +139,10 @@ class SymmetricArray:
         backend.signal(self._pad.sent(index), inbox, backend.stream(stream, self._local))
 
     def wait_signal(self, peer: int, *, stream: Any = None) -> None:
-        """Wait for one `signal` of ``peer`` on this array: the stream of a GPU waits, on the host the caller. Local.
+        """Wait for one `signal` of ``peer`` on this array. Local; blocking on the host, stream-ordered on a GPU.
 
-        After ``timeout_s`` seconds it gives up and the communicator is unusable: on the host it raises
-        `CollectiveTimeoutError` naming the peer, on a GPU the next call, or ``comm.check()``, does.
+        After ``timeout_s`` seconds it gives up, and the communicator is unusable: on the host it raises
+        `CollectiveTimeoutError` naming the peer; on a GPU the next call, or ``comm.check()``, does.
         """
         index = self._node_index(peer)
         backend = self._owner.backend
@@ -150,15 +150,15 @@ class SymmetricArray:
         backend.wait_signal(self._pad.expected(index), inbox, peer, backend.stream(stream, self._local))
 
     def close(self) -> None:
-        """Give the memory back. Collective, blocking; waits for this rank's device first. A second call does nothing.
+        """Free the memory, after a wait for this rank's device. Collective, blocking. A second call does nothing.
 
-        Memory that came from ``register`` stays the caller's; the peers only unmap it.
+        Memory of ``register`` stays the caller's; the peers only unmap it.
         """
         if not self.closed:
             self._owner.close_shared(self, "SymmetricArray")
 
     def close_peers(self) -> None:
-        """Unmap the peers' parts; local, first step of a close."""
+        """Unmap the peers' parts; local, the first step of a close."""
         self.closed = True
         self._owner.mappings.remove(self._number)
         self._peers.clear()
@@ -166,7 +166,7 @@ class SymmetricArray:
         self._segments.close_peers()
 
     def close_own(self) -> None:
-        """Free this rank's part; local, last step of a close, after every peer's `close_peers`."""
+        """Free this rank's part; local, the last step of a close, after every peer's `close_peers`."""
         self._segments.close_own()
         self._owner.pads.give_back(self._pad)
 
@@ -199,11 +199,11 @@ def require_contiguous(array: Any, name: str) -> None:
 def require_writable(array: Any, name: str) -> None:
     """Raise `InvalidUsageError` for an array that must not be written."""
     if not _writable(array):
-        raise InvalidUsageError(f"{name} is read-only: peers could write it; give an array that can be written")
+        raise InvalidUsageError(f"{name} is read-only, and peers could write it: pass an array that can be written")
 
 
 def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return shape and dtype as NumPy would; raises `InvalidUsageError` for what no array can have."""
+    """Return shape and dtype as NumPy does; raises `InvalidUsageError` for those that no array can have."""
     try:
         sizes = tuple(operator.index(n) for n in shape) if isinstance(shape, Sequence) else (operator.index(shape),)
     except TypeError:
@@ -217,7 +217,7 @@ def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tup
     if element.hasobject or element.itemsize == 0:
         raise InvalidUsageError(f"dtype={element} holds no plain bytes of a fixed size: use a numeric dtype")
     if any(n < 0 for n in sizes):
-        raise InvalidUsageError(f"shape={sizes} has a negative size")
+        raise InvalidUsageError(f"shape={sizes} has a negative size: use 0 or more")
     nbytes = element.itemsize
     for n in sizes:
         nbytes *= n
@@ -227,7 +227,7 @@ def checked_shape(shape: int | Sequence[int], dtype: npt.DTypeLike) -> tuple[tup
 
 
 def _writable(array: Any) -> bool:
-    # CuPy's flags know no writeable: its arrays always are.
+    # CuPy's flags have no writeable, because its arrays always are.
     return bool(getattr(array.flags, "writeable", True))
 
 

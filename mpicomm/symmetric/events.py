@@ -10,10 +10,10 @@ from mpicomm.symmetric.owner import Owner
 
 
 class SharedEvent:
-    """One event per rank, open to all ranks of the node (CUDA interprocess events). Made by ``comm.shared_event``.
+    """One event per rank, open to all ranks of the node: CUDA interprocess events. ``comm.shared_event`` creates it.
 
-    As with CUDA events, `wait` refers to the latest `record` at the time it is called, and returns at once where there
-    was none: something else (a message, a barrier) must tell the waiting rank that the peer has recorded.
+    As with CUDA events, `wait` refers to the latest `record` at the time of its call, and returns at once where there
+    was none. So a message or a barrier must tell the waiting rank that the peer has recorded.
     """
 
     def __init__(self, owner: Owner, events: dict[int, Event]) -> None:
@@ -29,8 +29,8 @@ class SharedEvent:
     def wait(self, peer: int, stream: Any = None) -> None:
         """Make ``stream`` wait for the latest `record` of ``peer``. Local, stream-ordered.
 
-        On the host, where calls block, both are memory fences. Raises `InvalidUsageError` for a rank that is not on
-        this node.
+        On the host, where calls block, `record` and `wait` are memory fences. Raises `InvalidUsageError` for a rank
+        that is not on this node.
         """
         self._event(peer).wait(self._owner.backend.stream(stream))
 
@@ -40,13 +40,13 @@ class SharedEvent:
             self._owner.close_shared(self, "SharedEvent")
 
     def close_peers(self) -> None:
-        """Close the peers' events; local, first step of a close."""
+        """Close the peers' events; local, the first step of a close."""
         self.closed = True
         for rank in [rank for rank in self._events if rank != self._owner.placement.rank]:
             self._events.pop(rank).close()
 
     def close_own(self) -> None:
-        """Close this rank's event; local, last step of a close."""
+        """Close this rank's event; local, the last step of a close."""
         for event in self._events.values():
             event.close()
         self._events.clear()

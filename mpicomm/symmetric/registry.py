@@ -1,4 +1,4 @@
-"""Mappings: where memory that is open to all ranks of a node lies on each of them."""
+"""Mappings: the addresses of a communicator's symmetric arrays, as each rank maps them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mapped:
-    """A part of a symmetric array: ``pointers`` are where it lies on every rank of the node, as mapped here.
+    """A piece of a symmetric array. ``pointers`` are its addresses on every rank of the node, as mapped here.
 
-    ``array`` and ``offset`` (bytes) say which part it is, by numbers that are the same on all ranks.
+    ``array``, the array's number, and ``offset``, in bytes, name the piece. They are the same on all ranks.
     """
 
     array: int
@@ -29,28 +29,28 @@ class _Array:
 
 
 class Mappings:
-    """The symmetric arrays of a communicator that are open. All methods are local."""
+    """The open symmetric arrays of a communicator. All methods are local."""
 
     def __init__(self) -> None:
         self._arrays: dict[int, _Array] = {}
         self._made = 0
         self.version = 0
-        """Changes with every array that is made or closed, at the same point of the program on all ranks."""
+        """It changes with every array that is created or closed: on all ranks at the same point of the program."""
 
     def add(self, pointers: Sequence[int], own: int, nbytes: int) -> int:
-        """Add an array of ``nbytes`` on each rank, ``pointers[own]`` being this rank's part; return its number."""
+        """Add an array with ``nbytes`` on each rank, on this rank at ``pointers[own]``; return its number."""
         self._made += 1
         self.version += 1
         self._arrays[self._made] = _Array(pointers[own], pointers[own] + nbytes, tuple(pointers))
         return self._made
 
     def remove(self, number: int) -> None:
-        """Forget an array that is about to be closed."""
+        """Remove an array that is about to close."""
         self.version += 1
         self._arrays.pop(number, None)
 
     def find(self, pointer: int, nbytes: int) -> Mapped | None:
-        """Return where this rank's memory at ``pointer`` lies on all ranks; None if it is not all in one array."""
+        """Return the piece at ``pointer`` in this rank's memory; None where it is not inside one array."""
         for number, array in self._arrays.items():
             if nbytes > 0 and array.begin <= pointer and pointer + nbytes <= array.end:
                 offset = pointer - array.begin

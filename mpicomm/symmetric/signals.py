@@ -11,15 +11,15 @@ from mpicomm.devices.handle import Kind
 from mpicomm.sharing.segments import SharedSegments, share
 
 _WORD_NBYTES = 8
-_LINE_NBYTES = 128  # pads do not share cache lines, nor the sectors a GPU polls
+_LINE_NBYTES = 128  # pads share neither cache lines nor the sectors that a GPU polls
 _CHUNK_NBYTES = 64 * 1024
 
 
 @dataclass(frozen=True)
 class SignalPad:
-    """One array's counters: per rank of the node an inbox, how often it was sent to, how often it was waited for.
+    """One array's counters: for each rank of the node an inbox, the signals sent to it, and the waits for it.
 
-    Only rank i writes inbox i of a peer's pad and only the owner writes the other two, so no counter has two writers.
+    Rank i alone writes inbox i of a peer's pad, and the owner alone writes the other two: no counter has two writers.
     """
 
     number: int
@@ -28,20 +28,20 @@ class SignalPad:
     own: int
 
     def inbox(self, owner: int, sender: int) -> int:
-        """Address where ``sender`` counts its signals to ``owner``."""
+        """Address at which ``sender`` counts its signals to ``owner``."""
         return self.bases[owner] + sender * _WORD_NBYTES
 
     def sent(self, peer: int) -> int:
-        """Address where this rank counts what it sent to ``peer``."""
+        """Address at which this rank counts its signals to ``peer``."""
         return self.bases[self.own] + (len(self.bases) + peer) * _WORD_NBYTES
 
     def expected(self, peer: int) -> int:
-        """Address where this rank counts what it waited for from ``peer``."""
+        """Address at which this rank counts its waits for ``peer``."""
         return self.bases[self.own] + (2 * len(self.bases) + peer) * _WORD_NBYTES
 
 
 class SignalPads:
-    """The pads of one communicator, cut from shared chunks; all ranks take and give back in the same order."""
+    """The pads of one communicator, cut from shared chunks. All ranks take and give back in the same order."""
 
     def __init__(self, node: Group, backend: Backend, kind: Kind) -> None:
         self._node = node
@@ -54,7 +54,7 @@ class SignalPads:
         self._per_chunk = max(1, _CHUNK_NBYTES // self._stride)
 
     def take(self) -> SignalPad:
-        """Return a pad, to be cleared; collective where a new chunk is needed."""
+        """Return a pad, which the caller clears. Collective where it needs a new chunk, else local."""
         if not self._free:
             nbytes = self._per_chunk * self._stride
             chunk = share(
@@ -78,7 +78,7 @@ class SignalPads:
         self._backend.zero(pad.bases[pad.own], self._stride)
 
     def give_back(self, pad: SignalPad) -> None:
-        """Let the pad be taken again; local. Every peer must have stopped using it."""
+        """Let `take` return the pad again; local. Every peer must have stopped using it."""
         heapq.heappush(self._free, pad.number)
 
     def close_peers(self) -> None:

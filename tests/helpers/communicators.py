@@ -1,4 +1,4 @@
-"""Communicators on the device of a test, their arrays on the host, and whether their memory works."""
+"""Communicators on the device of a test, copies of their arrays on the host, and a test of their memory."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def settle(comm: mpicomm.Communicator) -> None:
 
 
 def node_ranks(array: mpicomm.SymmetricArray) -> list[int]:
-    """Return the ranks whose parts can be reached from here."""
+    """Return the ranks whose parts this rank can access."""
     return [rank for rank, pointer in enumerate(to_host(array.pointers).tolist()) if pointer]
 
 
 def require_memory_works(comm: mpicomm.Communicator) -> None:
-    """Let every rank write into every part it can reach, and find in its own what those have written. Collective."""
+    """Let every rank write into every part that it can access, and check its own part. Collective."""
     with array_module(comm), comm.zeros(comm.size, np.int64) as array:
         ranks = node_ranks(array)
         assert comm.rank in ranks

@@ -1,4 +1,4 @@
-"""Exchanges of descriptors between threads, and what else can be sent to their sockets."""
+"""Exchanges of descriptors between threads, and other messages to their sockets."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mpicomm.devices.descriptor import Descriptor
 from mpicomm.sharing import fd_exchange
 from mpicomm.sharing.fd_exchange import Address, FdExchange
 
-NEVER_S = 60.0  # a deadline that is not meant to pass
+NEVER_S = 60.0  # a deadline that should not pass
 
-SOON_S = 0.2  # one that is
+SOON_S = 0.2  # a deadline that should pass
 
 
 @contextlib.contextmanager
@@ -36,7 +36,7 @@ def memory(text: str) -> Iterator[Descriptor]:
 
 
 def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_s: float = NEVER_S) -> dict[int, str]:
-    """Swap memory that holds this rank's name; return what each peer's holds."""
+    """Swap memory that holds this rank's name; return the names in the peers' memory."""
     with memory(f"rank {rank}") as own:
         received = exchange.swap(addresses, own, timeout_s)
     try:
@@ -47,7 +47,7 @@ def swap(exchange: FdExchange, rank: int, addresses: Sequence[Address], timeout_
 
 
 def swap_all(exchanges: Sequence[FdExchange]) -> list[dict[int, str]]:
-    """Every rank swaps, in a thread of its own."""
+    """Let every rank swap, each in a thread."""
     addresses = [exchange.address for exchange in exchanges]
     size = len(exchanges)
     with ThreadPoolExecutor(size) as pool:
@@ -77,7 +77,7 @@ def send(address: Address, content: bytes, fds: int = 0) -> None:
 
 
 def flood(address: Address) -> int:
-    """Connect until there is no more room; return how often that was."""
+    """Connect until there is no more room; return the number of connections."""
     for count in range(1 << 16):
         try:
             with connected(address):
@@ -89,7 +89,7 @@ def flood(address: Address) -> int:
 
 @contextlib.contextmanager
 def few_free_descriptors(count: int) -> Iterator[None]:
-    """Leave room for so many more descriptors."""
+    """Leave room for ``count`` more descriptors."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     free = [os.dup(0) for _ in range(count + 1)]
     for fd in free:

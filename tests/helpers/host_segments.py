@@ -1,4 +1,4 @@
-"""Segments of host memory, and the same once more as a peer maps them."""
+"""Segments of host memory, and second mappings of them as peers make them."""
 
 from __future__ import annotations
 

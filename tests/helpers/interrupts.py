@@ -12,7 +12,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def interrupts_raise(error: type[BaseException]) -> Iterator[Callable[[], None]]:
-    """Give a function that sends this process the signal of a Ctrl-C, whose handler raises ``error``, once it may."""
+    """Give a function that sends this process the signal of a Ctrl-C, whose handler raises ``error``."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""What a test must give back: file descriptors, mapped shared memory, threads and files in /dev/shm."""
+"""Resources that a test must give back: file descriptors, mapped shared memory, threads, files in /dev/shm."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Threads end, and other ranks free their part, a little after the call that asked for it has returned.
+# Threads end, and other ranks free their part, a little after a call has returned.
 PATIENCE_S = 1.0
-# In /dev/shm: what other MPI jobs make at any time, and what the CUDA driver makes once per process for its events.
+# Files in /dev/shm that other MPI jobs create at any time, and that the CUDA driver creates once per process.
 OF_OTHERS = ("mpich", "ucx_", "ompi", "vader", "sem.", "cuda.shm.")
-# Files there that are Python's SharedMemory: tests that run beside this one make them, mpicomm only opens them.
+# Files of Python's SharedMemory: tests that run beside this one create them, mpicomm only opens them.
 NOT_MADE_HERE = (*OF_OTHERS, "psm_")
 
 
@@ -38,7 +38,7 @@ def _resources() -> set[str]:
 def _descriptors() -> set[str]:
     found = set()
     for fd in os.listdir("/proc/self/fd"):
-        # The one that listed the directory is closed by now.
+        # The descriptor that listed the directory is closed by now.
         with contextlib.suppress(FileNotFoundError):
             target = os.readlink(f"/proc/self/fd/{fd}")
             if not Path(target).name.startswith(OF_OTHERS):
@@ -58,7 +58,7 @@ def _threads() -> set[str]:
 def _shared_files() -> set[str]:
     found = set()
     for path in Path("/dev/shm").iterdir():
-        # Other processes, other MPI jobs above all, make and remove files here meanwhile.
+        # Other processes, above all other MPI jobs, create and remove files here meanwhile.
         with contextlib.suppress(FileNotFoundError):
             if path.lstat().st_uid == os.getuid() and not path.name.startswith(NOT_MADE_HERE):
                 found.add(str(path))

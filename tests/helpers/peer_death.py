@@ -1,4 +1,4 @@
-"""Ranks that die, stop or fail at random lines of mpicomm: what do the others see, and when?
+"""Ranks that die, stop or fail at random lines of mpicomm: which error do the others get, and when?
 
 `mpiexec -n N python -m tests.helpers.peer_death RESULTS [--trials K] [--kills M] [--seed S] [--timeout T] [--device D]
 [--step NAME]`
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     import mpicomm
 
 SLACK_S = 1.0  # by how much a survivor may exceed the deadline
-PATIENCE_S = 20.0  # for a victim that goes on
-REPEATS = 3  # lines in a loop that waits count this often, or they would hide all others
+PATIENCE_S = 20.0  # for a victim that lives on
+REPEATS = 3  # a line counts this often: the lines of loops that wait would hide all others
 RESUMED = ("stop", "raise", "interrupt")
 FOR_GOOD = ("kill", "exit")
 
 
 class Injected(Exception):
-    """What a victim raises."""
+    """The error that a victim raises."""
 
 
 @dataclass
 class Outcome:
-    """What one rank saw of one trial."""
+    """One rank's view of one trial."""
 
     trial: int
     how: str
@@ -125,7 +125,7 @@ class Play:
         self.comm = mpicomm.Communicator(self._parent, device=device, timeout_s=self._timeout_s)
 
     def _buffer(self, count: int) -> Any:
-        from tests.helpers.communicators import array_module  # and MPI with it, which `begin` must come before
+        from tests.helpers.communicators import array_module  # not above: it starts MPI, and `begin` has to fork before
 
         with array_module(self._made) as xp:
             return xp.ones(count, "f4")
@@ -134,10 +134,10 @@ class Play:
         from mpi4py import MPI
 
         self._made.Allreduce(MPI.IN_PLACE, self._buffer(count), algorithm=algorithm)
-        self._made.check()  # a GPU says here what went wrong
+        self._made.check()  # raises the error of a GPU
 
     def _copies(self) -> None:
-        """Have copies under way for longer than it takes to call for more of them."""
+        """Keep copies in flight for longer than it takes to enqueue more of them."""
         from mpi4py import MPI
 
         buffer = self._buffer(1 << 24)
@@ -182,8 +182,8 @@ class Trials:
         self._lines: list[dict[str, int]] = []
 
     def run(self) -> bool:
-        """Run all trials, and count the lines of each step before; return whether this rank is to say they are over."""
-        for _ in range(2):  # the first time more is imported, and more is allocated for good
+        """Count the lines of each step, then run all trials; return whether this rank is to say that they are over."""
+        for _ in range(2):  # the first round imports more, and allocates more for good
             counted = self._count()
         self._lines = self._together.allgather(counted)
         kills = min(self._options.kills, len(self._alive) - 1)
@@ -230,7 +230,7 @@ class Trials:
                 interrupt()
 
         trap = Trap(self._package, at, act)
-        # As a Ctrl-C comes: while mpicomm holds those back for a few lines, so it does with what is raised here.
+        # By the signal of a Ctrl-C, so that mpicomm can hold the error back where it holds a Ctrl-C back.
         raised = KeyboardInterrupt if outcome.how == "interrupt" else Injected
         try:
             with interrupts_raise(raised) as interrupt, nothing_leaks():
@@ -257,7 +257,7 @@ class Trials:
         self._free(play, outcome)
 
     def _survive(self, outcome: Outcome) -> None:
-        """Take the part of one who has to notice."""
+        """Take a survivor's part."""
         together = self._together
         survivors = [rank for rank in self._alive if rank != outcome.victim]
         parent = together.Dup()
@@ -304,12 +304,12 @@ class Trials:
         self._free(play, outcome)
 
     def _judge(self, outcome: Outcome, error: mpicomm.MpicommError) -> None:
-        """Check that the error says what it has to."""
+        """Check the error's class and its ranks."""
         late = isinstance(error, self._mpicomm.CollectiveTimeoutError)
         if outcome.how not in ("raise", "interrupt") and not late:
             outcome.wrong.append("the victim is silent, which is no CollectiveTimeoutError")
-        # Who waits for a signal sees no further than its peer, and who waits for that one finds it gone; a duplicate of
-        # MPI's does not know who is missing.
+        # A wait for a signal names its peer, which may itself wait for the victim, or be gone because of it. A
+        # duplicate of MPI's communicator cannot name the missing rank.
         names = list(Play(None, self._options.device, 0.0).steps)
         signals = names.index("signals")
         indirect = names.index(outcome.step) <= signals <= names.index(outcome.error_step)
@@ -318,7 +318,7 @@ class Trials:
             outcome.wrong.append(f"{error.ranks} are named instead of {place}")
 
     def _free(self, play: Play, outcome: Outcome) -> None:
-        """Free the communicator, which may have to say once that a rank is missing."""
+        """Free the communicator, which may raise once that a rank is missing."""
         if play.comm is None:
             return
         for _ in range(3):
@@ -337,7 +337,7 @@ class Trials:
         outcome.wrong.append(f"Free goes on saying: {said}")
 
     def _meet(self, outcome: Outcome, wake: int | None = None) -> None:
-        """Wait for all, the victim too; whoever has its process id wakes it, again and again: it may stop late."""
+        """Wait for all ranks. The one with ``wake`` continues the victim again and again, as it may stop late."""
         request = self._together.Ibarrier()
         deadline = time.monotonic() + PATIENCE_S
         while not request.Test():

@@ -1,4 +1,4 @@
-"""Run jobs of peer_death.py from a program that is one process, and read what their ranks saw."""
+"""Run jobs of peer_death.py from one process, and read the outcomes of their ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 from tests.helpers.mpiexec import JOB_LIMIT_S, environment, mpiexec_command
 from tests.helpers.peer_death import Outcome
 
-TRIAL_LIMIT_S = 3.0  # of one trial in a long row, beside what its ranks wait for each other
-WAITS = 3  # of a trial that may each last until time is up: for a collective, and for others in two attempts at `Free`
+TRIAL_LIMIT_S = 3.0  # of one trial in a long row, without the waits of its ranks for each other
+WAITS = 3  # of a trial that may each last until the deadline: a collective, and two attempts at `Free`
 Seen = list[list[list[Outcome]]]
 
 
@@ -26,7 +26,7 @@ def run_jobs(
     timeout_s: float = 0.3,
     first_seed: int = 0,
 ) -> Seen:
-    """Run jobs, all at once as they wait most of the time. Return what each rank of each job saw, by trial."""
+    """Run jobs, all at once because they wait most of the time. Return the outcomes by job, rank and trial."""
     running = []
     for seed in range(first_seed, first_seed + jobs):
         results = directory / str(seed)
@@ -41,7 +41,7 @@ def run_jobs(
     deadline = time.monotonic() + JOB_LIMIT_S + (TRIAL_LIMIT_S + WAITS * timeout_s) * (trials + kills)
     try:
         for job, _ in running:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # then it is not done, and what it has said is told
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the error below shows its output
                 job.wait(max(0.0, deadline - time.monotonic()))  # its exit status says only that a rank has died
     finally:
         for job, _ in running:
@@ -55,6 +55,6 @@ def run_jobs(
 
 
 def _outcomes(results: Path) -> list[list[Outcome]]:
-    """Return what each rank saw, in the order of the trials."""
+    """Return the outcomes of each rank, in the order of the trials."""
     files = sorted(results.glob("rank-*"), key=lambda path: int(path.name[5:]))
     return [[Outcome(**json.loads(line)) for line in path.read_text().splitlines()] for path in files]

@@ -63,7 +63,7 @@ def fails_everywhere(
     *,
     match: str | None = None,
 ) -> Iterator[None]:
-    """Break a stage on one rank, and require that all ranks get the HandleError that says so."""
+    """Break a stage on one rank, and require that all ranks get its HandleError."""
     said = match or f"failed on rank {culprit}: .*injected"
     with broken(culprit, device, break_, error), raises_everywhere(WORLD, HandleError, match=said):
         yield

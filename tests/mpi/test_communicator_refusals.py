@@ -1,4 +1,4 @@
-"""Communicators that cannot be made: the same error on all ranks."""
+"""Communicators that cannot be created: all ranks get the same error."""
 
 from __future__ import annotations
 

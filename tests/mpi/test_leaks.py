@@ -1,4 +1,4 @@
-"""What is given back for good: hundreds of times later there is no more of anything than at first."""
+"""Nothing leaks: after hundreds of rounds a process holds no more than at first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def counts() -> dict[str, int]:
 
 @contextmanager
 def garbage_kept() -> Iterator[None]:
-    """Nothing may be left to the garbage collector, which comes when it likes."""
+    """Leave nothing to the garbage collector, which runs at any time."""
     gc.collect()
     gc.disable()
     try:
@@ -41,7 +41,7 @@ def garbage_kept() -> Iterator[None]:
 
 @contextmanager
 def nothing_logged() -> Iterator[None]:
-    """Warnings are not to be counted, which pytest keeps: of ranks that share a GPU, say."""
+    """Do not count the warnings that pytest keeps, such as that of ranks that share a GPU."""
     logging.disable()
     try:
         yield
@@ -61,7 +61,7 @@ def require_no_growth(cycle: Callable[[], object], cycles: int) -> None:
         for _ in range(cycles):
             cycle()
         assert counts() == before
-        # Other programs have files there too.
+        # Other programs have files there, too.
         assert len(os.listdir("/dev/shm")) - files < cycles / 2
     with nothing_logged():
         gc.collect()

@@ -1,4 +1,4 @@
-"""Memory that exists already, opened to the peers."""
+"""Existing memory that ranks open to their peers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a session opens and sets up, when it does so, and how it gives that back: with doubles of GPUs."""
+"""When a session opens its device and sets itself up, and how it gives both back: with doubles of GPUs."""
 
 from __future__ import annotations
 

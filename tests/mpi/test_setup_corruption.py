@@ -1,4 +1,4 @@
-"""What one rank hands over in a set-up is not what it should be: packets, descriptors, and memory that is another."""
+"""One rank hands over damaged packets, wrong descriptors or other memory in a set-up."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_writes_that_do_not_arrive_are_found_by_the_probe(device: str) -> None:
         patch.setattr(backend, "view", lambda self, *arguments: view(self, *arguments).copy())
 
     for culprit in EVERY_RANK:
-        said = f"what rank {culprit} wrote into this rank's memory did not arrive"
+        said = f"a word of rank {culprit} did not arrive in this rank's memory"
         with nothing_leaks(), fails_everywhere(culprit, device, break_, match=said):
             communicator(device)
 

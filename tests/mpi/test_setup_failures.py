@@ -1,4 +1,4 @@
-"""What all ranks get when one of them fails, at every stage of a set-up."""
+"""One rank fails, at every stage of a set-up: all ranks get the same error."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_close_that_fails_on_one_rank_fails_on_all(device: str) -> None:
             require_memory_works(comm)
 
 
-# A rank that fails in the exchange sends no descriptors: the others wait half their time for those.
+# A rank that fails in the exchange sends no descriptors: the others wait half of their deadline for them.
 @pytest.mark.mpi(min_size=2)
 def test_exchange_that_fails_on_one_rank_fails_on_all(comm_world: MPI.Intracomm) -> None:
     swap = attribute(FdExchange, "swap")
@@ -233,7 +233,7 @@ def two_hosts(device: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[mpicomm.
 def test_failure_on_one_host_is_a_failure_on_both(
     no_leaks: None, two_hosts: mpicomm.Communicator, device: str, break_: Break
 ) -> None:
-    for prepare in (lambda: None, lambda: two_hosts.zeros(1)):  # at first with the counters, then without
+    for prepare in (lambda: None, lambda: two_hosts.zeros(1)):  # first the array needs counters, then there are some
         prepare()
         for culprit in EVERY_RANK:
             with fails_everywhere(culprit, device, break_):

@@ -1,4 +1,4 @@
-"""Ranks that call different things in a set-up: all are told, and nothing comes of it."""
+"""Ranks call different things in a set-up: all get an error, and nothing changes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_ranks_that_call_different_things_are_told_so(device: str, of_others: st
             said = [f"rank {rank}: {each}" for rank, each in enumerate(said)]
             with raises_everywhere(WORLD, PeerError, match="ranks called different things: " + ".*; ".join(said)):
                 calls[of_culprit if WORLD.rank == culprit else of_others][0]()
-            # Nothing came of it, on any rank.
+            # Nothing has changed on any rank.
             assert [first.closed, second.closed, event.closed] == [False] * 3
             for array in (first, second):
                 array.local[0] = comm.rank

@@ -1,4 +1,4 @@
-"""A rank that does not come to a set-up, or leaves in the middle: the others name it in time."""
+"""A rank does not come to a set-up, or leaves in the middle: the others name it in time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CALLS: dict[str, Callable[[mpicomm.Communicator, mpicomm.SymmetricArray], object
 
 
 def patience_s(device: str) -> float:
-    """How long to wait for a rank that does not come: long enough for those that do, which takes GPUs longer."""
+    """The deadline for a missing rank: long enough for the other ranks, which on GPUs take longer."""
     return 0.5 if device == "cpu" else 1.0
 
 
@@ -79,7 +79,7 @@ def test_rank_that_never_comes_is_named(comm: mpicomm.Communicator, device: str,
                     impatient.Free()
                     assert array.closed
                     impatient.Free()
-            # Whoever comes late is told so.
+            # A rank that comes late gets the same error.
             if WORLD.rank == culprit:
                 with pytest.raises(MpicommError, match=name):
                     impatient.Free()
@@ -136,7 +136,7 @@ def test_rank_that_is_interrupted_in_an_exchange_takes_part_in_no_other(device: 
         impatient = communicator(device, timeout_s=patience_s(device))
         with without(culprit) as others:
             if others:
-                # They may just have heard all of the exchange in which it was interrupted.
+                # They may have completed the exchange that it left.
                 with raises_everywhere(others, CollectiveTimeoutError, match=f"rank {culprit} did not arrive"):
                     impatient.zeros(3)
                 impatient.Free()
@@ -168,7 +168,7 @@ def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_w
 @pytest.mark.mpi(min_size=2)
 def test_rank_that_never_comes_to_create_a_communicator_is_missed(comm_world: MPI.Intracomm) -> None:
     for culprit in FIRST_AND_LAST:
-        parent = comm_world.Dup()  # of no use afterwards: one of its ranks has begun a collective call
+        parent = comm_world.Dup()  # unusable afterwards: one of its ranks has begun a collective call
         with without(culprit) as others:
             if others:
                 with raises_everywhere(others, CollectiveTimeoutError, match="Communicator: .* within 0.5 s"):

@@ -1,4 +1,4 @@
-"""Signals of a SymmetricArray: what they order, how they are counted, and the end of those that wait in vain."""
+"""Signals of a SymmetricArray: their order, their counts, and waits that run out of time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_ring_hands_over_200_times(comm: mpicomm.Communicator, xp: Any) -> None:
             array.signal(right)
             array.wait_signal(left)
             seen[turn] = array.local
-            # Read: the left one may write again.
+            # This rank has read: its left neighbour may write again.
             array.signal(left)
             array.wait_signal(right)
         comm.check()
@@ -80,7 +80,7 @@ def test_signals_of_a_closed_array_never_reach_the_next(device: str) -> None:
         pointers = (to_host(array.pointers), array._pad)
         array.close()
         array = comm.zeros(1)
-        assert array._pad == pointers[1]  # the same counters, or the test shows nothing
+        assert array._pad == pointers[1]  # else the array has other counters, and the test shows nothing
         array.signal(right)
         array.wait_signal(left)
         settle(comm)
@@ -123,7 +123,7 @@ def test_signals_work_in_every_chunk(device: str, monkeypatch: pytest.MonkeyPatc
         arrays = [comm.zeros(1, np.int64) for _ in range(7)]
         ring(arrays)
         for number in (5, 0, 3):
-            arrays[number].signal(right)  # for nobody
+            arrays[number].signal(right)  # which nobody waits for
             arrays[number].close()
             arrays[number] = comm.zeros(1, np.int64)
         ring(arrays)

@@ -1,4 +1,4 @@
-"""SymmetricArray: what is in every rank's part of it, for the rank itself and for its peers."""
+"""SymmetricArray: the content of every rank's part, as the rank itself and its peers see it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bfloat16() -> np.dtype[Any]:
 
 
 def values(rank: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """What ``rank`` writes: of every dtype exactly, and different from what its neighbours write."""
+    """The content that ``rank`` writes: exact in every dtype, and different from that of its neighbours."""
     return ((np.arange(math.prod(shape)) + rank) % 97).astype(dtype).reshape(shape)
 
 

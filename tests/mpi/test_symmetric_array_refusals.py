@@ -1,4 +1,4 @@
-"""What a SymmetricArray and its creation refuse."""
+"""Arguments that a SymmetricArray and its creation refuse."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def test_groups_know_their_place() -> None:
 
 
 def judge(*outcomes: _Outcome) -> MpicommError | None:
-    """What ranks 0, 2, 5 and 7 of a communicator make of their outcomes."""
+    """Return the error that ranks 0, 2, 5 and 7 of a communicator make of their outcomes."""
     return Group(MPI.COMM_SELF, [0, 2, 5, 7], 5.0)._judge(list(outcomes))
 
 

@@ -1,4 +1,4 @@
-"""What threads are allowed while another one captures a graph: with a driver that only knows their modes."""
+"""The rights of threads while another thread captures a graph: with a driver that knows only their modes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cuda.bindings import driver
 from mpicomm.devices.cuda import capture as cuda_capture
 from mpicomm.mpi.requests import Completer, Work
 
-# Those that import CuPy.
+# The modules that import CuPy.
 MODULES = [
     f"mpicomm.devices.cuda.{name}"
     for name in ("arrays", "local_event", "completion", "stream_order", "side_streams", "streams", "backend")
@@ -31,14 +31,14 @@ LONG_S = 20
 
 
 class Driver:
-    """One whose threads have the mode that CUDA's begin with, until they say otherwise."""
+    """A driver whose threads have CUDA's default mode until they change it."""
 
     def __init__(self) -> None:
         self._thread = threading.local()
 
     @property
     def mode(self) -> Any:
-        """That of the calling thread."""
+        """The mode of the calling thread."""
         return getattr(self._thread, "mode", GLOBAL)
 
     def call(self, function: Any, *arguments: Any) -> Any:
@@ -85,7 +85,7 @@ def test_requests_are_completed_whatever_other_threads_capture(threads: Driver, 
         seen.append(threads.mode)
         return len(seen) == 3
 
-    backend.make_current()  # as who creates a communicator does
+    backend.make_current()  # as the creation of a communicator does
     work = Work(look, lambda: seen.append(threads.mode))
     request = Completer().add(work, backend.prepare_thread).request
     until = time.monotonic() + LONG_S

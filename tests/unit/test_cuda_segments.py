@@ -1,4 +1,4 @@
-"""Device memory: what an interrupt has left open, what fails half-way, and who owns descriptors; without a device."""
+"""GPU memory without a GPU: segments that a Ctrl-C leaves open, failures half-way, and owners of descriptors."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_host_memory_that_cannot_be_pinned_is_given_back(refused: str, monkeypat
         return 0x7000
 
     monkeypatch.setattr(cuda_memory, "call", call)
-    with nothing_leaks(), pytest.raises(HandleError, match="refused") as error:  # which keeps what is in its frames
+    with nothing_leaks(), pytest.raises(HandleError, match="refused") as error:  # the error holds its frames
         StagedSegment.allocate(context, 1)
     assert error.tb is not None
     assert made[1:] == [] or made[1:] == ["cuMemHostGetDevicePointer", "cuMemHostUnregister"]

@@ -1,4 +1,4 @@
-"""File descriptors that are closed with their last reference, once, whatever comes in between."""
+"""File descriptors that close with their last reference, once, although a Ctrl-C comes in between."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def is_open(number: int) -> bool:
 
 @pytest.fixture
 def closed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The numbers that have been closed."""
+    """The closed numbers."""
     numbers: list[int] = []
 
     def close(number: int) -> None:

@@ -1,4 +1,4 @@
-"""Exchanges of descriptors between their ranks, and what goes wrong there. Others: test_fd_exchange_strangers."""
+"""Exchanges of descriptors between their ranks, and their errors. Messages of others: test_fd_exchange_strangers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_received_descriptors_are_closed_by_exec() -> None:
     assert not inheritable
 
 
-# A socket that is closed with its last reference says so.
+# The last reference to a socket closes it, with a warning.
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 def test_an_interrupt_loses_no_descriptor() -> None:
     with listening(2) as (exchange, peer), memory("own") as own:
@@ -107,7 +107,7 @@ def test_a_name_that_is_taken_is_an_error(monkeypatch: pytest.MonkeyPatch) -> No
         FdExchange(1, 2)
 
 
-# With 2 the connection is accepted, beside the selector, and the kernel drops the descriptor that came on it.
+# With 2 there is room for the selector and the connection, and the kernel drops the descriptor that comes on it.
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_a_limit_on_descriptors_that_is_too_low_is_named(count: int) -> None:
     with listening(2) as (exchange, peer), memory("own") as own:
@@ -152,7 +152,7 @@ def test_strangers_do_not_put_the_deadline_off() -> None:
 
     def pester(victim: Address) -> None:
         while not over.is_set():
-            with contextlib.suppress(BlockingIOError, ConnectionError):  # not accepted yet, or closed meanwhile
+            with contextlib.suppress(BlockingIOError, ConnectionError):  # not accepted yet, or closed
                 send(victim, b"hello?")
 
     with listening(2) as (exchange, peer), ThreadPoolExecutor(1) as pool:

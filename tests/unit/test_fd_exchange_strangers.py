@@ -1,4 +1,4 @@
-"""What is sent to an exchange of descriptors by others than its ranks, or by its ranks beside what they should send."""
+"""Messages to an exchange of descriptors from strangers, and wrong messages from its ranks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 name = bytes.fromhex(sys.argv[1])
 """
 
-# Sends to rank 0 of 2, beside what rank 1 sends; gets the addresses of both.
+# Sends to rank 0 of 2 while rank 1 sends its message; gets the addresses of both.
 Stranger = Callable[[Address, Address], None]
 
 STRANGERS: dict[str, Stranger] = {
@@ -141,7 +141,7 @@ def test_a_rank_that_sends_twice_is_an_error() -> None:
 
 @st.composite
 def mutated(draw: st.DrawFn) -> bytes:
-    """A good message in which some bytes are others, or are missing, or are there twice."""
+    """A good message with bytes that are changed, missing or doubled."""
     content = bytearray(hello(1, 0, SECRET))
     for _ in range(draw(st.integers(0, 3))):
         at = draw(st.integers(0, len(content) - 1))
@@ -177,13 +177,13 @@ def test_only_the_right_message_counts(content: bytes, fds: int) -> None:
 
 @pytest.fixture
 def as_another_user() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Runs Python code in a process that began as root and is somebody else when the code begins."""
+    """Runs Python code in a process that begins as root and becomes another user before it runs the code."""
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")
 
     def start(code: str, name: bytes, message: bytes) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", "-S", "-c", STRANGER + code, name.hex(), message.hex()]
-        # No pipe that stays open here: only what the test itself holds may be left when it ends.
+        # No pipe, which would stay open: only the resources of the test itself may be left when it ends.
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
         assert process.stdout is not None
         if process.stdout.readline() != b"ready\n":

@@ -88,7 +88,7 @@ def test_random_bytes_are_refused(packet: bytes) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"magic": b"mpicommF"}, "it is not mpicomm's"),
+        ({"magic": b"mpicommF"}, "mpicomm has not made it"),
         ({"version": _VERSION + 1}, "run one mpicomm on all ranks"),
         ({"version": 0}, "run one mpicomm on all ranks"),
         *(({"kind": kind}, f"unknown kind {kind}") for kind in (len(KINDS), 255)),

@@ -1,4 +1,4 @@
-"""Host memory that exists already, adopted as a segment that peers can open."""
+"""Existing host memory, which a backend adopts as a segment that peers can open."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ELEMENTS = 5000
 
 @pytest.fixture(scope="module", autouse=True)
 def resource_tracker() -> None:
-    # The process that watches over SharedMemory lives as long as this one.
+    # The resource tracker of SharedMemory is a process that lives as long as this one.
     multiprocessing.resource_tracker.ensure_running()
 
 
@@ -48,7 +48,7 @@ def in_file(folder: str | Path, offset: int, dtype: Any, mode: Any = "r+") -> It
 
 
 def check_adopted(backend: HostBackend, local: npt.NDArray[Any]) -> None:
-    """What is written through an adopted segment is in the array, no byte beside it is, and the other way round."""
+    """The array and an adopted segment hold the same bytes, and writes through one change no byte beside them."""
     local[...] = 1
     segment = backend.adopt(local)
     with opened(backend, segment) as peer:
@@ -120,7 +120,7 @@ def test_the_end_of_a_memmap_is_adopted_although_it_is_empty(backend: HostBacken
 
 
 def refused_because(backend: HostBackend, local: npt.NDArray[Any]) -> str:
-    with nothing_leaks(), pytest.raises(InvalidUsageError) as refusal:  # which is kept when leaks are looked for
+    with nothing_leaks(), pytest.raises(InvalidUsageError) as refusal:  # the error lives while the test looks for leaks
         backend.adopt(local)
     return str(refusal.value)
 
@@ -143,7 +143,7 @@ def test_memory_without_a_name_is_refused_with_the_way_out(backend: HostBackend,
     check_adopted(backend, local)
     os.unlink(tmp_path / "second")
     assert way_out in refused_because(backend, local)
-    # What the kernel now calls the file, and what it called it before: both are others' files.
+    # The name that the kernel shows for the removed file, and its name from before: both belong to other files now.
     for name in ("second (deleted)", "second"):
         np.zeros(PAGE, np.uint8).tofile(tmp_path / name)
         assert way_out in refused_because(backend, local)

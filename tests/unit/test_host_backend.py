@@ -1,4 +1,4 @@
-"""What a host backend makes of its arguments, and its work on addresses. Its memory: test_host_segments."""
+"""The arguments of a host backend, and its work on addresses. Its memory: test_host_segments."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpicomm.errors import InvalidUsageError
 
 
 class DlpackProducer:
-    """What offers DLPack only, as tensors of other libraries do."""
+    """An array that offers DLPack alone, as tensors of other libraries do."""
 
     def __init__(self, content: Any, error: Exception | None = None) -> None:
         self.content = content
@@ -54,7 +54,7 @@ def test_what_is_no_array_is_refused_with_the_way_out(backend: HostBackend, valu
 
 @pytest.mark.parametrize("error", [BufferError, RuntimeError, ValueError, TypeError])
 def test_what_dlpack_refuses_is_named(backend: HostBackend, error: type[Exception]) -> None:
-    with pytest.raises(InvalidUsageError, match=r"array is a DlpackProducer, .*: it needs a gradient"):
+    with pytest.raises(InvalidUsageError, match=r"DlpackProducer that DLPack cannot hand over: it needs a gradient"):
         backend.asarray(DlpackProducer(np.zeros(1), error("it needs a gradient")))
 
 

@@ -1,4 +1,4 @@
-"""Segments of host memory: allocated, viewed, exported and opened; and no more of a file mapped than it has."""
+"""Segments of host memory: allocate, view, export, open; and never map more of a file than it has."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_what_the_system_refuses_is_named(backend: HostBackend, function: str, m
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(function, refuse)
-    # Nor is anything left for as long as the error is kept.
+    # The error holds its frames, and they must hold nothing open.
     with nothing_leaks(), pytest.raises(HandleError, match="No space left on device") as error:
         backend.allocate("memfd", 1)
     assert error.tb is not None
@@ -145,7 +145,7 @@ def test_what_the_system_refuses_is_named(backend: HostBackend, function: str, m
 def test_other_kinds_of_handles_are_refused(backend: HostBackend, kind: Any) -> None:
     with (
         memory(PAGE) as fd,
-        pytest.raises(HandleError, match=f"cannot open a handle of kind {kind}: use device= alike"),
+        pytest.raises(HandleError, match=f"cannot open a handle of kind {kind}: pass the same device="),
     ):
         backend.open(MemoryHandle(kind, bytes(16), b"", PAGE, 0, PAGE), fd)
 
@@ -155,7 +155,7 @@ def test_a_handle_without_its_descriptor_is_refused(backend: HostBackend) -> Non
         backend.open(MemoryHandle("memfd", bytes(16), b"", PAGE, 0, PAGE), None)
 
 
-# A mapping that is longer than its file kills the process at the first access.
+# An access beyond the end of a file kills the process.
 @settings(deadline=None)
 @given(offset=st.integers(0, 4 * PAGE) | st.integers(0, 2**64 - 1), nbytes=st.integers(1, 4 * PAGE))
 def test_only_what_the_file_has_is_mapped(offset: int, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""A Ctrl-C that is held back, and one that is not."""
+"""`uninterrupted` holds a Ctrl-C back, and raises it at its end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.helpers.interrupts import interrupts_raise
 
 @pytest.fixture(autouse=True)
 def _default_handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which may be ignored by inheritance
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have it ignored
     yield
     assert signal.signal(signal.SIGINT, before) is signal.default_int_handler
 

@@ -1,4 +1,4 @@
-"""Events are destroyed in the context they were made in, on threads without one too: with a driver that knows these."""
+"""Events are destroyed in their context, on threads without one, too: with a driver that knows contexts."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_it_is_destroyed_with_its_last_reference(cuda: Cuda, make: Callable[[], 
     assert cuda.destroyed == [MINE]
 
 
-# An exception while an object is destroyed is unraisable, which is an error in tests.
+# Python cannot raise an exception of __del__; pytest makes it an error.
 def test_one_that_is_left_when_cuda_is_over_is_quiet(cuda: Cuda, make: Callable[[], Any]) -> None:
     event = make()
     cuda.fails = True

@@ -1,4 +1,4 @@
-"""What NVML says of links, by a stand-in for its Python package."""
+"""Links as NVML reports them, with a stand-in for its Python package."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NVMLError(Exception):
 
 
 class Nvml:
-    """A machine with two GPUs, of whose NVLinks each goes somewhere; ``pcie`` is the generation and lanes of each."""
+    """A machine with two GPUs and the far ends of their NVLinks; ``pcie`` has the generation and lanes of each GPU."""
 
     NVMLError = NVMLError
     NVML_SUCCESS = NVML_P2P_STATUS_OK = 0
@@ -87,9 +87,9 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.mark.parametrize(
     ("nvml", "gb_s"),
     [
-        (Nvml([SWITCH] * 18, speed=26_562), 478.116),  # all of them carry what goes to any peer
+        (Nvml([SWITCH] * 18, speed=26_562), 478.116),  # all links reach every peer
         (Nvml([SWITCH] * 12, off=2), 250),
-        (Nvml([B, SWITCH, B, A, A, A]), 50),  # no switch: those to the peer
+        (Nvml([B, SWITCH, B, A, A, A]), 50),  # no switch: the links to the peer
         (Nvml([SWITCH] * 18, off=18), None),
         (Nvml([SWITCH] * 18, speed=None), None),
     ],
@@ -104,7 +104,7 @@ def test_pcie_is_as_fast_as_the_slower_end(install: Any) -> None:
     install(Nvml([], pcie=((5, 16), (4, 8))))
     assert pcie_gb_s(A) == pytest.approx(63.0, rel=0.01)
     assert pcie_gb_s(A, B) == pytest.approx(15.75, rel=0.01)
-    install(Nvml([], pcie=((9, 16), (4, 8))))  # a generation to come
+    install(Nvml([], pcie=((9, 16), (4, 8))))  # a future generation
     assert pcie_gb_s(A) is None
 
 

@@ -35,7 +35,7 @@ def place(node: str = "node", visible: Sequence[bytes] = (), device: int | str =
 
 
 def assign(visible: Sequence[Sequence[bytes]]) -> list[int]:
-    """Return the devices of ranks of which nothing else is known."""
+    """Return the devices of ranks without a device from before and without a launcher."""
     return assign_devices(visible, [b""] * len(visible), [0] * len(visible))
 
 
@@ -48,7 +48,7 @@ def assign(visible: Sequence[Sequence[bytes]]) -> list[int]:
         ([[A], [B], [C], [D]], [0, 0, 0, 0]),
         ([[A, B]] * 5, [0, 1, 0, 1, 0]),
         ([[A]] * 3, [0, 0, 0]),
-        # The same devices in another order: each rank takes the first that nobody has.
+        # The same devices in another order: each rank takes the first free one.
         ([[A, B], [A, B], [B, A], [B, A]], [0, 1, 0, 1]),
         ([[A, B], [B, A]], [0, 0]),
         ([[A, B], [A, C]], [0, 1]),
@@ -67,14 +67,14 @@ def test_devices_of_the_usual_cases(visible: list[list[bytes]], ordinals: list[i
         ([[A, B, C, D]] * 2, [b""] * 2, [2, 3], [2, 3]),  # the other half of the job
         ([[A, B, C, D]] * 2, [b""] * 2, [1, 5], [1, 2]),  # more processes than devices
         ([[A, B, C, D]] * 3, [b""] * 3, [3, 2, 1], [3, 2, 1]),  # in another order
-        ([[A, B]] * 3, [b""] * 3, [0, 0, 0], [0, 1, 0]),  # whatever a launcher says
+        ([[A, B]] * 3, [b""] * 3, [0, 0, 0], [0, 1, 0]),  # a launcher that gives all the same number
         ([[A]] * 2, [b""] * 2, [0, 1], [0, 0]),
-        # Each sees its own first: there the place says nothing.
+        # Each rank sees its own device first: there its number does not count.
         ([[A, B, C, D], [B, C, D, A], [C, D, A, B]], [b""] * 3, [0, 1, 2], [0, 0, 0]),
         ([[A, B, C, D]] * 2, [C, A], [0, 1], [2, 0]),
-        ([[A, B]] * 2, [B, B], [0, 1], [1, 1]),  # arrays do not move
+        ([[A, B]] * 2, [B, B], [0, 1], [1, 1]),  # a rank keeps its device, where its arrays are
         ([[A, B]] * 3, [b"", A, b""], [0, 1, 2], [1, 0, 0]),
-        ([[A, B]] * 2, [D, b""], [0, 1], [0, 1]),  # no longer seen
+        ([[A, B]] * 2, [D, b""], [0, 1], [0, 1]),  # a device that the rank does not see
     ],
 )
 def test_a_rank_keeps_its_device_and_processes_of_other_communicators_have_theirs(

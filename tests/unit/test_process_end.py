@@ -1,4 +1,4 @@
-"""How jobs end that leave communicators behind: at once, with the right exit code, and without noise."""
+"""Jobs that leave communicators behind end at once, with the right exit code, and without noise."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ comm.Barrier()
 
 
 def files() -> set[str]:
-    """What there is in /dev/shm but for what the MPI of this or of another job has there, or another test."""
+    """The files in /dev/shm, without those of MPI and of other tests."""
     return {name for name in os.listdir("/dev/shm") if not name.startswith(NOT_MADE_HERE)}
 
 
@@ -133,7 +133,7 @@ comm.Barrier()
 def test_interrupt_ends_the_job(where: str) -> None:
     code = f"""
 import signal, threading
-signal.signal(signal.SIGINT, signal.default_int_handler)  # which may be ignored by inheritance
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent may have it ignored
 reduce()
 comm.Barrier()
 if comm.rank == 1:

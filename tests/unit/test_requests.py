@@ -14,7 +14,7 @@ LONG_S = 20
 
 
 def complete(request: MPI.Request) -> None:
-    """Wait as MPI does, which knows nothing of the work."""
+    """Wait as MPI does, which does not know the work."""
     until = time.monotonic() + LONG_S
     while not MPI.Request.Testall([request]):
         assert time.monotonic() < until, "nobody has completed the work"
@@ -33,11 +33,11 @@ def completers() -> int:
 
 
 def nothing() -> None:
-    """Stand for making a device current."""
+    """Stand in for a function that makes a device current."""
 
 
 def done_after(looks: int) -> Work:
-    """Work that is done when it was asked often enough."""
+    """Work that is done after so many looks."""
     left = iter(range(looks))
     return Work(lambda: next(left, None) is None, lambda: None)
 
@@ -61,7 +61,7 @@ def test_the_thread_has_a_device_before_it_looks_at_any_work() -> None:
 
 
 def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that is added while the thread, which finds nothing to do, goes away."""
+    """Work comes while the thread, which finds nothing to do, ends."""
     monkeypatch.setattr(requests, "_PAUSE_S", 0)
     monkeypatch.setattr(requests, "_LINGER_S", 0)
     completer = Completer()
@@ -70,15 +70,15 @@ def test_no_work_is_forgotten_by_a_thread_that_ends(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_thread_that_ends_sees_what_was_added_before() -> None:
-    """The interleaving that loses work, step by step: it is added when the thread is about to say that it ends."""
+    """The interleaving that could lose work, step by step: it comes just before the thread ends."""
     completer = Completer()
-    completer._running = True  # as if there was a thread, which this one plays
+    completer._running = True  # this thread plays the completer's
     work = completer.add(done_after(0), nothing)
     assert not completer._may_end()
     assert completer._running
     completer._pending.clear()
     assert completer._may_end()
-    complete(completer.add(work, nothing).request)  # by a new one
+    complete(completer.add(work, nothing).request)  # by a new thread
 
 
 def test_there_is_one_thread_and_none_in_the_end() -> None:
@@ -101,10 +101,10 @@ def test_the_thread_leaves_alone_what_another_one_drives() -> None:
     completer, work = Completer(), Work(ask, nothing)
     work.driven = True
     completer.add(work, nothing)
-    for _ in range(3):  # it looks at all there is before it looks again
+    for _ in range(3):  # each look takes all pending work
         complete(completer.add(done_after(1), nothing).request)
     assert asked == []
-    work.driven = False  # who was interrupted drives it no more
+    work.driven = False  # as after a Ctrl-C
     complete(work.request)
     assert asked == ["mpicomm completer"]
 
@@ -127,11 +127,11 @@ def test_who_drives_work_says_so_for_as_long() -> None:
 
 
 def test_pauses_are_short_while_there_was_something_to_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    settle(lambda: completers() == 0)  # one of another test would live by this one's clock
+    settle(lambda: completers() == 0)  # a thread of another test would use this test's clock
     now, pauses, done = 0.0, [], False
 
     class EndOfTestError(Exception):
-        """Ends the thread, which this one plays."""
+        """Ends the loop of the completer's thread, which this thread plays."""
 
     class Clock:
         @staticmethod
@@ -154,7 +154,7 @@ def test_pauses_are_short_while_there_was_something_to_complete(monkeypatch: pyt
         completer._run(nothing)
     assert pauses[:99] == [50e-6] * 99
     assert pauses[105:150] == [1e-3] * 45
-    assert pauses[150:] == [50e-6] * 2  # again, as it was of use
+    assert pauses[150:] == [50e-6] * 2  # short again, because the thread has completed work
 
 
 @pytest.mark.parametrize("where", ["done", "finish"])

@@ -1,4 +1,4 @@
-"""Pieces of work follow each other across streams, and say when they are done: on a device that is some lists."""
+"""Pieces of work follow each other across streams, and tell when they are done: on a device made of lists."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ class Device:
         self.rng = random.Random(seed)
         self._queues: dict[int, list[Callable[[], bool]]] = {stream: [] for stream in STREAMS}
         self._over = dict.fromkeys(STREAMS, 0)
-        self._events: dict[int, tuple[int, int] | None] = {}  # those that there are
+        self._events: dict[int, tuple[int, int] | None] = {}  # the events that exist
         self._made = 0
         self.eventDisableTiming = 2
         self._recorded_in: dict[int, int | None] = {}
         self.captures: dict[int, int] = {}
         """Which streams take part in which captures."""
         self.interrupts: list[BaseException] = []
-        """What the next calls raise when they have done their work."""
+        """The errors that the next calls raise when they have done their work."""
         self.refuses: type[Exception] | None = None
-        """What all calls that record raise: the device has failed, or the capture was invalidated."""
+        """The error of all calls that record, as on a failed device or in an invalid capture."""
         self.carried_out: list[int] = []
 
     def enqueue(self, stream: int, piece: int) -> None:
@@ -67,7 +67,7 @@ class Device:
         return place is None or self._over[place[0]] >= place[1]
 
     def go_on(self, most: int) -> None:
-        """Carry some of what is enqueued out, on any streams."""
+        """Carry out some of the enqueued work, on any streams."""
         for _ in range(self.rng.randrange(most)):
             stream = self.rng.choice(STREAMS)
             queue, over = self._queues[stream], self._over[stream]
@@ -159,13 +159,13 @@ def test_pieces_follow_each_other_and_say_when_they_are_done(device: Device, ord
         if rng.random() < 0.5:
             pending.append((place, order.completion()))
         if pending and rng.random() < 0.1:
-            # Nobody wants to know, and the next piece waits for it all the same.
+            # The caller drops the function; the next piece waits for the event all the same.
             pending.pop(rng.randrange(len(pending)))
         device.go_on(6)
         for each in list(pending):
             place, done = each
             assert done() == device.is_over(place)
-            if device.is_over(place):  # and is not asked again
+            if device.is_over(place):  # nobody calls it again
                 pending.remove(each)
     assert device.carried_out == list(range(len(device.carried_out)))
     assert len(device.carried_out) > 5
@@ -194,7 +194,7 @@ def test_pieces_follow_one_that_was_interrupted(device: Device, order: Any, capt
         else:
             assert interruption is None
             if not captures:
-                order.completion()  # which nobody asks; the next piece is recorded by another event
+                order.completion()  # which the test drops; the next piece takes another event
         device.go_on(6)
     device.go_on(1000)
     assert len(device.carried_out) > 5
@@ -204,7 +204,7 @@ def test_pieces_follow_one_that_was_interrupted(device: Device, order: Any, capt
 @pytest.mark.parametrize("device", [0], indirect=True)
 @pytest.mark.parametrize("captures", [False, True])
 def test_what_interrupts_first_is_what_goes_on(device: Device, order: Any, captures: bool) -> None:
-    """A device that has failed, or a capture that was invalidated, lets nothing be recorded either."""
+    """A failed device, or an invalid capture, refuses to record, too."""
     if captures:
         device.captures = dict.fromkeys(STREAMS, 7)
     device.refuses = HandleError if captures else CUDARuntimeError

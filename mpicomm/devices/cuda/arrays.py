@@ -1,4 +1,4 @@
-"""Arrays of other libraries as CuPy arrays, and the allocation an array lies in."""
+"""Arrays of other libraries as CuPy arrays, and the allocation that holds an array."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _USE_EMPTY = "allocate it with comm.empty()"
 def as_cupy(array: Any, ordinal: int) -> Any:
     """Return ``array`` as a ``cupy.ndarray`` over the same memory.
 
-    Local; the device's context must be current. Raises `InvalidUsageError` for anything that is not on GPU ``ordinal``.
+    Local; the device's context must be current. Raises `InvalidUsageError` for an array that is not on GPU ``ordinal``.
     """
     if not isinstance(array, cupy.ndarray):
         array = _convert(array, ordinal)
@@ -34,7 +34,7 @@ def as_cupy(array: Any, ordinal: int) -> Any:
 def _convert(array: Any, ordinal: int) -> Any:
     cls = type(array)
     name = cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-    torch = sys.modules.get("torch")  # a tensor can only be given to us once torch is imported
+    torch = sys.modules.get("torch")  # only a program that has imported torch can pass a tensor
     if torch is not None and isinstance(array, torch.Tensor):
         array = _Tensor(array)
     try:
@@ -49,7 +49,7 @@ def _convert(array: Any, ordinal: int) -> Any:
     except (TypeError, ValueError, BufferError, RuntimeError, AttributeError) as error:
         if isinstance(error, InvalidUsageError):
             raise
-        raise InvalidUsageError(f"array is a {name} that CuPy cannot view: {error}") from error
+        raise InvalidUsageError(f"array is a {name} that CuPy cannot view: {error}; pass a CuPy array") from error
     raise InvalidUsageError(
         f"array is a {name}, which is not on a GPU, but this communicator is on GPU {ordinal}: move it there "
         '(cupy.asarray(array), tensor.cuda()), or create the communicator with device="cpu"'
@@ -57,15 +57,15 @@ def _convert(array: Any, ordinal: int) -> Any:
 
 
 class _Tensor:
-    """A PyTorch tensor for DLPack that leaves streams alone.
+    """A PyTorch tensor whose DLPack exchange leaves streams alone.
 
-    By default an exchange makes CuPy's current stream wait for PyTorch's. Here both views are used on the stream the
-    caller names, which needs no such wait; and while PyTorch captures a graph the wait would draw CuPy's stream into
-    the capture and fail it.
+    By default an exchange makes CuPy's current stream wait for PyTorch's. mpicomm uses both views on the stream that
+    the caller names, which needs no such wait. And while PyTorch captures a graph, the wait draws CuPy's stream into
+    the capture, which fails it.
     """
 
     def __init__(self, tensor: Any) -> None:
-        self._tensor = tensor.detach()  # one that requires a gradient refuses to be exported
+        self._tensor = tensor.detach()  # DLPack refuses a tensor that requires a gradient
 
     def __dlpack_device__(self) -> tuple[int, int]:
         kind, device = self._tensor.__dlpack_device__()
@@ -77,7 +77,7 @@ class _Tensor:
 
 @dataclass(frozen=True)
 class Allocation:
-    """The allocation of ``cuMemAlloc`` that an array is part of."""
+    """The allocation of ``cuMemAlloc`` that holds an array."""
 
     base: int
     size: int
@@ -86,8 +86,8 @@ class Allocation:
 def allocation_of(array: Any, ordinal: int) -> Allocation:
     """Find the allocation of a non-empty ``cupy.ndarray``.
 
-    Local; the device's context must be current. Raises `InvalidUsageError` for memory that CUDA IPC cannot export. Says
-    once per allocation, in the log, when more than the array becomes visible to peers.
+    Local; the device's context must be current. Raises `InvalidUsageError` for memory that CUDA IPC cannot export. Logs
+    a warning, once per allocation, where more than the array becomes visible to peers.
     """
     pointer = array.data.ptr
     attribute = driver.CUpointer_attribute
@@ -99,7 +99,7 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
         attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
     ]
     memory_type, managed, pool, ipc_capable, buffer_id = call(driver.cuPointerGetAttributes, len(names), names, pointer)
-    # Managed first: it also counts as device or host memory, wherever its pages happen to be.
+    # Managed memory first: it also counts as device or host memory, wherever its pages are.
     if managed:
         raise InvalidUsageError(
             f"array lies in managed memory (cudaMallocManaged), which no peer can open; {_USE_EMPTY}, or call "
@@ -127,14 +127,14 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
     return Allocation(int(base), size)
 
 
-_warned: set[int] = set()  # CUDA's ids of allocations: unlike addresses they are never used again
+_warned: set[int] = set()  # CUDA's ids of allocations, which unlike addresses it never uses again
 
 
 def _warn_once(buffer_id: int, nbytes: int, size: int) -> None:
     if buffer_id not in _warned:
         _warned.add(buffer_id)
         _log.warning(
-            "an array of %d bytes is registered that lies in an allocation of %d bytes: all of it becomes visible to "
+            "register: the array has %d bytes and lies in an allocation of %d bytes, all of which becomes visible to "
             "the peers; memory of comm.empty() shares nothing else",
             nbytes,
             size,

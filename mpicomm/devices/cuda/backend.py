@@ -1,4 +1,4 @@
-"""The memory of one GPU as a `Backend`: CuPy arrays over memory that the CUDA driver shares between processes."""
+"""CudaBackend: one GPU as a `GpuBackend`, with CuPy arrays over memory that the driver shares between processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from mpicomm.kernels.team import Faults
 
 
 class _SignalKernels:
-    """The kernels of signal.cu, compiled and loaded before the first of them can spin."""
+    """The kernels of signal.cu. All are loaded before any can spin: loading may wait for the whole device."""
 
     def __init__(self, kernels: KernelCache) -> None:
         pointer = ctypes.c_void_p
@@ -55,7 +55,7 @@ class _SignalKernels:
 
 
 class CudaBackend:
-    """GPU ``ordinal`` as a `Backend`. Its methods work from any thread and leave the thread's current device alone."""
+    """GPU ``ordinal`` as a `GpuBackend`. Its methods are for any thread, whose current device they leave alone."""
 
     kinds: tuple[Kind, ...] = ("ipc", "fd", "fabric", "staged")
 
@@ -72,7 +72,7 @@ class CudaBackend:
         self._devices = devices
         self.timeout_ns = int(timeout_s * 1e9)
         self.calls: Calls | None = None
-        """What `check` asks for what each rank called, where they called different things."""
+        """`check` calls it for the text of a `PeerError`."""
         self._lock = threading.Lock()
         self._kernels: _SignalKernels | None = None
         self._stream: Any = None
@@ -83,7 +83,7 @@ class CudaBackend:
         self._context = PrimaryContext(self.info)
         try:
             with self._context.current():
-                # Non-blocking: a stream that is ordered with the null stream would wait for all of the user's work.
+                # Non-blocking: else this stream would wait for the user's work on the null stream.
                 self._stream = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
             self._faults = FaultPage(self._context, self._stream)
             self.side_streams = SideStreams(self._context)
@@ -92,15 +92,15 @@ class CudaBackend:
             raise
 
     def make_current(self) -> None:
-        """Make this GPU the calling thread's current one, for CuPy, PyTorch and all that use the CUDA runtime."""
+        """Make this GPU current on the calling thread, for CuPy, PyTorch and all users of the CUDA runtime."""
         cupy.cuda.Device(self._ordinal).use()
 
     def prepare_thread(self) -> None:
-        """As `make_current`, on a thread of this package's own, which may go on whatever other threads capture."""
+        """As `make_current`, for a thread that mpicomm has started, which goes on whatever other threads capture."""
         self.make_current()
-        # Else a look at an event would spoil a graph that another thread captures, though what requests look at is part
-        # of none. The user's own threads stay as they are: who captures beside them has asked for their calls to be
-        # watched, and to relax them around each look would take several times as long as the look.
+        # A query of an event would spoil a graph that another thread captures, although the event is no part of it. The
+        # user's own threads stay as they are, because a capture in CUDA's default mode is to watch their calls, and
+        # because relaxing them around each query takes several times as long as the query.
         relax()
 
     def allocate(self, kind: Kind, nbytes: int) -> CudaSegment:
@@ -115,9 +115,9 @@ class CudaBackend:
         raise HandleError(f"handle={kind!r}: GPU memory is shared as {', '.join(self.kinds)}; use one of them")
 
     def adopt(self, array: Any) -> IpcSegment:
-        """Return the memory of a C-contiguous ``cupy.ndarray``; its whole allocation is what peers will open."""
+        """Return the memory of a C-contiguous ``cupy.ndarray``. Peers open its whole allocation."""
         if array.nbytes == 0:
-            # Nothing to share, and no allocation to find; peers still expect a handle that opens.
+            # An empty array lies in no allocation; peers still expect a handle that opens.
             segment = IpcSegment.allocate(self._context, 1)
             segment.nbytes = 0
             return segment
@@ -126,7 +126,7 @@ class CudaBackend:
         return IpcSegment(self._context, array.data.ptr, array.nbytes, base=found.base, size=found.size, array=array)
 
     def export(self, segment: Any) -> tuple[MemoryHandle, Descriptor | None]:
-        """Return the handle of a segment of this process, and for `FD_KINDS` a descriptor the caller closes."""
+        """Return the handle of a segment of this process, and for `FD_KINDS` a descriptor, which the caller closes."""
         exported: tuple[MemoryHandle, Descriptor | None] = segment.export()
         return exported
 
@@ -134,8 +134,8 @@ class CudaBackend:
         """Map a peer's memory for this GPU. ``fd`` stays the caller's."""
         if handle.kind not in self.kinds:
             raise HandleError(
-                f"a GPU communicator cannot open a {handle.kind} handle, which comes from a cpu communicator: use one "
-                "device= on all ranks"
+                f"a GPU communicator cannot open a {handle.kind} handle, which comes from a cpu communicator: pass the "
+                "same device= on all ranks"
             )
         if handle.kind in FD_KINDS and fd is None:
             raise HandleError(f"a {handle.kind} handle arrived without its file descriptor")
@@ -153,27 +153,27 @@ class CudaBackend:
             return as_cupy(array, self._ordinal)
 
     def view(self, segment: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-        """Return a ``cupy.ndarray`` over the start of a segment; also of a peer's, whichever device that lies on."""
+        """Return a ``cupy.ndarray`` over the start of a segment, this process's or a peer's on any device."""
         memory = cupy.cuda.UnownedMemory(segment.pointer, segment.nbytes, segment, self._ordinal)
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0))
 
     def pointer_table(self, pointers: list[int]) -> Any:
-        """Return a uint64 ``cupy.ndarray`` of addresses; it is filled when this returns."""
+        """Return a uint64 ``cupy.ndarray`` of addresses, which are there when this returns."""
         with self._context.current():
             table = cupy.array(pointers, dtype=np.uint64)
-            # CuPy fills it on its current stream, the kernels that read it may run on any other.
+            # CuPy fills it on its current stream; kernels that read it may run on any stream.
             cupy.cuda.get_current_stream(self._ordinal).synchronize()
         return table
 
     def stream(self, stream: Any, array: Any = None) -> int:
-        """Resolve a ``stream=`` argument."""
-        if stream is None and type(array) is cupy.ndarray:  # most often, and this is on the way of every call
+        """Return the address of a ``stream=`` argument."""
+        if stream is None and type(array) is cupy.ndarray:  # the usual case: this is on the way of every call
             current: int = get_current_stream(self._ordinal).ptr
             return current
         return resolve_stream(stream, array, self._ordinal)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        """Copy between two addresses, of whichever device or of the host. Local, stream-ordered."""
+        """Copy between two addresses of any device or of the host. Local, stream-ordered."""
         if nbytes > 0:
             with self._context.current():
                 try:
@@ -182,18 +182,18 @@ class CudaBackend:
                     raise HandleError(f"cudaMemcpyAsync of {nbytes} bytes failed: {error}") from None
 
     def zero(self, pointer: int, nbytes: int) -> None:
-        """Set bytes to zero and wait for that, and for nothing else on the device."""
+        """Set bytes to zero, and wait for that alone: not for other work of the device."""
         self.fill(pointer, nbytes, 0)
 
     def fill(self, pointer: int, nbytes: int, byte: int) -> None:
-        """Set bytes to ``byte`` and wait for that, and for nothing else on the device."""
+        """Set bytes to ``byte``, and wait for that alone: not for other work of the device."""
         if nbytes > 0:
             with self._context.current():
                 call(driver.cuMemsetD8Async, pointer, byte, nbytes, self._stream)
                 call(driver.cuStreamSynchronize, self._stream)
 
     def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
-        """As `fill`, with a word of four bytes each."""
+        """As `fill`, with a word of four bytes."""
         if nbytes > 0:
             with self._context.current():
                 call(driver.cuMemsetD32Async, pointer, word, nbytes // 4, self._stream)
@@ -225,9 +225,9 @@ class CudaBackend:
             self._load_kernels().publish.launch(stream, word, count, self.faults.failed)
 
     def await_count(self, word: int, target: int, number: int, peer: int, stream: int) -> None:
-        """Hold ``stream`` until the count at ``word`` has come to ``target``; see `check`. Local, stream-ordered.
+        """Hold ``stream`` until the count at ``word`` has come to ``target``. Local, stream-ordered.
 
-        Message ``number`` from ``peer`` is what an error will say did not come.
+        After a timeout `check` names message ``number`` from ``peer``.
         """
         with self._context.current():
             faults, kernels = self.faults, self._load_kernels()
@@ -236,34 +236,35 @@ class CudaBackend:
             )
 
     def is_capturing(self, stream: int) -> bool:
-        """Return whether what is enqueued on ``stream`` becomes part of a graph."""
+        """Return whether ``stream`` captures a graph, so that its work becomes part of that."""
         with self._context.current():
             return bool(runtime.streamIsCapturing(stream))
 
     def check(self) -> None:
-        """Raise `CollectiveTimeoutError` if an earlier wait ran out of time, `PeerError` if ranks called different
-        things. Does not wait for the device.
+        """Raise `CollectiveTimeoutError` if a wait ran out of time, `PeerError` if ranks called different things.
+
+        It does not wait for the device.
         """
         (self._faults or self._fault_page()).check(self.calls)
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
-        """Let `check` raise what ``error`` says from now on."""
+        """Let `check` raise an error of the same class and text from now on."""
         self._fault_page().fail(error)
 
     @property
     def faults(self) -> Faults:
-        """What kernels are told of where to say that they cannot go on."""
+        """The addresses at which kernels report that they cannot go on."""
         return self._fault_page().faults
 
     @property
     def multiprocessors(self) -> int:
-        """How many blocks of any size can certainly run at once."""
+        """How many blocks, of any size, can run at once in any case."""
         count = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
         return int(call(driver.cuDeviceGetAttribute, count, self._ordinal))
 
     @property
     def total_nbytes(self) -> int:
-        """How much memory the device has."""
+        """The size of the device's memory in bytes."""
         return int(call(driver.cuDeviceTotalMem, self._ordinal))
 
     def current(self) -> contextlib.AbstractContextManager[None]:
@@ -272,20 +273,20 @@ class CudaBackend:
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[None]:
-        """Give a ``with`` block, of one thread at a time, that may load kernels even while it captures a graph."""
-        with self._lock, self._context.current(), relaxed():  # the first use of a kernel may well be a captured one
+        """Give a ``with`` block, for one thread at a time, that may load and allocate even during a capture."""
+        with self._lock, self._context.current(), relaxed():  # a capture may be the first to use a kernel
             yield
 
     def pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return pinned host memory of CuPy's pool; it goes back when the array is gone."""
+        """Return pinned host memory of CuPy's pool, to which the last reference gives it back."""
         with self._context.current():
             memory = cupy.cuda.alloc_pinned_memory(max(nbytes, 1))
         return np.frombuffer(memory, np.uint8, nbytes)
 
     def scratch(self, nbytes: int) -> Scratch:
-        """Return device memory of the driver's own, freed by `close`.
+        """Return device memory straight from the driver, which `close` frees.
 
-        A pool would give it to others while a captured graph still uses it.
+        Not from a pool: that could give the memory to others while a captured graph still uses it.
         """
         with self.loading(), uninterrupted():
             pointer = int(call(driver.cuMemAlloc, max(nbytes, 1)))
@@ -293,11 +294,12 @@ class CudaBackend:
         return Scratch(pointer, nbytes, None)
 
     def completion(self, stream: int) -> Callable[[], bool]:
-        """Return a function that says whether the work enqueued on ``stream`` so far is done; callable in any thread.
+        """Return a function, for any thread, that returns whether the work enqueued on ``stream`` so far is done.
 
-        What a stream captures is not run: it counts as done.
+        A stream that captures a graph runs nothing: its work counts as done.
         """
-        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        # This look is cheaper than a change of context, and the device is nearly always this one, because the creation
+        # of a Communicator makes its GPU current.
         if runtime.getDevice() != self._ordinal:
             with self._context.current():
                 return self._completion(stream)
@@ -311,7 +313,7 @@ class CudaBackend:
         return self._completions.of(event)
 
     def create_event(self) -> CudaEvent:
-        """Return an event other processes can open."""
+        """Return an event that other processes can open."""
         flags = driver.CUevent_flags.CU_EVENT_DISABLE_TIMING | driver.CUevent_flags.CU_EVENT_INTERPROCESS
         with self._context.current():
             return CudaEvent(self._context, call(driver.cuEventCreate, int(flags)))
@@ -326,7 +328,7 @@ class CudaBackend:
             return CudaEvent(self._context, call(driver.cuIpcOpenEventHandle, handle))
 
     def link(self, device: bytes, kind: Kind) -> Link:
-        """Say how this GPU reaches memory of the one with that UUID."""
+        """Return how this GPU reaches memory of the GPU with that UUID."""
         if kind == "staged":
             return Link("staged", gb_s=pcie_gb_s(self.info.uuid, device))
         if device == self.info.uuid:
@@ -341,7 +343,7 @@ class CudaBackend:
     def _peer_link(self, device: bytes) -> Link:
         peers = [other for other in self._devices if other.uuid == device]
         if not peers:
-            return nvml_link(self.info.uuid, device)  # which knows those that this process does not see
+            return nvml_link(self.info.uuid, device)  # NVML also knows GPUs that this process does not see
         attribute = driver.CUdevice_P2PAttribute
         rank, access, atomics = (
             call(driver.cuDeviceGetP2PAttribute, what, self._ordinal, peers[0].ordinal)
@@ -351,15 +353,15 @@ class CudaBackend:
                 attribute.CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED,
             )
         )
-        # Of the links between GPUs, NVLink carries atomics and PCIe does not.
+        # Between GPUs, NVLink carries atomics and PCIe does not.
         return Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
 
     def close(self) -> None:
         """Release the fault page, scratch memory, streams and the context. A second call does nothing.
 
-        No kernel of this backend may be running, and its segments and events must be closed, but for segments that an
-        interrupt has left: they are closed here. A peer's would be mapped as long as the process lasts, and the driver
-        may refuse to map what that peer has at the same address by then.
+        No kernel of this backend may run, and its segments and events must be closed. A Ctrl-C between two steps of a
+        set-up may have left a segment open: this closes it. Else a peer's memory would stay mapped as long as the
+        process lives, and the driver may refuse to map what the peer allocates at the same address later.
         """
         if self._closed:
             return
@@ -367,8 +369,8 @@ class CudaBackend:
         faults, self._faults = self._faults, None
         while self._context.segments:
             next(iter(self._context.segments)).close()
-        # All that CUDA has to destroy goes here, and not when the garbage collector comes: in a thread without a device
-        # it would make a context on the first GPU for that.
+        # In this device's context, whichever thread closes: on a thread without a device CUDA would make a context on
+        # the first GPU.
         with suppress(DriverShutDownError), self._context.current():
             self._completions.close()
             while self._scratch:

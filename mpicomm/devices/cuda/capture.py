@@ -1,7 +1,7 @@
-"""Captures of CUDA graphs: which of them a stream takes part in, and what threads may do while there are any.
+"""Captures of CUDA graphs: which capture a stream takes part in, and relaxed threads.
 
-While a thread captures in CUDA's default mode, much that is no stream work is forbidden to it and to all other threads,
-and spoils the graph, unless a thread says that it means it: then it is *relaxed*.
+While one thread captures in CUDA's default mode, CUDA forbids most calls that are no stream work to all threads, and
+such a call spoils the graph. A thread can exempt itself: then it is *relaxed*.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mpicomm.devices.cuda.driver import call
 
 
 def capture_of(stream: int) -> int:
-    """Return the number of the capture that ``stream`` takes part in; no other in this process has the same."""
+    """Return the number of the capture that ``stream`` takes part in. In this process it is unique."""
     return int(call(driver.cuStreamGetCaptureInfo, stream)[1])
 
 
 def takes_part(stream: int) -> bool:
-    """Return whether ``stream`` takes part in a capture, also in one that was invalidated and has not ended yet.
+    """Return whether ``stream`` takes part in a capture, be it one that is invalid and has not ended yet.
 
-    For the latter CuPy's function, which takes a third of the time, raises.
+    CuPy's function takes a third of the time, but raises for an invalid capture.
     """
     none = driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
     return bool(call(driver.cuStreamIsCapturing, stream) != none)
@@ -30,7 +30,7 @@ def takes_part(stream: int) -> bool:
 
 @contextlib.contextmanager
 def relaxed() -> Iterator[None]:
-    """Let the calling thread be relaxed inside a ``with`` block."""
+    """Make the calling thread relaxed inside a ``with`` block."""
     before = relax()
     try:
         yield
@@ -39,6 +39,6 @@ def relaxed() -> Iterator[None]:
 
 
 def relax() -> driver.CUstreamCaptureMode:
-    """Let the calling thread be relaxed from here on; return what it was."""
+    """Make the calling thread relaxed from here on; return its mode from before."""
     mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
     return call(driver.cuThreadExchangeStreamCaptureMode, mode)

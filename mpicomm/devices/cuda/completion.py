@@ -1,4 +1,4 @@
-"""Completions: functions that say whether work on streams is done, by events that are used again and again."""
+"""Completions: functions that return whether work on streams is done, by events from a pool."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from mpicomm.devices.cuda.local_event import LocalEvent
 
 
 class Completions:
-    """Events of one device that nobody needs; to create one takes longer than to record it."""
+    """A pool of one device's events, because to create an event takes longer than to record it."""
 
     def __init__(self) -> None:
         self._idle: list[LocalEvent] = []
 
     def take(self) -> LocalEvent:
-        """Return an event, to be recorded. The device must be current."""
+        """Return an event for the caller to record. The device must be current."""
         try:
             return self._idle.pop()
-        except IndexError:  # not by a look before: threads that complete requests come here too, and take one meanwhile
+        except IndexError:  # a test before could be overtaken: a thread that completes requests may take the last one
             return LocalEvent()
 
     def of(self, event: LocalEvent) -> Callable[[], bool]:
-        """Return a function that says whether what ``event`` was recorded after is done; callable in any thread.
+        """Return a function that returns whether the work ahead of the recorded ``event`` is done; for any thread.
 
-        The event is taken back when it has said so, and the function is not called any more.
+        Nobody calls the function again once it has returned true, because the event is then back in the pool.
         """
         pointer = event.ptr
 
         def done() -> bool:
-            # Raises where the device has failed: what is enqueued there is never done.
+            # It raises where the device has failed, whose work is never done.
             if not is_over(driver.cuEventQuery, pointer):
                 return False
             self._idle.append(event)
@@ -40,5 +40,5 @@ class Completions:
         return done
 
     def close(self) -> None:
-        """Destroy the events. The device must be current."""
+        """Destroy the events of the pool."""
         self._idle.clear()

@@ -1,4 +1,4 @@
-"""The primary context of a device, made current for the length of a call."""
+"""The primary context of a device, which calls make current on their thread while they run."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from mpicomm.errors import HandleError
 
 
 class PrimaryContext:
-    """The context of one device that CuPy, PyTorch and the CUDA runtime use too, kept alive until `release`."""
+    """The context of one device that CuPy, PyTorch and the CUDA runtime use, too. It lives until `release`."""
 
     def __init__(self, device: DeviceInfo) -> None:
-        from cupy.cuda import driver as cupy_driver  # what only describes faults does without
+        from cupy.cuda import driver as cupy_driver  # not above: faults.py imports this module without CuPy, too
 
         self.device = device
         self.segments: set[Segment] = set()
-        """What is open of memory; an interrupt may leave some to nobody else, see `CudaBackend.close`."""
+        """The open segments. A Ctrl-C may leave some of them here alone: see `CudaBackend.close`."""
         self._driver = cupy_driver
         self._context = int(call(driver.cuDevicePrimaryCtxRetain, device.ordinal))
         self._released = False
 
     def current(self) -> contextlib.AbstractContextManager[None]:
-        """Return a ``with`` block in which this context is current on the calling thread; the old one comes back."""
+        """Return a ``with`` block in which this context is current on the calling thread."""
         return CurrentContext(self._context, self._driver)
 
     def release(self) -> None:
@@ -38,10 +38,13 @@ class PrimaryContext:
 
 
 class CurrentContext(contextlib.AbstractContextManager[None]):
-    """A ``with`` block in which a context is current on the calling thread; ``cupy_driver`` is ``cupy.cuda.driver``."""
+    """A ``with`` block in which a context is current on the calling thread. Its end restores the one from before.
 
-    # No generator, and CuPy's functions: every device call goes through here. A generator takes longer than all of
-    # this, and the driver's binding ten times as long.
+    ``cupy_driver`` is ``cupy.cuda.driver``.
+    """
+
+    # Every device call goes through here. A generator takes longer than all of this, and the driver's binding ten times
+    # as long as CuPy's functions.
     __slots__ = ("_before", "_context", "_driver")
 
     def __init__(self, context: int, cupy_driver: Any) -> None:
@@ -51,7 +54,7 @@ class CurrentContext(contextlib.AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         try:
-            self._before = self._driver.ctxGetCurrent()  # may be the null context, of a thread that never touched CUDA
+            self._before = self._driver.ctxGetCurrent()  # 0 on a thread that has not used CUDA
             if self._before != self._context:
                 self._driver.ctxSetCurrent(self._context)
         except self._driver.CUDADriverError as error:

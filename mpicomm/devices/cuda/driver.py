@@ -1,4 +1,4 @@
-"""The CUDA driver as calls that raise, and the devices it shows to this process. Importable where CUDA is missing."""
+"""Calls of the CUDA driver that raise, and the devices that it shows to this process. Imports without CUDA, too."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _NOT_READY = 600  # CUDA_ERROR_NOT_READY
 
 
 class DriverShutDownError(HandleError):
-    """The driver has shut down with the process: what was still to be released is gone already."""
+    """The driver has shut down with the process, and has released everything already."""
 
 
 def call(function: Callable[..., Any], *arguments: Any, hint: str = "") -> Any:
-    """Call a function of ``cuda.bindings.driver`` and return what it returns beside its status.
+    """Call a function of ``cuda.bindings.driver``, and return its results without its status.
 
-    Local. Raises `HandleError` with the function, the error's name, its description and ``hint``, the way out.
+    Local. Raises `HandleError` with the function, the error's name, its description and the way out, ``hint``.
     """
     status, *values = function(*arguments)
     check(function.__name__, status, hint)
@@ -34,8 +34,8 @@ def call(function: Callable[..., Any], *arguments: Any, hint: str = "") -> Any:
 def is_over(query: Callable[[Any], Any], handle: int) -> bool:
     """Return whether ``cuEventQuery`` or ``cuStreamQuery`` says that work is over; local.
 
-    CuPy's functions for these keep the interpreter's lock. Tools that look at each call, compute-sanitizer for one, let
-    a query wait for a launch of another thread, and that thread may be waiting for the lock: for ever.
+    It does not use CuPy's functions, because those keep the interpreter's lock. Tools that look at each call, such as
+    compute-sanitizer, let a query wait for a launch of another thread, and that thread may wait for the lock: for ever.
     """
     (status,) = query(handle)
     if int(status) == _NOT_READY:
@@ -96,7 +96,7 @@ def visible_devices() -> list[DeviceInfo]:
 
 
 def _driver_major() -> int:
-    # Through ctypes, so that it is known which cuda-bindings to recommend when there is none.
+    # Through ctypes: the error for missing cuda-bindings names those that fit the driver.
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
@@ -111,8 +111,8 @@ def _driver_major() -> int:
 
 def _device_info(driver: Any, ordinal: int) -> DeviceInfo:
     device = call(driver.cuDeviceGet, ordinal)
-    # CUDA 12 has the UUID of a MIG instance (rather than of the GPU it is cut from) under _v2; in CUDA 13 that is the
-    # only one, without the suffix.
+    # In CUDA 12 the function with _v2 returns the UUID of a MIG instance, the other one that of the whole GPU. CUDA 13
+    # has the former alone, without the suffix.
     get_uuid = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
     attribute = driver.CUdevice_attribute
     pci_bus_id = _text(call(driver.cuDeviceGetPCIBusId, 32, device)).lower()

@@ -15,7 +15,7 @@ EVENT_HANDLE_NBYTES = 64  # sizeof(CUipcEventHandle)
 
 
 class CudaEvent:
-    """A CUDA event that processes share, this process's or a peer's."""
+    """A CUDA event that processes share: this process's own, or a peer's."""
 
     def __init__(self, context: PrimaryContext, event: Any) -> None:
         self._context = context
@@ -25,7 +25,7 @@ class CudaEvent:
         """Return the event's handle."""
         with self._context.current():
             handle = call(driver.cuIpcGetEventHandle, self._event)
-        # The bindings give the handle an address and no accessor for its bytes.
+        # The bindings offer an address of the handle, but no accessor for its bytes.
         return ctypes.string_at(handle.getPtr(), EVENT_HANDLE_NBYTES)
 
     def record(self, stream: int) -> None:

@@ -1,4 +1,4 @@
-"""The page of host memory in which a kernel that cannot go on says why."""
+"""FaultPage: the page of host memory in which a kernel reports why it cannot go on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _UNUSABLE = "the communicator is unusable from here on"
 
 
 def called_differently(calls: Sequence[str], ranks: Sequence[int]) -> PeerError:
-    """Return the error for ranks that called different things; ``calls`` says what each did."""
+    """Return the error for ranks that called different things; ``calls`` says what each rank called."""
     return PeerError(f"ranks called different things: {'; '.join(calls)}; {_UNUSABLE}", ranks=ranks)
 
 
@@ -42,9 +42,9 @@ class FaultRecord(ctypes.Structure):
 
 
 class FaultPage:
-    """One fault record in pinned host memory, and a word of the device that says whether it is used.
+    """One fault record in pinned host memory, and a word of the device that says whether the record is taken.
 
-    ``faults`` is what kernels are given.
+    Kernels are given ``faults``, the addresses of both.
     """
 
     def __init__(self, context: PrimaryContext, stream: int) -> None:
@@ -68,25 +68,25 @@ class FaultPage:
         self.faults = Faults(pointer, self._failed)
 
     def check(self, calls: Calls | None = None) -> None:
-        """Raise `CollectiveTimeoutError` or `PeerError` if a record is there, every time.
+        """Raise `CollectiveTimeoutError` or `PeerError` if a record is there: at every call.
 
-        Local; does not wait for the device. ``calls`` is asked for the text of a `PeerError`.
+        Local; does not wait for the device. ``calls`` gives the text of a `PeerError`.
         """
         if self._error is not None:
             raise _without_traceback(self._error)
-        # A record that is still being filled in does not count yet: its kernel runs, and the next check sees it.
+        # A record without its last field does not count yet: its kernel still runs, and the next check sees it.
         if self._record is None or self._record.state != _WRITTEN:
             return
-        # Pairs with the store_release of `state` in report_fault: the fields are read after the state that published
-        # them.
+        # An acquire: pairs with the store_release of `state` in report_fault. It orders the loads of the fields behind
+        # the load of the state that publishes them.
         fence()
         record = self._record
         where = f"number {record.sequence} from rank {record.peer}"
-        if self._calls is None:  # once, as it may wait for what other ranks are about to call
+        if self._calls is None:  # once, because it may wait for other ranks to say what they call
             self._calls = calls() if calls and record.operation in (EXCHANGE, MISMATCH) else ()
-        # Ranks that wait in different kernels do not meet, and run out of time.
+        # Ranks that wait in different kernels do not meet: their record is a timeout, their calls tell the cause.
         if self._calls or record.operation == MISMATCH:
-            said = self._calls or [f"what rank {record.peer} sent is of another call or message than what was expected"]
+            said = self._calls or [f"rank {record.peer} sent data of another call or message than this rank expected"]
             raise called_differently(said, [record.peer])
         operation = _OPERATIONS.get(record.operation, f"operation {record.operation}")
         time = f"within {record.elapsed_ns / 1e9:.3g} s" if record.elapsed_ns else "in time, as another rank reports"
@@ -95,11 +95,11 @@ class FaultPage:
         )
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
-        """Let every check raise what ``error`` says, for what no kernel has found; local."""
+        """Let every check raise an error of the same class and text, which no kernel has reported; local."""
         self._error = _without_traceback(error)
 
     def close(self) -> None:
-        """Free the page; no kernel may run that knows it. A second call does nothing."""
+        """Free the page; no kernel that has its address may run. A second call does nothing."""
         if self._record is not None:
             self._record = None
             with contextlib.suppress(DriverShutDownError), self._context.current():
@@ -108,5 +108,5 @@ class FaultPage:
 
 
 def _without_traceback(error: CollectiveTimeoutError | PeerError) -> CollectiveTimeoutError | PeerError:
-    """Return another one of the same: what is kept must not keep the frames it went through, and the arrays in them."""
+    """Return an equal error: its traceback would keep the frames that it came through, and the arrays in them."""
     return type(error)(str(error), ranks=error.ranks)

@@ -18,10 +18,10 @@ from mpicomm.kernels.variant import Variant
 
 
 class Kernel:
-    """A kernel that is on the device, ready to run; ``types`` are the ctypes of its parameters."""
+    """A kernel whose code is on the device. ``types`` are the ctypes of its parameters."""
 
     def __init__(self, function: Any, types: tuple[Any, ...]) -> None:
-        from cupy.cuda import driver as cupy_driver  # what only describes kernels does without
+        from cupy.cuda import driver as cupy_driver  # not above: tests import this module without CuPy
 
         self._function = function
         self._address = int(function)
@@ -31,11 +31,11 @@ class Kernel:
         self._error = cupy_driver.CUDADriverError
 
     def launch(self, stream: int, *arguments: Any) -> None:
-        """Enqueue the kernel on ``stream``, one thread. Local, does not block; raises `HandleError`."""
+        """Enqueue the kernel on ``stream`` with one thread. Local, does not block; raises `HandleError`."""
         values = [kind(argument) for kind, argument in zip(self._types, arguments, strict=True)]
         pointers = self._pointers(*map(ctypes.addressof, values))
         try:
-            # CuPy's function and pointers made here: with the driver's binding it takes three times as long.
+            # CuPy's function with ctypes' pointers, because the driver's binding takes three times as long.
             self._launch_kernel(self._address, 1, 1, 1, 1, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
         except self._error as error:
             raise HandleError(f"cuLaunchKernel failed: {error}") from None
@@ -43,10 +43,10 @@ class Kernel:
     def launch_structure(
         self, stream: int, arguments: ctypes.Structure, *, blocks: int, threads: int, early: bool = False
     ) -> None:
-        """Enqueue a kernel whose one parameter is a structure by value; it is copied before this returns.
+        """Enqueue a kernel whose one parameter is a structure by value, which is copied before this returns.
 
-        ``early`` is for kernels that begin with ``wait_for_predecessor``: their blocks may be set up while the kernel
-        ahead still runs.
+        ``early`` is for kernels that begin with ``wait_for_predecessor``: the device may set their blocks up while the
+        kernel ahead still runs.
         """
         pointer = ctypes.c_void_p(ctypes.addressof(arguments))
         if not early:
@@ -76,31 +76,31 @@ class Module:
         self._module: Any = call(driver.cuModuleLoadData, image)
 
     def kernel(self, name: str, types: tuple[Any, ...]) -> Kernel:
-        """Return a kernel by its name. Local, blocking: its code is on the device when this returns."""
+        """Return the kernel ``name``, whose code is on the device when this returns. Local, blocking."""
         function = call(driver.cuModuleGetFunction, self._module, name.encode())
-        # Under lazy loading the code would otherwise be loaded by the first launch, and loading may wait for the whole
-        # device: for ever, if a kernel is spinning there for a signal that this launch is to send. Asking for an
-        # attribute loads it now.
+        # This query loads the code now. Under lazy loading the first launch would load it, and loading may wait for the
+        # whole device: for ever, if a kernel spins there for a signal that this launch is to send.
         call(driver.cuFuncGetAttribute, driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)
         return Kernel(function, types)
 
 
 class KernelCache:
-    """The kernels on one device, each compiled and loaded once, for all communicators of the process: see `kernels_of`.
+    """The kernels on one device, each compiled and loaded once for all communicators of the process: see `kernels_of`.
 
-    They stay as long as the process: loaded and unloaded with each communicator they would leave the device's memory
-    for code in pieces, and a graph of somebody's may still refer to them. Its methods are local, from any thread.
+    They stay as long as the process, because a graph of the user may refer to them longer than a communicator lives,
+    and because loading them for each communicator anew would fragment the device's memory for code. Its methods are
+    local, for any thread.
     """
 
     def __init__(self, device: DeviceInfo) -> None:
-        call(driver.cuDevicePrimaryCtxRetain, device.ordinal)  # for good, as the modules are
+        call(driver.cuDevicePrimaryCtxRetain, device.ordinal)  # for good, as the modules stay
         self._compute_capability = device.compute_capability
         self._lock = threading.RLock()
         self._modules: dict[tuple[Path, tuple[str, ...]], Module] = {}
         self._kernels: dict[Variant, Kernel] = {}
 
     def find(self, variant: Variant) -> Kernel | None:
-        """Return the kernel if it is loaded."""
+        """Return the kernel, or None where it is not loaded."""
         return self._kernels.get(variant)
 
     def load(self, variant: Variant) -> Kernel:
@@ -115,7 +115,7 @@ class KernelCache:
             return self._kernels[variant]
 
     def module(self, source: Path, options: tuple[str, ...] = ()) -> Module:
-        """Return what a source is compiled to, loaded if need be; as `load`."""
+        """Return the module of a source, compiled and loaded if need be; as `load`."""
         with self._lock:
             if (source, options) not in self._modules:
                 self._modules[source, options] = Module(compile_kernel(source, self._compute_capability, options))
@@ -124,5 +124,5 @@ class KernelCache:
 
 @lru_cache
 def kernels_of(device: DeviceInfo) -> KernelCache:
-    """Return the kernels on a device."""
+    """Return the kernels of a device."""
     return KernelCache(device)

@@ -1,4 +1,4 @@
-"""Device memory that other processes can map: CUDA IPC, virtual memory (fd, fabric) and pinned host memory (staged)."""
+"""GPU memory that other processes can map: CUDA IPC, virtual memory (fd, fabric) and pinned host memory (staged)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from mpicomm.devices.host import HostSegment, map_shared
 from mpicomm.errors import HandleError
 from mpicomm.interrupts import uninterrupted
 
-# The driver hands out memory in blocks of 2 MiB and shares whole blocks. An allocation that is a multiple of it has
-# its blocks to itself, so exporting it shows a peer nothing else.
+# The driver allocates and shares whole blocks of 2 MiB. An allocation of a multiple of that has its blocks to itself,
+# so its export shows a peer nothing else.
 BLOCK_NBYTES = 2 << 20
 
 _NO_FABRIC = (
@@ -35,9 +35,9 @@ _TOO_LARGE = "make the array smaller, or free others (cupy.get_default_memory_po
 
 
 class CudaSegment:
-    """Memory at ``pointer`` that this process owns or has mapped; subclasses say how it came and how it goes.
+    """Memory at ``pointer`` that this process owns or has mapped; subclasses allocate or map it, and release it.
 
-    They call ``__init__`` last: from then on it can be closed, and is with the backend, if nobody does before.
+    They call ``__init__`` last: from then on `close` may come, at the latest when the backend closes.
     """
 
     def __init__(self, context: PrimaryContext, pointer: int, nbytes: int) -> None:
@@ -47,7 +47,7 @@ class CudaSegment:
         context.segments.add(self)
 
     def export(self) -> tuple[MemoryHandle, Descriptor | None]:
-        """Return the handle, and for kinds with a descriptor one that the caller closes."""
+        """Return the handle, and for kinds with a descriptor that, which the caller closes."""
         raise HandleError("this memory is a peer's: only the process that owns it can export it")
 
     def close(self) -> None:
@@ -63,14 +63,14 @@ class CudaSegment:
 
 
 class IpcSegment(CudaSegment):
-    """Memory of ``cuMemAlloc`` that this process shows to peers: an allocation of ours, or part of ``array``'s."""
+    """Memory of ``cuMemAlloc`` that this process shows to peers: its own allocation, or memory of ``array``."""
 
     def __init__(
         self, context: PrimaryContext, pointer: int, nbytes: int, *, base: int, size: int, array: Any = None
     ) -> None:
         self._base = base
         self._size = size
-        self._array = array  # keeps memory that is not ours allocated while peers may use it
+        self._array = array  # keeps memory of the user allocated while peers may access it
         super().__init__(context, pointer, nbytes)
 
     @classmethod
@@ -111,10 +111,10 @@ class _Mapping:
     users: int
 
 
-# A handle names an allocation, so arrays that lie in one pool block arrive with the same one, and CUDA promises nothing
-# good for opening it twice. Hence one mapping per process and device, shared by all communicators, closed by the last
-# user. The lock is held while the driver works: a second thread must neither open the handle again nor get a mapping
-# that the first is about to close.
+# A handle names an allocation, so arrays in one block of a pool arrive with the same handle, and CUDA does not say that
+# one process may open a handle twice. Hence all communicators share one mapping per device, which its last user closes.
+# The lock is held while the driver works, so that a second thread neither opens the handle again nor takes a mapping
+# that the first thread is about to close.
 _mappings: dict[tuple[int, bytes], _Mapping] = {}
 _mappings_lock = threading.Lock()
 
@@ -143,7 +143,7 @@ def _close_ipc(context: PrimaryContext, key: bytes) -> None:
 
 
 class VirtualSegment(CudaSegment):
-    """Memory of ``cuMemCreate``, mapped into an address range of its own: kinds ``fd`` and ``fabric``."""
+    """Memory of ``cuMemCreate`` in its own address range: the kinds ``fd`` and ``fabric``."""
 
     def __init__(
         self, context: PrimaryContext, kind: Kind, base: int, size: int, *, offset: int, nbytes: int, own: bool
@@ -156,7 +156,7 @@ class VirtualSegment(CudaSegment):
 
     @classmethod
     def allocate(cls, context: PrimaryContext, kind: Kind, nbytes: int) -> VirtualSegment:
-        """Allocate whole blocks, in the driver's granularity."""
+        """Allocate whole blocks, in the granularity of the driver."""
         ordinal = context.device.ordinal
         properties = driver.CUmemAllocationProp()
         properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -174,7 +174,7 @@ class VirtualSegment(CudaSegment):
 
     @classmethod
     def open(cls, context: PrimaryContext, handle: MemoryHandle, fd: int | None) -> VirtualSegment:
-        """Map a peer's allocation, which ``fd`` or the handle's key names. ``fd`` stays the caller's."""
+        """Map the peer's allocation that ``fd`` or the handle's key names. ``fd`` stays the caller's."""
         fabric = driver.CUmemFabricHandle()
         if handle.kind == "fabric":
             ctypes.memmove(fabric.getPtr(), handle.key, KEY_NBYTES)
@@ -193,7 +193,7 @@ class VirtualSegment(CudaSegment):
         with self._context.current():
             allocation = call(driver.cuMemRetainAllocationHandle, self._base)
             try:
-                with uninterrupted():  # the driver gives a descriptor as a mere number
+                with uninterrupted():  # the driver returns a descriptor as a plain number
                     exported = owned(call(driver.cuMemExportToShareableHandle, allocation, _handle_type(self._kind), 0))
             finally:
                 call(driver.cuMemRelease, allocation)
@@ -209,7 +209,7 @@ class VirtualSegment(CudaSegment):
 
 
 def _map(ordinal: int, allocation: Any, size: int) -> int:
-    """Map an allocation for one device and give up the handle to it: from then on the mapping alone keeps it alive."""
+    """Map an allocation for one device, and release its handle: from then on the mapping alone keeps it alive."""
     with contextlib.ExitStack() as always, contextlib.ExitStack() as on_failure:
         always.callback(call, driver.cuMemRelease, allocation)
         base = int(call(driver.cuMemAddressReserve, size, 0, 0, 0))
@@ -248,17 +248,17 @@ def _require_support(ordinal: int, kind: Kind) -> None:
 
 
 def _refused(kind: Kind, status: Any) -> str:
-    """Return the way out where ``status`` says that the machine does not permit the kind, else nothing."""
+    """Return the way out where ``status`` says that the machine does not permit the kind, else an empty text."""
     if status.name not in ("CUDA_ERROR_NOT_PERMITTED", "CUDA_ERROR_NOT_SUPPORTED"):
         return ""
     return _NO_FABRIC if kind == "fabric" else 'use handle="ipc" or handle="staged"'
 
 
 class StagedSegment(CudaSegment):
-    """Shared host memory, this process's or a peer's, pinned for the GPU; ``pointer`` is the device's address."""
+    """Shared host memory, this process's or a peer's, pinned for the GPU. ``pointer`` is its address on the device."""
 
     def __init__(self, context: PrimaryContext, host: HostSegment, *, own: bool) -> None:
-        # `host` is this segment's from here on: it is closed if this raises.
+        # This segment owns `host` from here on, and closes it if this raises.
         flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(host.close)
@@ -283,14 +283,14 @@ class StagedSegment(CudaSegment):
         return cls(context, HostSegment(map_shared(fd, handle.offset, handle.nbytes)), own=False)
 
     def export(self) -> tuple[MemoryHandle, Descriptor | None]:
-        """Return the handle and the descriptor, which the caller closes; possible once per segment."""
+        """Return the handle, and the descriptor, which the caller closes. Each segment can be exported once."""
         if not self._own:
             return super().export()
         fd = self._host.take_fd()
         return MemoryHandle("staged", self._context.device.uuid, b"", self.nbytes, 0, self.nbytes), fd
 
     def _release(self) -> None:
-        # Unpin while the mapping is there: the driver would keep pages pinned that nothing maps any more.
+        # Unpin before the mapping goes: the driver would keep pages pinned that nothing maps.
         try:
             call(driver.cuMemHostUnregister, self._host.pointer)
         finally:
@@ -303,9 +303,9 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 def _cannot_allocate(size: int, context: PrimaryContext) -> str:
-    return f"{size} bytes on GPU {context.device.ordinal} were asked for; {_TOO_LARGE}"
+    return f"the call asked for {size} bytes on GPU {context.device.ordinal}; {_TOO_LARGE}"
 
 
 def _bytes_of(handle: Any) -> bytes:
-    # The bindings give these opaque handles an address and no accessor for their bytes.
+    # The bindings offer an address of these opaque handles, but no accessor for their bytes.
     return ctypes.string_at(handle.getPtr(), KEY_NBYTES)

@@ -1,4 +1,4 @@
-"""How two GPUs of this machine are linked, from NVML, which sees them all whatever CUDA_VISIBLE_DEVICES hides."""
+"""The link between two GPUs of this machine, from NVML, which also sees GPUs that CUDA_VISIBLE_DEVICES hides."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from mpicomm.devices.base import Link
 
-# nvmlGpuP2PCapsIndex_t of nvml.h; in several versions of pynvml a stray comma makes tuples of them.
+# nvmlGpuP2PCapsIndex_t of nvml.h, because in several versions of pynvml a stray comma makes tuples of them.
 _READ, _NVLINK, _ATOMICS = 0, 2, 3
-# What a lane of each generation carries each way, in GB/s: 2.5, 5, 8, 16, 32 and 64 GT/s less the line code.
+# The bandwidth of a lane each way in GB/s, by generation: 2.5, 5, 8, 16, 32 and 64 GT/s less the line code.
 _PCIE_LANE_GB_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
 _Answer = TypeVar("_Answer")
@@ -28,7 +28,7 @@ def nvml_link(device: bytes, peer: bytes) -> Link:
 
 
 def nvlink_gb_s(device: bytes, peer: bytes) -> float | None:
-    """Return what the NVLinks between two GPUs carry each way; None where NVML or its Python package does not say."""
+    """Return the bandwidth each way of the NVLinks between two GPUs; None where NVML or its package does not say."""
 
     def bandwidth(nvml: Any) -> float | None:
         own, other = (_handle(nvml, end) for end in (device, peer))
@@ -38,17 +38,17 @@ def nvlink_gb_s(device: bytes, peer: bytes) -> float | None:
         (speed,) = nvml.nvmlDeviceGetFieldValues(own, [nvml.NVML_FI_DEV_NVLINK_SPEED_MBPS_COMMON])
         if speed.nvmlReturn != nvml.NVML_SUCCESS:
             return None
-        # Where none goes to the peer itself, all go to switches, by which any two can use all of theirs.
+        # Where no link goes to the peer itself, all go to switches: a pair of GPUs can then use all its links.
         return len(direct or active) * speed.value.uiVal / 1000 or None
 
     return _ask(bandwidth)
 
 
 def pcie_gb_s(*devices: bytes) -> float | None:
-    """Return what PCIe carries to and from each of the GPUs; None where NVML or its Python package does not say."""
+    """Return the least PCIe bandwidth each way of these GPUs; None where NVML or its package does not say."""
 
     def bandwidth(nvml: Any) -> float | None:
-        # What the slot allows: the present generation is a lower one while nothing is to be done.
+        # The most that the slot allows, because an idle link runs at a lower generation.
         handles = [_handle(nvml, device) for device in devices]
         lanes = [
             (
@@ -90,5 +90,5 @@ def _supported(nvml: Any, ends: list[Any], capability: int) -> bool:
 def _is_active(nvml: Any, handle: Any, link: int) -> bool:
     try:
         return bool(nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED)
-    except nvml.NVMLError:  # there are fewer
+    except nvml.NVMLError:  # the GPU has fewer links
         return False

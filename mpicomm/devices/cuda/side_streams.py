@@ -1,4 +1,4 @@
-"""Streams beside the user's, for work that waits for other ranks and must not hold up what comes after it."""
+"""Streams beside the user's, for work that waits for other ranks and must not hold up later work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpicomm.devices.cuda.local_event import LocalEvent
 
 
 class SideStreams:
-    """Streams that are made on demand and used again. All methods are local, from any thread, and do not block."""
+    """A pool of streams. All methods are local, for any thread, and do not block."""
 
     def __init__(self, context: PrimaryContext) -> None:
         self._context = context
@@ -24,14 +24,14 @@ class SideStreams:
         self._streams: list[Any] = []
 
     def mark(self, stream: int) -> LocalEvent:
-        """Return the point in ``stream`` that its work so far has come to."""
+        """Return a mark behind the work that ``stream`` has been given so far."""
         with self._context.current():
             event = LocalEvent()
             runtime.eventRecord(event.ptr, stream)
         return event
 
     def passed(self, mark: LocalEvent) -> bool:
-        """Return whether the work up to a mark is done."""
+        """Return whether the work before a mark is done."""
         with self._context.current():
             return is_over(driver.cuEventQuery, mark.ptr)
 
@@ -41,15 +41,16 @@ class SideStreams:
             runtime.streamWaitEvent(stream, mark.ptr)
 
     def take(self, after: LocalEvent | None = None) -> int:
-        """Return a stream that nobody else uses until `give_back`, and on which work follows the mark ``after``."""
+        """Return an idle stream for the caller alone, until `give_back`. Its work follows the mark ``after``."""
         with self._lock, self._context.current():
-            # One that is still at work may hold up what nobody has ordered behind it, in a circle even.
+            # Not a stream that is still at work, which may wait for a peer: unordered work behind it would wait, too,
+            # and two ranks could wait for each other in a circle.
             idle = next((stream for stream in self._free if is_over(driver.cuStreamQuery, stream)), None)
             if idle is not None:
                 self._free.remove(idle)
                 stream = idle
             else:
-                # Non-blocking: it would otherwise wait for all that is on the null stream, and the other way round.
+                # Non-blocking: else it and the null stream would wait for each other's work.
                 self._streams.append(call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING))
                 stream = int(self._streams[-1])
         if after is not None:
@@ -57,7 +58,7 @@ class SideStreams:
         return stream
 
     def give_back(self, stream: int) -> None:
-        """Let the stream be taken again, once what is on it is done."""
+        """Let `take` return the stream again, once the work on it is done."""
         with self._lock:
             self._free.append(stream)
 

@@ -1,4 +1,4 @@
-"""The order of work that is enqueued on several streams but must not overlap."""
+"""StreamOrder: the order of pieces of work that must not overlap, on whichever streams they are enqueued."""
 
 from __future__ import annotations
 
@@ -15,51 +15,53 @@ from mpicomm.devices.cuda.driver import call
 from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.errors import HandleError
 
-_MOST_CAPTURES = 16  # whose pieces are kept in order: they are open at once, and given pieces by turns
+_MOST_CAPTURES = 16  # that may be open at once and take pieces in turns
 
 Enqueue = Callable[[int], object]
-"""Enqueues something on a stream, or on another that is in order with it."""
+"""Enqueues work on a stream, or on another stream that is in order with it."""
 
 
 class StreamOrder:
-    """Makes each piece of work wait for the one enqueued before it, whichever streams they are on.
+    """Makes each piece of work wait for the piece that was enqueued before it, whichever streams they are on.
 
-    While a stream captures a graph, that holds among the pieces of the same capture. Between a graph and anything else
-    it does not: an event recorded outside a capture cannot be waited for inside (the driver refuses it, as the graph
-    would wait for something that happened once), nor the other way round. When a graph runs is for whoever launches it
-    to say, in the usual way: on one stream, or with events of their own.
+    While a stream captures a graph, this holds among the pieces of the same capture. It does not hold between a graph
+    and any other work, because inside a capture a stream cannot wait for an event from outside, nor the other way
+    round: the driver refuses it, as the graph would wait for something that happened once. The program that launches a
+    graph orders it, in the usual way: on one stream, or with events.
     """
 
     def __init__(self) -> None:
         self._completions = Completions()
         self._eager: Any = self._completions.take()
-        # Events by their addresses, as they are on the way of every call.
+        # Addresses of events, because every call uses them.
         self._recorded: int = self._eager.ptr  # after the next piece, outside of captures
         self._awaited = self._recorded  # before it
-        self._handed: Any = None  # what `completion` gave away last, which may be the one that is awaited
-        self._stream = 0  # the one that `_awaited` was recorded on
-        # Others, since an event that was last recorded in a capture can be waited for nowhere else. They are found by
-        # the captures, of which the one with the latest piece comes last; nobody says which of them are over.
+        self._handed: Any = None  # the event that `completion` gave away last, which the next piece may wait for
+        self._stream = 0  # on which `_awaited` was recorded
+        # The events of captures, by capture: no stream outside can wait for an event that a capture recorded. The
+        # capture with the latest piece comes last. The first one gives its event up where there are too many, because
+        # the driver does not say which captures are over.
         self._captured: dict[int, LocalEvent] = {}
 
     def enqueue(self, stream: int, eager: Enqueue, captured: Enqueue) -> bool:
-        """Call ``eager`` with ``stream``, or ``captured`` if that takes part in a capture: they enqueue the next piece.
+        """Call ``eager`` with ``stream``, or ``captured`` if the stream captures: they enqueue the next piece.
 
-        Return whether it was the first of these, so that `completion` can say when the piece is done. Local, does not
-        block. The device must be current. What interrupts this goes on, and the next piece follows what was enqueued.
+        Return whether it called ``eager``, so that `completion` can tell when the piece is done. Local, does not block.
+        The device must be current. An exception passes through, and the next piece follows whatever was enqueued.
         """
-        # CuPy's functions where a call is to take few microseconds in all: each takes a third of the driver's binding.
+        # CuPy's functions, which take a third of the time of the driver's binding: this is on the way of every call.
         if not runtime.streamIsCapturing(stream):
-            # The default stream, 0, is in order with itself. Of others the address says nothing: a new one may have
-            # that of one that was destroyed with work pending. To wait for what was never recorded costs nothing.
+            # The default stream, 0, is in order with itself. Any other stream has to wait, because a new stream may
+            # have the address of one that was destroyed with work pending. A wait for an event that nobody has recorded
+            # returns at once.
             if stream != 0 or self._stream != 0:
                 runtime.streamWaitEvent(stream, self._awaited)
             try:
                 eager(stream)
                 runtime.eventRecord(self._recorded, stream)
             except BaseException:
-                # Some of the piece may be enqueued, or all of it. A device that has failed refuses this too, which must
-                # not take the place of what it said first.
+                # Some of the piece may be enqueued, or all of it: the next piece has to follow that. A device that has
+                # failed refuses this, too, which must not take the place of its first error.
                 with contextlib.suppress(runtime.CUDARuntimeError):
                     runtime.eventRecord(self._recorded, stream)
                 raise
@@ -79,7 +81,7 @@ class StreamOrder:
             captured(stream)
             call(driver.cuEventRecord, event.ptr, stream)
         except BaseException:
-            with contextlib.suppress(HandleError):  # as above, and of a capture that was invalidated
+            with contextlib.suppress(HandleError):  # as above; an invalid capture refuses it, too
                 call(driver.cuEventRecord, event.ptr, stream)
             raise
         finally:
@@ -88,12 +90,12 @@ class StreamOrder:
         return False
 
     def completion(self) -> Callable[[], bool]:
-        """Return a function that says whether the piece that was enqueued last is done, by the event of the order.
+        """Return a function, for any thread, that returns whether the piece that was enqueued last is done.
 
-        Once for each piece, not of captures. Local. The device must be current; the function is callable in any thread.
+        To be called at most once for each piece, and not for pieces of captures. Local. The device must be current.
         """
-        # Kept here too, whatever becomes of the function: the next streamWaitEvent is for this event, and would be for
-        # one that is destroyed.
+        # `_handed` keeps the event although the caller may drop the function: the next streamWaitEvent is for this
+        # event, which must not be destroyed by then.
         self._handed, self._eager = self._eager, self._completions.take()
         self._recorded = self._eager.ptr
         return self._completions.of(self._handed)

@@ -1,4 +1,4 @@
-"""What a ``stream=`` argument means."""
+"""The meaning of a ``stream=`` argument."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _ACCEPTED = "pass a CuPy or PyTorch stream, an object with __cuda_stream__, an i
 def resolve_stream(stream: Any, array: Any, ordinal: int) -> int:
     """Return the ``CUstream`` that ``stream`` names.
 
-    ``None`` is the stream that is current on GPU ``ordinal`` in the library ``array`` comes from: PyTorch's for its
-    tensors, CuPy's for everything else. Local; raises `InvalidUsageError`.
+    ``None`` is the stream that is current on GPU ``ordinal`` in the library of ``array``: PyTorch for its tensors, CuPy
+    for everything else. Local; raises `InvalidUsageError`.
     """
-    torch = sys.modules.get("torch")  # a torch object can only be given to us once torch is imported
+    torch = sys.modules.get("torch")  # only a program that has imported torch can pass its objects
     if stream is None:
         current: int
         if torch is not None and isinstance(array, torch.Tensor):
-            # As torch.cuda.current_stream(ordinal).cuda_stream, without the two objects made on the way.
+            # The same as torch.cuda.current_stream(ordinal).cuda_stream, without the two objects that this makes.
             current = torch._C._cuda_getCurrentRawStream(ordinal)
         else:
             current = cupy.cuda.get_current_stream(ordinal).ptr
@@ -48,5 +48,7 @@ def _from_protocol(stream: Any) -> int:
             f"stream={stream!r}: __cuda_stream__ must be a method that returns (0, address): {error}"
         ) from error
     if version != 0:
-        raise InvalidUsageError(f"stream={stream!r} speaks version {version} of __cuda_stream__, mpicomm version 0")
+        raise InvalidUsageError(
+            f"stream={stream!r} has version {version} of __cuda_stream__, mpicomm reads 0: pass its address as an int"
+        )
     return int(pointer)
