@@ -111,7 +111,7 @@ class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollec
         self._session = session
         self._collectives = Collectives(self, session)
         self._messages = Messages(self, session.placement, session.gpu)
-        self._in_stream_order = InStreamOrder(self._collectives)
+        self._in_stream_order = InStreamOrder(self._collectives, session)
         # Peers open this rank's outbox as messages come, and only they know whether they have: Free waits for them.
         session.keep_beside(self._messages.memory, opened_by_peers=self._messages.described)
         self._block_limit = min(LIMITS["Gather"], LIMITS["Scatter"]) // len(session.placement.places)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
@@ -34,8 +34,18 @@ from mpicomm.session import Session
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.plan_cache import PlanCache
 
-End = tuple[Any, int, int]
-"""A buffer, the rank that it goes to or that fills it, and the tag; a plain tuple, because every message makes two."""
+
+class MessageCall(NamedTuple):
+    """The arguments of a message in stream order, in the order in which `PlanCache.find` takes them."""
+
+    operation: str
+    algorithm: str
+    send: Any
+    receive: Any
+    op: None
+    route: tuple[int, int, int, int]
+    """The destination and its tag, the source and its tag."""
+    counts: None = None
 
 
 class Collectives:
@@ -136,34 +146,27 @@ class Collectives:
         engine = self._on_gpu("Barrier").engine
         engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
 
-    def message(
-        self,
-        operation: str,
-        stream: Any,
-        send: End,
-        receive: End,
-        read: Callable[[str, End, End, Session], tuple[Message | None, Message | None]],
-    ) -> None:
-        """Enqueue a message out of one device array and a message into another, in the order of the stream.
-
-        ``read`` understands and checks the arguments. The communicator is one of GPUs.
-        """
-        (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
-        route = (dest, sendtag, source, recvtag)
+    def repeat_message(self, call: MessageCall, stream: Any) -> bool:
+        """Enqueue a message in stream order again; local. Return whether a call with these arguments was made before."""
         gpu = self._gpu
-        if gpu:
-            known = gpu.find(operation, "one_shot", sendbuf, recvbuf, None, route, None)
-            if known:
-                gpu.enqueue(known, stream, sendbuf, recvbuf)
-                return
-        session = self._session.set_up(operation)
-        sent, received = read(operation, send, receive, session)
-        session.require_usable(operation)
-        gpu = self._on_gpu(operation)
-        plan = gpu.engine.prepare_messages(operation, sent, received)
-        by_output = sendbuf is None
-        gpu.add(plan, (operation, "one_shot", sendbuf, recvbuf, None, route, None), by_output=by_output)
-        gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(recvbuf if by_output else sendbuf)))
+        known = gpu and gpu.find(*call)
+        if not gpu or not known:
+            return False
+        gpu.enqueue(known, stream, call.send, call.receive)
+        return True
+
+    def enqueue_message(self, call: MessageCall, stream: Any, sent: Message | None, received: Message | None) -> None:
+        """Enqueue a message to one rank and a message from another, in stream order.
+
+        The first message of a communicator of GPUs is collective over the node, the others are local.
+        """
+        session = self._session.set_up(call.operation)
+        session.require_usable(call.operation)
+        gpu = self._on_gpu(call.operation)
+        plan = gpu.engine.prepare_messages(call.operation, sent, received)
+        by_output = call.send is None
+        gpu.add(plan, call, by_output=by_output)
+        gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
 
     def _read(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
         if algorithm != "auto":

@@ -6,12 +6,15 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.dispatch import Collectives, End, require_here
+from mpicomm.collectives.dispatch import Collectives, MessageCall, require_here
 from mpicomm.collectives.exchange import Message
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse, require_separate
 from mpicomm.mpi.span import Span
 from mpicomm.session import Session
+
+End = tuple[Any, int, int]
+"""A buffer, the rank that it goes to or that fills it, and the tag; a plain tuple, because every message makes two."""
 
 _NO_SEND: End = (None, MPI.PROC_NULL, 0)
 _NO_RECEIVE: End = (None, MPI.PROC_NULL, MPI.ANY_TAG)
@@ -26,8 +29,9 @@ _NAMES = {
 class InStreamOrder:
     """The messages of one communicator that sendrecv.cu matches. ``collectives`` has the engine that launches it."""
 
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, collectives: Collectives, session: Session) -> None:
         self._collectives = collectives
+        self._session = session
 
     def exchange(
         self, operation: str, stream: Any, send: End = _NO_SEND, receive: End = _NO_RECEIVE, status: Any = None
@@ -37,9 +41,12 @@ class InStreamOrder:
         The first call of a communicator sets up memory and is collective over the node; the others are local. Fills
         ``status`` with the length and the source that the caller names: the host does not see the message.
         """
-        self._collectives.message(operation, stream, send, receive, _read)
+        (sendbuf, dest, sendtag), (recvbuf, source, recvtag) = send, receive
+        call = MessageCall(operation, "one_shot", sendbuf, recvbuf, None, (dest, sendtag, source, recvtag))
+        if not self._collectives.repeat_message(call, stream):
+            session = self._session.set_up(operation)
+            self._collectives.enqueue_message(call, stream, *_read(operation, send, receive, session))
         if status is not None:
-            recvbuf, source, recvtag = receive
             status.Set_source(source)
             status.Set_tag(recvtag)  # MPI.ANY_TAG stays: the host does not learn the sender's tag
             nothing = source == MPI.PROC_NULL

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
-from mpicomm.collectives.dispatch import Collectives
+from mpicomm.collectives.dispatch import Collectives, MessageCall
 from mpicomm.collectives.exchange import Message
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_rigs import Rig
@@ -28,14 +27,13 @@ Messages = list[tuple[str, Any, Message | None, Message | None]]
 def enqueued(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Messages:
     """The messages that are enqueued: operation, stream, what is sent, what is received."""
     messages: Messages = []
-    session = SimpleNamespace(backend=SimpleNamespace(device=0), placement=rig.comm._session.placement)
 
-    def message(
-        collectives: Collectives, operation: str, stream: Any, send: Any, receive: Any, read: Callable[..., Any]
+    def enqueue_message(
+        collectives: Collectives, call: MessageCall, stream: Any, sent: Message | None, received: Message | None
     ) -> None:
-        messages.append((operation, stream, *read(operation, send, receive, session)))
+        messages.append((call.operation, stream, sent, received))
 
-    monkeypatch.setattr(Collectives, "message", message)
+    monkeypatch.setattr(Collectives, "enqueue_message", enqueue_message)
     return messages
 
 
