@@ -16,7 +16,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import parse
-from mpicomm.mpi.buffers import Memory, read
+from mpicomm.mpi.buffers import Memory, array_of, read
 
 _named: set[str] = set()
 
@@ -44,7 +44,7 @@ class HostCopies:
 
         The copy is stream-ordered: it holds the data after `ready`.
         """
-        array = spec[0] if isinstance(spec, (list, tuple)) and spec else spec
+        array = array_of(spec)
         if array is None or array is MPI.IN_PLACE or array is MPI.BOTTOM:
             return spec
         memory = read(array, writable, name)

@@ -210,7 +210,7 @@ class Region:
 
 
 class Arena(Protocol):
-    """The memory of the ranks of a node that kernels of all of them reach."""
+    """The memory of a node's ranks that the kernels of all ranks reach."""
 
     @property
     def layout(self) -> ArenaLayout:
