@@ -147,7 +147,7 @@ class Collectives:
         engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
 
     def repeat_message(self, call: MessageCall, stream: Any) -> bool:
-        """Enqueue a message in stream order again; local. Return whether a call with these arguments was made before."""
+        """Enqueue a message in stream order again; local. Return whether such a call was made before."""
         gpu = self._gpu
         known = gpu and gpu.find(*call)
         if not gpu or not known:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import struct
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Exchange, TwoShot
@@ -109,29 +110,28 @@ def moved(exchange: Exchange) -> Iterator[Copy]:
             yield Copy(target.pointer, source.pointer, target.count * exchange.dtype.itemsize, local=True)
 
 
-class Algorithm(Protocol):
+class Algorithm(ABC):
     """One way to carry out collectives. Its methods are pure functions, with the same answer on all ranks."""
 
-    @property
-    def name(self) -> str:
-        """The value of ``algorithm=`` that asks for it; several algorithms may have one name."""
+    name: ClassVar[str]
+    """The value of ``algorithm=`` that asks for it; several algorithms may have one name."""
+    in_rank_order: ClassVar[bool] = True
+    """Whether it reduces in the order of ranks; "auto" takes no other."""
+    into_memory: ClassVar[bool] = False
+    """Whether it stores straight into symmetric output, so that ranks must agree on the place."""
 
-    @property
-    def in_rank_order(self) -> bool:
-        """Whether it reduces in the order of ranks; "auto" takes no other."""
-
-    @property
-    def into_memory(self) -> bool:
-        """Whether it stores straight into symmetric output, so that ranks must agree on the place."""
-
+    @abstractmethod
     def serves(self, operation: Operation) -> bool:
         """Return whether it is for this collective at all."""
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """Return why it cannot carry out a call that it `serves`, in words for an error; None if it can."""
+        return None
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """Return the memory that it needs beyond the arena's own."""
+        return ()
 
+    @abstractmethod
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """Yield this rank's steps, in order. The arena has all `memory` by now."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from mpicomm.collectives.exchange import Chain
-from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chain.arguments import (
     BATCH_NBYTES,
     CHAIN_SLOTS,
@@ -31,12 +31,10 @@ _WARPS = CHAIN_THREADS // LANES
 _UNIT_NBYTES = LANES * PACKET_NBYTES  # a packet for each lane
 
 
-class AlongRanks:
+class AlongRanks(Algorithm):
     """Each rank sends the data that it receives to the next rank, as it is or reduced with its own data."""
 
     name = "chain"
-    in_rank_order = True
-    into_memory = False
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""

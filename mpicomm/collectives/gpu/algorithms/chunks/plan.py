@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 
 from mpicomm.collectives.exchange import Exchange, Reduction
-from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node, moved
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import (
     PACKET_NBYTES,
     THREADS,
@@ -29,20 +29,14 @@ _STRIDE_NBYTES = 128  # the part of each channel begins at a whole cache line of
 _FEWEST_THREADS = 64  # the kernel needs two warps
 
 
-class OneShot:
+class OneShot(Algorithm):
     """Ranks exchange data of any size and kind in chunks; it accepts every call."""
 
     name = "one_shot"
-    in_rank_order = True
-    into_memory = False
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
         return True
-
-    def accepts(self, call: GpuCall, node: Node) -> str | None:
-        """See `Algorithm`."""
-        return None
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
@@ -55,12 +49,11 @@ class OneShot:
             yield from moved(call.one_shot)
 
 
-class Ring:
+class Ring(Algorithm):
     """Each rank sends chunks to the next rank alone. The order of a reduction follows the ring, not the ranks."""
 
     name = "ring"
     in_rank_order = False
-    into_memory = False
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""

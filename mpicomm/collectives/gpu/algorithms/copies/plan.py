@@ -22,7 +22,7 @@ from math import isqrt
 from typing import Literal, NamedTuple
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.arguments import (
     REDUCTION_THREADS,
@@ -72,20 +72,15 @@ class Copying(NamedTuple):
     """``contributions_nbytes``, and behind them the memory for results that cannot go straight to their place."""
 
 
-class CopyEngines:
+class CopyEngines(Algorithm):
     """Copy engines move the data between barriers of the ranks, and leave most multiprocessors to other kernels."""
 
     name = "copy_engine"
-    in_rank_order = True
     into_memory = True
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
         return bool(operation.copies)
-
-    def accepts(self, call: GpuCall, node: Node) -> str | None:
-        """See `Algorithm`."""
-        return None
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""

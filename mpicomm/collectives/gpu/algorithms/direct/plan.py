@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from mpicomm.collectives.exchange import Exchange
-from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
 from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_THREADS, Cut, DirectArguments, direct_kernel
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.team import Team
@@ -21,11 +21,10 @@ _FEWEST_THREADS = 64  # one thread for each rank, and one thread that looks at t
 _MOST_THREADS_FOR_ALL_BLOCKS = 256
 
 
-class IntoMemory:
+class IntoMemory(Algorithm):
     """Every rank stores its data straight into the symmetric output of its peers, between two barriers."""
 
     name = "one_shot"
-    in_rank_order = True
     into_memory = True
 
     def serves(self, operation: Operation) -> bool:
@@ -42,10 +41,6 @@ class IntoMemory:
         if call.operation.traffic == "one-way":  # `packets` refuses longer messages of such calls
             most_copied = min(most_copied, node.arena.layout.most_inbox_nbytes)
         return None if call.one_shot.longest_nbytes > most_copied else "packets are faster for so few bytes"
-
-    def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
-        """See `Algorithm`."""
-        return ()
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""

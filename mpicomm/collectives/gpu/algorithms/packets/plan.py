@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node, moved
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire, carried_nbytes, flags_can_carry
 from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner, large_inboxes
@@ -21,12 +21,10 @@ _ANY_NBYTES = 1 << 62
 """The length that all ranks take messages for where only the two ranks of a message know it."""
 
 
-class OneShot:
+class OneShot(Algorithm):
     """All data goes straight to the ranks that need it."""
 
     name = "one_shot"
-    in_rank_order = True
-    into_memory = False
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
@@ -63,20 +61,14 @@ class OneShot:
         return _wire_for(self._nbytes(call), call.reduction, node, to_all=to_all, most_nbytes=most_nbytes)
 
 
-class TwoShot:
+class TwoShot(Algorithm):
     """Each rank reduces or receives a shard, and sends it on to all ranks that need it."""
 
     name = "two_shot"
-    in_rank_order = True
-    into_memory = False
 
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
         return operation.two_shot is not None
-
-    def accepts(self, call: GpuCall, node: Node) -> str | None:
-        """See `Algorithm`."""
-        return None
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
