@@ -18,7 +18,7 @@ class Incoming(Protocol):
         """Receive as MPI's Recv does."""
 
     def irecv_into(self, spec: Any) -> tuple[MPI.Request, Correct | None]:
-        """Start to receive as MPI's Irecv does; return what corrects the status, None where MPI's status is right."""
+        """Start to receive as MPI's Irecv does; return a function that corrects the status, None if MPI's is right."""
 
 
 class Receiver(Protocol):

@@ -70,11 +70,11 @@ class ReceiveBuffer(abc.ABC):
 
     @abc.abstractmethod
     def _deliver_eager(self, nbytes: int) -> Delivery | None:
-        """Return the delivery of ``nbytes`` bytes of data that MPI has received."""
+        """Deliver ``nbytes`` bytes of data that MPI has received; return None where they are in the user's memory."""
 
     @abc.abstractmethod
     def _deliver_described(self, described: Description, source: int) -> Delivery:
-        """Return the delivery of the message whose description MPI has received."""
+        """Deliver the message whose description MPI has received."""
 
     def _refuse(self, described: Description, source: int) -> Delivery:
         def drop(stream: int) -> None:
