@@ -28,7 +28,7 @@ from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import AVG
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -108,8 +108,10 @@ class Collectives:
             call = self._read(operation, arguments, algorithm)
             if not call.on_device and selection.is_mpis_request(call, algorithm):
                 refuse_stream(operation.name, stream)
-                request: MPI.Request = self._mpi(operation, call.arguments, f"I{operation.name.lower()}")
-                return request
+                given = self._out_of_place(operation, call.arguments)
+                request: MPI.Request = self._mpi(operation, given, f"I{operation.name.lower()}")
+                # MPI reads the copy until the request is complete, and mpi4py does not keep it.
+                return request if given is call.arguments else HoldingRequest.of(request, given)
             work = self._begin(call, arguments, stream, algorithm)
         work.kept = arguments
         return DeferredRequest(work)
@@ -177,6 +179,11 @@ class Collectives:
         call = Call(operation, arguments, self._rank, self._size, algorithm)
         if algorithm != "auto":
             _require_possible(call, algorithm)
+        if not operation.in_mpi and (call.dtype is None or algorithm == "mpi" or self._nodes > 1):
+            raise InvalidUsageError(
+                f"{operation} is not MPI's: it takes plain element types and predefined operations, between the ranks "
+                'of one node, and no algorithm="mpi"'
+            )
         return call
 
     def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> Work | None:
@@ -247,15 +254,21 @@ class Collectives:
         """Call mpi4py's ``method``, by default the blocking one. The Communicator's own method has called this one."""
         if arguments.op is AVG:
             raise InvalidUsageError(f"{operation}: MPI has no AVG; use MPI.SUM and divide, or one node")
-        if operation.send == "counted" and is_in_place(arguments.send) and arguments.counts is not None:
-            # MPICH 5 ends the program where a block overlaps its result. Ranks that receive nothing need not be in
-            # place, so all ranks must still take MPI's way.
-            send, receive = out_of_place(arguments.receive, arguments.counts, self._rank)
-            arguments = replace(arguments, send=send, receive=receive)
-        passed = operation.passed(arguments)
+        passed = operation.passed(self._out_of_place(operation, arguments))
         if info is not None:
             passed = (*passed, info)
         return getattr(MPI.Intracomm, method or operation.name)(self._comm, *passed)
+
+    def _out_of_place(self, operation: Operation, arguments: Arguments) -> Arguments:
+        """Return the arguments for MPI: an input in place that ``recvcounts`` cuts is copied.
+
+        MPICH 5 ends the program where a block overlaps its result. Ranks that receive nothing need not be in place, so
+        all ranks must still take MPI's way.
+        """
+        if operation.send != "counted" or arguments.counts is None or not is_in_place(arguments.send):
+            return arguments
+        send, receive = out_of_place(arguments.receive, arguments.counts, self._rank)
+        return replace(arguments, send=send, receive=receive)
 
     def _run_on_host(self, call: Call, algorithm: str) -> None:
         """Carry out a call on host arrays through mapped memory; blocking."""

@@ -12,6 +12,8 @@ from functools import cached_property
 from operator import attrgetter
 from typing import Any, Literal
 
+from mpi4py import MPI
+
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.patterns import Buffers, OneShot
@@ -51,6 +53,11 @@ class Operation:
 
     def __repr__(self) -> str:
         return self.name
+
+    @cached_property
+    def in_mpi(self) -> bool:
+        """Whether MPI has the collective, so that it can carry out calls that the engines cannot."""
+        return hasattr(MPI.Intracomm, self.name)
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:

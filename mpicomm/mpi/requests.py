@@ -130,6 +130,19 @@ class Work:
             raise self._error  # mpi4py hands it to MPI, which raises it in the thread that waits there
 
 
+class HoldingRequest(MPI.Request):
+    """A request of MPI that keeps memory alive which the caller does not know of."""
+
+    _held: tuple[object, ...]
+
+    @classmethod
+    def of(cls, request: MPI.Request, held: object) -> Self:
+        """Return ``request``, which keeps ``held`` as long as it lives itself."""
+        self = cls(request)
+        self._held = (request, held)
+        return self
+
+
 class DeferredRequest(MPI.Grequest):
     """An MPI request (a generalized one) for `Work`; MPI's own wait and test calls take it too.
 

@@ -296,3 +296,17 @@ def test_values_are_those_of_the_start(comm: mpicomm.Communicator, xp: Any) -> N
     expected = sum(values(np.dtype(np.float16), 7, rank) for rank in range(comm.size))
     assert receive.get().tolist() == np.asarray(expected).tolist()
     request.Free()
+
+
+def test_an_in_place_reduce_scatter_keeps_its_copy_of_the_input(comm: mpicomm.Communicator, xp: Any) -> None:
+    """MPI gets a copy of the input, and reads it until the request is complete."""
+    count = 262_145
+    parts = [values(np.dtype(np.int32), count * comm.size, rank) for rank in range(comm.size)]
+    for _ in range(10):
+        buffer = Placed(xp, parts[comm.rank].copy())
+        request = comm.Ireduce_scatter(MPI.IN_PLACE, buffer.array, [count] * comm.size, op=MPI.MAX)
+        others = [np.full(count * comm.size, -1, np.int32) for _ in range(4)]  # they take the place of freed memory
+        request.Wait()
+        expected = np.max(parts, axis=0)[comm.rank * count : (comm.rank + 1) * count]
+        assert buffer.get()[:count].tobytes() == expected.tobytes()
+        assert others

@@ -44,7 +44,7 @@ _SHARD_NBYTES = _MIB
 
 def least_mapped(operation: Operation) -> int:
     """Return the fewest bytes with which a collective may go through mapped memory, with any number of ranks; local."""
-    return min(_MAPPED_FROM.get(operation.name, (_NEVER,)))
+    return min(_MAPPED_FROM.get(operation.name, (_NEVER,))) if operation.in_mpi else 0
 
 
 def use_mapped(operation: Operation, nbytes: int, size: int) -> bool:
@@ -52,12 +52,16 @@ def use_mapped(operation: Operation, nbytes: int, size: int) -> bool:
 
     ``nbytes`` is `Call.nbytes`, the same number on all ranks.
     """
+    if not operation.in_mpi:
+        return True
     few, many = _MAPPED_FROM.get(operation.name, (_NEVER, _NEVER))
     return size > 1 and nbytes >= (few if size == 2 else many)
 
 
-def mpi_has(dtype: np.dtype[Any] | None, op: str | None) -> bool:
-    """Return whether MPI has an element type and an operation, and keeps the promises of mpicomm for them; local."""
+def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -> bool:
+    """Return whether MPI has a collective, an element type and an op, and keeps the promises of mpicomm; local."""
+    if not operation.in_mpi:
+        return False
     if dtype is None:
         return True
     if op == "avg" or (op is not None and dtype == np.float16):  # MPI would round float16 after every step
@@ -72,7 +76,7 @@ def is_mpis(call: Call, algorithm: str, size: int, nodes: int) -> bool:
     """
     if call.dtype is None or algorithm == "mpi":
         return True
-    if algorithm == "auto" and mpi_has(call.dtype, call.op):
+    if algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op):
         return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size) or nodes > 1
     if nodes > 1:
         raise InvalidUsageError(
@@ -84,7 +88,7 @@ def is_mpis(call: Call, algorithm: str, size: int, nodes: int) -> bool:
 
 def is_mpis_request(call: Call, algorithm: str) -> bool:
     """Return whether a nonblocking or persistent call on host arrays becomes a request of MPI; local."""
-    return algorithm == "mpi" or (algorithm == "auto" and mpi_has(call.dtype, call.op))
+    return algorithm == "mpi" or (algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op))
 
 
 def algorithms_for(operation: Operation) -> tuple[str, ...]:
