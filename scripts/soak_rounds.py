@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpicomm
 from tests.helpers.checked_on_device import checked, draw, idle_kernel
-from tests.helpers.collective_calls import compile_reductions
+from tests.helpers.communicator_calls import compile_reductions
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.random_collectives import REDUCED, Family, Player, known
 

@@ -9,16 +9,9 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.types import COVERED
-from tests.helpers.collective_calls import (
-    FORMS,
-    MOVEMENTS,
-    OPERATIONS,
-    Case,
-    Prepared,
-    algorithms,
-    legal_ops,
-)
+from tests.helpers.communicator_calls import FORMS, Case, Prepared, algorithms, legal_ops
 from tests.helpers.communicators import communicator
 from tests.helpers.reductions import dtype_named
 
@@ -114,26 +107,26 @@ class Player:
         return choices[int(self._rng.integers(len(choices)))]
 
     def _draw(self, number: int, size: int, mode: str) -> Case:
-        operation = self._choose(OPERATIONS)
-        moves = operation in MOVEMENTS
+        row = self._choose(list(OPERATIONS.values()))
+        moves = not row.reduces
         name = self._choose(known(COVERED if moves else REDUCED))
         dtype, op = dtype_named(name), self._choose(legal_ops(name))
         count = self._choose(SMALL)
         if self._rng.random() < 0.04:
             count = self._choose(SWITCH_POINTS) // dtype.itemsize + int(self._rng.integers(-1, 2))
         root, form, in_place = int(self._rng.integers(1 << 16)) % size, self._choose(FORMS), self._rng.random() < 0.3
-        algorithm = self._choose(("auto", "auto", *algorithms(operation)))
+        algorithm = self._choose(("auto", "auto", *algorithms(row.name)))
         offset = dtype.itemsize * int(self._rng.integers(4))
         ordered = algorithm != "auto" or self._family.world.device != "cpu"
         fused = self._family.world.device == "cpu" and dtype.kind == "c" and op == "prod"  # by NumPy, where it can
         return Case(
-            operation,
+            row.name,
             dtype,
-            count if moves or count < 5000 or operation != "Reduce_scatter_block" else count // size,
+            count // size if count >= 5000 and row.reduces and row.send == "blocks" else count,
             op if not moves else "sum",
             root,
             form,
-            bool(in_place and operation != "Bcast"),
+            bool(in_place and row.rooted != "bcast"),
             algorithm,
             offset,
             seed=1000 * self._seed + number,

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers.collective_calls import Case, Prepared
+from tests.helpers.communicator_calls import Case, Prepared
 from tests.helpers.communicators import to_host
 from tests.helpers.raising import raises_everywhere
 from tests.helpers.reductions import dtype_named
