@@ -28,8 +28,8 @@ DTYPES = ("float16", "float32", "float64", "int32", "uint32", "int64", "uint8")
 IN_PLACE = tuple(name for name in COLLECTIVES if not TABLE[name].rooted)
 """The operations that are called in place too; Bcast always is."""
 
-# The value that a rank has at a place in a step. Values are small, so that sums over ranks are exact in every type. Sums
-# of unsigned words wrap, so an eighth of those words are SENTINELS.
+# The value that a rank has at a place in a step. Values are small, so that sums over ranks are exact in every type.
+# Sums of unsigned words wrap, so an eighth of those words are SENTINELS.
 _SENTINELS = f"""
 #define ABSENT {SENTINELS[0]}u
 #define ESCAPED {SENTINELS[1]}u

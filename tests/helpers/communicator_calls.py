@@ -32,7 +32,7 @@ FORMS = ("plain", "counted", "typed", "displaced", "four", "fortran")
 
 
 def legal_ops(name: str) -> tuple[str, ...]:
-    """The reductions that are defined on the element type of that name."""
+    """Return the reductions that are defined on the element type of that name."""
     if name == "bool":
         return ("land", "lor", "lxor")
     if name.startswith("complex"):
@@ -43,14 +43,14 @@ def legal_ops(name: str) -> tuple[str, ...]:
 
 
 def algorithms(operation: str) -> tuple[str, ...]:
-    """The algorithms that the host and GPUs have for a collective, and that reduce in the order of ranks."""
+    """Return the algorithms for a collective that the host and GPUs both have, and that reduce in rank order."""
     row = OPERATIONS[operation]
     return tuple(name for name in algorithms_for(row) if name in names_for(row, in_rank_order=True))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One collective call, as all ranks know it. ``count`` is that of a block; of vector calls blocks are ragged."""
+    """One collective call, as all ranks know it. ``count`` is that of a block; vector calls have ragged blocks."""
 
     operation: str
     dtype: np.dtype[Any]
@@ -77,7 +77,7 @@ Argument = int | list[tuple[int, int]] | MPI.InPlaceType | None
 
 
 class Prepared:
-    """This rank's part of a case: its buffers, the arguments, and the check of what has come."""
+    """This rank's part of a case: its buffers, its arguments, and the check of its result."""
 
     def __init__(self, case: Case, rank: int, size: int, xp: Any) -> None:
         self._rank, self._size = rank, size
@@ -102,7 +102,7 @@ class Prepared:
         return request
 
     def arguments(self) -> list[Any]:
-        """What is passed for the two buffers."""
+        """Return the arguments for the two buffers."""
         return [self._argument(*each) for each in zip(self._arguments, self._buffers, strict=True)]
 
     def renew(self, seed: int) -> None:
@@ -113,12 +113,12 @@ class Prepared:
                 buffer.set(content)
 
     def result(self) -> Array | None:
-        """What this rank has received, None where it receives nothing."""
+        """Return this rank's result, None where it receives nothing."""
         buffer, expected = self._buffers[1], self._expected
         return None if buffer is None or expected is None else buffer.get()[self._pad : self._pad + expected.size]
 
     def check(self) -> None:
-        """Assert that what this rank has received is right, and that nothing else has changed."""
+        """Assert that this rank's result is right, and that nothing else in its buffers has changed."""
         try:
             self._check()
         except AssertionError as error:
@@ -176,13 +176,13 @@ class Prepared:
             assert np.array_equal(actual, expected), _difference(actual, expected)
 
     def _plan(self, case: Case) -> None:
-        """Work out buffer contents, arguments and result. What counts leave open is decided by the form."""
+        """Compute the contents of the buffers, the arguments and the result. The form decides whether blocks differ."""
         self.case = case
-        self._even = case.form in ("plain", "typed", "fortran")  # no counts are given: the blocks are equal
+        self._even = case.form in ("plain", "typed", "fortran")  # these forms have no counts, so blocks are equal
         self._pad = 3 if case.form in ("displaced", "four") else 0
         self._counts = [self._ragged(rank) for rank in range(self._size)]
         if case.in_place and case.row.send == "counted" and case.algorithm == "mpi":
-            # So that no block overlaps its result at the start: MPICH 5 ends the program when it moves one that does.
+            # MPICH 5 ends the program when it moves a block that overlaps its result at the start; sorted, none does.
             self._counts.sort(reverse=True)
         self._expected: Array | None
         self._arguments: tuple[Argument, Argument]
@@ -295,7 +295,7 @@ class Prepared:
         return (n, 0, n // 2, n + 3)[zlib.crc32(repr((n, where)).encode()) % 4] if n else 0
 
     def _places(self, counts: list[int]) -> list[tuple[int, int]]:
-        """One after the other where no counts are given, else in reverse order with gaps between them."""
+        """Return the places of blocks: packed where forms have no counts, else in reverse order and with gaps."""
         places: list[tuple[int, int]] = []
         start = 0
         for count in counts if self._even else reversed(counts):
@@ -321,7 +321,7 @@ def _difference(actual: Array, expected: Array) -> str:
 
 
 def require_works(comm: mpicomm.Communicator, xp: Any) -> None:
-    """Let both paths sum. Collective."""
+    """Assert that a sum works, by the default algorithm and by one_shot. Collective."""
     for algorithm in ("auto", "one_shot"):
         prepared = Prepared(
             Case("Allreduce", np.dtype(np.float32), 1001, algorithm=algorithm), comm.rank, comm.size, xp
@@ -332,7 +332,7 @@ def require_works(comm: mpicomm.Communicator, xp: Any) -> None:
 
 
 def compile_reductions(comm: mpicomm.Communicator, names: Sequence[str]) -> None:
-    """Let each rank compile some of the reductions that a GPU needs for these types, for all. Collective."""
+    """Compile the reductions that a GPU needs for these types; the ranks share them out. Collective."""
     if comm.device == "cpu":
         return
     backend = comm._session.gpu("compile_reductions")

@@ -21,7 +21,7 @@ SWITCH_POINTS = (256 * 1024, 1024 * 1024)
 
 
 def known(names: tuple[str, ...]) -> list[str]:
-    """Return those that this machine's NumPy has."""
+    """Return the names of element types that this machine's NumPy has."""
 
     def has(name: str) -> bool:
         try:
@@ -34,7 +34,7 @@ def known(names: tuple[str, ...]) -> list[str]:
 
 @dataclass
 class Member:
-    """A communicator that this rank is in."""
+    """A communicator that this rank belongs to."""
 
     name: str
     comm: mpicomm.Communicator
@@ -43,7 +43,10 @@ class Member:
 
 
 class Family:
-    """The whole, a duplicate, two halves, and parts of one rank less each; None for those this rank is not in."""
+    """Communicators that share ranks: all ranks, a duplicate, two halves, and one of each smaller number of ranks.
+
+    ``members`` has None for a communicator that this rank does not belong to.
+    """
 
     def __init__(self, device: str) -> None:
         world = communicator(device)
@@ -70,9 +73,9 @@ class Family:
 
 
 class Player:
-    """Plays one sequence. What is drawn is the same on all ranks, whether they take part in a call or not.
+    """Plays one sequence. Every rank draws the same choices for a call, whether it takes part in the call or not.
 
-    ``rng`` is what draws, by default a generator with that seed.
+    ``rng`` draws them, by default a generator with that seed.
     """
 
     def __init__(self, family: Family, seed: int, xp: Any, rng: Any = None) -> None:
@@ -83,7 +86,7 @@ class Player:
         self._failures: list[str] = []
 
     def play(self, calls: int) -> None:
-        """Make so many calls, and check all that came of them. Collective."""
+        """Make so many calls, and check all results. Collective."""
         for number in range(calls):
             member = self._choose(self._family.members)
             mode = self._choose(["blocking", "blocking", "nonblocking", "nonblocking", "persistent"])
@@ -99,7 +102,7 @@ class Player:
         self._finish()
 
     def complete(self) -> None:
-        """Complete what a sequence that was broken off has left. Collective."""
+        """Complete the requests that a broken-off sequence has left. Collective."""
         MPI.Request.Waitall(self._pending)
         self._pending.clear()
 
@@ -118,7 +121,8 @@ class Player:
         algorithm = self._choose(("auto", "auto", *algorithms(row.name)))
         offset = dtype.itemsize * int(self._rng.integers(4))
         ordered = algorithm != "auto" or self._family.world.device != "cpu"
-        fused = self._family.world.device == "cpu" and dtype.kind == "c" and op == "prod"  # by NumPy, where it can
+        # NumPy fuses products and sums of complex numbers where the processor can, so their bits may differ.
+        fused = self._family.world.device == "cpu" and dtype.kind == "c" and op == "prod"
         return Case(
             row.name,
             dtype,
@@ -151,7 +155,7 @@ class Player:
             request.Free()
 
     def _finish(self) -> None:
-        """Complete all requests, in one of MPI's ways, and look at all results. Collective; fails on all ranks."""
+        """Complete all requests, in one of MPI's ways, and check all results. Collective; fails on all ranks."""
         way = int(self._rng.integers(3))
         order = self._rng.permutation(1 << 10)
         shuffled = [self._pending[index] for index in order if index < len(self._pending)]
@@ -171,7 +175,7 @@ class Player:
                 self._failures.append(f"{what}: {type(error).__name__}: {error}")
         self._pending.clear()
         self._unchecked.clear()
-        # All ranks stop at the same call, so that none waits for one that has failed.
+        # All ranks stop at the same call, so that no rank waits for a rank that has failed.
         failures = [
             f"rank {rank}: {each}"
             for rank, said in enumerate(MPI.COMM_WORLD.allgather(self._failures))
