@@ -1,16 +1,16 @@
 """Random calls for a long time: `mpiexec -n N python scripts/soak.py --seconds 3600`, from the project's root.
 
-Each round has communicators and streams of its own. It makes random collectives (blocking, nonblocking and persistent,
-of all types and sizes), puts, gets, signals, messages and registrations; on GPUs also graphs of collectives, which it
-replays, and arrays large enough for copy engines. All results are checked, those of graphs by the GPUs. The program
-prints what it has done, how fast, and by how much the process has grown since the first tenth of the time. It exits
-with 1 where a result is wrong or something grows.
+Each round makes new communicators and streams. It calls random collectives (blocking, nonblocking and persistent, of
+all types and sizes), puts, gets, signals, messages and registrations; on GPUs also graphs of collectives, which it
+replays, and collectives on arrays large enough for copy engines. All results are checked, those of graphs by kernels.
+The program prints the number and the rate of its calls, and the growth of the process since the first tenth of the
+time. It exits with 1 if a result is wrong or a resource grows.
 
-``--repeat N`` begins again with the first round after N, and compares with the time after two times N: what grows then
-is not the memory that a device needs for the code of further kernels, some 60 MiB in all.
+``--repeat N`` begins again with the first round after N rounds, and measures growth from the end of two times N rounds.
+By then a device holds the code of all kernels, which takes some 60 MiB in all, so that it does not count as growth.
 
 ``--communicators 10000`` and ``--registrations 100000`` make and free so many instead. ``--late 10000`` makes so many
-calls on arrays of some MiB and more, to which each rank's GPU comes late at random. ``--device cpu|auto``.
+calls on arrays of 4 to 240 MiB; before half of them each rank's GPU idles for a random time. ``--device cpu|auto``.
 ``--json FILE`` adds a row to a result file.
 """
 
@@ -33,19 +33,19 @@ from soak_rounds import MIB, WORLD, Soak
 from mpicomm.cli.options import output_file, processor, rank_record
 from tests.helpers.communicators import array_module, communicator
 
-SETTLED_S = 0.3  # after which the threads that complete requests have gone
+SETTLED_S = 0.3  # after that time the threads that complete requests have ended
 Rounds = Iterator[tuple[float, Callable[[], object]]]
-"""The work of each round, and which part of all is done before it."""
-# The allocators of Python, NumPy and MPI keep memory, in pieces: it may grow by this much.
+"""The share of all work that is done before a round, and the work of the round."""
+# The allocators of Python, NumPy and MPI keep fragments of memory, so memory may grow by this much.
 ALLOWED = {"descriptors": 0, "mappings": 0, "threads": 0, "MiB of memory": 24, "MiB of device memory": 64}
 
 
 def resources(soak: Soak) -> dict[str, int]:
-    """Return how much of everything this process has; of its device's memory, a rank's share. Collective."""
+    """Return the resources of this process, and this rank's share of the memory in use on its device. Collective."""
     gc.collect()
     time.sleep(SETTLED_S)
-    with contextlib.suppress(AttributeError):  # of glibc alone
-        ctypes.CDLL(None).malloc_trim(0)  # free memory that was not given back is no growth: tens of MiB, now and then
+    with contextlib.suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)  # now and then glibc keeps tens of MiB of freed memory, which are no growth
     maps = Path("/proc/self/maps").read_text().splitlines()
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     used = 0
@@ -54,9 +54,9 @@ def resources(soak: Soak) -> dict[str, int]:
 
         cupy.get_default_memory_pool().free_all_blocks()
         cupy.get_default_pinned_memory_pool().free_all_blocks()
-        WORLD.Barrier()  # or others on the device could have blocks of their pools still
+        WORLD.Barrier()  # before it, another rank on the device may still hold blocks of its pools
         free, total = cupy.cuda.runtime.memGetInfo()
-        WORLD.Barrier()  # or they could have more already
+        WORLD.Barrier()  # behind it, another rank may allocate again
         used = total - free
     return {
         "descriptors": sum(1 for _ in Path("/proc/self/fd").iterdir()),
@@ -79,10 +79,10 @@ def main() -> None:
     parser.add_argument("--late", type=int, default=0)
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
-    resource_tracker.ensure_running()  # its descriptor is no growth
+    resource_tracker.ensure_running()  # started later, its descriptor would count as growth
     soak = Soak(options.device, options.seed)
     if options.late and soak.device == "cpu":
-        parser.error("--late: this is for GPUs, and the ranks have none")
+        parser.error("--late is for GPUs, and these ranks have none: leave it out")
     if options.communicators:
         run(soak, _parts(options.communicators, soak.communicators), "communicators made and freed", options.json)
     elif options.late:
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def run(soak: Soak, rounds: Rounds, what: str, file: Path | None) -> None:
-    """Run all rounds and print the outcome. Exit with 1 if something has grown since the first tenth."""
+    """Run all rounds and print the outcome. Exit with 1 if a resource has grown since the first tenth."""
     before: dict[str, int] = {}
     start, shown = time.monotonic(), 0.0
     for share, work in rounds:
@@ -150,18 +150,19 @@ def _record(file: Path, soak: Soak, what: str, growth: dict[str, int]) -> None:
 
 
 def _most(mine: dict[str, int]) -> dict[str, int]:
-    """Return the most of each on any rank. Collective."""
+    """Return the largest number of each resource on any rank. Collective."""
     everybody = WORLD.allgather(mine)
     return {name: max(each[name] for each in everybody) for name in mine}
 
 
 def _timed(soak: Soak, seconds: float, repeat: int) -> Rounds:
-    """Yield rounds until the time is over, on all ranks the same number; two at least, and three times ``repeat``."""
+    """Yield rounds until the time is over: the same number on all ranks, at least two and three times ``repeat``."""
     start = time.monotonic()
     number, share, least = 0, 0.0, max(2, 3 * repeat)
     while share < 1 or number < least:
         which = number % repeat if repeat else number
-        settled = number >= 2 * repeat  # before that `run` is told that it is early, and does not compare with it
+        # Before 2 * repeat rounds `run` hears of a share below a tenth, so that it does not measure growth from there.
+        settled = number >= 2 * repeat
         yield share if settled else min(share, 0.09), lambda which=which: soak.round(which)  # type: ignore[misc]
         number += 1
         share = WORLD.bcast((time.monotonic() - start) / seconds)

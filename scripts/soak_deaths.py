@@ -1,8 +1,8 @@
 """Ranks that die, stop or fail at random lines: `python scripts/soak_deaths.py --trials 1000`, from the project's root.
 
-tests/helpers/peer_death.py says what a trial is, and what the survivors and the victims that live on have to do. This
-program prints what happened, and exits with 1 if one of them did anything else. GPUs need time to set up: `--timeout
-3`. ``--json FILE`` adds a row to a result file.
+tests/helpers/peer_death.py describes a trial, and the duties of the survivors and of the victims that live on. This
+program prints the victims and the survivors' errors, and exits with 1 if a rank fails one of its duties. Pass
+`--timeout 3` on GPUs, because they need time to set up. ``--json FILE`` adds a row to a result file.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu"))
     parser.add_argument("--timeout", type=float, default=0.3)
-    parser.add_argument("--step", default="", help="where all victims die, as in copy_engine")
+    parser.add_argument("--step", default="", help="the step in which all victims die, as copy_engine")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kills = options.ranks - 1
@@ -53,7 +53,7 @@ def main() -> None:
                     sys.stdout.write(f"rank {rank}: {each}\n")
         sys.stdout.write(
             f"{sum(ways.values())} victims {dict(ways)}; survivors got {dict(errors)}, the slowest after {slowest:.2f} "
-            f"s with a timeout of {options.timeout:g} s; {wrong} did something else\n"
+            f"s with a timeout of {options.timeout:g} s; {wrong} ranks failed a duty\n"
         )
         sys.stdout.flush()
     if options.json is not None and not wrong:
@@ -63,7 +63,7 @@ def main() -> None:
 
 def record(options: argparse.Namespace, victims: int, slowest: float) -> None:
     """Add the row of a run to a result file."""
-    # Here, because this starts MPI in this process, and the jobs above must not inherit it.
+    # Imported here, because this import starts MPI in this process, and the jobs above must not inherit it.
     from result_file import LONG_RUNS, Table, add_tables, hardware, today
 
     from mpicomm.cli.options import processor
@@ -81,8 +81,8 @@ def record(options: argparse.Namespace, victims: int, slowest: float) -> None:
         f"`timeout_s` {options.timeout:g}"
     )
     outcome = (
-        f"survivors raised after at most {slowest:.2f} s; they and the victims that live on kept nothing of the "
-        "communicator; other communicators worked"
+        f"survivors raised after at most {slowest:.2f} s; they and the victims that lived on released all resources of "
+        "the communicator; other communicators worked"
     )
     title = "Long runs on GPUs" if gpus else "Long runs on the host"
     row = [what, today(), f"{victims:,}", outcome]

@@ -1,4 +1,4 @@
-"""The rounds of soak.py: what all ranks do together, checked against what has to come out."""
+"""The rounds of soak.py: the calls that all ranks make together, and the checks of their results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 import mpicomm
 from tests.helpers.checked_on_device import checked, draw, idle_kernel
-from tests.helpers.collective_calls import compile_reductions
+from tests.helpers.communicator_calls import compile_reductions
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.random_collectives import REDUCED, Family, Player, known
 
@@ -27,12 +27,12 @@ MIB = 1 << 20
 CAPTURED_NBYTES = (64, 4 * MIB)
 LARGE_NBYTES = (24 * MIB, 512 * MIB)
 LATE_NBYTES = (4 * MIB, 240 * MIB)
-LATE_CYCLES = 200_000  # on average: as long as a call on 20 MiB between H200s
+LATE_CYCLES = 200_000  # the average; a call on 20 MiB between H200s takes as long
 LATE_RUNS = 10
 
 
 class Soak:
-    """The work of all ranks, which counts what it has ``done``. All methods are collective."""
+    """The work of all ranks; ``done`` counts it. All methods are collective."""
 
     def __init__(self, device: str, seed: int) -> None:
         self._device, self._seed = device, seed
@@ -40,11 +40,11 @@ class Soak:
         with communicator(device) as comm, array_module(comm):
             self.device = comm.device
             uuid = comm.describe().device_uuid
-            self.sharing = comm.allgather(uuid).count(uuid)  # ranks on one device, each with its own copy of all code
+            self.sharing = comm.allgather(uuid).count(uuid)  # ranks on one device, each of which loads all code
             compile_reductions(comm, known(REDUCED))
 
     def round(self, number: int) -> None:
-        """Do everything once; the same for the same number."""
+        """Do all kinds of work once; the same work for the same number."""
         self._rng = np.random.default_rng([self._seed, number])  # draws the same on all ranks
         family = Family(self._device)
         with array_module(family.world) as xp, self._stream(xp):
@@ -62,7 +62,7 @@ class Soak:
         self.done["communicators"] += len(family.members)
 
     def register(self, comm: mpicomm.Communicator, xp: Any, cycles: int) -> None:
-        """Register memory, write into it, and close it."""
+        """Register memory, write into it, read a peer's, and close it."""
         with _memory(xp) as memory:
             for number in range(cycles):
                 with comm.register(memory) as array:
@@ -72,11 +72,11 @@ class Soak:
                     comm.check()
                     previous = (comm.rank - 1) % comm.size
                     if int(array.peer(previous)[-1]) != previous + number:
-                        raise AssertionError("registered memory of a peer held something else")
+                        raise AssertionError(f"registered memory of rank {previous} does not hold its values")
         self.done["registrations"] += cycles
 
     def late(self, calls: int) -> None:
-        """Call collectives on arrays that go through inboxes many times over; each rank's GPU comes late at random."""
+        """Call collectives on arrays that fill inboxes many times; before half of them this rank's GPU idles."""
         part = [self._seed, self.done["late calls"]]
         rng, own = np.random.default_rng(part), np.random.default_rng([*part, 1 + WORLD.rank])
         with communicator(self._device) as comm, array_module(comm) as xp:
@@ -99,7 +99,7 @@ class Soak:
 
     @contextlib.contextmanager
     def _stream(self, xp: Any) -> Iterator[None]:
-        """Make one of several streams the current one; its work is done at the end."""
+        """Make one of several streams the current one; at the end wait for its work."""
         choice = int(self._rng.integers(3))
         if xp is np or choice == 0:
             yield
@@ -110,7 +110,7 @@ class Soak:
         stream.synchronize()
 
     def _replay(self, comm: mpicomm.Communicator, xp: Any) -> None:
-        """Capture collectives into a graph that makes and checks their values by itself, and replay it."""
+        """Capture collectives into a graph whose kernels make and check their values, and replay it."""
         calls = [
             draw(self._rng, comm.size, CAPTURED_NBYTES, ("auto", "auto", "one_shot", "chain")) for _ in range(CAPTURED)
         ]
@@ -143,18 +143,18 @@ class Soak:
                 array.wait_signal(previous)
                 comm.check()
                 if not (array.local == number * comm.size + previous).all():
-                    raise AssertionError(f"put {number} of {count} elements brought something else")
+                    raise AssertionError(f"put {number} of {count} elements brought wrong values")
                 if not (array.get(following) == number * comm.size + comm.rank).all():
-                    raise AssertionError(f"get {number} of {count} elements brought something else")
+                    raise AssertionError(f"get {number} of {count} elements brought wrong values")
                 comm.check()
-                # The next put overwrites what the peer may still be comparing.
+                # The peer signals that it has compared, because the next put overwrites its array.
                 array.signal(previous)
                 array.wait_signal(following)
                 comm.check()
         self.done["puts and gets"] += 2 * SHARED
 
     def _messages(self, comm: mpicomm.Communicator, xp: Any) -> None:
-        """Send arrays around the ring, several at once, of sizes that take all ways."""
+        """Send arrays around the ring, several at once, of sizes from eager to rendezvous messages."""
         following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         for _ in range(MESSAGES // 4):
             counts = [int(2 ** self._rng.uniform(0, 22)) for _ in range(4)]
@@ -166,11 +166,11 @@ class Soak:
             comm.check()
             for number, each in enumerate(received):
                 if not (each == number * comm.size + previous).all():
-                    raise AssertionError(f"message {number} of {counts[number]} elements brought something else")
+                    raise AssertionError(f"message {number} of {counts[number]} elements brought wrong values")
         self.done["messages"] += MESSAGES
 
     def _in_stream_order(self, comm: mpicomm.Communicator, xp: Any) -> None:
-        """Send arrays around the ring, one after the other; kernels match them."""
+        """Send arrays around the ring, one after the other, in stream order; kernels match them."""
         following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
         for number in range(MESSAGES):
             count = int(2 ** self._rng.uniform(0, 22))
@@ -178,14 +178,14 @@ class Soak:
             sent = xp.full_like(received, number * comm.size + comm.rank)
             comm.Sendrecv(sent, following, number, received, previous, number, algorithm="one_shot")
             if not (received == number * comm.size + previous).all():
-                raise AssertionError(f"message {number} of {count} elements brought something else")
+                raise AssertionError(f"message {number} of {count} elements brought wrong values")
         comm.check()
         self.done["messages in stream order"] += MESSAGES
 
 
 @contextlib.contextmanager
 def _memory(xp: Any) -> Iterator[Any]:
-    """Give an array that can be registered."""
+    """Give an array in memory that can be registered."""
     if xp is not np:
         yield xp.zeros(1000, np.int32)
         return
@@ -194,5 +194,5 @@ def _memory(xp: Any) -> Iterator[Any]:
         yield np.ndarray(1000, np.int32, block.buf)
     finally:
         block.unlink()
-        with contextlib.suppress(BufferError):  # a view is left; the mapping goes with it
+        with contextlib.suppress(BufferError):  # an array still views the memory; its end unmaps the memory
             block.close()

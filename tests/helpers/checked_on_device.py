@@ -1,13 +1,13 @@
-"""Collectives whose input is made and whose result is checked by kernels, so that graphs can replay them.
+"""Collectives whose input kernels make and whose result kernels check, so that graphs can replay them.
 
-And a kernel that makes a rank late for them.
+`idle_kernel` makes a rank late for them.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,20 +15,21 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.gpu.tuning import algorithms_of
+from mpicomm.collectives.operations import OPERATIONS as TABLE
+from mpicomm.collectives.operations import Operation
 from tests.helpers.reductions import SENTINELS
 
-OPERATIONS = (
+COLLECTIVES = (
     *("Allreduce", "Reduce", "Reduce_scatter_block", "Allgather", "Alltoall"),
-    *("Bcast", "Gather", "Scatter", "Sendrecv"),
+    *("Bcast", "Gather", "Scatter"),
 )
+OPERATIONS = (*COLLECTIVES, "Sendrecv")
 DTYPES = ("float16", "float32", "float64", "int32", "uint32", "int64", "uint8")
-IN_PLACE = ("Allreduce", "Allgather", "Reduce_scatter_block", "Alltoall")
+IN_PLACE = tuple(name for name in COLLECTIVES if not TABLE[name].rooted)
 """The operations that are called in place too; Bcast always is."""
-BLOCKS = ("Reduce_scatter_block", "Allgather", "Alltoall", "Gather", "Scatter")
-"""The operations that have a block for, or from, each rank."""
 
-# The value that a rank has at a place in a step. Small, so that sums over ranks are exact in every type; of unsigned
-# words, whose sums wrap, an eighth is SENTINELS.
+# The value that a rank has at a place in a step. Values are small, so that sums over ranks are exact in every type.
+# Sums of unsigned words wrap, so an eighth of those words are SENTINELS.
 _SENTINELS = f"""
 #define ABSENT {SENTINELS[0]}u
 #define ESCAPED {SENTINELS[1]}u
@@ -45,7 +46,7 @@ __device__ unsigned value(unsigned long long step, unsigned rank, unsigned long 
     return small ? ABSENT : ESCAPED;
 }
 """
-# Of every ``block`` elements, sources follow those of the block before; ``sources`` are added up.
+# An element is the sum over ``sources`` ranks, of which the first is ``first`` plus the number of the element's block.
 _CHECK = """
     unsigned long long place = offset + i % block;
     unsigned sum = 0;
@@ -58,7 +59,7 @@ _IDLE = 'extern "C" __global__ void idle(long long cycles) { for (auto t = clock
 
 @dataclass(frozen=True)
 class Call:
-    """A collective as all ranks know it; ``count`` is that of a block."""
+    """A collective, or a Sendrecv with the next rank, as all ranks know it; ``count`` is that of a block."""
 
     operation: str
     dtype: str
@@ -69,6 +70,21 @@ class Call:
     symmetric: bool = False
     """Whether the output is symmetric memory."""
 
+    @property
+    def row(self) -> Operation | None:
+        """The collective's row in the table; None for Sendrecv."""
+        return TABLE.get(self.operation)
+
+    @property
+    def sends_blocks(self) -> bool:
+        """Whether the input has a block for each rank."""
+        return self.row is not None and self.row.send == "blocks"
+
+    @property
+    def receives_blocks(self) -> bool:
+        """Whether the output has a block for each rank."""
+        return self.row is not None and self.row.receive == "blocks"
+
 
 def draw(rng: np.random.Generator, size: int, nbytes: tuple[int, int], algorithms: Sequence[str]) -> Call:
     """Return a call between ``size`` ranks, of between so many bytes in all."""
@@ -77,13 +93,15 @@ def draw(rng: np.random.Generator, size: int, nbytes: tuple[int, int], algorithm
         return choices[int(rng.integers(len(choices)))]
 
     operation, dtype, algorithm = choose(OPERATIONS), choose(DTYPES), choose(algorithms)
-    blocks = size if operation in BLOCKS else 1
-    count = int(2 ** rng.uniform(*np.log2(nbytes))) // np.dtype(dtype).itemsize // blocks
+    whole = int(2 ** rng.uniform(*np.log2(nbytes))) // np.dtype(dtype).itemsize
     root, in_place, symmetric = int(rng.integers(size)), rng.random() < 0.3, rng.random() < 0.3
     chained = operation == "Bcast" or (root in (0, size - 1) and dtype != "float16")
-    if algorithm not in algorithms_of(operation) or (algorithm == "chain" and not chained):
-        algorithm = "one_shot" if operation == "Sendrecv" else "auto"
-    return Call(operation, dtype, count, root, algorithm, bool(in_place and operation in IN_PLACE), bool(symmetric))
+    if operation == "Sendrecv":
+        algorithm = "one_shot"
+    elif algorithm not in algorithms_of(operation) or (algorithm == "chain" and not chained):
+        algorithm = "auto"
+    call = Call(operation, dtype, whole, root, algorithm, bool(in_place and operation in IN_PLACE), bool(symmetric))
+    return replace(call, count=whole // size) if call.sends_blocks or call.receives_blocks else call
 
 
 class CheckedSequence:
@@ -111,7 +129,7 @@ class CheckedSequence:
         self._calls = [(call, *self._buffers(call, xp)) for call in calls]
 
     def run(self) -> None:
-        """Make input, call and check, on the current stream. Collective; can be captured after a first time."""
+        """Make input, call and check, on the current stream. Collective; can be captured after a first run."""
         self._step += 1
         for number, (call, sent, received) in enumerate(self._calls):
             self._fill(self._step, self._comm.rank, sent)
@@ -120,21 +138,21 @@ class CheckedSequence:
                 self._compare(received, self._step, *self._sources(call), np.uint64(number), self._wrong)
 
     def check(self) -> None:
-        """Raise where anything was wrong so far; waits for the GPU. Local."""
+        """Raise if any run so far had a wrong element; waits for the GPU. Local."""
         self._comm.check()
         wrong = self._wrong.get().tolist()
         said = [f"{count} elements of {self._calls[number][0]}" for number, count in enumerate(wrong) if count]
         assert not said, f"rank {self._comm.rank} of {self._comm.size}: wrong were {', '.join(said)}"
 
     def close(self) -> None:
-        """Give up what is symmetric. Collective."""
+        """Close the symmetric arrays. Collective."""
         self._arrays.close()
 
     def _buffers(self, call: Call, xp: Any) -> tuple[Any, Any]:
-        """Return what is sent, and where on this rank something is received, or None."""
+        """Return the input, and the output of this rank, which is None where it receives nothing."""
         size, rank, count = self._comm.size, self._comm.rank, call.count
-        sends = count * size if call.operation in ("Alltoall", "Reduce_scatter_block", "Scatter") else count
-        receives = count * size if call.operation in ("Allgather", "Alltoall", "Gather") else count
+        sends = count * size if call.sends_blocks else count
+        receives = count * size if call.receives_blocks else count
         room = max(sends, receives) if call.in_place else receives
         dtype = np.dtype(call.dtype)
         if call.symmetric:
@@ -142,52 +160,48 @@ class CheckedSequence:
         else:
             whole = xp.empty(room, dtype)
         received = whole[:receives]
-        if call.operation == "Bcast":
+        rooted = call.row.rooted if call.row else ""
+        if rooted == "bcast":
             return received, received
         if call.in_place:
-            start = rank * count if call.operation == "Allgather" else 0
+            start = rank * count if receives > sends else 0
             return whole[start : start + sends], received
-        if call.operation in ("Gather", "Reduce") and rank != call.root:
+        if rooted == "receive" and rank != call.root:
             received = None
         return xp.empty(sends, dtype), received
 
     def _run(self, call: Call, sent: Any, received: Any) -> None:
-        comm, how = self._comm, {"algorithm": call.algorithm}
-        method = getattr(comm, call.operation)
-        if call.operation == "Sendrecv":
-            method(sent, (comm.rank + 1) % comm.size, 0, received, (comm.rank - 1) % comm.size, 0, **how)
-        elif call.operation == "Bcast":
-            method(received, root=call.root, **how)
-        elif call.in_place:
-            method(MPI.IN_PLACE, sent if call.operation == "Reduce_scatter_block" else received, **how)
-        elif call.operation in ("Reduce", "Gather", "Scatter"):
-            method(sent, received, root=call.root, **how)
-        else:
-            method(sent, received, **how)
+        comm, row = self._comm, call.row
+        if row is None:
+            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            comm.Sendrecv(sent, following, 0, received, previous, 0, algorithm=call.algorithm)
+            return
+        given = {"buf": received, "sendbuf": sent, "recvbuf": received, "op": MPI.SUM, "root": call.root}
+        if call.in_place:
+            # In place the receive buffer of a reduction is as long as its input.
+            given |= {"sendbuf": MPI.IN_PLACE, "recvbuf": sent if row.reduces else received}
+        getattr(comm, row.name)(*(given[name] for name in row.arguments), algorithm=call.algorithm)
 
     def _sources(self, call: Call) -> tuple[np.uint32, np.uint32, np.uint64, np.uint64]:
         """Return the first rank and the number of ranks whose values are added up, the block, and where it begins."""
-        rank, size = self._comm.rank, self._comm.size
-        first, sources, start = {
-            "Allreduce": (0, size, 0),
-            "Reduce": (0, size, 0),
-            "Reduce_scatter_block": (0, size, rank),
-            "Allgather": (0, 1, 0),
-            "Gather": (0, 1, 0),
-            "Alltoall": (0, 1, rank),
-            "Bcast": (call.root, 1, 0),
-            "Scatter": (call.root, 1, rank),
-            "Sendrecv": ((rank - 1) % size, 1, 0),
-        }[call.operation]
+        rank, size, row = self._comm.rank, self._comm.size, call.row
+        first, sources = 0, 1
+        if row is None:
+            first = (rank - 1) % size
+        elif row.reduces:
+            sources = size
+        elif row.rooted in ("send", "bcast"):
+            first = call.root
+        start = rank if call.sends_blocks else 0
         return np.uint32(first), np.uint32(sources), np.uint64(call.count), np.uint64(start * call.count)
 
 
 @contextlib.contextmanager
 def checked(comm: mpicomm.Communicator, calls: Sequence[Call], xp: Any) -> Iterator[CheckedSequence]:
-    """Give a sequence that has been run once, and check it at the end. Collective."""
+    """Give a sequence that has run once, and check it at the end. Collective."""
     sequence = CheckedSequence(comm, calls, xp)
     sequence.run()
-    xp.cuda.get_current_stream().synchronize()  # for those who go on with it on another stream
+    xp.cuda.get_current_stream().synchronize()  # the caller may go on with it on another stream
     yield sequence
     xp.cuda.Device().synchronize()
     sequence.check()
@@ -195,5 +209,5 @@ def checked(comm: mpicomm.Communicator, calls: Sequence[Call], xp: Any) -> Itera
 
 
 def idle_kernel(xp: Any) -> Any:
-    """Return a kernel, of one thread, that keeps its stream for as many cycles as it is told."""
+    """Return a kernel, of one thread, that keeps its stream busy for as many cycles as its argument says."""
     return xp.RawKernel(_IDLE, "idle")

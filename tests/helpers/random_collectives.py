@@ -9,16 +9,9 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.types import COVERED
-from tests.helpers.collective_calls import (
-    FORMS,
-    MOVEMENTS,
-    OPERATIONS,
-    Case,
-    Prepared,
-    algorithms,
-    legal_ops,
-)
+from tests.helpers.communicator_calls import FORMS, Case, Prepared, algorithms, legal_ops
 from tests.helpers.communicators import communicator
 from tests.helpers.reductions import dtype_named
 
@@ -28,7 +21,7 @@ SWITCH_POINTS = (256 * 1024, 1024 * 1024)
 
 
 def known(names: tuple[str, ...]) -> list[str]:
-    """Return those that this machine's NumPy has."""
+    """Return the names of element types that this machine's NumPy has."""
 
     def has(name: str) -> bool:
         try:
@@ -41,7 +34,7 @@ def known(names: tuple[str, ...]) -> list[str]:
 
 @dataclass
 class Member:
-    """A communicator that this rank is in."""
+    """A communicator that this rank belongs to."""
 
     name: str
     comm: mpicomm.Communicator
@@ -50,7 +43,10 @@ class Member:
 
 
 class Family:
-    """The whole, a duplicate, two halves, and parts of one rank less each; None for those this rank is not in."""
+    """Communicators that share ranks: all ranks, a duplicate, two halves, and one of each smaller number of ranks.
+
+    ``members`` has None for a communicator that this rank does not belong to.
+    """
 
     def __init__(self, device: str) -> None:
         world = communicator(device)
@@ -77,9 +73,9 @@ class Family:
 
 
 class Player:
-    """Plays one sequence. What is drawn is the same on all ranks, whether they take part in a call or not.
+    """Plays one sequence. Every rank draws the same choices for a call, whether it takes part in the call or not.
 
-    ``rng`` is what draws, by default a generator with that seed.
+    ``rng`` draws them, by default a generator with that seed.
     """
 
     def __init__(self, family: Family, seed: int, xp: Any, rng: Any = None) -> None:
@@ -90,7 +86,7 @@ class Player:
         self._failures: list[str] = []
 
     def play(self, calls: int) -> None:
-        """Make so many calls, and check all that came of them. Collective."""
+        """Make so many calls, and check all results. Collective."""
         for number in range(calls):
             member = self._choose(self._family.members)
             mode = self._choose(["blocking", "blocking", "nonblocking", "nonblocking", "persistent"])
@@ -106,7 +102,7 @@ class Player:
         self._finish()
 
     def complete(self) -> None:
-        """Complete what a sequence that was broken off has left. Collective."""
+        """Complete the requests that a broken-off sequence has left. Collective."""
         MPI.Request.Waitall(self._pending)
         self._pending.clear()
 
@@ -114,26 +110,27 @@ class Player:
         return choices[int(self._rng.integers(len(choices)))]
 
     def _draw(self, number: int, size: int, mode: str) -> Case:
-        operation = self._choose(OPERATIONS)
-        moves = operation in MOVEMENTS
+        row = self._choose(list(OPERATIONS.values()))
+        moves = not row.reduces
         name = self._choose(known(COVERED if moves else REDUCED))
         dtype, op = dtype_named(name), self._choose(legal_ops(name))
         count = self._choose(SMALL)
         if self._rng.random() < 0.04:
             count = self._choose(SWITCH_POINTS) // dtype.itemsize + int(self._rng.integers(-1, 2))
         root, form, in_place = int(self._rng.integers(1 << 16)) % size, self._choose(FORMS), self._rng.random() < 0.3
-        algorithm = self._choose(("auto", "auto", *algorithms(operation)))
+        algorithm = self._choose(("auto", "auto", *algorithms(row.name)))
         offset = dtype.itemsize * int(self._rng.integers(4))
         ordered = algorithm != "auto" or self._family.world.device != "cpu"
-        fused = self._family.world.device == "cpu" and dtype.kind == "c" and op == "prod"  # by NumPy, where it can
+        # NumPy fuses products and sums of complex numbers where the processor can, so their bits may differ.
+        fused = self._family.world.device == "cpu" and dtype.kind == "c" and op == "prod"
         return Case(
-            operation,
+            row.name,
             dtype,
-            count if moves or count < 5000 or operation != "Reduce_scatter_block" else count // size,
+            count // size if count >= 5000 and row.reduces and row.send == "blocks" else count,
             op if not moves else "sum",
             root,
             form,
-            bool(in_place and operation != "Bcast"),
+            bool(in_place and row.rooted != "bcast"),
             algorithm,
             offset,
             seed=1000 * self._seed + number,
@@ -158,7 +155,7 @@ class Player:
             request.Free()
 
     def _finish(self) -> None:
-        """Complete all requests, in one of MPI's ways, and look at all results. Collective; fails on all ranks."""
+        """Complete all requests, in one of MPI's ways, and check all results. Collective; fails on all ranks."""
         way = int(self._rng.integers(3))
         order = self._rng.permutation(1 << 10)
         shuffled = [self._pending[index] for index in order if index < len(self._pending)]
@@ -178,7 +175,7 @@ class Player:
                 self._failures.append(f"{what}: {type(error).__name__}: {error}")
         self._pending.clear()
         self._unchecked.clear()
-        # All ranks stop at the same call, so that none waits for one that has failed.
+        # All ranks stop at the same call, so that no rank waits for a rank that has failed.
         failures = [
             f"rank {rank}: {each}"
             for rank, said in enumerate(MPI.COMM_WORLD.allgather(self._failures))

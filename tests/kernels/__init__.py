@@ -15,7 +15,7 @@ To add a kernel:
 2. Something that makes its arguments for a rank: see `exchange_rig` and `packet_rig`, which have the package do it.
    Memory comes from `Machine.allocate` and `Machine.place`, whose addresses are a rank's own.
 3. `Machine.launch(rank, kernel, parameters, blocks, threads)` for each rank, in stream order, then `Machine.run`, and a
-   comparison with a reference: see `collective_calls`.
+   comparison with a reference: see `kernel_calls`.
 4. Runs between processes (test_between_processes), the same under ThreadSanitizer (test_races), and a control for each
    thing that the kernel's protocol stands on: a change of its source that one of these runs catches
    (test_negative_controls).

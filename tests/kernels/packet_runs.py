@@ -10,7 +10,7 @@ import numpy as np
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire, carried_nbytes
 from mpicomm.collectives.gpu.algorithms.packets.launches import Geometry
 from tests.kernels.build import Builds, Change
-from tests.kernels.collective_calls import Calls, random_counts, sizes_around
+from tests.kernels.kernel_calls import Calls, random_counts, sizes_around
 from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import PacketRig
 

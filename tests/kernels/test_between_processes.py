@@ -10,8 +10,8 @@ import pytest
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import SLOTS
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from tests.kernels.build import Builds
-from tests.kernels.collective_calls import Calls, random_counts, sizes_around
 from tests.kernels.exchange_rig import ExchangeRig
+from tests.kernels.kernel_calls import Calls, random_counts, sizes_around
 from tests.kernels.machine import Machine
 
 pytest.importorskip("ml_dtypes")

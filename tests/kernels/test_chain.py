@@ -14,7 +14,7 @@ from mpicomm.mpi.span import Span
 from tests.helpers import patterns
 from tests.kernels.build import Builds, Change
 from tests.kernels.chain_rig import ChainRig
-from tests.kernels.collective_calls import Calls, sizes_around
+from tests.kernels.kernel_calls import Calls, sizes_around
 from tests.kernels.machine import CAUGHT
 
 UNIT_NBYTES = 512  # of a batch

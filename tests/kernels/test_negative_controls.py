@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.build import Builds, Change
-from tests.kernels.collective_calls import Calls
 from tests.kernels.exchange_rig import ExchangeRig
+from tests.kernels.kernel_calls import Calls
 from tests.kernels.machine import CAUGHT, Machine
 
 pytest.importorskip("ml_dtypes")

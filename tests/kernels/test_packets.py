@@ -15,7 +15,7 @@ from mpicomm.mpi.span import Span
 from tests.helpers import patterns
 from tests.helpers.reductions import SENTINELS
 from tests.kernels.build import Builds, Change
-from tests.kernels.collective_calls import Calls
+from tests.kernels.kernel_calls import Calls
 from tests.kernels.machine import CAUGHT, Array, Machine, RunFailedError
 from tests.kernels.packet_rig import PacketRig
 from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long, run_movements, run_uneven

@@ -15,7 +15,7 @@ from mpicomm.mpi.span import Span
 from tests.helpers import patterns
 from tests.helpers.reductions import reduced, require_same, samples
 from tests.kernels.build import Builds
-from tests.kernels.collective_calls import Calls, random_counts
+from tests.kernels.kernel_calls import Calls, random_counts
 from tests.kernels.machine import Machine, RunFailedError
 from tests.kernels.program_rig import INBOX_NBYTES, ProgramRig
 

@@ -12,8 +12,8 @@ from tests.helpers import patterns
 from tests.helpers.reductions import dtype_named, require_same, samples
 from tests.helpers.ring_order import ring_reduced
 from tests.kernels.build import Builds
-from tests.kernels.collective_calls import Check, sizes_around
 from tests.kernels.exchange_rig import ExchangeRig
+from tests.kernels.kernel_calls import Check, sizes_around
 from tests.kernels.machine import Machine
 
 pytest.importorskip("ml_dtypes")

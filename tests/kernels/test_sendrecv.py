@@ -14,7 +14,7 @@ from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.chunks.plan import CHANNEL_NBYTES
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_SLOT_NBYTES, SENDRECV_SLOTS
 from tests.kernels.build import Builds, Change
-from tests.kernels.collective_calls import sizes_around
+from tests.kernels.kernel_calls import sizes_around
 from tests.kernels.machine import CAUGHT, Array, Place, RunFailedError
 from tests.kernels.sendrecv_rig import SendrecvRig
 

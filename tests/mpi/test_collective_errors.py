@@ -16,7 +16,7 @@ import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.mpi.types import COVERED
 from tests.helpers.buffers import Placed
-from tests.helpers.collective_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
+from tests.helpers.communicator_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.reductions import dtype_named
 

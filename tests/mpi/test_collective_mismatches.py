@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, PeerError
-from tests.helpers.collective_calls import Case, Prepared, require_works
+from tests.helpers.communicator_calls import Case, Prepared, require_works
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.raising import raises_everywhere
 

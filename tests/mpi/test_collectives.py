@@ -12,15 +12,13 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.types import COVERED
 from tests.helpers.buffers import Placed, values
-from tests.helpers.collective_calls import (
+from tests.helpers.communicator_calls import (
     FORMS,
     MOVEMENTS,
-    OPERATIONS,
     REDUCTIONS,
-    ROOTED,
-    VECTOR,
     Case,
     Prepared,
     algorithms,
@@ -68,7 +66,7 @@ def digest(results: list[Array | None]) -> int:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_every_form_of_argument(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
-    roots = sorted({0, comm.size - 1}) if operation in ROOTED else [0]
+    roots = sorted({0, comm.size - 1}) if OPERATIONS[operation].rooted else [0]
     in_place = (False,) if operation == "Bcast" else (False, True)
     for form in FORMS:
         choices = itertools.product(("auto", *algorithms(operation)), roots, in_place, (0, 1, 6, 4097))
@@ -197,7 +195,8 @@ def test_what_ranks_that_are_not_the_root_pass_for_its_buffer_is_ignored(
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_ranks_may_pass_their_buffers_in_different_forms(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
-    forms = ("counted", "displaced", "four") if operation in (*VECTOR, "Reduce_scatter") else FORMS
+    row = OPERATIONS[operation]
+    forms = FORMS if {row.send, row.receive} <= {"one", "blocks"} else ("counted", "displaced", "four")
     for number, count in itertools.product(range(len(forms)), (5, 4096, MIB // 4)):
         form = forms[(comm.rank + number) % len(forms)]
         run(comm, xp, [Case(operation, FLOAT32, count, form=form, seed=number)])

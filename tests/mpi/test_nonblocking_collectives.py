@@ -12,9 +12,10 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.requests import Completer
 from tests.helpers.buffers import Placed, values
-from tests.helpers.collective_calls import OPERATIONS, Case, Prepared
+from tests.helpers.communicator_calls import Case, Prepared
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.reductions import dtype_or_skip
 

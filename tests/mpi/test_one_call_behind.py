@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import CollectiveTimeoutError, PeerError
-from tests.helpers.collective_calls import Case, Prepared
+from tests.helpers.communicator_calls import Case, Prepared
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.raising import raises_everywhere
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.helpers.collective_calls import compile_reductions
+from tests.helpers.communicator_calls import compile_reductions
 from tests.helpers.communicators import array_module
 from tests.helpers.random_collectives import REDUCED, Family, Player, known
 

@@ -1,4 +1,4 @@
-"""``python -m mpicomm.bench`` as a user runs it, and with faults planted into what it measures."""
+"""``python -m mpicomm.bench`` as a user runs it, and with faults planted into the calls that it measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the bench measures where there are graphs and several ways, with a machine that plays both."""
+"""How the bench measures graphs and libraries with several ways, on a machine that imitates both."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASE = Case(OPERATIONS["allreduce"], FLOAT, "sum", 100, False, 0, 1)
 
 
 class Replaying(Host):
-    """A host that can capture calls; ``corrupt`` are bytes that its launches leave wrong."""
+    """A host that can capture calls; each launch makes the first byte of ``corrupt`` wrong."""
 
     def __init__(self) -> None:
         self.corrupt: Any = None
@@ -43,7 +43,7 @@ class Replaying(Host):
 
 
 class Library:
-    """A peer with the ways it is told of."""
+    """A peer with these ways."""
 
     version = "1"
     capturable = True
@@ -75,7 +75,7 @@ def comm() -> Iterator[mpicomm.Communicator]:
 
 
 def right(buffers: Buffers) -> None:
-    """The sum of one rank is what it sent."""
+    """Leave the result as it is, because the sum of one rank is its input."""
 
 
 def measure(

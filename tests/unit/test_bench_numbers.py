@@ -1,4 +1,4 @@
-"""What the bench computes: bandwidths, sizes, layouts, the data and what has to come out of it."""
+"""The bench's arithmetic: bandwidths, sizes, layouts, data, and expected results."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_what_alltoallv_sends_is_what_is_received(size: int) -> None:
 
 
 def world(name: str, size: int, block: int, in_place: bool, front: bool) -> list[tuple[Case, Buffers]]:
-    """The case on all ranks, each with two arrays of its own."""
+    """Return the case of each rank, and its buffers in two arrays of that rank."""
     found = []
     for rank in range(size):
         one = case(name, rank=rank, size=size, block=block, in_place=in_place)
@@ -74,7 +74,7 @@ def world(name: str, size: int, block: int, in_place: bool, front: bool) -> list
 
 
 def carry_out(ranks: list[tuple[Case, Buffers]]) -> None:
-    """A collective in the plainest way, on copies of all inputs."""
+    """Carry out a collective in the plainest way, on copies of all inputs."""
     name, size, block = ranks[0][0].name, ranks[0][0].size, ranks[0][0].block
     sent = [None if place.send is None else place.send.view(FLOAT).copy() for _, place in ranks]
     whole = [part for part in sent if part is not None]

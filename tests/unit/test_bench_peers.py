@@ -1,4 +1,4 @@
-"""What the bench says to install where a library that it compares with is missing."""
+"""The bench's advice which package to install for a library that is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mpicomm.bench.peers import nccl_library, nccl_symmetric, nvshmem_host, torc
 
 @pytest.fixture(params=[12, 13])
 def major(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The major version of the CUDA that CuPy is for."""
+    """The major version of CuPy's CUDA."""
     major: int = request.param
     runtime = SimpleNamespace(runtimeGetVersion=lambda: major * 1000 + 90)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))

@@ -1,4 +1,4 @@
-"""What the bench shows: table, footer, JSON rows, lines of the picture."""
+"""The bench's output: table, footer, JSON rows, lines of the plot."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def test_write_json_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) ->
     os.link(path, link)
     command_line.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2}
-    assert json.loads(link.read_text()) == {"a": 1}  # a reader of the old file still has all of it
+    assert json.loads(link.read_text()) == {"a": 1}  # a reader of the old file still sees all of its content
     assert sorted(tmp_path.iterdir()) == [link, path]
 
 

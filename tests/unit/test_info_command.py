@@ -78,7 +78,7 @@ class FakeInfo:
 
 
 class FakeLibrary:
-    """Has the query functions it is given the answers of."""
+    """An MPI library that has those query functions whose answers are given."""
 
     _name = "libmpi.so.12"
 
@@ -91,7 +91,7 @@ class FakeLibrary:
 
     def _query(self, kind: int, supported: object) -> int:
         assert kind == 0
-        error, supported._obj.value = self._gpu  # type: ignore[attr-defined]  # what ctypes.byref points to
+        error, supported._obj.value = self._gpu  # type: ignore[attr-defined]  # the object that ctypes.byref points to
         return error
 
 

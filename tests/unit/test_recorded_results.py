@@ -74,7 +74,7 @@ def test_collectives_of_the_host_have_a_row_for_each_way(project: Path) -> None:
     script = str(ROOT / "scripts/measure_host_collectives.py")
     job(2, script, "--kib=16", "--only=Allreduce,Scan", "--rounds=1", f"--json={file}")
     rows = [row[:3] for row in json.loads(file.read_text())["rows"]]
-    assert ["Scan", "16 KiB", "mapped"] in rows and ["Allreduce", "16 KiB", "two_shot"] in rows
+    assert ["Scan", "16 KiB", "one_shot"] in rows and ["Allreduce", "16 KiB", "two_shot"] in rows
     assert "through mapped memory, 2 ranks" in tables(project)
 
 

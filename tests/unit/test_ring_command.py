@@ -1,4 +1,4 @@
-"""``python -m mpicomm.ring`` as a user runs it, and with faults planted into what it runs on."""
+"""``python -m mpicomm.ring`` as a user runs it, and with faults planted into the package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Job = Callable[..., "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture
 def run_changed(tmp_path: Path) -> Job:
-    """Run the ring after ``code``, which changes what it calls."""
+    """Run the ring after ``code``, which changes the package."""
 
     def run(nprocs: int, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         driver = tmp_path / "driver.py"
@@ -67,7 +67,7 @@ def test_all_is_well(nprocs: int, tmp_path: Path) -> None:
     assert "# handle: memfd (the best for this device)" in lines
     assert job.stdout.count("host memory") == nprocs * (nprocs - 1)
     assert lines[-1] == "# OK"
-    # One header, ranks, handle, matrix, blank, head of table, table, verdict: no rank but the first wrote anything.
+    # One header, ranks, handle, matrix, blank, head of table, table, verdict: only the first rank wrote.
     assert len(lines) == 1 + nprocs + 1 + (2 + nprocs) + 1 + 3 + len(SIZES) + 1
 
     shown = table(job.stdout)
@@ -240,7 +240,7 @@ if RANK == 1:
 """
     start = time.monotonic()
     job = run_changed(3, code)
-    assert time.monotonic() - start < 10  # starting Python takes most of it; a rank that waits would take 30 s
+    assert time.monotonic() - start < 10  # mostly the start of Python; a rank that waits would take 30 s
     assert job.returncode != 0
     assert "# OK" not in job.stdout
     assert "# FAILED" not in job.stdout
@@ -271,13 +271,13 @@ def test_an_interrupt_is_quiet(nprocs: int) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        # A shell lets what it starts in the background ignore interrupts, and all that comes of that inherits it.
+        # A shell makes the programs that it starts in the background ignore interrupts, and their children inherit it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as job:
         assert job.stdout is not None
         try:
             for line in job.stdout:
-                if "algbw" in line:  # the measurement goes on for ever
+                if "algbw" in line:  # the measurement has begun, and does not end
                     break
             time.sleep(0.2)
             job.send_signal(signal.SIGINT)
@@ -318,7 +318,7 @@ def test_progress_is_shown_on_the_terminal_of_the_launcher() -> None:
         )
         os.close(inside)
         shown = b""
-        with suppress(OSError):  # what a terminal says when nobody writes to it any more
+        with suppress(OSError):  # a terminal reports an error when no process has it open for writing
             while part := os.read(terminal, 1 << 16):
                 shown += part
     finally:

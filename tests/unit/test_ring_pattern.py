@@ -71,7 +71,7 @@ def test_shifted_data_is_wrong(shift: int) -> None:
 
 
 def test_a_longer_pattern_begins_like_a_shorter_one() -> None:
-    # So a message that was cut short is found by its missing bytes alone.
+    # Of a message that was cut short, only the missing bytes are wrong.
     assert np.array_equal(written(2 * CHUNK + 3)[: CHUNK + 1], written(CHUNK + 1))
 
 

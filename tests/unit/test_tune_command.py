@@ -1,4 +1,4 @@
-"""``python -m mpicomm.tune``: what it chooses from times that are made up, and the whole of it on the host."""
+"""``python -m mpicomm.tune``: its choices from invented times, and a whole run on the host."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def timed(times_us: Mapping[str, float], *, eager: str = "", wrong: int = 0) -> 
 
 
 def played(table: Mapping[int, Mapping[str, float]]) -> Measure:
-    """Measure as a machine would that takes these times, and that cannot do what is not in them."""
+    """Measure as a machine that takes these times, and that cannot carry out algorithms without a time."""
 
     def measure(case: Case) -> tuple[Mapping[str, Outcome], Mapping[str, str]]:
         found = table[case.nbytes]
@@ -298,7 +298,7 @@ subjects.algorithms_of = lambda operation: ("one_shot", "two_shot", "magic")
 RANK = command_line.MPI.COMM_WORLD.rank
 allreduce = mpicomm.Communicator.Allreduce
 def changed(self, send, receive, *args, **options):
-    find("this", lambda: None)  # as the engine for GPUs does
+    find("this", lambda: None)  # as the engine for GPUs calls it
     allreduce(self, send, receive, *args, **options)
     {code}
 mpicomm.Communicator.Allreduce = changed
@@ -316,7 +316,7 @@ def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
     replaced = Row(Kind("Allreduce", False), 2, ((0, "copy_engine"),))
     output.write_text(json.dumps(to_json(Tuning("", (kept, replaced), "cpu"))))
     options = (*SHORT, "-d", "float32", "--output", str(output))
-    job = run_job(2, str(tmp_path / "driver.py"), *options, MPICOMM_TUNING="not/there.json")  # which is of no concern
+    job = run_job(2, str(tmp_path / "driver.py"), *options, MPICOMM_TUNING="not/there.json")  # tune ignores it
     assert (job.returncode, job.stderr) == (0, "")
     lines = job.stdout.splitlines()
     assert lines[0].startswith(f"# mpicomm {mpicomm.__version__} tune: 2 ranks")
@@ -335,7 +335,7 @@ def test_a_whole_run_on_the_host(tmp_path: Path) -> None:
     assert written.pop((kept.kind, 8)) == kept
     assert set(written) == {(Kind("Allreduce", registered), 2) for registered in (False, True)}
     for row in written.values():
-        # Of larger sizes as before: a row of ordinary arrays is for symmetric ones too, where those have none.
+        # Larger sizes keep their algorithm. Symmetric arrays had no row, so that of ordinary ones held for them.
         assert row.choices == ((0, "one_shot"), (16384, "two_shot"), (16385, "copy_engine"))
         assert row.measured is not None
         assert {name for times_us in row.measured.times_us.values() for name in times_us} == {"one_shot", "two_shot"}

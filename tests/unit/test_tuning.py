@@ -1,4 +1,4 @@
-"""The table of algorithms: what it chooses, and what it says of itself."""
+"""The table of algorithms: its choices, and its description."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_what_each_operation_can_be_carried_out_with() -> None:
     def possible(*operations: str) -> set[str]:
         return {" ".join(algorithms_of(operation)) for operation in operations}
 
-    assert possible("Allreduce") == {"one_shot two_shot copy_engine"}  # the ring has an order of its own
+    assert possible("Allreduce") == {"one_shot two_shot copy_engine"}  # no ring, which reduces in an order of its own
     assert possible("Bcast", "Reduce") == {"one_shot two_shot chain copy_engine"}
     assert possible("Allgather", "Alltoall", "Gather", "Scatter") == {"one_shot copy_engine"}
     assert possible("Alltoallv", "Gatherv", "Reduce_scatter", "Scan") == {"one_shot"}
@@ -117,7 +117,7 @@ def test_what_each_operation_can_be_carried_out_with() -> None:
 
 def test_more_ranks_than_measured_take_scaled_bounds() -> None:
     measured = table(row("Allreduce", 3, (MIB, "two_shot"), (96 * MIB, "copy_engine"), registered=True))
-    # Between 5 ranks twice as much is sent in one hop, and a copy is 3/5 of the size.
+    # Between 5 ranks one hop sends twice as many bytes as between 3, and a copy has 3/5 of the bytes.
     for nbytes, algorithm in (
         (MIB // 2 - 1, "one_shot"),
         (MIB // 2, "two_shot"),
@@ -134,7 +134,7 @@ def test_the_nearest_row_below_counts() -> None:
         row("Allreduce", 6, (100, "copy_engine")),
     )
     found = [chosen(measured, NEVER, size) for size in range(2, 9)]
-    # Two ranks are a case of their own.
+    # The row of two ranks holds for two ranks alone.
     assert found == ["copy_engine", "one_shot", *["two_shot"] * 2, *["copy_engine"] * 3]
 
 
@@ -156,7 +156,7 @@ def test_choices_above_a_size_are_those_that_are_made_there(size: int, above: in
 
 
 def continued(before: Tuning, *choices: tuple[int, str], size: int = 4) -> tuple[tuple[int, str], ...]:
-    """The choices of a row that was measured up to 256 MiB, where nothing is known of larger sizes but by a table."""
+    """Return the choices of a row that was measured up to 256 MiB, continued by the table ``before``."""
     measured = Measured("", "", "float32", {KIB: {"one_shot": 1.0}, 256 * MIB: {"one_shot": 1.0}})
     return before.continued(replace(row("Allgather", size, *choices), measured=measured)).choices
 
@@ -164,10 +164,10 @@ def continued(before: Tuning, *choices: tuple[int, str], size: int = 4) -> tuple
 def test_above_what_was_measured_a_row_keeps_what_was_chosen_before() -> None:
     one_shot, behind = (0, "one_shot"), 256 * MIB + 1
     assert continued(BUILT_IN) == (one_shot, (320 * MIB, "copy_engine"))
-    assert continued(scaled(239)) == (one_shot, (behind, "copy_engine"))  # it was so from 160 MiB on
+    assert continued(scaled(239)) == (one_shot, (behind, "copy_engine"))  # the table has it from 160 MiB on
     assert continued(BUILT_IN, size=5) == (one_shot, (400 * MIB - 1, "copy_engine"))  # by the row of 4 ranks
     assert continued(table()) == (one_shot,)
-    # What has been come to is not given up again.
+    # A row keeps an algorithm that it ends with and that the table has for larger sizes.
     assert continued(BUILT_IN, (MIB, "copy_engine")) == (one_shot, (MIB, "copy_engine"))
     earlier = table(row("Allgather", 4, (512 * MIB, "copy_engine"), (900 * MIB, "one_shot")))
     assert continued(earlier)[1:] == ((512 * MIB, "copy_engine"), (900 * MIB, "one_shot"))

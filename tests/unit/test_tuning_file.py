@@ -1,4 +1,4 @@
-"""The file that a table of algorithms is kept in: written, read, refused and found."""
+"""The file of a table of algorithms: written, read, refused and found."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def document() -> dict[str, Any]:
 
 
 def put(*keys: Any) -> Callable[[Any], Any]:
-    """Return what puts the last of ``keys`` into a document in the place that the others lead to."""
+    """Return a function that puts the last of ``keys`` into a document, in the place that the others lead to."""
     *path, last, value = keys
 
     def change(whole: Any) -> Any:
@@ -139,7 +139,7 @@ FIRST, SECOND = ("rows", 0), ("rows", 0, "choices", 1)
             "it must be a positive number",
         ),
         (put(*FIRST, "measured", "times", 0, "us", "magic", 1), "rows[0].measured.times[0].us", "with names from"),
-        (put("rows", 1, document()["rows"][0]), "rows[1]", "there is another row for the same"),
+        (put("rows", 1, document()["rows"][0]), "rows[1]", "another row is for the same calls and ranks"),
     ],
 )  # fmt: skip
 def test_a_malformed_file_is_refused_with_the_place(
@@ -180,7 +180,7 @@ JSON = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """All places in a document."""
+    """Return all places in a document."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [place for key, item in items for place in ((*path, key), *places(item, (*path, key)))]
 

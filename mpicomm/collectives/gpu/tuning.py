@@ -83,8 +83,8 @@ class Row:
         """Return the kind and the choices in words."""
         first, *rest = self.choices
         operation, registered = self.kind
-        what = f"{operation}, symmetric output" if registered else operation
-        return what, ", ".join([first[1], *(f"{name} from {_size(begin)}" for begin, name in rest)])
+        calls = f"{operation}, symmetric output" if registered else operation
+        return calls, ", ".join([first[1], *(f"{name} from {_size(begin)}" for begin, name in rest)])
 
 
 @dataclass(frozen=True)

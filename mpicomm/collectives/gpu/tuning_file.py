@@ -70,7 +70,7 @@ def load(path: Path) -> Tuning:
     for value in whole["rows"].items():
         row = _row_from_json(value)
         if (row.kind, row.size) in rows:
-            value.refuse("there is another row for the same")
+            value.refuse("another row is for the same calls and ranks")
         rows[row.kind, row.size] = row
     device = whole["device"].text()
     return Tuning(f"{path} ({device})", tuple(rows.values()), device)

@@ -1,4 +1,7 @@
-"""Collective calls on any device, with every form of argument, and what their buffers have to hold afterwards."""
+"""Calls of a communicator's collectives on any device, in every form of argument, and the check of their buffers.
+
+Which arguments and which shapes of buffers a collective has is read from the package's table.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,9 @@ import numpy as np
 from mpi4py import MPI
 
 import mpicomm
+from mpicomm.collectives.gpu.algorithms.registry import names_for
+from mpicomm.collectives.host.selection import algorithms_for
+from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import types
 from tests.helpers import reference
 from tests.helpers.buffers import Placed, values
@@ -20,17 +26,13 @@ from tests.helpers.reductions import Array, require_same
 _MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in _MPI_OPS} | {"avg": mpicomm.AVG}
 
-REDUCTIONS = ("Allreduce", "Reduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Exscan")
-MOVEMENTS = ("Allgather", "Allgatherv", "Alltoall", "Alltoallv", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv")
-OPERATIONS = (*REDUCTIONS, *MOVEMENTS)
-ROOTED = ("Bcast", "Gather", "Gatherv", "Reduce", "Scatter", "Scatterv")
-VECTOR = ("Allgatherv", "Alltoallv", "Gatherv", "Scatterv")
-TWO_SHOT = ("Allreduce", "Bcast")
+REDUCTIONS = tuple(name for name, row in OPERATIONS.items() if row.reduces)
+MOVEMENTS = tuple(name for name, row in OPERATIONS.items() if not row.reduces)
 FORMS = ("plain", "counted", "typed", "displaced", "four", "fortran")
 
 
 def legal_ops(name: str) -> tuple[str, ...]:
-    """The reductions that are defined on the element type of that name."""
+    """Return the reductions that are defined on the element type of that name."""
     if name == "bool":
         return ("land", "lor", "lxor")
     if name.startswith("complex"):
@@ -41,13 +43,14 @@ def legal_ops(name: str) -> tuple[str, ...]:
 
 
 def algorithms(operation: str) -> tuple[str, ...]:
-    """The algorithms on mapped memory that an operation has."""
-    return ("one_shot", "two_shot") if operation in TWO_SHOT else ("one_shot",)
+    """Return the algorithms for a collective that the host and GPUs both have, and that reduce in rank order."""
+    row = OPERATIONS[operation]
+    return tuple(name for name in algorithms_for(row) if name in names_for(row, in_rank_order=True))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One collective call, as all ranks know it. ``count`` is that of a block; of vector calls blocks are ragged."""
+    """One collective call, as all ranks know it. ``count`` is that of a block; vector calls have ragged blocks."""
 
     operation: str
     dtype: np.dtype[Any]
@@ -63,13 +66,18 @@ class Case:
     wild: bool = False
     """Values for which the order of a reduction shows, for calls whose order is promised."""
 
+    @property
+    def row(self) -> Operation:
+        """The collective's row in the table."""
+        return OPERATIONS[self.operation]
+
 
 Argument = int | list[tuple[int, int]] | MPI.InPlaceType | None
 """An argument: a buffer with this count, or with blocks in these places, or none."""
 
 
 class Prepared:
-    """This rank's part of a case: its buffers, the arguments, and the check of what has come."""
+    """This rank's part of a case: its buffers, its arguments, and the check of its result."""
 
     def __init__(self, case: Case, rank: int, size: int, xp: Any) -> None:
         self._rank, self._size = rank, size
@@ -94,7 +102,7 @@ class Prepared:
         return request
 
     def arguments(self) -> list[Any]:
-        """What is passed for the two buffers."""
+        """Return the arguments for the two buffers."""
         return [self._argument(*each) for each in zip(self._arguments, self._buffers, strict=True)]
 
     def renew(self, seed: int) -> None:
@@ -105,12 +113,12 @@ class Prepared:
                 buffer.set(content)
 
     def result(self) -> Array | None:
-        """What this rank has received, None where it receives nothing."""
+        """Return this rank's result, None where it receives nothing."""
         buffer, expected = self._buffers[1], self._expected
         return None if buffer is None or expected is None else buffer.get()[self._pad : self._pad + expected.size]
 
     def check(self) -> None:
-        """Assert that what this rank has received is right, and that nothing else has changed."""
+        """Assert that this rank's result is right, and that nothing else in its buffers has changed."""
         try:
             self._check()
         except AssertionError as error:
@@ -118,17 +126,16 @@ class Prepared:
 
     def _call(self, comm: mpicomm.Communicator, method: str) -> Any:
         case = self.case
-        arguments = self.arguments()
-        keywords: dict[str, Any] = {}
-        if case.operation in REDUCTIONS:
-            keywords["op"] = OPS[case.op]
-        if case.operation in ROOTED:
-            keywords["root"] = case.root
-        if case.operation == "Reduce_scatter" and (case.form != "plain" or case.in_place):
-            keywords["recvcounts"] = self._counts
+        send, receive = self.arguments()
+        given: dict[str, Any] = {"buf": receive, "sendbuf": send, "recvbuf": receive, "op": OPS[case.op]}
+        given |= {"root": case.root, "recvcounts": self._counts}
+        if case.form == "plain" and not case.in_place:
+            del given["recvcounts"]  # then the ranks tell each other the counts
+        positional = [given.pop(name) for name in case.row.arguments if name.endswith("buf")]
+        keywords = {name: given[name] for name in case.row.arguments if name in given}
         if case.algorithm != "auto":
             keywords["algorithm"] = case.algorithm
-        return getattr(comm, method)(*(arguments[1:] if case.operation == "Bcast" else arguments), **keywords)
+        return getattr(comm, method)(*positional, **keywords)
 
     def _argument(self, argument: Argument, buffer: Placed | None) -> Any:
         if argument is None or buffer is None:
@@ -156,11 +163,12 @@ class Prepared:
         after, pad = receive.get(), self._pad
         assert after[:pad].tobytes() == before[:pad].tobytes(), "elements before the displacement have changed"
         expected = before[pad : before.size - pad] if self._expected is None else self._expected
-        if not (case.in_place and "Reduce_scatter" in case.operation):  # MPI leaves the rest of the input undefined
+        # MPI leaves the rest of the input of a reduce-scatter in place undefined.
+        if not (case.in_place and case.row.reduces and case.row.send != "one"):
             stop = pad + expected.size
             assert after[stop:].tobytes() == before[stop:].tobytes(), "elements behind the count have changed"
         actual = after[pad : pad + expected.size]
-        if case.operation in MOVEMENTS:
+        if not case.row.reduces:
             assert actual.tobytes() == expected.tobytes(), _difference(actual, expected)
         elif case.wild:
             require_same(actual, expected)
@@ -168,34 +176,62 @@ class Prepared:
             assert np.array_equal(actual, expected), _difference(actual, expected)
 
     def _plan(self, case: Case) -> None:
-        """Work out buffer contents, arguments and result. What counts leave open is decided by the form."""
+        """Compute the contents of the buffers, the arguments and the result. The form decides whether blocks differ."""
         self.case = case
-        self._even = case.form in ("plain", "typed", "fortran")  # no counts are given: the blocks are equal
+        self._even = case.form in ("plain", "typed", "fortran")  # these forms have no counts, so blocks are equal
         self._pad = 3 if case.form in ("displaced", "four") else 0
         self._counts = [self._ragged(rank) for rank in range(self._size)]
-        if case.in_place and case.operation == "Reduce_scatter" and case.algorithm == "mpi":
-            # So that no block overlaps its result at the start: MPICH 5 ends the program when it moves one that does.
+        if case.in_place and case.row.send == "counted" and case.algorithm == "mpi":
+            # MPICH 5 ends the program when it moves a block that overlaps its result at the start; sorted, none does.
             self._counts.sort(reverse=True)
         self._expected: Array | None
         self._arguments: tuple[Argument, Argument]
-        if case.operation == "Alltoallv":
+        shapes = (case.row.send, case.row.receive)
+        if shapes == ("vector", "vector"):
             send, receive = self._plan_alltoallv()
-        elif case.operation in VECTOR:
+        elif "vector" in shapes:
             send, receive = self._plan_vector()
         else:
             send, receive = self._plan_plain()
         self._contents = (self._padded(send, 98), self._padded(receive, 99))
 
     def _plan_plain(self) -> tuple[Array | None, Array | None]:
-        case, rank, size, root, n = self.case, self._rank, self._size, self.case.root, self.case.count
-        operation, at_root = case.operation, self._rank == self.case.root
-        total = n * size if operation in ("Alltoall", "Scatter", "Reduce_scatter_block") else n
-        room = n * size if operation in ("Allgather", "Alltoall", "Gather") else n
-        block = n
-        if operation == "Reduce_scatter":
-            total, room, block = sum(self._counts), self._counts[rank], self._counts[rank]
+        case, rank, size, n = self.case, self._rank, self._size, self.case.count
+        row, at_root = case.row, self._rank == self.case.root
+        sends = receives = n  # the counts of the two buffers in forms that have one: those of a block
+        total, room = n * size if row.send == "blocks" else n, n * size if row.receive == "blocks" else n
+        if row.send == "counted":
+            sends = total = sum(self._counts)
+            receives = room = self._counts[rank]
         sent = [self._values(total, peer) for peer in range(size)]
         before = self._values(room, rank, 7)
+        self._expected = self._received(sent, before)
+        if row.rooted == "bcast":
+            self._arguments = (None, n)
+            return None, sent[rank]
+        if row.rooted and not at_root:
+            gives = row.rooted == "receive"
+            self._arguments = (n, None) if gives else (None, n)
+            return (sent[rank], None) if gives else (None, before)
+        if not case.in_place:
+            self._arguments = (sends, receives)
+            return sent[rank], before
+        if row.rooted == "send":
+            self._expected = None
+            self._arguments = (n, MPI.IN_PLACE)
+            return sent[rank], None
+        self._arguments = (MPI.IN_PLACE, sends)
+        if row.send == "one" and row.receive == "blocks":
+            before[rank * n : (rank + 1) * n] = sent[rank]
+            return None, before
+        return None, sent[rank]
+
+    def _received(self, sent: list[Array], before: Array) -> Array | None:
+        """What this rank receives by the reference, in a buffer that holds ``before``; None where it has none."""
+        case, rank, size, root = self.case, self._rank, self._size, self.case.root
+        if case.row.reduces and {"Scan": rank + 1, "Exscan": rank}.get(case.operation, size) == 1:
+            alone: Array = sent[0].copy()  # a single contribution is the result, even where x / 1 is not x
+            return alone
         result: dict[str, Callable[[], Array | None]] = {
             "Allreduce": lambda: reference.allreduce(sent, case.op)[rank],
             "Reduce": lambda: reference.reduce(sent, case.op, root)[rank],
@@ -209,31 +245,7 @@ class Prepared:
             "Gather": lambda: reference.gather(sent, root)[rank],
             "Scatter": lambda: reference.scatter(sent[root], size)[rank],
         }
-        self._expected = result[operation]()
-        if operation in REDUCTIONS and {"Scan": rank + 1, "Exscan": rank}.get(operation, size) == 1:
-            self._expected = sent[0].copy()  # of a single contribution the result is that, even where x / 1 is not x
-        if operation == "Bcast":
-            self._arguments = (None, n)
-            return None, sent[rank]
-        if operation == "Scatter":
-            if not at_root:
-                self._arguments = (None, n)
-                return None, before
-            if case.in_place:
-                self._expected = None
-            self._arguments = (n, MPI.IN_PLACE if case.in_place else n)
-            return sent[rank], None if case.in_place else before
-        if operation in ROOTED and not at_root:
-            self._arguments = (n, None)
-            return sent[rank], None
-        if not case.in_place:
-            self._arguments = (total if operation == "Reduce_scatter" else n, block)
-            return sent[rank], before
-        self._arguments = (MPI.IN_PLACE, total if operation == "Reduce_scatter" else n)
-        if operation in ("Allgather", "Gather"):
-            before[rank * n : (rank + 1) * n] = sent[rank]
-            return None, before
-        return None, sent[rank]
+        return result[case.operation]()
 
     def _plan_vector(self) -> tuple[Array | None, Array | None]:
         case, rank, size, root = self.case, self._rank, self._size, self.case.root
@@ -242,14 +254,14 @@ class Prepared:
         each = [share + (peer < more) for peer in range(size)] if self._even else self._counts
         places = self._places(each)
         extent = _extent(places)
-        if case.operation == "Scatterv":
+        if case.row.rooted == "send":
             whole = self._values(extent, root)
             in_place = case.in_place and at_root
             self._expected = None if in_place else reference.scatterv(whole, places)[rank]
             self._arguments = (places if at_root else None, MPI.IN_PLACE if in_place else each[rank])
             return whole if at_root else None, None if in_place else self._values(each[rank], rank, 7)
         sent = [self._values(each[peer], peer) for peer in range(size)]
-        takes = case.operation == "Allgatherv" or at_root
+        takes = at_root or not case.row.rooted
         before = self._values(extent, size, 7)
         self._expected = reference.put(sent, places, before) if takes else None
         if case.in_place and takes:
@@ -276,14 +288,14 @@ class Prepared:
 
     def _values(self, count: int, *key: int) -> Array:
         case = self.case
-        return values(case.dtype, count, case.seed, *key, wild=case.wild or case.operation in MOVEMENTS)
+        return values(case.dtype, count, case.seed, *key, wild=case.wild or not case.row.reduces)
 
     def _ragged(self, *where: int) -> int:
         n = self.case.count
         return (n, 0, n // 2, n + 3)[zlib.crc32(repr((n, where)).encode()) % 4] if n else 0
 
     def _places(self, counts: list[int]) -> list[tuple[int, int]]:
-        """One after the other where no counts are given, else in reverse order with gaps between them."""
+        """Return the places of blocks: packed where forms have no counts, else in reverse order and with gaps."""
         places: list[tuple[int, int]] = []
         start = 0
         for count in counts if self._even else reversed(counts):
@@ -309,7 +321,7 @@ def _difference(actual: Array, expected: Array) -> str:
 
 
 def require_works(comm: mpicomm.Communicator, xp: Any) -> None:
-    """Let both paths sum. Collective."""
+    """Assert that a sum works, by the default algorithm and by one_shot. Collective."""
     for algorithm in ("auto", "one_shot"):
         prepared = Prepared(
             Case("Allreduce", np.dtype(np.float32), 1001, algorithm=algorithm), comm.rank, comm.size, xp
@@ -320,7 +332,7 @@ def require_works(comm: mpicomm.Communicator, xp: Any) -> None:
 
 
 def compile_reductions(comm: mpicomm.Communicator, names: Sequence[str]) -> None:
-    """Let each rank compile some of the reductions that a GPU needs for these types, for all. Collective."""
+    """Compile the reductions that a GPU needs for these types; the ranks share them out. Collective."""
     if comm.device == "cpu":
         return
     backend = comm._session.gpu("compile_reductions")
