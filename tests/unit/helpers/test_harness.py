@@ -13,7 +13,7 @@ import pytest
 from tests.helpers.agreement import Outcome, verdict
 from tests.helpers.leaks import nothing_leaks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 RunRanks = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -243,7 +243,7 @@ except OSError:
 with listening(2) as exchanges:
     assert swap_all(exchanges) == names_of_others(2)
 """
-    process = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2])
+    process = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3])
     if process.returncode == 77:
         pytest.skip("root cannot take the rights of another user here")
     assert process.returncode == 0

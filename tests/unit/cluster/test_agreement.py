@@ -229,6 +229,6 @@ class Owner:
 kept, gone = Owner("kept"), Owner("gone")
 del gone
 """
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     process = subprocess.run([sys.executable, "-c", code + end], cwd=root, stdout=subprocess.PIPE, text=True)
     assert (process.returncode, process.stdout) == (0, "kept False 1\n")
