@@ -57,14 +57,7 @@ def arguments_of(operation: Operation, send: Array, out: Array) -> Arguments:
 
 def by_mpi(operation: Operation, arguments: Arguments) -> Callable[[], object]:
     """Return MPI's call."""
-    given = {
-        "buf": arguments.receive,
-        "sendbuf": arguments.send,
-        "recvbuf": arguments.receive,
-        "op": arguments.op,
-        "root": arguments.root,
-    }
-    return partial(getattr(WORLD, operation.name), *(given[name] for name in operation.arguments))
+    return partial(getattr(WORLD, operation.name), *operation.passed(arguments))
 
 
 def by_engine(engine: HostEngine, operation: Operation, arguments: Arguments, way: str) -> Callable[[], object]:

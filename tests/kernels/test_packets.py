@@ -263,7 +263,7 @@ def test_mistake_with_ranks_that_send_unevenly_is_seen(builds: Builds, name: str
 LATE = [
     Change(
         "fences.cuh",
-        "// Of a block with a warp of overseers.",
+        "struct Fences {",
         """struct Late { u32 worker; Pair* slot; bool asked; };
 inline std::vector<Late>& late() {
   static thread_local std::vector<Late> all;  // of a block
@@ -276,7 +276,7 @@ inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
   for (const Late& each : now) SentinelWire::give_back(each.slot);
 }
 
-// Of a block with a warp of overseers.""",
+struct Fences {""",
     ),
     Change("fences.cuh", '#include "memory_order.cuh"', '#include <vector>\n#include "packet_wires.cuh"'),
     Change(

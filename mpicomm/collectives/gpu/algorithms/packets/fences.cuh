@@ -21,8 +21,8 @@
 
 namespace mpicomm {
 
-// Of a block with a warp of overseers. These words lie in the arena although only the block uses them: a racecheck
-// takes words of shared memory that order other accesses for races themselves.
+// The words of one block that has a warp of overseers. They lie in the arena although only the block uses them, because
+// racecheck reports words of shared memory that order other accesses as races.
 struct Fences {
   static constexpr u32 kMostWorkers = 736;
   static constexpr u32 kLeft = ~0u;
