@@ -12,7 +12,7 @@ from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.devices.base import Backend, GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.log import logger
 from mpicomm.sharing.choose_handle import choose_kind
 from mpicomm.symmetric.owner import AnyShared, Shared
@@ -182,6 +182,11 @@ class Session:
         self._freed = True
         try:
             self._give_back([*reversed(self._shared), *self._beside], "Free", late)
+        except PeerError:
+            # A rank that a Ctrl-C took out of its `close` comes to it once more. It may go on to send over the private
+            # communicator, whose number MPI would give to another one.
+            self._missed = True
+            raise
         finally:
             self._shared.clear()
             if self._has_device:

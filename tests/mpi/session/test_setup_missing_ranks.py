@@ -152,6 +152,40 @@ def test_rank_that_is_interrupted_in_an_exchange_takes_part_in_no_other(device: 
                 impatient.Free()
 
 
+@pytest.mark.mpi(min_size=3)
+def test_rank_that_is_interrupted_in_free_reaches_no_later_communicator(device: str) -> None:
+    """The others have left the communicator to which it still sends; MPI must not give its number to another one."""
+    for culprit in FIRST_AND_LAST:
+        impatient = communicator(device, timeout_s=patience_s(device))
+        barrier = bootstrap.Group.barrier
+
+        def interrupted(group: bootstrap.Group, step: str, barrier: Callable[..., None] = barrier) -> None:
+            barrier(group, step)
+            raise KeyboardInterrupt
+
+        with without(culprit) as others:
+            if others:
+                with pytest.raises(PeerError, match=f"rank {culprit}: Free"):
+                    impatient.Free()
+            else:
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setattr(bootstrap.Group, "barrier", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        impatient.Free()
+                with pytest.raises(PeerError, match=f"rank {culprit}: Free"):
+                    impatient.Free()
+            WORLD.Barrier()
+            if others:
+                time.sleep(patience_s(device) / 2)  # the other one sends meanwhile
+                with communicator(device, MPI.Intracomm(others)) as later:
+                    require_memory_works(later)
+                impatient.Free()
+            else:
+                with pytest.raises(CollectiveTimeoutError):
+                    impatient.Free()
+                impatient.Free()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_world: MPI.Intracomm) -> None:
     timeout_s = 1.5
