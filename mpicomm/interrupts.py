@@ -13,10 +13,10 @@ from types import FrameType
 def uninterrupted() -> Iterator[None]:
     """Hold a Ctrl-C back until the end of a ``with`` block, which then raises it.
 
-    For a few local steps, such as a system call and the object that owns its result: a Ctrl-C between the two would
-    leave a file or memory to nobody. Never for a wait for a peer, which a Ctrl-C must end at once.
+    Use it for a few local steps, such as a system call and the object that owns its result: a Ctrl-C between the two
+    would leak a file or memory. Never wait for a peer inside, because a Ctrl-C must end such a wait at once.
     """
-    # Python runs signal handlers in the main thread alone. What is no Python handler raises nothing, and stays.
+    # Python runs signal handlers in the main thread alone. A handler that is no Python function raises nothing.
     before = signal.getsignal(signal.SIGINT) if threading.current_thread() is threading.main_thread() else None
     if not callable(before):
         yield
@@ -28,5 +28,5 @@ def uninterrupted() -> Iterator[None]:
     finally:
         signal.signal(signal.SIGINT, before)
         if held:
-            # Called, not sent to this process again: whoever listens for the signal itself has heard it already.
+            # A call, not a second signal, because an event loop may have noticed the first one by its wake-up file.
             before(*held[0])

@@ -1,4 +1,4 @@
-"""Session: all that one communicator has on this rank: its device, its groups, what it shares, and the teardown."""
+"""Session: all that one communicator has on this rank: its device, groups and shared memory, and their teardown."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ class Session:
         """Stop work, unmap the peers' memory, wait until all ranks have done so, free own memory; raise ``late``.
 
         The wait keeps a rank from freeing memory that a slower peer still has mapped, or still works on. There is no
-        second wait, because no rank uses what was given back before the next exchange.
+        second wait, because no rank uses the same memory again before the next exchange.
         """
 
         def stop_and_unmap() -> None:

@@ -64,7 +64,7 @@ class Event(Protocol):
     """A point in a stream of work that other processes can wait for."""
 
     def export(self) -> bytes:
-        """Return what a peer needs to open the event."""
+        """Return the key with which a peer opens the event."""
 
     def record(self, stream: int) -> None:
         """Mark the work enqueued on ``stream`` so far."""

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _PAUSE_S = 50e-6
-_NEEDED_S = 5e-3  # so long after it has completed work, a completer looks with the short pauses
-_LONG_PAUSE_S = 1e-3  # the pauses of one that nobody has needed for that long
+_NEEDED_S = 5e-3  # for so long after it has completed work, a completer looks with the short pauses
+_LONG_PAUSE_S = 1e-3  # its pauses later
 _LINGER_S = 0.05  # so long a completer without work lives: to start a thread takes longer than most collectives
 _SPIN_S = 200e-6  # so long a wait polls without a pause: most device collectives take less
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
