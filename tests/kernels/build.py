@@ -17,10 +17,15 @@ from tests.helpers.kernel_sources import HEADERS, SOURCES
 
 SIMULATION = Path(__file__).parent / "simulation"
 
-_COMMON = ("-std=c++20", "-g1", f"-I{SIMULATION}")
 # A sum and a product may not become one rounding (as in the package's options for NVRTC), and packets are read through
-# pointers to other types, which g++ has to be told of.
-_KERNEL = ("-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing")
+# pointers to other types, which g++ has to be told of. A thread's stack has 128 KiB, and the next stack lies below it.
+_KERNEL = (
+    *("-std=c++17", f"-I{SIMULATION}", "-O1", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing"),
+    "-Werror=frame-larger-than=65536",
+)
+_LAUNCHER = ("-std=c++20", f"-I{SIMULATION}", "-O2", "-Wall", "-Wextra")
+# ThreadSanitizer names the lines of a race.
+_SANITIZER = ("-fsanitize=thread", "-g1")
 
 
 def missing() -> str | None:
@@ -55,7 +60,8 @@ class Builds:
     def __init__(self, directory: Path, *, sanitize: bool = False) -> None:
         self.sanitize = sanitize
         self._directory = directory
-        self._sanitizer = ("-fsanitize=thread",) if sanitize else ()
+        self._kernels: dict[tuple[object, ...], Kernel] = {}
+        self._sanitizer = _SANITIZER if sanitize else ()
         directory.mkdir(exist_ok=True)
 
     @cached_property
@@ -67,7 +73,7 @@ class Builds:
             for name in ("block", "launcher"):  # not instrumented: see block.cpp
                 objects.append(str(directory / f"{name}.o"))
                 source = str(SIMULATION / f"{name}.cpp")
-                _run("g++", *_COMMON, "-O2", "-Wall", "-Wextra", "-c", source, "-o", objects[-1])
+                _run("g++", *_LAUNCHER, "-c", source, "-o", objects[-1])
             _run("g++", *self._sanitizer, "-rdynamic", *objects, "-ldl", "-pthread", "-o", str(directory / "launcher"))
 
         return self._once("launcher", build) / "launcher"
@@ -76,20 +82,26 @@ class Builds:
         self, source: Path, entry: str, options: Sequence[str] = (), *, changes: Sequence[Change] = ()
     ) -> Kernel:
         """Return the kernel ``entry`` of ``source``, compiled with ``options`` and after ``changes``."""
+        key = (source, entry, *options, *changes)
+        if key not in self._kernels:
+            self._kernels[key] = self._compiled(source, entry, options, changes)
+        return self._kernels[key]
 
+    def _compiled(self, source: Path, entry: str, options: Sequence[str], changes: Sequence[Change]) -> Kernel:
         def build(directory: Path) -> None:
             own = _changed(directory, source, changes) if changes else source
             text = f'#include "{own}"\nCPU_ENTRY({entry})\n'
             (directory / "entry.cpp").write_text(text)
             directories = (own.parent, own.parent / "include") if changes else (own.parent, SHARED, include_dir())
             paths = (*(f"-I{each}" for each in directories), "-include", str(self._language))
+            # The launcher has all libraries: not to link them saves time.
             _run(
-                *("g++", *_COMMON, *_KERNEL, *self._sanitizer, *paths, *options),
-                *("-shared", str(directory / "entry.cpp"), "-o", str(directory / "kernel.so")),
+                *("g++", *_KERNEL, *self._sanitizer, *paths, *options, "-shared", "-nodefaultlibs"),
+                *(str(directory / "entry.cpp"), "-o", str(directory / "kernel.so")),
             )
 
-        key = hashlib.sha256(repr((source, entry, *options, *changes)).encode()).hexdigest()
-        return Kernel(self._once(f"{source.stem}-{key}", build) / "kernel.so", f"enter_{entry}")
+        name = hashlib.sha256(repr((source, entry, *options, *changes)).encode()).hexdigest()
+        return Kernel(self._once(f"{source.stem}-{name}", build) / "kernel.so", f"enter_{entry}")
 
     @cached_property
     def _language(self) -> Path:
@@ -97,7 +109,7 @@ class Builds:
 
         def build(directory: Path) -> None:
             header = ("-x", "c++-header", str(SIMULATION / "cuda.hpp"), "-o", str(directory / "cuda.hpp.gch"))
-            _run("g++", *_COMMON, *_KERNEL, *self._sanitizer, *header)
+            _run("g++", *_KERNEL, *self._sanitizer, *header)
 
         return self._once("language", build) / "cuda.hpp"
 

@@ -63,7 +63,8 @@ constexpr size_t kStackNbytes = 128 * 1024;
 constexpr size_t kGuardNbytes = 4096;
 constexpr unsigned kSavedRegisters = 6;
 constexpr unsigned kWithoutOrder = 1;  // a flag of __tsan_switch_to_fiber
-constexpr unsigned kPatience = 8;      // rounds of polls after which the block lets other processes run
+constexpr unsigned kPatience = 1000;   // polls of each thread after which the block sleeps between further ones
+constexpr unsigned kNapUs = 200;
 
 thread_local Block* current = nullptr;
 
@@ -90,7 +91,6 @@ struct Fiber {
   Place place;
   bool at_block_barrier;
   unsigned mask;  // of the warp barrier at which it waits
-  char* stack;
   void* stack_pointer;
   void* tsan;
 };
@@ -101,20 +101,27 @@ struct Warp {
   char sync;
 };
 
-Block::Block(unsigned rank, unsigned index, char* launches, const Jitter& jitter)
+Block::Block(unsigned rank, unsigned index, unsigned most_threads, char* launches, const Jitter& jitter)
     : rank(rank),
       index(index),
       launches_(launches),
       jitter_(jitter),
-      random_((jitter.seed * 1000003ull + rank) * 1000003ull + index + 1) {}
+      random_((jitter.seed * 1000003ull + rank) * 1000003ull + index + 1),
+      fibers_(most_threads),
+      warps_((most_threads + kWarp - 1) / kWarp) {
+  // One mapping for all stacks, as each mapping and each protected page takes the system long. The compiler refuses
+  // functions with large frames (build.py), hence only endless recursion leaves a stack, and comes to the page below.
+  void* memory = mmap(nullptr, kGuardNbytes + most_threads * kStackNbytes, PROT_READ | PROT_WRITE,
+                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED || mprotect(memory, kGuardNbytes, PROT_NONE) != 0) die(*this, "no memory for stacks");
+  stacks_ = static_cast<char*>(memory) + kGuardNbytes;
+}
 
 Block::~Block() {
-  for (Fiber* fiber : fibers_) {
-    if (__tsan_destroy_fiber) __tsan_destroy_fiber(fiber->tsan);
-    munmap(fiber->stack, kStackNbytes);
-    delete fiber;
+  for (Fiber& fiber : fibers_) {
+    if (fiber.tsan) __tsan_destroy_fiber(fiber.tsan);
   }
-  for (Warp* warp : warps_) delete warp;
+  munmap(stacks_ - kGuardNbytes, kGuardNbytes + fibers_.size() * kStackNbytes);
 }
 
 void Block::run(const Launch& launch) {
@@ -125,10 +132,9 @@ void Block::run(const Launch& launch) {
   current = this;
   launch_ = &launch;
   if (one_in(16)) sleep_us(draw() % (jitter_.us + 1));
-  while (fibers_.size() < launch.threads) add_fiber();
-  for (Warp* warp : warps_) warp->live = warp->waiting = 0;
+  for (Warp& warp : warps_) warp.live = warp.waiting = 0;
   live_ = launch.threads;
-  for (unsigned thread = 0; thread < launch.threads; ++thread) prepare(*fibers_[thread], thread);
+  for (unsigned thread = 0; thread < launch.threads; ++thread) prepare(thread);
   Fiber main{};
   main.tsan = __tsan_get_current_fiber ? __tsan_get_current_fiber() : nullptr;
   main_ = running_ = &main;
@@ -144,23 +150,15 @@ void Block::run(const Launch& launch) {
   release(launches_[++launched_ % 2]);
 }
 
-void Block::add_fiber() {
-  Fiber* fiber = new Fiber{};
-  void* memory = mmap(nullptr, kStackNbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED || mprotect(memory, kGuardNbytes, PROT_NONE) != 0) die(*this, "no memory for stacks");
-  fiber->stack = static_cast<char*>(memory);
-  if (__tsan_create_fiber) fiber->tsan = __tsan_create_fiber(0);
-  if (fibers_.size() % kWarp == 0) warps_.push_back(new Warp{});
-  fibers_.push_back(fiber);
-}
-
-void Block::prepare(Fiber& fiber, unsigned thread) {
+void Block::prepare(unsigned thread) {
   const Launch& launch = *launch_;
+  Fiber& fiber = fibers_[thread];
+  if (__tsan_create_fiber && !fiber.tsan) fiber.tsan = __tsan_create_fiber(0);
   fiber.place = {{thread, 0, 0}, {index, 0, 0}, {launch.threads, 1, 1}, {launch.blocks, 1, 1}};
-  warps_[thread / kWarp]->live |= 1u << thread % kWarp;
+  warps_[thread / kWarp].live |= 1u << thread % kWarp;
   // switch_stacks pops registers, whose values mean nothing here, and the address where the fiber goes on. A function
   // begins with its stack 8 bytes off a multiple of 16, as a call leaves it.
-  void** const top = reinterpret_cast<void**>(fiber.stack + kStackNbytes);
+  void** const top = reinterpret_cast<void**>(stacks_ + (thread + 1) * kStackNbytes);
   top[-1] = nullptr;
   top[-2] = reinterpret_cast<void*>(&Block::begin);
   fiber.stack_pointer = top - 2 - kSavedRegisters;
@@ -177,11 +175,11 @@ void Block::begin() {
 
 void Block::end() {
   const unsigned thread = running_->place.thread.x;
-  warps_[thread / kWarp]->live &= ~(1u << thread % kWarp);
+  warps_[thread / kWarp].live &= ~(1u << thread % kWarp);
   --live_;
   idle_ = 0;
   release_block();
-  release_warp(*warps_[thread / kWarp], thread / kWarp * kWarp);
+  release_warp(warps_[thread / kWarp], thread / kWarp * kWarp);
   leave();
 }
 
@@ -203,9 +201,14 @@ void Block::leave() {
 }
 
 void Block::yield() {
-  if (++idle_ > kPatience * live_) {
-    idle_ = 0;
-    sched_yield();
+  // Every thread has polled once more, so the block may wait for another one: sched_yield lets that run. After many such
+  // rounds the block sleeps, because a kernel that hangs by a deliberate mistake would take the processor from others.
+  if (++idle_ % live_ == 0) {
+    if (idle_ < kPatience * live_) {
+      sched_yield();
+    } else {
+      sleep_us(kNapUs);
+    }
   }
   if (one_in(4096)) sleep_us(draw() % (jitter_.us + 1));
   ready_.push_back(running_);
@@ -232,16 +235,16 @@ void Block::release_block() {
   idle_ = 0;
   tallies_[round_ % 2] = {0, 0};
   for (unsigned thread = 0; thread < launch_->threads; ++thread) {
-    Fiber* const fiber = fibers_[thread];
-    if (!fiber->at_block_barrier) continue;
-    fiber->at_block_barrier = false;
-    ready_.push_back(fiber);
+    Fiber& fiber = fibers_[thread];
+    if (!fiber.at_block_barrier) continue;
+    fiber.at_block_barrier = false;
+    ready_.push_back(&fiber);
   }
 }
 
 void Block::meet_warp(unsigned mask) {
   const unsigned thread = running_->place.thread.x, lane = thread % kWarp;
-  Warp& warp = *warps_[thread / kWarp];
+  Warp& warp = warps_[thread / kWarp];
   if ((mask >> lane & 1) == 0) die(*this, "a thread is not in its own mask");
   release(warp.sync);
   warp.waiting |= 1u << lane;
@@ -254,10 +257,10 @@ void Block::meet_warp(unsigned mask) {
 // A lane that returns while others wait counts as one that has come.
 void Block::release_warp(Warp& warp, unsigned first) {
   const auto lanes = [&](unsigned mask, auto act) {
-    for (; mask != 0; mask &= mask - 1) act(*fibers_[first + __builtin_ctz(mask)]);
+    for (; mask != 0; mask &= mask - 1) act(fibers_[first + __builtin_ctz(mask)]);
   };
   for (unsigned rest = warp.waiting; rest != 0; rest &= rest - 1) {
-    const unsigned mask = fibers_[first + __builtin_ctz(rest)]->mask & warp.live;
+    const unsigned mask = fibers_[first + __builtin_ctz(rest)].mask & warp.live;
     bool complete = (mask & ~warp.waiting) == 0;
     if (complete) lanes(mask, [&](Fiber& fiber) { complete = complete && (fiber.mask & warp.live) == mask; });
     if (!complete) continue;
@@ -280,7 +283,7 @@ const Place& place() { return current->running_->place; }
 void yield() { current->yield(); }
 Tally meet_block(bool agrees) { return current->meet_block(agrees); }
 void meet_warp(unsigned mask) { current->meet_warp(mask); }
-unsigned long long* warp_words() { return current->warps_[place().thread.x / kWarp]->words; }
-unsigned live_lanes() { return current->warps_[place().thread.x / kWarp]->live; }
+unsigned long long* warp_words() { return current->warps_[place().thread.x / kWarp].words; }
+unsigned live_lanes() { return current->warps_[place().thread.x / kWarp].live; }
 
 }  // namespace cpu

@@ -1,4 +1,4 @@
-// The part of CUDA C++ that the kernels use, in C++20. It is included before a .cu file that g++ compiles.
+// The part of CUDA C++ that the kernels use, in C++17. It is included before a .cu file that g++ compiles.
 //
 // memory_order.cuh has the accesses that order memory, and calls MPICOMM_YIELD before each. A kernel that polls in
 // another way has to call it, too, or the threads for which it waits never run.
@@ -6,8 +6,8 @@
 #include <stdint.h>
 #include <string.h>
 
-#include <algorithm>
-#include <atomic>  // memory_order.cuh needs it, and this file is compiled once for all kernels
+// The result of compiling this file is loaded by every kernel: few headers keep that short.
+#include <atomic>  // memory_order.cuh needs it
 #include <chrono>
 #include <type_traits>
 #include <utility>
@@ -128,8 +128,10 @@ inline int __all_sync(unsigned mask, int predicate) {
 
 // ---- arithmetic, caches and time
 
-using std::max;
-using std::min;
+template <class T>
+constexpr T max(T a, T b) { return a < b ? b : a; }
+template <class T>
+constexpr T min(T a, T b) { return b < a ? b : a; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(unsigned x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }
@@ -152,14 +154,22 @@ inline void __threadfence() { __atomic_thread_fence(__ATOMIC_SEQ_CST); }
 inline void __threadfence_block() { __threadfence(); }
 inline void __threadfence_system() { __threadfence(); }
 
+namespace cpu {
 template <class T>
-T atomicAdd(T* p, std::type_identity_t<T> value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
+struct Same { using Type = T; };
+// The pointer of an atomic alone says what T is.
 template <class T>
-T atomicOr(T* p, std::type_identity_t<T> value) { return __atomic_fetch_or(p, value, __ATOMIC_RELAXED); }
+using Value = typename Same<T>::Type;
+}  // namespace cpu
+
 template <class T>
-T atomicExch(T* p, std::type_identity_t<T> value) { return __atomic_exchange_n(p, value, __ATOMIC_RELAXED); }
+T atomicAdd(T* p, cpu::Value<T> value) { return __atomic_fetch_add(p, value, __ATOMIC_RELAXED); }
 template <class T>
-T atomicCAS(T* p, std::type_identity_t<T> expected, std::type_identity_t<T> value) {
+T atomicOr(T* p, cpu::Value<T> value) { return __atomic_fetch_or(p, value, __ATOMIC_RELAXED); }
+template <class T>
+T atomicExch(T* p, cpu::Value<T> value) { return __atomic_exchange_n(p, value, __ATOMIC_RELAXED); }
+template <class T>
+T atomicCAS(T* p, cpu::Value<T> expected, cpu::Value<T> value) {
   __atomic_compare_exchange_n(p, &expected, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
   return expected;
 }

@@ -28,9 +28,9 @@ struct Warp;
 // Runs block number `index` of each kernel that a rank launches.
 class Block {
  public:
-  // `launches` are two bytes that all blocks of the rank share. Their addresses tell ThreadSanitizer of the order of
-  // kernels.
-  Block(unsigned rank, unsigned index, char* launches, const Jitter& jitter);
+  // No kernel has more than `most_threads`. `launches` are two bytes that all blocks of the rank share. Their addresses
+  // tell ThreadSanitizer of the order of kernels.
+  Block(unsigned rank, unsigned index, unsigned most_threads, char* launches, const Jitter& jitter);
   ~Block();
   Block(const Block&) = delete;
 
@@ -41,8 +41,7 @@ class Block {
 
  private:
   static void begin();
-  void add_fiber();
-  void prepare(Fiber& fiber, unsigned thread);
+  void prepare(unsigned thread);
   void end();
   void leave();
   void yield();
@@ -65,8 +64,9 @@ class Block {
   unsigned long long random_;
   unsigned launched_ = 0;
   const Launch* launch_ = nullptr;
-  std::vector<Fiber*> fibers_;  // they stay from kernel to kernel; a kernel uses the first `threads`
-  std::vector<Warp*> warps_;
+  std::vector<Fiber> fibers_;  // they stay from kernel to kernel; a kernel uses the first `threads`
+  std::vector<Warp> warps_;
+  char* stacks_;  // of all fibers, one after the other
   std::vector<Fiber*> ready_;
   Fiber* running_ = nullptr;
   Fiber* main_ = nullptr;  // the caller of `run`

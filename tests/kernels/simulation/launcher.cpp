@@ -13,6 +13,7 @@
 #include <sys/mman.h>
 #include <sys/prctl.h>
 
+#include <algorithm>
 #include <barrier>
 #include <iostream>
 #include <list>
@@ -58,13 +59,16 @@ void run_blocks(std::list<Rank>& ranks, const cpu::Jitter& jitter) {
   std::list<std::barrier<>> barriers;
   std::vector<std::thread> threads;
   for (Rank& rank : ranks) {
-    unsigned blocks = 0;
-    for (const cpu::Launch& launch : rank.launches) blocks = launch.blocks > blocks ? launch.blocks : blocks;
+    unsigned blocks = 0, most_threads = 0;
+    for (const cpu::Launch& launch : rank.launches) {
+      blocks = std::max(blocks, launch.blocks);
+      most_threads = std::max(most_threads, launch.threads);
+    }
     std::barrier<>& all_over = barriers.emplace_back(blocks);
     for (unsigned index = 0; index < blocks; ++index) {
-      threads.emplace_back([&rank, &all_over, &jitter, index] {
+      threads.emplace_back([&rank, &all_over, &jitter, index, most_threads] {
         prctl(PR_SET_TIMERSLACK, 1);
-        cpu::Block block(rank.number, index, rank.sync, jitter);
+        cpu::Block block(rank.number, index, most_threads, rank.sync, jitter);
         for (const cpu::Launch& launch : rank.launches) {
           if (launch.nap_us > 0) cpu::sleep_us(launch.nap_us);
           block.run(launch);

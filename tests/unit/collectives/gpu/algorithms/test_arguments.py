@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
+pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
 from mpicomm.collectives.gpu.algorithms.chain import arguments as chain  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.chain.arguments import ChainArguments, Place  # noqa: E402
@@ -27,22 +27,10 @@ from mpicomm.kernels.team import Faults, Team  # noqa: E402
 from tests.helpers.kernel_sources import INCLUDES, SOURCES  # noqa: E402
 from tests.helpers.reductions import SENTINELS  # noqa: E402
 
-SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]
-CAPABILITIES = [(major, minor) for major, minor in [(8, 0), (9, 0), (12, 0)] if 10 * major + minor in SUPPORTED]
-SAMPLE = [("float32", "sum"), ("float8_e4m3fn", "avg"), ("bool", "land")]
-
 
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
-@pytest.mark.parametrize("reduction", SAMPLE, ids=lambda reduction: "-".join(reduction))
-def test_compiles_with_a_reduction(reduction: tuple[str, str], capability: tuple[int, int]) -> None:
-    image = compile_kernel(SOURCES["exchange.cu"], capability, options_for(reduction))
-    assert image.startswith(b"\x7fELF")
-    assert b"mpicomm_exchange" in image
 
 
 def test_every_reduction_compiles(tmp_path: Path) -> None:
@@ -134,7 +122,8 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
     workers = packets.most_workers(size, fan_out=fan_out, one_step=steps == "one")
     variant = packets.packet_kernel(("int32", "sum"), size, "sentinel", steps, fan_out=fan_out)
     source = tmp_path / "check.cu"
-    source.write_text(f'#include "packets.cu"\nstatic_assert(mpicomm::kWorkers == {workers});')
+    # Without the kernel of packets.cu, which takes the compiler long.
+    source.write_text(f'#include "packet_worker.cuh"\nstatic_assert(mpicomm::kWorkers == {workers});')
     compile_kernel(source, (9, 0), (*variant.options, *INCLUDES))
 
 
