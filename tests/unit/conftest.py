@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 
 from mpicomm.devices.host import HostBackend
 from mpicomm.sharing import fd_exchange
+from tests.helpers.fake_cuda import FakeCuda, imported_over
 
 
 @pytest.fixture
@@ -17,3 +20,11 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     lines: list[str] = []
     monkeypatch.setattr(fd_exchange.logger, "warning", lines.append)
     return lines
+
+
+@pytest.fixture
+def cuda(request: pytest.FixtureRequest) -> Iterator[FakeCuda]:
+    """A fake over which a test imports modules that use CUDA; the parameter is a seed."""
+    fake = FakeCuda(getattr(request, "param", 0))
+    with imported_over(fake):
+        yield fake

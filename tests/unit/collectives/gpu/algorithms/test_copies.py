@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import random
-from collections import deque
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,6 +22,7 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Join
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped
 from tests.helpers import patterns
+from tests.helpers.fake_cuda import FakeCuda
 
 Array = npt.NDArray[Any]
 RANK_NBYTES = 1 << 20
@@ -31,70 +31,46 @@ FLOAT32 = np.dtype(np.float32)
 SUM = "sum"
 
 
-class Device:
-    """A rank: a stream of kernels, one of copies, and what each of their entries waits for."""
-
-    def __init__(self, actions: Sequence[Action]) -> None:
-        self.kernels: deque[tuple[Action, int]] = deque()  # with how many copies must be over
-        self.copies: deque[tuple[Copy, int]] = deque()  # with how many entries of the kernels' stream must be over
-        forked = joined = 0
-        for action in actions:
-            if isinstance(action, Fork):
-                forked = len(self.kernels)
-            elif isinstance(action, Join):
-                joined = len(self.copies)
-            elif isinstance(action, Copy) and not action.local:
-                self.copies.append((action, forked))
-            else:
-                self.kernels.append((action, joined))
-        self.run_kernels = self.run_copies = self.barriers = 0
-        self.waiting = False
-
-    def next(self, everyone: Sequence[Device], rng: random.Random) -> Action | None:
-        """Return something that may run now."""
-        ready: list[deque[Any]] = []
-        if self.copies and self.copies[0][1] <= self.run_kernels:
-            ready.append(self.copies)
-        if self.kernels and self.kernels[0][1] <= self.run_copies:
-            action = self.kernels[0][0]
-            if isinstance(action, Barrier):  # has come; goes on when all others have
-                self.barriers += not self.waiting
-                self.waiting = True
-                if all(other.barriers >= self.barriers for other in everyone):
-                    ready.append(self.kernels)
-            else:
-                ready.append(self.kernels)
-        if not ready:
-            return None
-        queue = rng.choice(ready)
-        taken: Action = queue.popleft()[0]
-        if queue is self.copies:
-            self.run_copies += 1
-        else:
-            self.run_kernels += 1
-            self.waiting = False
-        return taken
-
-
 def run(programs: Sequence[Sequence[Action]], memory: Array, seed: int) -> None:
-    rng = random.Random(seed)
-    devices = [Device(program) for program in programs]
-    idle = 0
-    while any(device.kernels or device.copies for device in devices):
-        device = rng.choice(devices)
-        action = device.next(devices, rng)
-        idle = 0 if action is not None else idle + 1
-        assert idle < 1000, "nothing can go on"
-        if isinstance(action, Copy):
-            memory[action.target : action.target + action.nbytes] = memory[
-                action.source : action.source + action.nbytes
-            ].copy()
-        elif isinstance(action, Reduce):
-            parts = [memory[source : source + action.nbytes].view(np.float32) for source in action.sources]
-            total = parts[0].copy()
-            for part in parts[1:]:
-                total += part
-            memory[action.output : action.output + action.nbytes] = total.view(np.uint8)
+    cuda = FakeCuda(seed)
+    barriers = [0] * len(programs)  # to which each rank has come
+    for rank, program in enumerate(programs):
+        enqueue(cuda, rank, program, memory, barriers)
+    cuda.finish()
+
+
+def enqueue(cuda: FakeCuda, rank: int, program: Sequence[Action], memory: Array, barriers: list[int]) -> None:
+    """Enqueue what a rank does on its two streams, one of kernels and one of copies."""
+    kernels, copies = 2 * rank, 2 * rank + 1
+    event = cuda.eventCreateWithFlags(cuda.eventDisableTiming)
+    number = 0
+
+    def come() -> None:
+        barriers[rank] += 1
+
+    def all_came(number: int) -> bool:
+        return min(barriers) >= number
+
+    for action in program:
+        if isinstance(action, Fork | Join):
+            ahead, behind = (kernels, copies) if isinstance(action, Fork) else (copies, kernels)
+            cuda.eventRecord(event, ahead)
+            cuda.streamWaitEvent(behind, event)
+        elif isinstance(action, Barrier):
+            number += 1
+            cuda.enqueue(kernels, come)
+            cuda.enqueue(kernels, lambda: None, partial(all_came, number))
+        else:
+            beside = isinstance(action, Copy) and not action.local
+            cuda.enqueue(copies if beside else kernels, partial(carry_out, action, memory))
+
+
+def carry_out(action: Copy | Reduce, memory: Array) -> None:
+    if isinstance(action, Copy):
+        memory[action.target :][: action.nbytes] = memory[action.source :][: action.nbytes].copy()
+    else:
+        parts = [memory[source:][: action.nbytes].view(np.float32) for source in action.sources]
+        memory[action.output :][: action.nbytes] = reduced(parts).view(np.uint8)
 
 
 def base(rank: int, place: int) -> int:
