@@ -1,7 +1,7 @@
 """The table of MPI's collectives: a row says all that the package knows of one of them.
 
-The API, the dispatcher, the engines, tuning, bench and tests read this table. No other file compares names of
-collectives.
+The API, the dispatcher, the engines, tuning, bench and tests read this table. No other file decides by a name what a
+collective does, because only tables of measured sizes have names as keys.
 """
 
 from __future__ import annotations
