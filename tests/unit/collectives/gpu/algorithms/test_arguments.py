@@ -7,25 +7,25 @@ import pytest
 
 pytest.importorskip("cuda.bindings.nvrtc", reason="compiling kernels needs cuda-bindings and NVRTC")
 
-from mpicomm.collectives.gpu.algorithms.chain import arguments as chain  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.chain.arguments import ChainArguments, Place  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.chunks import arguments as exchange  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.chunks.arguments import ExchangeArguments, Link  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.copies import arguments as local_reduction  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.copies.arguments import LocalReductionArguments  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.direct import arguments as direct  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.direct.arguments import Cut, DirectArguments  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.packets import arguments as packets  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv  # noqa: E402
-from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, Side  # noqa: E402
-from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
-from mpicomm.kernels import team  # noqa: E402
-from mpicomm.kernels.ll_flags import FlaggedInboxes  # noqa: E402
-from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for  # noqa: E402
-from mpicomm.kernels.team import Faults, Team  # noqa: E402
-from tests.helpers.kernel_sources import INCLUDES, SOURCES  # noqa: E402
-from tests.helpers.reductions import SENTINELS  # noqa: E402
+from mpicomm.collectives.gpu.algorithms.chain import arguments as chain
+from mpicomm.collectives.gpu.algorithms.chain.arguments import ChainArguments, Place
+from mpicomm.collectives.gpu.algorithms.chunks import arguments as exchange
+from mpicomm.collectives.gpu.algorithms.chunks.arguments import ExchangeArguments, Link
+from mpicomm.collectives.gpu.algorithms.copies import arguments as local_reduction
+from mpicomm.collectives.gpu.algorithms.copies.arguments import LocalReductionArguments
+from mpicomm.collectives.gpu.algorithms.direct import arguments as direct
+from mpicomm.collectives.gpu.algorithms.direct.arguments import Cut, DirectArguments
+from mpicomm.collectives.gpu.algorithms.packets import arguments as packets
+from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
+from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv
+from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, Side
+from mpicomm.devices.cuda.compile import compile_kernel
+from mpicomm.kernels import team
+from mpicomm.kernels.ll_flags import FlaggedInboxes
+from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
+from mpicomm.kernels.team import Faults, Team
+from tests.helpers.kernel_sources import INCLUDES, SOURCES
+from tests.helpers.reductions import SENTINELS
 
 
 @pytest.fixture(autouse=True)
