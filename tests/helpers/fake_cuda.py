@@ -47,7 +47,7 @@ def _may_fail(function: Function) -> Function:
     @functools.wraps(function)
     def wrapper(self: FakeCuda, *arguments: Any) -> Any:
         if function.__name__ in self.refuses:
-            raise self.refuses[function.__name__]
+            raise self.refuses[function.__name__](f"{function.__name__} is refused")
         result = function(self, *arguments)
         if function.__name__ in self.interrupts:
             raise self.interrupts.pop(function.__name__)
@@ -78,7 +78,7 @@ class FakeCuda:
         self._over: Counter[int] = Counter()
         self._unjoined: set[int] = set()
         self.calls: list[str] = []
-        self.refuses: dict[str, BaseException] = {}
+        self.refuses: dict[str, type[BaseException]] = {}
         """The errors that functions raise in place of their work."""
         self.interrupts: dict[str, BaseException] = {}
         """The errors that functions raise once, when they have done their work."""

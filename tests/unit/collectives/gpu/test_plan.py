@@ -75,11 +75,13 @@ def test_what_interrupts_the_beginning_of_a_capture_goes_on(
     cuda: FakeCuda, capturing: Capturing, interruption: type[BaseException], where: str
 ) -> None:
     plan = capturing.plan()
-    errors = cuda.refuses if where == "begin" else cuda.interrupts
-    errors["streamBeginCapture"] = interruption()
+    if where == "begin":
+        cuda.refuses["streamBeginCapture"] = interruption
+    else:
+        cuda.interrupts["streamBeginCapture"] = interruption()
     with pytest.raises(interruption):
         plan.make_graph(capturing.stream)
     assert plan.launch is None and not cuda.captures
-    errors.clear()
+    cuda.refuses.clear()
     plan.make_graph(capturing.stream)
     assert plan.launch is not None

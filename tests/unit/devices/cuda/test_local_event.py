@@ -57,13 +57,13 @@ def test_it_is_destroyed_with_its_last_reference(cuda: FakeCuda, make: Callable[
 # Python cannot raise an exception of __del__; pytest makes it an error.
 def test_one_that_is_left_when_cuda_is_over_is_quiet(cuda: FakeCuda, make: Callable[[], Any]) -> None:
     event = make()
-    cuda.refuses["ctxGetCurrent"] = cuda.CUDADriverError("CUDA_ERROR_NOT_INITIALIZED")
+    cuda.refuses["ctxGetCurrent"] = cuda.CUDADriverError
     del event
     assert cuda.destroyed_in == []
 
 
 def test_one_that_cannot_be_made_is_not_destroyed(cuda: FakeCuda, make: Callable[[], Any]) -> None:
-    cuda.refuses["eventCreateWithFlags"] = cuda.CUDARuntimeError("no room")
+    cuda.refuses["eventCreateWithFlags"] = cuda.CUDARuntimeError
     with pytest.raises(cuda.CUDARuntimeError):
         make()
     assert cuda.destroyed_in == []

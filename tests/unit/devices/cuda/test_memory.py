@@ -44,7 +44,7 @@ def test_the_context_knows_what_is_open(cuda: FakeCuda, memory: Any, context: An
 
 
 def test_what_was_interrupted_before_it_had_memory_is_not_open(cuda: FakeCuda, memory: Any, context: Any) -> None:
-    cuda.refuses["cuIpcOpenMemHandle"] = KeyboardInterrupt()
+    cuda.refuses["cuIpcOpenMemHandle"] = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
         opened(memory, context)
     assert not context.segments
@@ -54,7 +54,7 @@ def test_what_was_interrupted_before_it_had_memory_is_not_open(cuda: FakeCuda, m
 def test_host_memory_that_cannot_be_pinned_is_given_back(
     cuda: FakeCuda, memory: Any, context: Any, refused: str
 ) -> None:
-    cuda.refuses[refused] = HandleError("refused")
+    cuda.refuses[refused] = HandleError
     with nothing_leaks(), pytest.raises(HandleError, match="refused") as error:  # the error holds its frames
         memory.StagedSegment.allocate(context, 1)
     assert error.tb is not None

@@ -78,7 +78,7 @@ def test_pieces_follow_one_that_was_interrupted(cuda: FakeCuda, order: Any, capt
 @pytest.mark.parametrize("captures", [False, True])
 def test_what_interrupts_first_is_what_goes_on(cuda: FakeCuda, order: Any, captures: bool) -> None:
     """A failed device, or an invalid capture, refuses to record, too."""
-    refusal = HandleError("an invalid capture") if captures else cuda.CUDARuntimeError("a failed device")
+    refusal = HandleError if captures else cuda.CUDARuntimeError
     cuda.refuses["cuEventRecord" if captures else "eventRecord"] = refusal
     if captures:
         cuda.captures = dict.fromkeys(STREAMS, 7)
@@ -88,7 +88,7 @@ def test_what_interrupts_first_is_what_goes_on(cuda: FakeCuda, order: Any, captu
 
     with pytest.raises(KeyboardInterrupt):
         order.enqueue(1, interrupt, interrupt)
-    with pytest.raises(type(refusal)):
+    with pytest.raises(refusal):
         order.enqueue(1, *[lambda stream: None] * 2)
 
 
