@@ -266,7 +266,7 @@ def _shards(b: Buffers, span: Span | None) -> list[Span]:
 
 def _split_without(b: Buffers, span: Span) -> list[Span]:
     """Split a span among all ranks but the root, whose shard is empty."""
-    shards = split(span, b.size - 1, b.dtype.itemsize)
+    shards = split(span, b.size - 1, b.dtype.itemsize) if b.size > 1 else []  # a rank alone has no other to send to
     return [*shards[: b.root], Span(span.pointer, 0), *shards[b.root :]]
 
 
