@@ -19,6 +19,14 @@ def mpiexec_command(nprocs: int, *arguments: str) -> list[str]:
     return [mpiexec, "-n", str(nprocs), sys.executable, *arguments]
 
 
+def sharing_of_cores(nprocs: int) -> dict[str, str]:
+    """Return the variables for a job of ``nprocs`` ranks, which may be more than there are cores."""
+    if nprocs <= (os.cpu_count() or 1):
+        return {}
+    # A rank of MPICH that waits keeps its core. With this it sleeps in between, so the rank that it waits for can run.
+    return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+
+
 def environment(**variables: str) -> dict[str, str]:
     """Return an environment for jobs: this checkout's package, nothing of MPICOMM_*, Open MPI on any machine."""
     own = {name: value for name, value in os.environ.items() if not name.startswith("MPICOMM_")}
@@ -36,7 +44,7 @@ def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.Comple
     """Run this Python with ``arguments`` on ``nprocs`` ranks and return what came of it."""
     return subprocess.run(
         mpiexec_command(nprocs, *arguments),
-        env=environment(**variables),
+        env={**sharing_of_cores(nprocs), **environment(**variables)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

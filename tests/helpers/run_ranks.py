@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.helpers.mpiexec import mpiexec_command
+from tests.helpers.mpiexec import mpiexec_command, sharing_of_cores
 
 # The last resort, for what no limit inside a rank can end: code that hangs while it holds the GIL.
 JOB_LIMIT_S = 900.0
@@ -25,10 +25,7 @@ def main(nprocs: int, arguments: list[str]) -> int:
     """Run the job, print what the ranks had left to say, and return the exit code."""
     with tempfile.TemporaryDirectory(prefix="mpicomm-test-") as results:
         command = mpiexec_command(nprocs, *PYTEST, *WITHOUT, *arguments)
-        environment = {**os.environ, "MPICOMM_TEST_RESULTS": results}
-        if nprocs > (os.cpu_count() or 1):
-            # Ranks of MPICH that wait keep a core, for which the one they wait for waits: let them sleep in between.
-            environment.setdefault("MPIR_CVAR_CH4_PROGRESS_THROTTLE", "1")
+        environment = {**sharing_of_cores(nprocs), **os.environ, "MPICOMM_TEST_RESULTS": results}
         try:
             code = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=JOB_LIMIT_S).returncode
         except subprocess.TimeoutExpired:

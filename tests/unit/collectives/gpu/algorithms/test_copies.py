@@ -244,6 +244,38 @@ def test_reduce_scatter(size: int, in_place: bool, number: int) -> None:
             assert memory[base(rank, OUTPUT) :][: 4 * count * size].tobytes() == expected.tobytes()
 
 
+@pytest.mark.parametrize("number", [1, 2, 3, 7])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_allreduce_leaves_what_the_call_before_it_still_reads_in_staging_memory(size: int, number: int) -> None:
+    """A reduce-scatter ends with a reduction out of the staging memory that the next call's contributions go to."""
+    count = 2004
+    for seed in range(6):
+        rng = np.random.default_rng([size, number, seed])
+        memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
+        values = [rng.standard_normal((size, count), np.float32) for _ in range(size)]
+        programs: list[list[Action]] = []
+        for rank, value in enumerate(values):
+            memory[base(rank, INPUT) :][: value.nbytes] = value.view(np.uint8).ravel()
+            blocks = patterns.blocks(base(rank, INPUT), [count] * size, [index * count for index in range(size)], 4)
+            output = Span(base(rank, OUTPUT), count)
+            (scattering,) = patterns.reduce_scatter(rank, size, FLOAT32, blocks, output, SUM)
+            cut = Parts.equal(4 * count, number)
+            first = movement(rank, scattering, cut, staging(rank, size, CONTRIBUTIONS, cut))
+            # Its input is not the output of the first call, because it must not matter which of them a rank reads.
+            send, output = Span(base(rank, INPUT), count), Span(base(rank, OUTPUT) + 4 * count, count)
+            scattered, gathered = patterns.allreduce(rank, size, FLOAT32, send, output, SUM, piece_nbytes=4 * count)
+            shards = Parts.equal(4 * patterns.split(send, size, 4)[0].count, number)
+            contributions = staging(rank, size, CONTRIBUTIONS, shards)
+            results = staging(rank, size, STAGING, shards)
+            programs.append([*first, *allreduce(rank, scattered, gathered, shards, contributions, results)])
+        require_balanced(programs)
+        run(programs, memory, seed)
+        for rank in range(size):
+            output_bytes = memory[base(rank, OUTPUT) :]
+            assert output_bytes[: 4 * count].tobytes() == reduced([value[rank] for value in values]).tobytes()
+            assert output_bytes[4 * count :][: 4 * count].tobytes() == reduced([value[0] for value in values]).tobytes()
+
+
 @pytest.mark.parametrize("number", [1, 2, 3, 9])
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("size", [2, 3, 4])
