@@ -27,6 +27,7 @@ from mpicomm.collectives.operations import (
     SCATTER,
     SCATTERV,
 )
+from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.ops import AVG
 
 # MPI's methods, looked up once, because `super()` takes a tenth of the time of a small call.
@@ -160,6 +161,7 @@ class BlockingCollectives(MPI.Intracomm):
             and type(buf) is ndarray
             and buf.nbytes < LIMITS["Bcast"]
             and buf.dtype in MPI_TYPES
+            and (buf.base is None or is_host_view(buf))
         ):
             return _bcast(self, buf, root)
         return self._collectives.run(BCAST, stream, algorithm, None, buf, root=root)

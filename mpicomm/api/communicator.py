@@ -16,6 +16,7 @@ from mpicomm.api.blocking import BlockingCollectives
 from mpicomm.api.host_only import HostOnly
 from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.persistent import PersistentCollectives
+from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
 from mpicomm.cluster.agreement import duplicate, forked
@@ -54,7 +55,15 @@ class RankInfo:
     links: tuple[Link, ...]
 
 
-class Communicator(BlockingCollectives, NonblockingCollectives, PersistentCollectives, PointToPoint, Probes, HostOnly):
+class Communicator(
+    BlockingCollectives,
+    NonblockingCollectives,
+    PersistentCollectives,
+    PointToPoint,
+    PersistentMessages,
+    Probes,
+    HostOnly,
+):
     """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
 
     The communicator works on a duplicate of ``comm``, so its messages cannot mix with others, and `Free` frees the

@@ -8,23 +8,24 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.api.host_only import host_only
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_stream_order import InStreamOrder
+from mpicomm.mpi import host_calls
+from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import PersistentRequest
 
 # MPI's own, found once: `super()` takes a tenth of the time of a small call.
 _bsend = MPI.Intracomm.Bsend
+_ibsend = MPI.Intracomm.Ibsend
 _irecv = MPI.Intracomm.Irecv
+_irsend = MPI.Intracomm.Irsend
 _isend = MPI.Intracomm.Isend
 _isendrecv = MPI.Intracomm.Isendrecv
 _isendrecv_replace = MPI.Intracomm.Isendrecv_replace
 _issend = MPI.Intracomm.Issend
 _recv = MPI.Intracomm.Recv
-_recv_init = MPI.Intracomm.Recv_init
 _rsend = MPI.Intracomm.Rsend
 _send = MPI.Intracomm.Send
 _sendrecv = MPI.Intracomm.Sendrecv
@@ -68,8 +69,7 @@ class PointToPoint(MPI.Intracomm):
     or tags to kernels, the next call, or ``check()``, raises `PeerError`.
 
     On a communicator of GPUs a description may arrive in a host array, too. So there `Irecv` into an array of more than
-    about a KiB returns a generalized request, and `Recv_init` a request that `MPI.Prequest.Startall` does not know:
-    call its ``Start``.
+    about a KiB returns a generalized request.
     """
 
     _messages: Messages
@@ -77,14 +77,17 @@ class PointToPoint(MPI.Intracomm):
 
     def Send(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Send ``buf``; see mpi4py."""
-        if type(buf) is ndarray and stream is None and algorithm == "auto":
-            return _send(self, buf, dest, tag)
+        if type(buf) is ndarray and (buf.base is None or is_host_view(buf)) and stream is None and algorithm == "auto":
+            try:
+                return _send(self, buf, dest, tag)
+            except BufferError:  # MPI has no type for the elements
+                return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
         if algorithm != "auto" and self._is_one_shot("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         sent = self._messages.sending("Send", buf, stream)
         if sent is None:
             _refuse_options("Send", stream, algorithm, buf)
-            return _send(self, buf, dest, tag)
+            return host_calls.call(_send, self, buf, dest, tag)
         if sent.captured and algorithm == "auto":
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         return self._messages.send(_send, sent, dest, tag)
@@ -113,17 +116,20 @@ class PointToPoint(MPI.Intracomm):
     ) -> None:
         """Receive into ``buf``; see mpi4py."""
         messages = self._messages
-        if type(buf) is ndarray and stream is None and algorithm == "auto":
+        if type(buf) is ndarray and (buf.base is None or is_host_view(buf)) and stream is None and algorithm == "auto":
             if messages.described:
                 return messages.receive_array("Recv", buf, messages.posted(source, tag), status)
-            return _recv(self, buf, source, tag, status)
+            try:
+                return _recv(self, buf, source, tag, status)
+            except BufferError:
+                return _recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
         if algorithm != "auto" and self._is_one_shot("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         received = messages.receiving("Recv", buf, stream)
         if received is None or not received.on_device:
             _refuse_options("Recv", stream, algorithm, buf)
         if received is None:
-            return _recv(self, buf, source, tag, status)
+            return host_calls.call(_recv, self, buf, source, tag, status, writable=True)
         if received.captured and algorithm == "auto":
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         return messages.receive(received, messages.posted(source, tag), status)
@@ -145,11 +151,13 @@ class PointToPoint(MPI.Intracomm):
         messages = self._messages
         if (
             type(sendbuf) is type(recvbuf) is ndarray
+            and (sendbuf.base is None or is_host_view(sendbuf))
+            and (recvbuf.base is None or is_host_view(recvbuf))
             and stream is None
             and algorithm == "auto"
             and not messages.described
         ):
-            return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+            return host_calls.call_on_two(_sendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
         if algorithm != "auto" and self._is_one_shot("Sendrecv", algorithm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
@@ -160,7 +168,7 @@ class PointToPoint(MPI.Intracomm):
         if (stream is not None or algorithm != "auto") and (first is None or not first.on_device):
             _refuse_options("Sendrecv", stream, algorithm, sendbuf, recvbuf)
         if first is None:
-            return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+            return host_calls.call_on_two(_sendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
         if first.captured and algorithm == "auto":
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
@@ -182,13 +190,18 @@ class PointToPoint(MPI.Intracomm):
     ) -> None:
         """Send ``buf`` and receive into it; see mpi4py."""
         messages = self._messages
-        if type(buf) is ndarray and stream is None and not messages.described:
-            return _sendrecv_replace(self, buf, dest, sendtag, source, recvtag, status)
+        if (
+            type(buf) is ndarray
+            and (buf.base is None or is_host_view(buf))
+            and stream is None
+            and not messages.described
+        ):
+            return host_calls.call(_sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
         end = messages.receiving("Sendrecv_replace", buf, stream)
         if end is None or not end.on_device:
             refuse_stream("Sendrecv_replace", stream)
         if end is None:
-            return _sendrecv_replace(self, buf, dest, sendtag, source, recvtag, status)
+            return host_calls.call(_sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
         return messages.exchange(end, dest, sendtag, end, messages.posted(source, recvtag), status, replace=True)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
@@ -199,18 +212,34 @@ class PointToPoint(MPI.Intracomm):
         """Start to send ``buf``; the request is complete when the receiver has matched it; see mpi4py."""
         return self._nonblocking_send("Issend", _issend, buf, dest, tag, stream)
 
+    def Ibsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
+        """Start to send ``buf`` through the buffer of `Attach_buffer`; see mpi4py."""
+        return self._nonblocking_send("Ibsend", _ibsend, buf, dest, tag, stream)
+
+    def Irsend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
+        """Start to send ``buf`` to a rank that has posted its receive; see mpi4py."""
+        return self._nonblocking_send("Irsend", _irsend, buf, dest, tag, stream)
+
     def Irecv(
         self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
     ) -> MPI.Request:
         """Start to receive into ``buf``; see mpi4py."""
         messages = self._messages
-        if type(buf) is ndarray and stream is None and not messages.described:
-            return _irecv(self, buf, source, tag)
+        if (
+            type(buf) is ndarray
+            and (buf.base is None or is_host_view(buf))
+            and stream is None
+            and not messages.described
+        ):
+            try:
+                return _irecv(self, buf, source, tag)
+            except BufferError:
+                return _irecv(self, host_calls.as_bytes(buf, True, "buf"), source, tag)
         received = messages.receiving("Irecv", buf, stream)
         if received is None or not received.on_device:
             refuse_stream("Irecv", stream)
         if received is None:
-            return _irecv(self, buf, source, tag)
+            return host_calls.call(_irecv, self, buf, source, tag, writable=True)
         return messages.start_receive(received, messages.posted(source, tag))
 
     def Isendrecv(
@@ -226,47 +255,42 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
         messages = self._messages
-        if type(sendbuf) is type(recvbuf) is ndarray and stream is None and not messages.described:
-            return _isendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
         sent = messages.sending("Isendrecv", sendbuf, stream, "sendbuf")
         received = messages.receiving("Isendrecv", recvbuf, stream, "recvbuf")
         first = sent or received
         if first is None or not first.on_device:
             refuse_stream("Isendrecv", stream)
         if first is None:
-            return _isendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
+            return host_calls.call_on_two(_isendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
         sent = sent or Endpoint("Isendrecv", sendbuf)
         received = received or Endpoint("Isendrecv", recvbuf)
         return messages.start_exchange(sent, dest, sendtag, received, messages.posted(source, recvtag))
 
     def Isendrecv_replace(
-        self, buf: Any, dest: int, sendtag: int = 0, source: int = MPI.ANY_SOURCE, recvtag: int = MPI.ANY_TAG
+        self,
+        buf: Any,
+        dest: int,
+        sendtag: int = 0,
+        source: int = MPI.ANY_SOURCE,
+        recvtag: int = MPI.ANY_TAG,
+        *,
+        stream: Any = None,
     ) -> MPI.Request:
-        """Start to send ``buf`` and receive into it; see mpi4py. It takes host arrays alone."""
+        """Start to send ``buf`` and receive into it; see mpi4py."""
         messages = self._messages
-        end = messages.receiving("Isendrecv_replace", buf, None)
+        end = messages.receiving("Isendrecv_replace", buf, stream)
+        if end is None or not end.on_device:
+            refuse_stream("Isendrecv_replace", stream)
         if end is None:
-            return _isendrecv_replace(self, buf, dest, sendtag, source, recvtag)
-        if end.on_device:
-            raise host_only("Isendrecv_replace")
+            return host_calls.call(_isendrecv_replace, self, buf, dest, sendtag, source, recvtag, writable=True)
         return messages.start_exchange(end, dest, sendtag, end, messages.posted(source, recvtag), replace=True)
-
-    def Recv_init(self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Prequest:
-        """Create a persistent receive into ``buf``; see mpi4py. It takes host arrays alone."""
-        messages = self._messages
-        received = messages.receiving("Recv_init", buf, None)
-        if received is None:
-            return _recv_init(self, buf, source, tag)
-        if received.on_device:
-            raise host_only("Recv_init")
-        return PersistentRequest.of(lambda: messages.defer_receive(received, messages.posted(source, tag)).work)
 
     def _blocking_send(
         self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any
     ) -> None:
         sent = self._sending(operation, buf, stream)
         if sent is None:
-            send(self, buf, dest, tag)
+            host_calls.call(send, self, buf, dest, tag)
         else:
             self._messages.send(send, sent, dest, tag)
 
@@ -274,11 +298,14 @@ class PointToPoint(MPI.Intracomm):
         self, operation: str, send: Callable[..., MPI.Request], buf: Any, dest: int, tag: int, stream: Any
     ) -> MPI.Request:
         sent = self._sending(operation, buf, stream)
-        return send(self, buf, dest, tag) if sent is None else self._messages.start_send(send, sent, dest, tag)
+        if sent is None:
+            return host_calls.call(send, self, buf, dest, tag)
+        return self._messages.start_send(send, sent, dest, tag)
 
     def _sending(self, operation: str, buf: Any, stream: Any) -> Endpoint | None:
         """Return the endpoint of a device array; None for host memory, which MPI sends."""
-        sent = None if type(buf) is ndarray else self._messages.sending(operation, buf, stream)
+        is_host = type(buf) is ndarray and (buf.base is None or is_host_view(buf))
+        sent = None if is_host else self._messages.sending(operation, buf, stream)
         if sent is None:
             refuse_stream(operation, stream)
         return sent

@@ -147,7 +147,10 @@ class Call:
         rooted = operation.rooted
         at_root = bool(rooted) and self._rank == arguments.root
         if rooted == "bcast":
-            return None, parse(arguments.receive, writable=not at_root, name="buf")
+            buf = parse(arguments.receive, writable=not at_root, name="buf")
+            if buf.spec is not arguments.receive:
+                self.arguments = replace(arguments, receive=buf.spec)
+            return None, buf
         has_send = rooted != "send" or at_root
         has_receive = rooted != "receive" or at_root
         send_in_place = has_send and is_in_place(arguments.send)
@@ -161,6 +164,11 @@ class Call:
             receive = self._read(arguments.receive, shape, writable=True, name="recvbuf")
         if has_send and not send_in_place:
             send = self._read(arguments.send, operation.send, writable=False, name="sendbuf")
+        # An object may have exported its memory to be read. MPI gets that memory: see `Operand.spec`.
+        if send is not None and send.spec is not arguments.send:
+            self.arguments = arguments = replace(arguments, send=send.spec)
+        if receive is not None and receive.spec is not arguments.receive:
+            self.arguments = arguments = replace(arguments, receive=receive.spec)
         if send is not None and receive is not None:
             require_separate(send, receive, reduction=operation.reduces)
             same = operation.reduces and send.pointer == receive.pointer

@@ -235,6 +235,11 @@ class Collectives:
         gpu.add(plan, key, by_output=bool(call.operands) and call.operands[0] is call.receive)
         resolved = session.backend.stream(stream, array)
         gpu.engine.enqueue(plan, resolved)
+        if stream is None and any(operand.by_address for operand in call.operands):
+            # The caller's later work may be on any stream, because no library says on which.
+            backend = session.gpu(operation.name)
+            if not backend.is_capturing(resolved):
+                backend.synchronize(resolved)
         return resolved
 
     def _through_host(self, call: Call, session: Session, stream: int) -> None:

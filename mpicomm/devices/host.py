@@ -341,7 +341,8 @@ def _word_at(pointer: int) -> npt.NDArray[np.uint64]:
 class _Memory:
     """An address as NumPy's array interface, NumPy's documented way to view memory that no Python object owns."""
 
-    def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
+    def __init__(self, pointer: int, count: int, dtype: np.dtype[Any], owner: Any) -> None:
+        self._owner = owner
         self.__array_interface__ = {
             "version": 3,
             "data": (pointer, False),
@@ -350,11 +351,11 @@ class _Memory:
         }
 
 
-def array_at(pointer: int, count: int, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """Return a NumPy array over memory that no Python object owns; the caller keeps the memory mapped meanwhile."""
+def array_at(pointer: int, count: int, dtype: np.dtype[Any], owner: Any = None) -> npt.NDArray[Any]:
+    """Return a NumPy array over memory at an address. It keeps ``owner`` alive, else the caller keeps the memory."""
     if count == 0:
         return np.empty(0, dtype)
-    return np.asarray(_Memory(pointer, count, dtype))
+    return np.asarray(_Memory(pointer, count, dtype, owner))
 
 
 def _available_nbytes() -> int:

@@ -20,7 +20,8 @@ from mpicomm.messages.receive_buffer import Delivery, ReceiveBuffer, receive_buf
 from mpicomm.messages.send_buffer import SendBuffer, by_rendezvous, eager, eager_derived, warn_once
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.buffers import array_of, is_host_view
+from mpicomm.mpi.host_calls import as_bytes, for_mpi
 from mpicomm.mpi.host_copies import announce
 from mpicomm.mpi.location import parse_on_device
 from mpicomm.mpi.requests import Completer, DeferredRequest, Work
@@ -34,6 +35,11 @@ _NOTHING = np.empty(0, np.uint8)
 
 def _nothing_before() -> bool:
     return True
+
+
+def _wait_for_copies(endpoint: Endpoint) -> None:
+    if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
+        endpoint.device.synchronize(endpoint.stream)
 
 
 def _beside(device: MessageDevice, stream: int) -> SideStream:
@@ -89,6 +95,7 @@ class Messages:
         buffer = self._send_buffer(sent, dest, sent.stream)
         with buffer.dropped_on_failure():
             send(self._comm, buffer.spec, dest, tag)
+        _wait_for_copies(sent)
 
     def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
         """Start to send a device array as ``send`` does. The request is complete when the array may be overwritten."""
@@ -106,7 +113,10 @@ class Messages:
     def receive_array(self, operation: str, buf: Any, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive into a NumPy array. The length of most messages shows that they are data: no endpoint is made."""
         status = MPI.Status() if status is None else status
-        incoming.recv_into(buf, status)
+        try:
+            incoming.recv_into(buf, status)
+        except BufferError:  # MPI has no type for the elements; it has not received by then
+            incoming.recv_into(as_bytes(buf, True, "buf"), status)
         if self.described and status.Get_count(MPI.BYTE) == DESCRIPTION_NBYTES:
             buffer = self._receive_buffer(self._parse_receive(operation, buf, None, "buf"))
             self._deliver(buffer.arrived(status), buffer.device, None)
@@ -118,6 +128,7 @@ class Messages:
         status = MPI.Status() if status is None else status
         incoming.recv_into(buffer.spec, status)
         self._deliver(buffer.arrived(status), buffer.device, received.stream)
+        _wait_for_copies(received)
 
     def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
         """Start to receive. The request is complete when the message is in the buffer; it may be MPI's own."""
@@ -178,6 +189,8 @@ class Messages:
             self._deliver(buffer.arrived(status), device, copies)
             if stream is not None and copies is not None and copies != stream:
                 device.side_streams.follow(stream, device.side_streams.mark(copies))
+        _wait_for_copies(sent)
+        _wait_for_copies(received)
 
     def start_exchange(
         self, sent: Endpoint, dest: int, tag: int, received: Endpoint, incoming: Incoming, *, replace: bool = False
@@ -192,7 +205,7 @@ class Messages:
 
     def receive_matched(self, message: Incoming, buf: Any, status: MPI.Status | None) -> None:
         """Receive a message that a probe has matched."""
-        if type(buf) is np.ndarray:
+        if type(buf) is np.ndarray and (buf.base is None or is_host_view(buf)):
             self.receive_array("Message.Recv", buf, message, status)
         else:
             received = self.receiving("Message.Recv", buf, None) or Endpoint("Message.Recv", buf)
@@ -208,12 +221,13 @@ class Messages:
         operand = parse(_NOTHING if buf is None else buf, writable=True, name=name)  # None is for MPI.PROC_NULL
         if operand.on_device:
             return self._on_device(operation, buf, operand, stream)
-        return Endpoint(operation, buf, operand, self._device(operation))
+        return Endpoint(operation, for_mpi(operand), operand, self._device(operation))
 
     def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
         device = self._device(operation)
         resolved = device.stream(stream, array_of(buf))
-        return Endpoint(operation, buf, operand, device, resolved, device.is_capturing(resolved))
+        blocks = operand.by_address and stream is None
+        return Endpoint(operation, buf, operand, device, resolved, device.is_capturing(resolved), blocks)
 
     def _device(self, operation: str) -> MessageDevice:
         device = self._gpu(operation)

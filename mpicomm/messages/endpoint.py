@@ -26,6 +26,10 @@ class Endpoint:
     captured: bool = False
     """Whether the stream captures a CUDA graph."""
 
+    blocks: bool = False
+    """Whether a blocking call waits for its copies, because no library says on which stream the caller's later work
+    is."""
+
     @property
     def on_device(self) -> bool:
         """Whether the buffer is a device array."""

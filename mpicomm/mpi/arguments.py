@@ -42,13 +42,15 @@ class Operand:
     """The start of each block, in elements from ``pointer``; None but in vector forms."""
     on_device: bool
     device: int | None
-    """Ordinal of the GPU; None on the host, and for a CUDA array interface, which does not tell."""
+    """Ordinal of the GPU; None on the host."""
     owner: Any = field(repr=False)
     """The object that keeps the memory alive."""
     mpi_type: MPI.Datatype | None
     """The datatype that the caller named."""
     spec: Any = field(repr=False)
-    """The argument as it was passed."""
+    """The argument for MPI: as it was passed, or with the memory that was exported in place of the object."""
+    by_address: bool = False
+    """Whether it is device memory of no library, so that no stream is known which later work is on."""
 
     @property
     def nbytes(self) -> int:
@@ -91,15 +93,15 @@ def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str, me
         if rest:
             raise _uneven(memory.nbytes // dtype.itemsize, parts, name)
         return Operand(
-            name, memory.pointer, dtype, count, count * parts, None, None,
-            memory.on_device, memory.device, memory.owner, None, spec,
+            name, memory.pointer, dtype, count, count * parts, None, None, memory.on_device, memory.device,
+            memory.owner, None, _for_mpi(spec, memory), memory.by_address,
         )  # fmt: skip
     buffer, count, displ, datatype = _items(spec, name)
     if isinstance(count, (list, tuple)) and len(spec) < 4:
         count, displ = _pair(count, name)
     element = _Element(buffer, datatype, writable, name, memory)
     start = 0 if displ is None else _index(displ, "displacement", name)
-    entries = element.entries - start
+    entries = (element.entries if count is None else element.room) - start
     if start > 0:
         element.require_extent(name)
     if start < 0 or entries < 0:
@@ -150,9 +152,33 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
         distance = _index(displs, "displacement", name)
         places = tuple(distance * rank for rank in range(size))
     for n, place in zip(each, places, strict=True):
-        element.require_room(n, place, place + n, element.entries, name)
+        element.require_room(n, place, place + n, element.room, name)
     total = sum(each)
     return element.operand(spec, name, 0, total, total, each, places)
+
+
+def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
+    """Return a buffer argument with another buffer, and with the type of its elements if it names none.
+
+    Raises `InvalidUsageError` where MPI has no type for them.
+    """
+    is_list = isinstance(spec, (list, tuple))
+    if is_list and any(isinstance(item, (MPI.Datatype, str)) for item in spec[1:]):
+        return [buffer, *spec[1:]]
+    datatype = None if dtype is None else types.mpi_datatype(dtype)
+    if datatype is None:
+        raise InvalidUsageError(f"elements of type {dtype} have no type in MPI")
+    return [buffer, *spec[1:], datatype] if is_list else [buffer, datatype]
+
+
+def _for_mpi(spec: Any, memory: Memory) -> Any:
+    """Return the argument that MPI gets. It names exported memory, because a second export would cost as much again."""
+    if memory.exported is None:
+        return spec
+    try:
+        return with_buffer(spec, memory.exported, memory.dtype)
+    except InvalidUsageError:
+        return spec  # the engines may know the type
 
 
 def overlaps(a: Operand, b: Operand) -> bool:
@@ -218,6 +244,10 @@ class _Element:
             self.dtype, self.mpi_type = _datatype(datatype, name)
         self.extent = self.dtype.itemsize if self.dtype is not None else self._mpi_extent()
         self.entries, self.rest = divmod(self.memory.nbytes, self.extent) if self.extent > 0 else (0, 0)
+        self.room = self.entries
+        """The elements that counts may reach."""
+        if self.memory.room is not None and self.extent > 0:
+            self.room = self.memory.room // self.extent
 
     def _mpi_extent(self) -> int:
         assert self.mpi_type is not None
@@ -269,8 +299,8 @@ class _Element:
         pointer = memory.pointer + start * self.extent
         dtype = None if self.bottom else self.dtype
         return Operand(
-            name, pointer, dtype, count, total, counts, displs,
-            memory.on_device, memory.device, memory.owner, self.mpi_type, spec,
+            name, pointer, dtype, count, total, counts, displs, memory.on_device, memory.device,
+            memory.owner, self.mpi_type, _for_mpi(spec, memory), memory.by_address,
         )  # fmt: skip
 
 

@@ -1,21 +1,32 @@
 """Memory of NumPy, CuPy and PyTorch arrays, of buffers, and of DLPack and CUDA arrays: its address and its elements.
 
+Where memory lies decides, not the class that offers it. Arrays of CuPy and PyTorch and DLPack objects say where they
+lie. For a buffer, a NumPy array around foreign memory and a CUDA array interface the driver is asked.
+
 No array library is imported here, because a program that passes a tensor has imported PyTorch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import mmap
 import sys
+from array import array as standard_array
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
+from numpy import ndarray
 
+from mpicomm.devices import where
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
+
+
+class BufferRefusedError(InvalidUsageError, BufferError):
+    """The error for an object whose memory cannot be used; mpi4py raises BufferError for most of them."""
 
 
 # Not frozen, because every call makes some, and a frozen one takes a microsecond more to make.
@@ -29,9 +40,16 @@ class Memory:
     """None if the object does not name a type, or a type that NumPy does not have."""
     on_device: bool
     device: int | None
-    """Ordinal of the GPU; None on the host, and for a CUDA array interface, which does not tell."""
+    """Ordinal of the GPU; None on the host."""
     owner: Any
     """The object that keeps the memory alive."""
+    by_address: bool = False
+    """Whether device memory has no library of its own, so that no stream is known which later work is on."""
+    room: int | None = None
+    """The bytes that counts may reach; None for `nbytes`. ``MPI.memory.fromaddress(pointer, 0)`` names an address
+    alone, and the counts beside it say the length."""
+    exported: MPI.buffer | None = None
+    """The memory as the object has exported it through DLPack."""
 
 
 Reader = Callable[[Any, bool, str], Memory]
@@ -39,6 +57,9 @@ Reader = Callable[[Any, bool, str], Memory]
 _readers: dict[type, Reader] = {}
 
 _get_address = MPI.Get_address  # a tenth of the time of numpy.ndarray.ctypes
+
+_UNKNOWN_NBYTES = 1 << 62
+"""The room of host memory that is given by its address alone."""
 
 _DLPACK_HOST = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
 _DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -50,10 +71,34 @@ def read(array: Any, writable: bool, name: str) -> Memory:
     Raises `TypeError` for an object that is no buffer, `InvalidUsageError` for memory that is not contiguous, for
     read-only memory if ``writable``, and for memory neither on the host nor on a CUDA device.
     """
-    reader = _readers.get(type(array))
-    if reader is None:
-        reader = _readers[type(array)] = _find_reader(type(array))
-    return reader(array, writable, name)
+    return _reader_of(type(array))(array, writable, name)
+
+
+_HOST_CLASSES = (bytes, bytearray, mmap.mmap, standard_array)
+"""Classes whose memory is always the host's."""
+
+
+def is_host_view(a: ndarray[Any, Any]) -> bool:
+    """Return whether a NumPy array that does not own its memory certainly lies in host memory. Local.
+
+    A small host call asks this only for arrays whose ``base`` is not None, because NumPy has allocated all others.
+    """
+    base = a.base
+    return (type(base) is ndarray and base.base is None) or not _by_address(base, _get_address(a))
+
+
+def _by_address(owner: Any, pointer: int) -> where.Place | None:
+    """Return where memory at ``pointer`` lies if that is device memory which MPI would take for host memory."""
+    while isinstance(owner, (ndarray, memoryview)):
+        owner = owner.base if isinstance(owner, ndarray) else owner.obj
+    if owner is None or isinstance(owner, _HOST_CLASSES):
+        return None
+    place = where.place_of(pointer)
+    return None if place is None or place.managed else place
+
+
+def _reader_of(cls: type) -> Reader:
+    return _readers.get(cls) or _readers.setdefault(cls, _find_reader(cls))
 
 
 def _find_reader(cls: type) -> Reader:
@@ -74,7 +119,18 @@ def _read_numpy(array: Any, writable: bool, name: str) -> Memory:
         raise _in_pieces(array.shape, array.strides, name)
     if writable and not flags.writeable:
         raise _read_only(array, name)
-    return Memory(_get_address(array), array.nbytes, array.dtype, False, None, array)
+    return _host_or_by_address(array, _get_address(array), array.nbytes, array.dtype, array.base)
+
+
+def _host_or_by_address(buffer: Any, pointer: int, nbytes: int, dtype: np.dtype[Any] | None, owner: Any) -> Memory:
+    """Return the memory of an object of the buffer protocol; ``owner`` says what its memory may be."""
+    place = None if owner is None else _by_address(owner, pointer)
+    room = None
+    if nbytes == 0 and pointer and isinstance(buffer, MPI.buffer):
+        room = _UNKNOWN_NBYTES if place is None else place.nbytes
+    if place is None:
+        return Memory(pointer, nbytes, dtype, False, None, buffer, room=room)
+    return Memory(pointer, nbytes, dtype, True, place.device, buffer, by_address=True, room=room)
 
 
 def _read_cupy(array: Any, writable: bool, name: str) -> Memory:
@@ -112,17 +168,37 @@ def _read_torch(tensor: Any, writable: bool, name: str) -> Memory:
 def _read_other(array: Any, writable: bool, name: str) -> Memory:
     if array is MPI.IN_PLACE or array is MPI.BOTTOM:  # both export an empty buffer, which is not what they mean
         raise InvalidUsageError(f"{name}={array!r} alone has no meaning here: pass a buffer")
-    try:
-        view = memoryview(array)
-    except (TypeError, BufferError, ValueError) as error:
-        refusal: Exception = error
-    else:
+    view = _view_of(array)
+    if view is not None:
         return _read_view(array, view, writable, name)
-    if hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
+    if _has_dlpack(array):
         return _read_dlpack(array, writable, name)
     if hasattr(array, "__cuda_array_interface__"):
         return _read_interface(array, writable, name)
-    raise no_buffer(array, name) from refusal
+    raise no_buffer(array, name)
+
+
+def _view_of(array: Any) -> memoryview | None:
+    # The exception goes with this frame. Kept, it would keep the caller's frame, and so the array, in a cycle.
+    try:
+        return memoryview(array)
+    except (TypeError, BufferError, ValueError, RuntimeError):
+        return None
+
+
+def _has_dlpack(array: Any) -> bool:
+    return hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__")
+
+
+def is_host_export(array: Any) -> bool:
+    """Return whether ``array`` exports host memory through DLPack, which this call does not do. Local."""
+    if _reader_of(type(array)) is not _read_other or not _has_dlpack(array):
+        return False
+    try:
+        kind, _ = array.__dlpack_device__()
+    except Exception:  # `read` says why
+        return False
+    return int(kind) in _DLPACK_HOST
 
 
 def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memory:
@@ -133,7 +209,7 @@ def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memor
     dtype = None
     with contextlib.suppress(ValueError):  # MPI has no type for the format or byte order: the caller has to name one
         dtype, _ = types.from_code(view.format.lstrip("@<" if sys.byteorder == "little" else "@>"))
-    return Memory(_get_address(array), view.nbytes, dtype, False, None, array)
+    return _host_or_by_address(array, _get_address(array), view.nbytes, dtype, array)
 
 
 def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
@@ -146,11 +222,12 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
     except InvalidUsageError:
         raise
     except Exception as error:  # the export of another library may raise any class
-        raise InvalidUsageError(
+        raise BufferRefusedError(
             f"{name} is a {_class(array)} that cannot be read through DLPack: pass another array ({error})"
         ) from error
     on_device = kind in _DLPACK_GPU
-    return Memory(buffer.address, buffer.nbytes, _own_dtype(array), on_device, device if on_device else None, buffer)
+    ordinal = device if on_device else None
+    return Memory(buffer.address, buffer.nbytes, _own_dtype(array), on_device, ordinal, buffer, exported=buffer)
 
 
 def _own_dtype(array: Any) -> np.dtype[Any] | None:
@@ -171,11 +248,11 @@ def _read_interface(array: Any, writable: bool, name: str) -> Memory:
         strides = interface.get("strides")
         itemsize = int(typestr[2:])
     except (KeyError, TypeError, ValueError) as error:
-        raise InvalidUsageError(
+        raise BufferRefusedError(
             f"{name} has a __cuda_array_interface__ that cannot be read: pass another array ({interface!r})"
         ) from error
     if interface.get("mask") is not None:
-        raise InvalidUsageError(f"{name} is a masked CUDA array: pass its data")
+        raise BufferRefusedError(f"{name} is a masked CUDA array: pass its data")
     if strides is not None and not _is_contiguous(shape, tuple(strides), itemsize):
         raise _in_pieces(shape, tuple(strides), name)
     if writable and read_only:
@@ -183,7 +260,11 @@ def _read_interface(array: Any, writable: bool, name: str) -> Memory:
     nbytes = itemsize
     for n in shape:
         nbytes *= n
-    return Memory(pointer or 0, nbytes, types.interface_dtype(typestr, array), True, None, array)
+    dtype = types.interface_dtype(typestr, array)
+    place = where.place_of(pointer) if pointer else None
+    # Empty memory has no address to ask for, so the class decides: in a process with GPUs it is a device array.
+    on_device = place is not None or (not pointer and where.has_driver())
+    return Memory(pointer or 0, nbytes, dtype, on_device, None if place is None else place.device, array)
 
 
 def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
@@ -210,19 +291,19 @@ def no_buffer(array: Any, name: str) -> TypeError:
     )
 
 
-def _in_pieces(shape: Any, strides: Any, name: str) -> InvalidUsageError:
-    return InvalidUsageError(
+def _in_pieces(shape: Any, strides: Any, name: str) -> BufferRefusedError:
+    return BufferRefusedError(
         f"{name} of shape {tuple(shape)} with strides {tuple(strides)} is neither C- nor Fortran-contiguous: copy it "
         "first (numpy.ascontiguousarray, cupy.ascontiguousarray, tensor.contiguous()), or describe it with a datatype"
     )
 
 
-def _read_only(array: Any, name: str) -> InvalidUsageError:
-    return InvalidUsageError(f"{name} is a {_class(array)} that is read-only: pass a writable one")
+def _read_only(array: Any, name: str) -> BufferRefusedError:
+    return BufferRefusedError(f"{name} is a {_class(array)} that is read-only: pass a writable one")
 
 
-def _elsewhere(array: Any, place: str, name: str) -> InvalidUsageError:
-    return InvalidUsageError(f"{name} is a {_class(array)} on {place}: pass one in host memory or on a CUDA device")
+def _elsewhere(array: Any, place: str, name: str) -> BufferRefusedError:
+    return BufferRefusedError(f"{name} is a {_class(array)} on {place}: pass one in host memory or on a CUDA device")
 
 
 def _class(array: Any) -> str:

@@ -15,7 +15,7 @@ from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import parse
+from mpicomm.mpi.arguments import parse, with_buffer
 from mpicomm.mpi.buffers import Memory, array_of, read
 
 _named: set[str] = set()
@@ -54,7 +54,14 @@ class HostCopies:
         # Receive buffers are copied too, because elements that MPI leaves alone, such as the gaps of a Gatherv, must
         # come back as they were.
         self._backend.copy(host.ctypes.data, memory.pointer, memory.nbytes, self._stream)
-        copy = HostCopy(memory, host, _with_buffer(spec, host, memory, name), writable)
+        try:
+            copied = with_buffer(spec, host, memory.dtype)
+        except InvalidUsageError as error:
+            raise InvalidUsageError(
+                f"{name}: {error}, and only MPI can carry out this call: convert it, or move it as bytes with "
+                "[buffer, MPI.BYTE]"
+            ) from None
+        copy = HostCopy(memory, host, copied, writable)
         self._copies.append(copy)
         return copy.spec
 
@@ -100,16 +107,3 @@ def out_of_place(receive: Any, counts: Sequence[int], rank: int) -> tuple[Any, A
         return MPI.IN_PLACE, receive
     memory = array_at(operand.pointer, operand.total, operand.dtype)
     return [memory.copy(), datatype], [memory[: counts[rank]], datatype]
-
-
-def _with_buffer(spec: Any, host: npt.NDArray[np.uint8], memory: Memory, name: str) -> Any:
-    """Return ``spec`` with the host copy in the place of the device array, and with its type if it has none."""
-    if isinstance(spec, (list, tuple)) and any(isinstance(item, (MPI.Datatype, str)) for item in spec[1:]):
-        return [host, *spec[1:]]
-    datatype = None if memory.dtype is None else types.mpi_datatype(memory.dtype)
-    if datatype is None:
-        raise InvalidUsageError(
-            f"{name} has elements of type {memory.dtype}, for which MPI has no type, and only MPI can carry out this "
-            "call: convert it, or move it as bytes with [buffer, MPI.BYTE]"
-        )
-    return [host, *spec[1:], datatype] if isinstance(spec, (list, tuple)) else [host, datatype]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
+from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.buffers import array_of, read
+from mpicomm.mpi.buffers import array_of, is_host_export, is_host_view, read
 
 _bottom = MPI.BOTTOM
 _in_place = MPI.IN_PLACE
@@ -34,7 +34,9 @@ def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
 
 
 def _is_plainly_host(array: Any) -> bool:
-    return type(array) is np.ndarray or array is None or array is _bottom or array is _in_place
+    if type(array) is ndarray:
+        return array.base is None or is_host_view(array)
+    return array is None or array is _bottom or array is _in_place or is_host_export(array)
 
 
 def refuse_stream(operation: str, stream: Any) -> None:

@@ -32,6 +32,7 @@ from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
 from mpicomm.errors import CollectiveTimeoutError, HandleError
 from mpicomm.session import Session
+from tests.helpers import fake_driver
 
 POISON = 0xDB
 _KEY = struct.Struct("<QQQ")
@@ -45,6 +46,7 @@ class DeviceArray:
         self.memory: npt.NDArray[Any] = np.array(content)
         self.dtype = content.dtype
         device.own(self.memory)
+        fake_driver.own(self.memory)
         self.__cuda_array_interface__ = {
             "shape": content.shape,
             "typestr": content.dtype.str,

@@ -15,6 +15,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.api.host_only import BUFFERS, MAKERS
+from tests.helpers import fake_driver
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.reductions import Array
 
@@ -24,6 +25,7 @@ class FakeDeviceArray:
 
     def __init__(self, memory: Array) -> None:
         self.memory = memory
+        fake_driver.own(memory)
         self.__cuda_array_interface__ = {
             "shape": memory.shape,
             "typestr": memory.dtype.str,

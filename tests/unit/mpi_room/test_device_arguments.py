@@ -8,6 +8,7 @@ from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
 from mpicomm.mpi.arguments import parse, parse_vector
+from tests.helpers import fake_driver
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
@@ -27,6 +28,7 @@ class CudaArray:
     """What a CUDA library hands out; its memory is never touched, so any address will do."""
 
     def __init__(self, shape: tuple[int, ...], typestr: str = "<f4", **changes: Any) -> None:
+        fake_driver.own_range(0x7000_0000, 1 << 20)
         fields = {"version": 3, "data": (0x7000_0000, False), "shape": shape, "typestr": typestr, "strides": None}
         self.__cuda_array_interface__ = {**fields, **changes}
 
@@ -35,7 +37,7 @@ def test_fields_of_a_cuda_array() -> None:
     a = CudaArray((4, 6))
     operand = parse(a, blocks=4, writable=True, name="recvbuf")
     assert (operand.pointer, operand.dtype, operand.count, operand.total) == (0x7000_0000, np.dtype("f4"), 6, 24)
-    assert (operand.on_device, operand.device) == (True, None)
+    assert (operand.on_device, operand.device) == (True, 0)
     assert operand.owner is a
 
 

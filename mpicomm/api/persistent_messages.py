@@ -1,0 +1,97 @@
+"""The persistent point-to-point calls of a Communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.messages.calls import Messages
+from mpicomm.mpi import host_calls
+from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.requests import PersistentRequest, Work
+
+_bsend_init = MPI.Intracomm.Bsend_init
+_recv_init = MPI.Intracomm.Recv_init
+_rsend_init = MPI.Intracomm.Rsend_init
+_send_init = MPI.Intracomm.Send_init
+_ssend_init = MPI.Intracomm.Ssend_init
+_ibsend = MPI.Intracomm.Ibsend
+_irsend = MPI.Intracomm.Irsend
+_isend = MPI.Intracomm.Isend
+_issend = MPI.Intracomm.Issend
+
+
+class PersistentMessages(MPI.Intracomm):
+    """mpi4py's persistent sends and receives on arrays of the host or of a GPU. Local.
+
+    On host arrays the request is MPI's, but for a receive that a description of a device array may reach. On device
+    arrays each ``Start`` does what the nonblocking call does. ``stream`` orders the copies, as in `PointToPoint`.
+
+    Raises as the nonblocking calls do. Such a request is no request of MPI between two starts, so MPI's own
+    ``MPI.Prequest.Startall`` does not know it: call its ``Start``.
+    """
+
+    _messages: Messages
+
+    def Send_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
+        """Create a persistent `Send`; see mpi4py."""
+        return self._prepare("Send_init", _send_init, _isend, buf, dest, tag, stream)
+
+    def Ssend_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
+        """Create a persistent `Ssend`; see mpi4py."""
+        return self._prepare("Ssend_init", _ssend_init, _issend, buf, dest, tag, stream)
+
+    def Bsend_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
+        """Create a persistent `Bsend`; see mpi4py."""
+        return self._prepare("Bsend_init", _bsend_init, _ibsend, buf, dest, tag, stream)
+
+    def Rsend_init(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Prequest:
+        """Create a persistent `Rsend`; see mpi4py."""
+        return self._prepare("Rsend_init", _rsend_init, _irsend, buf, dest, tag, stream)
+
+    def Recv_init(
+        self, buf: Any, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, *, stream: Any = None
+    ) -> MPI.Prequest:
+        """Create a persistent `Recv`; see mpi4py."""
+        messages = self._messages
+        received = messages.receiving("Recv_init", buf, stream)
+        if received is None or not received.on_device:
+            refuse_stream("Recv_init", stream)
+        if received is None:
+            return _persistent(host_calls.call(_recv_init, self, buf, source, tag, writable=True))
+
+        def begin() -> Work:
+            end = messages.receiving("Recv_init", buf, stream)  # again, because the stream may capture a graph
+            assert end is not None
+            return messages.defer_receive(end, messages.posted(source, tag)).work
+
+        return PersistentRequest.of(begin)
+
+    def _prepare(
+        self,
+        operation: str,
+        prepare: Callable[..., MPI.Request],
+        start: Callable[..., MPI.Request],
+        buf: Any,
+        dest: int,
+        tag: int,
+        stream: Any,
+    ) -> MPI.Prequest:
+        messages = self._messages
+        if messages.sending(operation, buf, stream) is None:
+            refuse_stream(operation, stream)
+            return _persistent(host_calls.call(prepare, self, buf, dest, tag))
+
+        def begin() -> Work:
+            sent = messages.sending(operation, buf, stream)  # again, because the stream may capture a graph
+            assert sent is not None
+            return messages.start_send(start, sent, dest, tag).work
+
+        return PersistentRequest.of(begin)
+
+
+def _persistent(request: MPI.Request) -> MPI.Prequest:
+    assert isinstance(request, MPI.Prequest)  # mpi4py's annotations say less of Ssend_init and its kin
+    return request

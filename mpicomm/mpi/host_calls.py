@@ -1,0 +1,62 @@
+"""MPI's calls on host memory whose elements MPI may not know: bfloat16 and the floats of 8 bits go as bytes.
+
+MPI is asked first, because mpi4py refuses such elements before it sends, and a look at every type would take longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.devices.host import array_at
+from mpicomm.mpi import types
+from mpicomm.mpi.arguments import Operand, parse
+
+Result = TypeVar("Result")
+
+_BYTES = np.dtype(np.uint8)
+
+
+def for_mpi(operand: Operand) -> Any:
+    """Return the argument with which MPI moves a host operand: as bytes if MPI has no type for its elements."""
+    dtype = operand.dtype
+    if dtype is None or operand.counts is not None or types.mpi_datatype(dtype) is not None:
+        return operand.spec
+    return [array_at(operand.pointer, operand.nbytes, _BYTES, operand.owner), MPI.BYTE]
+
+
+def as_bytes(spec: Any, writable: bool, name: str) -> Any:
+    """Return the host argument ``name``, which MPI has refused, as bytes if MPI lacks its type; else as it is. Local.
+
+    Raises as `parse` does.
+    """
+    return for_mpi(parse(spec, writable=writable, name=name))
+
+
+def call(method: Callable[..., Result], comm: MPI.Intracomm, buf: Any, *rest: Any, writable: bool = False) -> Result:
+    """Call MPI's ``method`` on a host buffer. Raises as MPI does, and as `as_bytes` for a buffer that MPI refuses."""
+    try:
+        return method(comm, buf, *rest)
+    except BufferError:
+        spec = as_bytes(buf, writable, "buf")
+    return method(comm, spec, *rest)
+
+
+def call_on_two(
+    method: Callable[..., Result],
+    comm: MPI.Intracomm,
+    sendbuf: Any,
+    dest: int,
+    sendtag: int,
+    recvbuf: Any,
+    *rest: Any,
+) -> Result:
+    """As `call`, for a buffer to send and one to receive into."""
+    try:
+        return method(comm, sendbuf, dest, sendtag, recvbuf, *rest)
+    except BufferError:
+        sent, received = as_bytes(sendbuf, False, "sendbuf"), as_bytes(recvbuf, True, "recvbuf")
+    return method(comm, sent, dest, sendtag, received, *rest)
