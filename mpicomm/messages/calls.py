@@ -19,9 +19,9 @@ from mpicomm.messages.pending import PendingReceive, PendingSend
 from mpicomm.messages.receive_buffer import Delivery, ReceiveBuffer, receive_buffer
 from mpicomm.messages.send_buffer import SendBuffer, by_rendezvous, eager, eager_derived, warn_once
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
+from mpicomm.mpi import host_calls
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of, is_host_view
-from mpicomm.mpi.host_calls import as_bytes, for_mpi
 from mpicomm.mpi.host_copies import announce
 from mpicomm.mpi.location import parse_on_device
 from mpicomm.mpi.requests import Completer, DeferredRequest, Work
@@ -116,7 +116,7 @@ class Messages:
         try:
             incoming.recv_into(buf, status)
         except BufferError:  # MPI has no type for the elements; it has not received by then
-            incoming.recv_into(as_bytes(buf, True, "buf"), status)
+            incoming.recv_into(host_calls.as_bytes(buf, True, "buf"), status)
         if self.described and status.Get_count(MPI.BYTE) == DESCRIPTION_NBYTES:
             buffer = self._receive_buffer(self._parse_receive(operation, buf, None, "buf"))
             self._deliver(buffer.arrived(status), buffer.device, None)
@@ -180,7 +180,7 @@ class Messages:
         with _beside(device, stream) if aside and stream is not None else contextlib.nullcontext(stream) as copies:
             send_buffer = self._send_buffer(sent, dest, sent.stream)
             with send_buffer.dropped_on_failure():
-                request = _isend(self._comm, send_buffer.spec, dest, tag)
+                request = host_calls.call(_isend, self._comm, send_buffer.spec, dest, tag)
             status = MPI.Status() if status is None else status
             try:
                 incoming.recv_into(buffer.spec, status)
@@ -200,7 +200,7 @@ class Messages:
         if sent.on_device:
             sending: MPI.Request = self.start_send(_isend, sent, dest, tag)
         else:
-            sending = _isend(self._comm, sent.spec, dest, tag)
+            sending = host_calls.call(_isend, self._comm, sent.spec, dest, tag)
         return self.defer_receive(received, incoming, replace=replace, before=sending.Test)
 
     def receive_matched(self, message: Incoming, buf: Any, status: MPI.Status | None) -> None:
@@ -221,7 +221,7 @@ class Messages:
         operand = parse(_NOTHING if buf is None else buf, writable=True, name=name)  # None is for MPI.PROC_NULL
         if operand.on_device:
             return self._on_device(operation, buf, operand, stream)
-        return Endpoint(operation, for_mpi(operand), operand, self._device(operation))
+        return Endpoint(operation, host_calls.for_mpi(operand), operand, self._device(operation))
 
     def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
         device = self._device(operation)

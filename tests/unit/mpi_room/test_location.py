@@ -1,0 +1,143 @@
+"""Where the memory of buffer arguments lies: its address decides, not its class."""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import mmap
+import weakref
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mpi4py import MPI
+
+from mpicomm import InvalidUsageError
+from mpicomm.mpi.arguments import parse, parse_vector
+from mpicomm.mpi.buffers import is_host_view, read
+from mpicomm.mpi.location import is_on_device, parse_on_device
+from tests.helpers import fake_driver
+
+
+@pytest.fixture
+def memory() -> npt.NDArray[np.uint8]:
+    return fake_driver.content(256)
+
+
+def around(memory: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
+    """A NumPy array around an address of a device, as libraries make it that hand memory to a CUDA-aware MPI."""
+    return np.frombuffer(memoryview((ctypes.c_char * memory.nbytes).from_address(memory.ctypes.data)), np.float32)
+
+
+class Interface:
+    """An object with a CUDA array interface."""
+
+    def __init__(self, memory: npt.NDArray[Any]) -> None:
+        self.memory = memory
+        data = (memory.ctypes.data if memory.size else 0, False)
+        self.__cuda_array_interface__ = {"version": 3, "data": data, "shape": memory.shape, "typestr": memory.dtype.str}
+
+
+def test_buffers_around_device_memory_are_device_arrays(memory: npt.NDArray[np.uint8]) -> None:
+    address = memory.ctypes.data
+    by_address = MPI.memory.fromaddress(address, 256)
+    for buffer in (
+        by_address,
+        memoryview(cast(Any, by_address)),
+        (ctypes.c_float * 64).from_address(address),
+        around(memory),
+    ):
+        operand = parse_on_device([buffer, MPI.FLOAT], True, "buf")
+        assert operand is not None
+        assert (operand.pointer, operand.total, operand.device, operand.by_address) == (address, 64, 0, True)
+    view = around(memory)[4:]
+    assert not is_host_view(view) and is_on_device(view)
+    assert parse(view, writable=True, name="buf").pointer == address + 16
+
+
+def test_host_memory_is_the_hosts_whatever_offers_it(memory: npt.NDArray[np.uint8]) -> None:
+    host = np.zeros(64, np.float32)
+    with mmap.mmap(-1, 256) as mapping:
+        buffers: list[Any] = [
+            host, host[3:], np.frombuffer(bytearray(256), np.float32), np.frombuffer(bytes(256), np.float32),
+            np.frombuffer(mapping, np.float32), array.array("f", range(64)), bytearray(256),
+            memoryview(cast(Any, host)), MPI.memory.fromaddress(host.ctypes.data, 256), (ctypes.c_float * 64)(), Interface(host),
+        ]  # fmt: skip
+        for buffer in buffers:
+            assert not is_on_device(buffer)
+            assert not isinstance(buffer, np.ndarray) or buffer.base is None or is_host_view(buffer)
+            assert parse_on_device(buffer, False, "buf") is None
+        del buffers, buffer
+
+
+def test_a_cuda_array_interface_over_device_memory_names_its_gpu() -> None:
+    memory = np.zeros(64, np.float32)
+    fake_driver.own(memory, device=3)
+    found = read(Interface(memory), True, "buf")
+    assert (found.on_device, found.device, found.by_address) == (True, 3, False)
+
+
+def test_an_address_without_length_takes_its_length_from_the_counts(memory: npt.NDArray[np.uint8]) -> None:
+    bare = MPI.memory.fromaddress(memory.ctypes.data, 0)
+    assert parse([bare, 64, MPI.FLOAT], writable=True, name="buf").nbytes == 256
+    assert parse([bare, MPI.FLOAT], writable=True, name="buf").nbytes == 0
+    assert parse([bare, (60, 4), MPI.FLOAT], writable=True, name="buf").pointer == memory.ctypes.data + 16
+    assert parse_vector([bare, ([32, 32], [0, 32]), MPI.FLOAT], size=2, writable=True, name="buf").total == 64
+    with pytest.raises(InvalidUsageError, match="elements 0 to 65 are asked for, but the buffer holds 64"):
+        parse([bare, 65, MPI.FLOAT], writable=True, name="buf")
+    host = np.zeros(64, np.float32)
+    assert parse([MPI.memory.fromaddress(host.ctypes.data, 0), 64, MPI.FLOAT], writable=True, name="buf").nbytes == 256
+
+
+class Exporter:
+    """A DLPack object of host memory, which counts its exports."""
+
+    def __init__(self, content: npt.NDArray[Any]) -> None:
+        self.content = content
+        self.dtype = content.dtype
+        self.exports = 0
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self.content.__dlpack_device__()
+        return device
+
+    def __dlpack__(self, stream: Any = None) -> Any:
+        self.exports += 1
+        return self.content.__dlpack__()
+
+
+def test_a_dlpack_object_is_exported_once_and_let_go() -> None:
+    gc.disable()
+    try:
+        exporter = Exporter(np.arange(6.0))
+        assert parse_on_device(exporter, False, "buf") is None
+        assert exporter.exports == 0
+        operand = parse([exporter, 6], writable=False, name="sendbuf")
+        assert exporter.exports == 1
+        received = np.zeros(6)
+        MPI.COMM_SELF.Sendrecv(operand.spec, 0, 0, received, 0, 0)  # MPI reads what was exported
+        assert exporter.exports == 1 and received.tolist() == list(range(6))
+        del operand
+        gone = weakref.ref(exporter)
+        del exporter
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_an_object_that_is_no_buffer_is_let_go() -> None:
+    class Nothing:
+        pass
+
+    gc.disable()
+    try:
+        nothing = Nothing()
+        with pytest.raises(TypeError, match="neither the buffer protocol"):
+            read(nothing, False, "buf")
+        gone = weakref.ref(nothing)
+        del nothing
+        assert gone() is None
+    finally:
+        gc.enable()
