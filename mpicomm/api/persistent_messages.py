@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
+from numpy import ndarray
 
 from mpicomm.messages.calls import Messages
 from mpicomm.mpi import host_calls
+from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.requests import PersistentRequest, Work
 
@@ -80,7 +82,8 @@ class PersistentMessages(MPI.Intracomm):
         stream: Any,
     ) -> MPI.Prequest:
         messages = self._messages
-        if messages.sending(operation, buf, stream) is None:
+        is_host = type(buf) is ndarray and (buf.base is None or is_host_view(buf))
+        if is_host or messages.sending(operation, buf, stream) is None:
             refuse_stream(operation, stream)
             return _persistent(host_calls.call(prepare, self, buf, dest, tag))
 

@@ -87,7 +87,10 @@ class PointToPoint(MPI.Intracomm):
         sent = self._messages.sending("Send", buf, stream)
         if sent is None:
             _refuse_options("Send", stream, algorithm, buf)
-            return host_calls.call(_send, self, buf, dest, tag)
+            try:
+                return _send(self, buf, dest, tag)
+            except BufferError:
+                return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
         if sent.captured and algorithm == "auto":
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         return self._messages.send(_send, sent, dest, tag)
@@ -157,7 +160,11 @@ class PointToPoint(MPI.Intracomm):
             and algorithm == "auto"
             and not messages.described
         ):
-            return host_calls.call_on_two(_sendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+            try:
+                return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+            except BufferError:
+                sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, recvbuf)
+                return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
         if algorithm != "auto" and self._is_one_shot("Sendrecv", algorithm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
@@ -289,23 +296,30 @@ class PointToPoint(MPI.Intracomm):
         self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any
     ) -> None:
         sent = self._sending(operation, buf, stream)
-        if sent is None:
-            host_calls.call(send, self, buf, dest, tag)
-        else:
+        if sent is not None:
             self._messages.send(send, sent, dest, tag)
+            return
+        try:
+            send(self, buf, dest, tag)
+        except BufferError:
+            send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
 
     def _nonblocking_send(
         self, operation: str, send: Callable[..., MPI.Request], buf: Any, dest: int, tag: int, stream: Any
     ) -> MPI.Request:
         sent = self._sending(operation, buf, stream)
-        if sent is None:
-            return host_calls.call(send, self, buf, dest, tag)
-        return self._messages.start_send(send, sent, dest, tag)
+        if sent is not None:
+            return self._messages.start_send(send, sent, dest, tag)
+        try:
+            return send(self, buf, dest, tag)
+        except BufferError:
+            return send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
 
     def _sending(self, operation: str, buf: Any, stream: Any) -> Endpoint | None:
         """Return the endpoint of a device array; None for host memory, which MPI sends."""
-        is_host = type(buf) is ndarray and (buf.base is None or is_host_view(buf))
-        sent = None if is_host else self._messages.sending(operation, buf, stream)
+        if type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf)):
+            return None
+        sent = self._messages.sending(operation, buf, stream)
         if sent is None:
             refuse_stream(operation, stream)
         return sent

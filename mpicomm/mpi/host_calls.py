@@ -36,6 +36,11 @@ def as_bytes(spec: Any, writable: bool, name: str) -> Any:
     return for_mpi(parse(spec, writable=writable, name=name))
 
 
+def both_as_bytes(sendbuf: Any, recvbuf: Any) -> tuple[Any, Any]:
+    """As `as_bytes`, for a buffer to send and one to receive into."""
+    return as_bytes(sendbuf, False, "sendbuf"), as_bytes(recvbuf, True, "recvbuf")
+
+
 def call(method: Callable[..., Result], comm: MPI.Intracomm, buf: Any, *rest: Any, writable: bool = False) -> Result:
     """Call MPI's ``method`` on a host buffer. Raises as MPI does, and as `as_bytes` for a buffer that MPI refuses."""
     try:
@@ -58,5 +63,5 @@ def call_on_two(
     try:
         return method(comm, sendbuf, dest, sendtag, recvbuf, *rest)
     except BufferError:
-        sent, received = as_bytes(sendbuf, False, "sendbuf"), as_bytes(recvbuf, True, "recvbuf")
+        sent, received = both_as_bytes(sendbuf, recvbuf)
     return method(comm, sent, dest, sendtag, received, *rest)

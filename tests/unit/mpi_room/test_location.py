@@ -63,7 +63,8 @@ def test_host_memory_is_the_hosts_whatever_offers_it(memory: npt.NDArray[np.uint
         buffers: list[Any] = [
             host, host[3:], np.frombuffer(bytearray(256), np.float32), np.frombuffer(bytes(256), np.float32),
             np.frombuffer(mapping, np.float32), array.array("f", range(64)), bytearray(256),
-            memoryview(cast(Any, host)), MPI.memory.fromaddress(host.ctypes.data, 256), (ctypes.c_float * 64)(), Interface(host),
+            memoryview(cast(Any, host)), MPI.memory.fromaddress(host.ctypes.data, 256), (ctypes.c_float * 64)(),
+            Interface(host),
         ]  # fmt: skip
         for buffer in buffers:
             assert not is_on_device(buffer)
