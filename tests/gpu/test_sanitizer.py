@@ -19,6 +19,12 @@ except BackendUnavailableError as unavailable:
 
 PROGRAM = ("-m", "mpi4py", "-m", "tests.helpers.every_kernel")
 RANKS = max(2, len(DEVICES))
+OPTIONS = {
+    # Copies read memory that a peer's process has written, which the tool takes for memory without content, because it
+    # sees the writes of its own process alone. To look, it also lets every copy wait for all earlier work, and two
+    # ranks whose copies follow each other's work would wait for ever. Kernels are looked at all the same.
+    "initcheck": ("--check-api-memory-access", "no"),
+}
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck", "initcheck"])
@@ -27,7 +33,7 @@ def test_the_sanitizer_finds_nothing(tool: str) -> None:
     if sanitizer is None:
         pytest.skip("there is no compute-sanitizer")
     *launcher, python = mpiexec_command(RANKS)  # relays need three
-    command = [*launcher, sanitizer, "--tool", tool, "--error-exitcode", "9", python, *PROGRAM]
+    command = [*launcher, sanitizer, "--tool", tool, "--error-exitcode", "9", *OPTIONS.get(tool, ()), python, *PROGRAM]
     result = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=280)
     output = result.stdout + result.stderr
     assert result.returncode == 0, output
