@@ -173,7 +173,7 @@ def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
 
 def _for_mpi(spec: Any, memory: Memory) -> Any:
     """Return the argument that MPI gets. It names exported memory, because a second export would cost as much again."""
-    if memory.exported is None:
+    if memory.exported is None or memory.on_device:
         return spec
     try:
         return with_buffer(spec, memory.exported, memory.dtype)
