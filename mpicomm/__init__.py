@@ -13,6 +13,7 @@ from mpicomm.errors import (
     MpicommError,
     PeerError,
 )
+from mpicomm.install import install, uninstall
 from mpicomm.kernels.headers import include_dir
 from mpicomm.mpi.ops import AVG
 from mpicomm.symmetric.array import SymmetricArray
@@ -32,6 +33,8 @@ __all__ = [
     "SymmetricArray",
     "__version__",
     "include_dir",
+    "install",
+    "uninstall",
 ]
 
 __version__ = "0.1.0"

@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+def named(name: str) -> Any:
+    """Return the predefined communicator of that name in ``mpi4py.MPI``; pickled ones refer to this function."""
+    return getattr(MPI, name)
+
+
 @dataclass(frozen=True)
 class RankInfo:
     """Where a rank is, which device it uses, and how it reaches the memory of each rank of the communicator."""
@@ -86,6 +91,8 @@ class Communicator(
 
     _session: Session
     _unfreed = False
+    _name_in_mpi = ""
+    """The name of a communicator that MPI frees itself, in ``mpi4py.MPI``."""
 
     def __new__(
         cls,
@@ -103,6 +110,17 @@ class Communicator(
         self = super().__new__(cls, duplicate(plain, "Communicator", environment.usable_timeout_s(timeout_s)))
         self._begin(session)
         self._unfreed = True
+        return self
+
+    @classmethod
+    def permanent(cls, comm: MPI.Intracomm, session: Session, name: str) -> Self:
+        """Return a Communicator with the MPI handle of ``comm``, ``name`` in ``mpi4py.MPI``, which MPI frees. Local.
+
+        It equals ``comm`` and has the same attributes, because no duplicate is made for the user's messages.
+        """
+        self = MPI.Intracomm.__new__(cls, comm)
+        self._begin(session)
+        self._name_in_mpi = name
         return self
 
     def __del__(self, is_finalized: Callable[[], bool] = MPI.Is_finalized) -> None:
@@ -133,6 +151,10 @@ class Communicator(
             len(self._placement.places),
         )  # MPI's answers end with MPI_Finalize
         return f"<mpicomm.Communicator rank {rank} of {size} device={self.device!r} handle={self.handle!r}>"
+
+    def __reduce__(self) -> Any:
+        # mpi4py pickles a predefined communicator as its name in mpi4py.MPI.
+        return (named, (self._name_in_mpi,)) if self._name_in_mpi else super().__reduce__()
 
     def __enter__(self) -> Self:
         return self
@@ -249,12 +271,12 @@ class Communicator(
         call does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees this rank's
         part, and does not wait for the others.
         """
-        if self._close():
+        if self._name_in_mpi or self._close():
             super().Free()
 
     def Disconnect(self) -> None:
         """Free as `Free` does, when MPI has completed pending communication."""
-        if self._close():
+        if self._name_in_mpi or self._close():
             super().Disconnect()
 
     def Dup(self, info: MPI.Info | None = None) -> Self:

@@ -8,6 +8,9 @@ from mpi4py import MPI
 
 from mpicomm.messages.calls import Messages
 
+_mprobe = MPI.Intracomm.mprobe
+_improbe = MPI.Intracomm.improbe
+
 
 class Probes(MPI.Intracomm):
     """mpi4py's probes. Local; `Probe` and `Mprobe` block until a message is there.
@@ -55,8 +58,22 @@ class Probes(MPI.Intracomm):
 
     probe = Probe
     iprobe = Iprobe
-    mprobe = Mprobe
-    improbe = Improbe
+
+    def mprobe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> MPI.Message:
+        """Wait for a message of a Python object and return it; see mpi4py."""
+        if not self._messages.on_gpu:
+            return _mprobe(self, source, tag, status)  # mpi4py's message keeps the pickled object
+        return self.Mprobe(source, tag, status)
+
+    def improbe(
+        self, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG, status: MPI.Status | None = None
+    ) -> MPI.Message | None:
+        """Return a message of a Python object if there is one; see mpi4py."""
+        if not self._messages.on_gpu:
+            return _improbe(self, source, tag, status)
+        return self.Improbe(source, tag, status)
 
     def recv(
         self,

@@ -58,6 +58,6 @@ class MessageMemory:
             rendezvous.device.synchronize()  # this rank's copies out of outboxes: their senders wait for them
             rendezvous.device.check()
             # The wait calls MPI, because MPI may not have sent a description yet.
-            if not wait_until(rendezvous.is_drained, self._timeout_s, MPI.COMM_SELF.Iprobe):
+            if not wait_until(rendezvous.is_drained, self._timeout_s, MPI.Intracomm(MPI.COMM_SELF).Iprobe):
                 logger.warning("messages of GPU arrays were not received within %g s of the end", self._timeout_s)
             rendezvous.close_peers()

@@ -38,5 +38,6 @@ def start_unpickling(content: Content) -> MPI.Request:
 
 def _self_comm() -> MPI.Intracomm:
     if not _comm:
-        _comm.append(MPI.COMM_SELF.Dup())  # because the program itself may receive on MPI.COMM_SELF
+        # A duplicate, because the program itself may receive on MPI.COMM_SELF, which may be a Communicator.
+        _comm.append(MPI.Intracomm(MPI.COMM_SELF).Dup())
     return _comm[0]

@@ -35,18 +35,19 @@ ROOMS = [
     {"collectives.dispatch"},
     {"messages"},
     {"api"},
+    {"install"},
     {"cli"},
-    {"ring", "info", "bench"},
+    {"ring", "info", "bench", "__main__"},
     {"tune"},
 ]
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 
-MPI_USERS = {"mpi", "cluster", "session", "messages", "api", "cli", "bench"} | {
+MPI_USERS = {"mpi", "cluster", "session", "messages", "api", "install", "__main__", "cli", "bench"} | {
     name for name in ROOM if name.startswith("collectives")
 }
 CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/")
 # They are used as any user of the package would be.
-COMMAND_LINES = {"cli", "ring", "info", "bench", "tune"}
+COMMAND_LINES = {"__main__", "cli", "ring", "info", "bench", "tune"}
 
 MODULES = sorted(
     path.relative_to(ROOT / "mpicomm").as_posix()
@@ -152,5 +153,7 @@ def test_public_names() -> None:
         "SymmetricArray",
         "__version__",
         "include_dir",
+        "install",
+        "uninstall",
     }
     assert all(hasattr(mpicomm, name) for name in mpicomm.__all__)

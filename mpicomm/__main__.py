@@ -1,0 +1,56 @@
+"""`mpirun -np N python -m mpicomm PROGRAM` runs a program that knows mpi4py alone on a Communicator."""
+
+from __future__ import annotations
+
+import sys
+
+from mpi4py import run
+
+USAGE = """usage: mpirun -np N python -m mpicomm SCRIPT [ARGUMENT ...]
+   or: mpirun -np N python -m mpicomm -m MODULE [ARGUMENT ...]
+   or: mpirun -np N python -m mpicomm -c CODE [ARGUMENT ...]
+
+Runs a program that knows mpi4py alone: MPI.COMM_WORLD, and every communicator made from it, is an mpicomm.Communicator,
+so that its upper-case methods take GPU arrays. An exception that a rank does not catch ends the job, as with
+python -m mpi4py. MPICOMM_DEVICE, MPICOMM_HANDLE and MPICOMM_TIMEOUT stand for the arguments of Communicator.
+
+  -h, --help     print this text
+  --version      print the version
+"""
+_OPTIONS = ("-m", "-c", "-")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the program that the arguments name; return the exit code of an information or an error."""
+    first = arguments[0] if arguments else ""
+    if first in ("-h", "--help"):
+        sys.stdout.write(USAGE)
+        return 0
+    if first == "--version":
+        from mpicomm import __version__
+
+        sys.stdout.write(f"mpicomm {__version__}\n")
+        return 0
+    wrong = None
+    if not arguments:
+        wrong = "no program is named"
+    elif first.startswith("-") and first not in _OPTIONS:
+        wrong = f"unknown option {first}"
+    elif first in ("-m", "-c") and len(arguments) < 2:
+        wrong = f"{first} needs an argument"
+    if wrong:
+        sys.stderr.write(f"mpicomm: {wrong}\n{USAGE}")
+        return 2
+    try:
+        from mpicomm.install import install
+
+        install()
+    except BaseException:
+        run.set_abort_status(1)  # as for an exception of the program: this rank must not leave the others behind
+        raise
+    run.main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
