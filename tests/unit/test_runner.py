@@ -1,0 +1,188 @@
+"""`python -m mpicomm PROGRAM`: programs that know mpi4py alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mpiexec import run_job
+
+HEAD = """
+import copy, pickle, warnings
+import numpy as np
+from mpi4py import MPI
+from mpi4py.MPI import COMM_WORLD
+C, rank, size = MPI.COMM_WORLD, MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+following, previous = (rank + 1) % size, (rank - 1) % size
+"""
+
+
+def run(tmp_path: Path, program: str, *arguments: str, nprocs: int = 2) -> str:
+    file = tmp_path / "program.py"
+    file.write_text(HEAD + program)
+    result = run_job(nprocs, "-W", "error", "-m", "mpicomm", str(file), *arguments, MPICOMM_DEVICE="cpu")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout
+
+
+def test_the_world_is_a_communicator_and_all_that_is_made_from_it(tmp_path: Path) -> None:
+    program = """
+import sys
+import mpicomm
+assert sys.argv[1:] == ["one", "-x"], sys.argv
+for comm in (C, MPI.COMM_SELF, COMM_WORLD, C.Dup(), C.Split(0), MPI.COMM_SELF.Dup()):
+    assert isinstance(comm, mpicomm.Communicator) and isinstance(comm, MPI.Intracomm)
+    a, b = np.full(100_000, 1.0), np.zeros(100_000)
+    comm.Allreduce(a, b)
+    assert (b == comm.size).all()
+    if comm not in (MPI.COMM_WORLD, MPI.COMM_SELF):
+        comm.Free()
+assert C == MPI.COMM_WORLD and C != MPI.COMM_SELF and C.Get_name() == "MPI_COMM_WORLD"
+assert MPI.Comm.Compare(C, MPI.COMM_WORLD) == MPI.IDENT
+assert C.Get_attr(MPI.TAG_UB) > 0
+for comm in (C, MPI.COMM_SELF):
+    assert pickle.loads(pickle.dumps(comm)) is comm and copy.copy(comm) is comm
+    assert pickle.loads(pickle.dumps(MPI.Intracomm(comm))) == comm
+    try:
+        comm.Free()
+    except MPI.Exception:
+        pass
+    else:
+        raise AssertionError("a permanent communicator was freed")
+    comm.Barrier()
+with mpicomm.Communicator() as duplicate:
+    assert MPI.Comm.Compare(duplicate, C) == MPI.CONGRUENT
+"""
+    run(tmp_path, program, "one", "-x")
+
+
+def test_modules_of_the_program_bind_the_communicator(tmp_path: Path) -> None:
+    (tmp_path / "library.py").write_text(
+        "from mpi4py import MPI\ndef size(comm=MPI.COMM_WORLD):\n    return type(comm).__name__, comm.size\n"
+    )
+    run(tmp_path, 'import library\nassert library.size() == ("Communicator", 2)')
+
+
+def test_requests_in_any_mixture(tmp_path: Path) -> None:
+    program = """
+half, sums = np.ones(10, np.float16), np.zeros(10, np.float16)
+statuses = [MPI.Status() for _ in range(3)]
+requests = [C.Iallreduce(half, sums), MPI.REQUEST_NULL, C.Irecv(np.zeros(4), previous, 7)]
+send = C.Send_init(np.ones(4), following, 7)
+MPI.Prequest.Startall([send])
+MPI.Request.Waitall(requests, statuses)
+send.Wait()
+assert (sums == size).all() and (statuses[2].source, statuses[2].tag) == (previous, 7)
+assert all(request == MPI.REQUEST_NULL for request in requests)
+MPI.Request.Waitall([MPI.REQUEST_NULL], [MPI.Status()])
+MPI.Request.Waitall([C.Isend(np.ones(1), MPI.PROC_NULL), MPI.REQUEST_NULL])
+open_request = MPI.Grequest.Start(None, None, None)
+import threading
+threading.Timer(0.1, open_request.Complete).start()
+MPI.Request.Waitall([open_request, MPI.REQUEST_NULL])  # MPICH itself ends the program here
+assert type(send) is MPI.Prequest and type(C.Isend(half.view("i2"), MPI.PROC_NULL)) is MPI.Request
+send.Free()
+"""
+    run(tmp_path, program)
+
+
+def test_device_memory_in_what_is_mpis_alone(tmp_path: Path) -> None:
+    program = """
+import mpicomm
+from tests.helpers import fake_driver
+memory = fake_driver.content(1024)
+device = MPI.memory.fromaddress(memory.ctypes.data, 1024)
+def refused(call, *arguments):
+    try:
+        call(*arguments)
+    except mpicomm.InvalidUsageError as error:
+        assert "lies in device memory" in str(error)
+    else:
+        raise AssertionError(call)
+refused(MPI.Win.Create, device)
+window = MPI.Win.Create(np.zeros(8), comm=C)
+window.Fence()
+refused(window.Put, device, 0)
+window.Put(np.ones(8), rank)
+window.Fence()
+window.Free()
+file = MPI.File.Open(C, FILE, MPI.MODE_CREATE | MPI.MODE_WRONLY)
+refused(file.Write_at, 0, [device, MPI.BYTE])
+file.Write_at(8 * rank, np.ones(1))
+file.Close()
+MPI.Attach_buffer(device)
+C.Ibsend(np.ones(1), MPI.PROC_NULL).Wait()
+assert MPI.Detach_buffer() is device
+"""
+    run(tmp_path, program.replace("FILE", repr(str(tmp_path / "file"))))
+
+
+def test_objects_that_a_probe_has_matched(tmp_path: Path) -> None:
+    program = """
+request = C.isend([1, 2], following, 7)
+assert C.mprobe(previous, 7).recv() == [1, 2]
+request.wait()
+request = C.isend({"a": rank}, following, 8)
+message = None
+while message is None:
+    message = C.improbe(previous, 8)
+assert message.irecv().wait() == {"a": previous}
+request.wait()
+"""
+    run(tmp_path, program)
+
+
+def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(HEAD + "if rank == 1:\n    raise ValueError('on one rank')\nC.Barrier()\n")
+    result = run_job(2, "-m", "mpicomm", str(file), MPICOMM_DEVICE="cpu")
+    assert result.returncode != 0 and "ValueError: on one rank" in result.stderr
+
+
+def test_code_and_modules_run(tmp_path: Path) -> None:
+    result = run_job(
+        2, "-m", "mpicomm", "-c", "from mpi4py import MPI; print(type(MPI.COMM_WORLD).__name__)", MPICOMM_DEVICE="cpu"
+    )
+    assert result.stdout.split() == ["Communicator"] * 2
+    result = run_job(2, "-m", "mpicomm", "-m", "mpi4py.bench", "helloworld", MPICOMM_DEVICE="cpu")
+    assert result.returncode == 0 and result.stdout.count("Hello, World!") == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--help"], 0, "usage: mpirun -np N python -m mpicomm SCRIPT"),
+        (["--version"], 0, "mpicomm "),
+        ([], 2, "no program is named"),
+        (["-m"], 2, "-m needs an argument"),
+        (["--what"], 2, "unknown option --what"),
+    ],
+)
+def test_information_and_wrong_options(arguments: list[str], code: int, text: str) -> None:
+    result = run_job(1, "-m", "mpicomm", *arguments)
+    assert result.returncode == code and text in result.stdout + result.stderr
+
+
+def test_what_was_installed_is_given_back(tmp_path: Path) -> None:
+    file = tmp_path / "program.py"
+    file.write_text("""
+import pickle
+import numpy as np
+from mpi4py import MPI
+import mpicomm
+names = [(MPI, "COMM_WORLD"), (MPI, "COMM_SELF"), (MPI, "Attach_buffer"), (MPI.Request, "Waitall"), (MPI.Win, "Put")]
+before = [getattr(*each) for each in names]
+first = mpicomm.install(device="cpu", timeout_s=10)
+assert first is MPI.COMM_WORLD is mpicomm.install()
+first.Allreduce(np.ones(100_000), np.zeros(100_000))
+assert first.zeros(3).local.sum() == 0
+mpicomm.uninstall()
+mpicomm.uninstall()
+assert [getattr(*each) for each in names] == before and type(MPI.COMM_WORLD) is MPI.Intracomm
+assert pickle.loads(pickle.dumps(MPI.COMM_WORLD)) is MPI.COMM_WORLD
+assert mpicomm.install(device="cpu") is MPI.COMM_WORLD is not before[0]
+""")
+    result = run_job(2, "-W", "error", "-m", "mpi4py", str(file))
+    assert result.returncode == 0, result.stdout + result.stderr
