@@ -15,12 +15,19 @@ _replaced: list[tuple[Any, str, Any]] = []
 """The module or class of mpi4py, a name in it, and what the name stood for."""
 
 
+class InstalledCommunicator(Communicator):
+    """A Communicator of a program that knows mpi4py alone. `handle` is MPI's; ``describe().handle`` is mpicomm's."""
+
+    handle = MPI.Intracomm.handle  # type: ignore[assignment]
+
+
 def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: float | None = None) -> Communicator:
     """Put a `Communicator` in the place of ``MPI.COMM_WORLD``, and return it. Collective over all ranks, blocking.
 
     Call it before other modules are imported: a module that has imported ``COMM_WORLD`` before keeps MPI's own. The
     Communicator has MPI's handle of COMM_WORLD: it equals COMM_WORLD, has its attributes, and cannot be freed. All
-    communicators that are made from it are Communicators, too. ``MPI.COMM_SELF`` is replaced likewise.
+    communicators that are made from it are Communicators, too. Their ``handle`` is MPI's, as such programs expect.
+    ``MPI.COMM_SELF`` is replaced likewise.
 
     ``MPI.Request.Waitall`` then takes any mixture of requests, ``MPI.Prequest.Startall`` the persistent requests of a
     Communicator. ``MPI.Win`` and ``MPI.File`` refuse device memory, and ``MPI.Attach_buffer`` takes host memory in the
@@ -33,8 +40,8 @@ def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: floa
         session = Session.create(world, device, handle, timeout_s)
         alone = Session(own, session.placement.subset([world.rank]))
         for owner, name, replacement in (
-            (MPI, "COMM_WORLD", Communicator.permanent(world, session, "COMM_WORLD")),
-            (MPI, "COMM_SELF", Communicator.permanent(own, alone, "COMM_SELF")),
+            (MPI, "COMM_WORLD", InstalledCommunicator.permanent(world, session, "COMM_WORLD")),
+            (MPI, "COMM_SELF", InstalledCommunicator.permanent(own, alone, "COMM_SELF")),
             *replacements(),
         ):
             _replaced.append((owner, name, replace(owner, name, replacement)))

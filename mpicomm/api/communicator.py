@@ -84,9 +84,9 @@ class Communicator(
     cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.
 
     It inherits all calls of an mpi4py communicator. Communicators with a topology or two groups are mpi4py's, and
-    refuse device arrays. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` do not look at their buffers: pass them
-    host memory. Communicators made from this one (``Dup``, ``Split``, ``Create_group``, ...) are Communicators on the
-    same devices, which set themselves up at their first use.
+    refuse device arrays. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` look at their buffers after `install`
+    alone: pass them host memory. Communicators made from this one (``Dup``, ``Split``, ``Create_group``, ...) are
+    Communicators on the same devices, which set themselves up at their first use.
     """
 
     _session: Session
@@ -146,11 +146,12 @@ class Communicator(
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:
             return "<mpicomm.Communicator freed>"
-        rank, size = (
-            self._placement.rank,
-            len(self._placement.places),
-        )  # MPI's answers end with MPI_Finalize
-        return f"<mpicomm.Communicator rank {rank} of {size} device={self.device!r} handle={self.handle!r}>"
+        placement = self._placement  # MPI's answers end with MPI_Finalize
+        kind = placement.here.handle
+        return (
+            f"<mpicomm.Communicator rank {placement.rank} of {len(placement.places)} device={self.device!r} "
+            f"handle={kind!r}>"
+        )
 
     def __reduce__(self) -> Any:
         # mpi4py pickles a predefined communicator as its name in mpi4py.MPI.
@@ -273,6 +274,11 @@ class Communicator(
         """
         if self._name_in_mpi or self._close():
             super().Free()
+
+    def free(self) -> None:
+        """Free as `Free` does, unless the communicator is freed or MPI's own: mpi4py's call for clean-up."""
+        if self != MPI.COMM_NULL and not self._name_in_mpi:
+            self.Free()
 
     def Disconnect(self) -> None:
         """Free as `Free` does, when MPI has completed pending communication."""

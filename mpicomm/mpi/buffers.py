@@ -198,7 +198,7 @@ def is_host_export(array: Any) -> bool:
         kind, _ = array.__dlpack_device__()
     except Exception:  # `read` says why
         return False
-    return int(kind) in _DLPACK_HOST
+    return int(kind) in _DLPACK_HOST or (int(kind) in _DLPACK_GPU and not where.has_driver())
 
 
 def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memory:
@@ -225,7 +225,10 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
         raise BufferRefusedError(
             f"{name} is a {_class(array)} that cannot be read through DLPack: pass another array ({error})"
         ) from error
-    on_device = kind in _DLPACK_GPU
+    # As for a CUDA array interface: the driver knows better, and empty memory has no address to ask for.
+    on_device = kind in _DLPACK_GPU and where.has_driver()
+    if on_device and buffer.nbytes:
+        on_device = where.place_of(buffer.address) is not None
     ordinal = device if on_device else None
     return Memory(buffer.address, buffer.nbytes, _own_dtype(array), on_device, ordinal, buffer, exported=buffer)
 

@@ -42,6 +42,13 @@ for comm in (C, MPI.COMM_SELF, COMM_WORLD, C.Dup(), C.Split(0), MPI.COMM_SELF.Du
 assert C == MPI.COMM_WORLD and C != MPI.COMM_SELF and C.Get_name() == "MPI_COMM_WORLD"
 assert MPI.Comm.Compare(C, MPI.COMM_WORLD) == MPI.IDENT
 assert C.Get_attr(MPI.TAG_UB) > 0
+assert C.handle == MPI.Intracomm(C).handle and C.describe().handle == "memfd"
+C.free()
+duplicate = C.Dup()
+assert isinstance(duplicate.handle, int)
+duplicate.free()
+duplicate.free()
+assert duplicate == MPI.COMM_NULL
 for comm in (C, MPI.COMM_SELF):
     assert pickle.loads(pickle.dumps(comm)) is comm and copy.copy(comm) is comm
     assert pickle.loads(pickle.dumps(MPI.Intracomm(comm))) == comm
@@ -62,7 +69,7 @@ def test_modules_of_the_program_bind_the_communicator(tmp_path: Path) -> None:
     (tmp_path / "library.py").write_text(
         "from mpi4py import MPI\ndef size(comm=MPI.COMM_WORLD):\n    return type(comm).__name__, comm.size\n"
     )
-    run(tmp_path, 'import library\nassert library.size() == ("Communicator", 2)')
+    run(tmp_path, 'import library\nassert library.size() == ("InstalledCommunicator", 2)')
 
 
 def test_requests_in_any_mixture(tmp_path: Path) -> None:
@@ -145,7 +152,7 @@ def test_code_and_modules_run(tmp_path: Path) -> None:
     result = run_job(
         2, "-m", "mpicomm", "-c", "from mpi4py import MPI; print(type(MPI.COMM_WORLD).__name__)", MPICOMM_DEVICE="cpu"
     )
-    assert result.stdout.split() == ["Communicator"] * 2
+    assert result.stdout.split() == ["InstalledCommunicator"] * 2
     result = run_job(2, "-m", "mpicomm", "-m", "mpi4py.bench", "helloworld", MPICOMM_DEVICE="cpu")
     assert result.returncode == 0 and result.stdout.count("Hello, World!") == 2
 

@@ -94,6 +94,8 @@ class DlpackArray:
     def __init__(self, array: np.ndarray[Any, Any], device: tuple[int, int], dtype: Any = None) -> None:
         self.array = array
         self.device = device
+        if device[0] in (2, 13):
+            fake_driver.own(array, device[1])
         self.dtype = array.dtype if dtype is None else dtype
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -116,6 +118,12 @@ def test_dlpack_array_names_its_type_as_its_library_does() -> None:
     assert parse(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.bfloat16"), writable=True, name="x").total == 6
     with pytest.raises(InvalidUsageError, match="unknown type"):
         parse(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.posit16"), writable=True, name="x")
+
+
+def test_host_memory_is_the_hosts_although_its_dlpack_object_names_a_gpu() -> None:
+    array = DlpackArray(np.zeros(6, "i2"), (1, 0))
+    array.device = (2, 0)
+    assert not parse(array, writable=True, name="x").on_device
 
 
 def test_dlpack_arrays_that_are_refused() -> None:
