@@ -120,7 +120,15 @@ def parser() -> argparse.ArgumentParser:
         description="Show the ranks' devices, how they open each other's memory, and the versions in use.",
     )
     command_line.add_communicator_arguments(result)
-    result.add_argument("--json", action="store_true", help="print one JSON object")
+    result.add_argument(
+        "--json",
+        nargs="?",
+        const=None,
+        default=False,
+        type=command_line.output_file_or_stdout,
+        metavar="FILE",
+        help="write one JSON object, by default to standard output",
+    )
     return result
 
 
@@ -134,6 +142,9 @@ def main() -> int:
     if rank != 0:
         return 0
     if options.json:
+        command_line.write_json(options.json, found)
+        return 0
+    if options.json is None:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
         return 0
     console = Console(width=None if sys.stdout.isatty() else _FILE_WIDTH, markup=False, highlight=False)

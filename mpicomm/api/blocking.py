@@ -72,7 +72,8 @@ class BlockingCollectives(MPI.Intracomm):
     operations that the user has created.
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
-    accumulated in float32 and rounded once. Only "ring", and calls that MPI carries out, such as those on small host
+    accumulated in float32 and rounded once. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces, as it does small
+    host arrays: there a NaN may be lost. Only "ring", and calls that MPI carries out, such as those on small host
     arrays, have other orders.
 
     **algorithm** is the same on all ranks:

@@ -34,7 +34,7 @@ from mpicomm.errors import InvalidUsageError, MpicommError
 
 _TOGETHER_S = 0.5
 _FORWARD_S = 0.2  # an MPI launcher that is told to abort drops output that it has not forwarded yet
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 _device: int | str | None = None  # `_abort` names the device, and has no communicator at hand
 
@@ -168,11 +168,11 @@ def sizes(smallest: int, largest: int, factor: int) -> list[int]:
 
 
 def parse_size(text: str) -> int:
-    """Read a size in bytes, as in "8", "4K", "64M", "1G"; an argparse type."""
-    match = re.fullmatch(r"([0-9]+)([KMG]?)", text.strip().upper())
+    """Read a size in bytes, as in "8", "4K", "64M", "1G", "2T"; an argparse type."""
+    match = re.fullmatch(r"([0-9]+)([KMGT]?)", text.strip().upper())
     nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
     if nbytes == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: use bytes above 0, with K, M or G as in 64M")
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: use bytes above 0, with K, M, G or T as in 64M")
     return nbytes
 
 
@@ -201,6 +201,11 @@ def output_file(text: str) -> Path:
     if not os.access(path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"{text!r}: {path.parent} is no directory that can be written to")
     return path
+
+
+def output_file_or_stdout(text: str) -> Path | None:
+    """As `output_file`; None for "-", which is standard output."""
+    return None if text == "-" else output_file(text)
 
 
 def write_json(path: Path, document: object) -> None:

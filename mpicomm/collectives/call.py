@@ -204,6 +204,8 @@ class Call:
     def _require_agreeing_counts(self) -> None:
         """Raise where this rank's two buffers contradict each other. The engines compare the counts of ranks."""
         send, receive, operation = self.send, self.receive, self.operation
+        if operation.send == "counted" and self.arguments.counts is None:
+            raise InvalidUsageError(f"{operation}: recvcounts is needed with MPI.IN_PLACE: pass a count for each rank")
         if self.dtype is None or send is None or receive is None:
             return
         if operation.send == "counted":
@@ -224,8 +226,7 @@ class Call:
 
     def _require_recvcounts(self, send: Operand, receive: Operand) -> None:
         operation = self.operation
-        if self.arguments.counts is None:
-            raise InvalidUsageError(f"{operation}: recvcounts is needed with MPI.IN_PLACE")
+        assert self.arguments.counts is not None
         counts = _read_counts(operation, self.arguments.counts)
         if len(counts) != self._size or sum(counts) != send.total or min(counts) < 0:
             raise InvalidUsageError(

@@ -21,7 +21,7 @@ from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.fast_path import is_plainly_mpis
 from mpicomm.collectives.operations import Operation
-from mpicomm.errors import InvalidUsageError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import array_of
@@ -286,9 +286,16 @@ class Collectives:
 
     def _on_host(self, operation: str) -> HostEngine:
         if self._host is None:
-            session = self._session.set_up(operation)
-            session.require_usable(operation)
-            self._host = session.keep(HostEngine(session.node, self._shared_board(session)))
+            try:
+                session = self._session.set_up(operation)
+                session.require_usable(operation)
+                self._host = session.keep(HostEngine(session.node, self._shared_board(session)))
+            except CollectiveTimeoutError as error:
+                text = str(error).removeprefix(f"{operation}: ")
+                raise CollectiveTimeoutError(
+                    f"{operation}: {text}; a rank that passes another count or type may be in MPI's {operation}",
+                    ranks=error.ranks,
+                ) from error
         return self._host
 
     def _on_gpu(self, operation: str) -> PlanCache:

@@ -51,7 +51,7 @@ def test_tables_for_people() -> None:
 
 
 def test_paths_show_what_they_carry() -> None:
-    found = json.loads(run_job(2, *INFO, "--json").stdout)
+    found = json.loads(run_job(2, *INFO, "--json", "-").stdout)
     assert found["ranks"][1]["links"][0]["gb_s"] is None
     found["ranks"][0]["links"][1].update(path="NVLink", gb_s=478.116)
     console = Console(width=200, file=io.StringIO())
@@ -139,3 +139,10 @@ def test_algorithms_that_collectives_on_gpus_choose(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("MPICOMM_TUNING", str(tmp_path / "none"))
     (refusal,) = algorithms("NVIDIA H200", [])
     assert str(tmp_path / "none") in refusal
+
+
+def test_json_goes_to_a_file_as_with_the_other_commands(tmp_path: Path) -> None:
+    file = tmp_path / "info.json"
+    job = run_job(2, *INFO, "--json", str(file))
+    assert job.returncode == 0 and not job.stdout
+    assert len(json.loads(file.read_text())["ranks"]) == 2

@@ -152,7 +152,7 @@ def test_code_and_modules_run(tmp_path: Path) -> None:
     result = run_job(
         2, "-m", "mpicomm", "-c", "from mpi4py import MPI; print(type(MPI.COMM_WORLD).__name__)", MPICOMM_DEVICE="cpu"
     )
-    assert result.stdout.split() == ["InstalledCommunicator"] * 2
+    assert result.stdout.count("InstalledCommunicator") == 2
     result = run_job(2, "-m", "mpicomm", "-m", "mpi4py.bench", "helloworld", MPICOMM_DEVICE="cpu")
     assert result.returncode == 0 and result.stdout.count("Hello, World!") == 2
 

@@ -304,6 +304,13 @@ def test_what_mpi_lacks_is_refused_where_mpi_is_asked_for(comm: mpicomm.Communic
             method(*arguments, algorithm="mpi")
 
 
+@pytest.mark.parametrize("dtype", ["f4", "g"])
+@pytest.mark.parametrize("method", ["Reduce_scatter", "Ireduce_scatter", "Reduce_scatter_init"])
+def test_counts_are_needed_in_place(method: str, dtype: str) -> None:
+    with mpicomm.Communicator(device="cpu") as comm, pytest.raises(InvalidUsageError, match="recvcounts is needed"):
+        getattr(comm, method)(MPI.IN_PLACE, np.ones(4 * comm.size, dtype))
+
+
 @pytest.mark.parametrize("used", [False, True])
 def test_a_freed_communicator_says_so(device: str, used: bool) -> None:
     comm = communicator(device)
