@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.api.blocking import BlockingCollectives
-from mpicomm.api.host_only import HostOnly
+from mpicomm.api.by_mpi import ByMpi
 from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
@@ -67,7 +67,7 @@ class Communicator(
     PointToPoint,
     PersistentMessages,
     Probes,
-    HostOnly,
+    ByMpi,
 ):
     """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
 
@@ -83,10 +83,11 @@ class Communicator(
     Raises, on every rank alike, `InvalidUsageError` for bad arguments, `BackendUnavailableError` where the device
     cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.
 
-    It inherits all calls of an mpi4py communicator. Communicators with a topology or two groups are mpi4py's, and
-    refuse device arrays. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` look at their buffers after `install`
-    alone: pass them host memory. Communicators made from this one (``Dup``, ``Split``, ``Create_group``, ...) are
-    Communicators on the same devices, which set themselves up at their first use.
+    It inherits all calls of an mpi4py communicator. Communicators with a topology or two groups are mpi4py's. Their
+    calls on device arrays go through pinned host memory, as does ``Alltoallw``. ``MPI.Win``, ``MPI.File`` and
+    ``MPI.Message.Probe`` look at their buffers after `install` alone: pass them host memory. Communicators made from
+    this one (``Dup``, ``Split``, ``Create_group``, ...) are Communicators on the same devices, which set themselves up
+    at their first use.
     """
 
     _session: Session
@@ -136,6 +137,7 @@ class Communicator(
 
     def _begin(self, session: Session) -> None:
         self._session = session
+        self._gpu = session.gpu
         self._collectives = Collectives(self, session)
         self._messages = Messages(self, session.placement, session.gpu)
         self._in_stream_order = InStreamOrder(self._collectives, session)

@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
+from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import Memory, no_buffer, read
 from mpicomm.mpi.span import Span
 
@@ -163,12 +164,17 @@ def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
     Raises `InvalidUsageError` where MPI has no type for them.
     """
     is_list = isinstance(spec, (list, tuple))
-    if is_list and any(isinstance(item, (MPI.Datatype, str)) for item in spec[1:]):
+    # The types of Alltoallw are a sequence.
+    if is_list and any(isinstance(_first(item), (MPI.Datatype, str)) for item in spec[1:]):
         return [buffer, *spec[1:]]
     datatype = None if dtype is None else types.mpi_datatype(dtype)
     if datatype is None:
         raise InvalidUsageError(f"elements of type {dtype} have no type in MPI")
     return [buffer, *spec[1:], datatype] if is_list else [buffer, datatype]
+
+
+def _first(item: Any) -> Any:
+    return item[0] if isinstance(item, (list, tuple)) and item else item
 
 
 def _for_mpi(spec: Any, memory: Memory) -> Any:
@@ -231,6 +237,7 @@ class _Element:
             if datatype is None:
                 raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
             self.memory = Memory(0, 0, None, False, None, None)
+            require_host_addresses([buffer, datatype], name)
         else:
             self.memory = memory or read(buffer, writable, name)
         self.mpi_type: MPI.Datatype | None = None

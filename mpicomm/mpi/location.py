@@ -9,6 +9,7 @@ from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of, is_host_export, is_host_view, read
 
 _bottom = MPI.BOTTOM
@@ -28,6 +29,8 @@ def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
     """
     array = array_of(spec)
     if _is_plainly_host(array):
+        if array is _bottom:
+            require_host_addresses(spec, name)
         return None
     memory = read(array, writable, name)
     return parse(spec, writable=writable, name=name, memory=memory) if memory.on_device else None

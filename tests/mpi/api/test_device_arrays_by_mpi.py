@@ -1,0 +1,187 @@
+"""Device arrays in calls that MPI alone has, between processes whose devices are threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError
+from tests.helpers.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.message_rigs import Rig, content, same
+
+TOPOLOGIES: dict[str, Callable[[mpicomm.Communicator], Any]] = {
+    "cartesian": lambda comm: comm.Create_cart([comm.size], [True]),
+    "part": lambda comm: comm.Create_cart([1, comm.size], [True, True]).Sub([False, True]),
+    "adjacent graph": lambda comm: comm.Create_dist_graph_adjacent(
+        [(comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size],
+        [(comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size],
+    ),
+}
+
+
+@pytest.fixture(params=TOPOLOGIES)
+def made(request: pytest.FixtureRequest, rig: Rig) -> Any:
+    """A communicator with a topology, in which the ranks are in the order of the rig's."""
+    made = TOPOLOGIES[request.param](rig.comm)
+    assert made.rank == rig.rank
+    yield made
+    made.Free()
+
+
+def of(rig: Rig, values: Any) -> DeviceArray:
+    return DeviceArray(rig.device, np.asarray(values, np.int32))
+
+
+def test_messages(rig: Rig, made: Any) -> None:
+    for count in (0, 5, 70_000):
+        received, status = rig.empty(count + 3), MPI.Status()
+        made.Sendrecv(rig.of(rig.rank, count), rig.right, 1, received, rig.left, 1, status)
+        assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, 1, count)
+        same(received, content(rig.left, count))
+        assert not received.get()[count:].any()
+        received = rig.empty(count)
+        receive = made.Irecv([received, MPI.INT32_T], rig.left, 2)
+        made.Send(rig.of(rig.rank, count, 2), rig.right, 2)
+        receive.Wait(status)
+        assert (status.source, status.tag, status.Get_count(MPI.INT32_T)) == (rig.left, 2, count)
+        same(received, content(rig.left, count, 2))
+        replaced = rig.of(rig.rank, count, 3)
+        made.Isendrecv_replace(replaced, rig.right, 3, rig.left, 3).Wait()
+        same(replaced, content(rig.left, count, 3))
+
+
+def test_a_call_follows_the_work_before_it(rig: Rig, made: Any) -> None:
+    array, received = rig.empty(1000), rig.empty(1000)
+    for turn in range(3):
+        array.fill(10 * turn + rig.rank)
+        made.Sendrecv(array, rig.right, 0, received, rig.left, 0)
+        array.fill(-1)
+        same(received, np.full(1000, 10 * turn + rig.left, np.int32))
+
+
+def test_collectives(rig: Rig, made: Any) -> None:
+    ranks = np.arange(rig.size)
+    mine, total = of(rig, [rig.rank, 7]), of(rig, [-1, -1])
+    made.Allreduce(mine, total)
+    same(total, np.array([ranks.sum(), 7 * rig.size], np.int32))
+    made.Iallreduce(MPI.IN_PLACE, mine).Wait()
+    same(mine, np.array([ranks.sum(), 7 * rig.size], np.int32))
+    root = rig.size - 1
+    everywhere = of(rig, [rig.rank] * 4)
+    made.Bcast(everywhere, root)
+    same(everywhere, np.full(4, root, np.int32))
+    gathered = of(rig, np.full(2 * rig.size, -5))
+    counts, places = [1] * rig.size, [2 * rank for rank in range(rig.size)]
+    made.Gatherv(of(rig, [rig.rank]), [gathered, counts, places, MPI.INT32_T], root=root)
+    expected = np.full(2 * rig.size, -5, np.int32)
+    if rig.rank == root:
+        expected[::2] = ranks  # what is between the blocks stays
+    same(gathered, expected)
+    array, sums = of(rig, [0]), of(rig, [0])
+    request = made.Allreduce_init(array, sums)
+    for turn in range(3):
+        array.fill(turn + rig.rank)
+        request.Start()
+        request.Wait()
+        same(sums, np.array([ranks.sum() + turn * rig.size], np.int32))
+    request.Free()
+
+
+def test_neighbours(rig: Rig, made: Any) -> None:
+    indegree = 2  # the rank before and the rank after, which may be one rank
+    received = of(rig, [-1] * indegree)
+    made.Neighbor_allgather(of(rig, [rig.rank]), received)
+    same(received, np.array([rig.left, rig.right], np.int32))
+    both = of(rig, [10 * rig.rank, 10 * rig.rank + 1])
+    made.Ineighbor_alltoall(both, received).Wait()
+    if rig.size > 2:  # of two neighbours that are one rank, MPI matches blocks in its own order
+        same(received, np.array([10 * rig.left + 1, 10 * rig.right], np.int32))
+    types = [MPI.INT32_T] * indegree
+    made.Neighbor_alltoallw([of(rig, [rig.rank] * 2), ([1, 1], [0, 4]), types], [received, ([1, 1], [0, 4]), types])
+    same(received, np.array([rig.left, rig.right], np.int32))
+
+
+def test_alltoallw_of_a_communicator(rig: Rig) -> None:
+    size = rig.size
+    vector = MPI.INT32_T.Create_vector(2, 1, 2).Commit()  # every second element
+    sent = of(rig, [100 * rig.rank + n for n in range(4 * size)])
+    places, ones = [16 * peer for peer in range(size)], [1] * size
+    for form in ("Alltoallw", "Ialltoallw", "Alltoallw_init"):
+        received = of(rig, np.full(4 * size, -1))
+        request = getattr(rig.comm, form)(
+            [sent, (ones, places), [vector] * size], [received, (ones, places), [vector] * size]
+        )
+        if form.endswith("_init"):
+            request.Start()
+        if request is not None:
+            request.Wait()
+        expected = np.full(4 * size, -1, np.int32)
+        for peer in range(size):
+            expected[4 * peer], expected[4 * peer + 2] = (100 * peer + 4 * rig.rank + n for n in (0, 2))
+        same(received, expected)
+    vector.Free()
+
+
+def test_intercommunicators(rig: Rig) -> None:
+    if rig.size < 2:
+        pytest.skip("needs two ranks")
+    half = rig.comm.Split(rig.rank % 2, rig.rank)
+    assert isinstance(half, mpicomm.Communicator)
+    part = Rig(half, take_for_gpu(half))
+    between = half.Create_intercomm(0, MPI.Intracomm(rig.comm), 1 - rig.rank % 2)
+    if half.rank < between.remote_size:
+        received = part.empty(5)
+        between.Sendrecv(part.of(rig.rank, 5), half.rank, 0, received, half.rank, 0)
+        same(received, content(rig.rank + 1 - 2 * (rig.rank % 2), 5))
+    sums = of(part, [0])
+    between.Allreduce(of(part, [rig.rank]), sums)
+    same(sums, np.array([sum(rank for rank in range(rig.size) if rank % 2 != rig.rank % 2)], np.int32))
+    message = of(part, [42 if rig.rank == 0 else 0])
+    between.Bcast(message, (MPI.ROOT if rig.rank == 0 else MPI.PROC_NULL) if rig.rank % 2 == 0 else 0)
+    same(message, np.array([42 if rig.rank == 0 or rig.rank % 2 else 0], np.int32))
+    merged = between.Merge(rig.rank % 2 == 1)
+    total = of(part, [0])
+    merged.Allreduce(of(part, [1]), total)
+    same(total, np.array([rig.size], np.int32))
+    for comm in (merged, between, half):
+        comm.Free()
+
+
+def test_a_capture_is_refused(rig: Rig, made: Any) -> None:
+    rig.device.capturing = True
+    try:
+        with pytest.raises(InvalidUsageError, match="cannot be part of a CUDA graph"):
+            made.Send(rig.of(rig.rank, 5), MPI.PROC_NULL)
+    finally:
+        rig.device.capturing = False
+
+
+def test_device_addresses_in_datatypes_are_refused(rig: Rig, made: Any) -> None:
+    array, host = rig.of(rig.rank, 4), np.zeros(4, np.int32)
+    address, of_host = array.memory.ctypes.data, MPI.Get_address(host)
+    on_device = [
+        MPI.INT32_T.Create_hindexed([4], [address]).Commit(),
+        MPI.Datatype.Create_struct([4, 4], [of_host, address], [MPI.INT32_T] * 2).Commit(),
+    ]
+    for datatype in on_device:
+        bottom = [MPI.BOTTOM, 1, datatype]
+        several = [MPI.BOTTOM, ([0] * rig.size, [0] * rig.size), [datatype] * rig.size]
+        calls = [
+            (rig.comm.Send, (bottom, MPI.PROC_NULL)),
+            (rig.comm.Irecv, (bottom, MPI.PROC_NULL)),
+            (rig.comm.Bcast, (bottom,)),
+            (made.Allgather, (bottom, host)),
+            (rig.comm.Alltoallw, (several, several)),
+        ]
+        for call, arguments in calls:
+            with pytest.raises(InvalidUsageError, match=r"MPI\.BOTTOM with a datatype that holds address"):
+                call(*arguments)
+        datatype.Free()
+    datatype = MPI.INT32_T.Create_hindexed([4], [of_host]).Commit()
+    rig.comm.Bcast([MPI.BOTTOM, 1, datatype])
+    datatype.Free()
