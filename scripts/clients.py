@@ -1,0 +1,125 @@
+"""Run mpi4py's own tests and demo programs unchanged on Communicators, and compare with plain mpi4py.
+
+    python scripts/clients.py [--ranks 2,3]
+
+It takes the programs from mpi4py's source package, which pip fetches into .clients. Each runs twice on the same number
+of ranks: by `python -m mpi4py` and by `python -m mpicomm`. A program that passes on mpi4py must pass on mpicomm, and a
+demo must print the same numbers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tarfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program of mpi4py's source package, its arguments, and the only number of ranks it runs on, if there is one."""
+
+    path: str
+    arguments: tuple[str, ...] = ()
+    stdin: str = ""
+    ranks: int | None = None
+    timed: bool = False
+    """Whether its numbers are times, which differ from run to run."""
+
+
+def _tests(pattern: str, *excluded: str) -> Program:
+    options = [option for name in excluded for option in ("-e", name)]
+    return Program("test/main.py", ("-q", *options, "-i", pattern), timed=True)
+
+
+PROGRAMS = (
+    # test_comm_topo compares classes, and a communicator with a topology is of a subclass.
+    *(_tests(name) for name in ("cco_buf", "cco_nb", "cco_pr", "cco_vec", "cco_obj", "cco_ngh")),
+    *(_tests(name) for name in ("test_p2p", "test_request", "test_win", "test_rma", "test_io", "test_file")),
+    _tests("test_comm", "topo"),
+    *(_tests(name) for name in ("test_pickle", "test_handle", "test_group", "test_status", "test_attributes")),
+    *(_tests(name) for name in ("test_errhandler", "test_subclass", "test_util", "test_threads")),
+    Program("demo/helloworld.py"),
+    Program("demo/compute-pi/cpi-cco.py", stdin="1000\n0\n"),
+    Program("demo/compute-pi/cpi-rma.py", stdin="1000\n0\n"),
+    Program("demo/reductions/test_reductions.py", ("-q",), timed=True),
+    Program("demo/sequential/test_seq.py"),
+    Program("demo/threads/sendrecv.py"),
+    Program("demo/nxtval/nxtval-threads.py", timed=True),
+    Program("demo/nxtval/nxtval-onesided.py", timed=True),
+    Program("demo/nxtval/nxtval-mpi3.py", timed=True),
+    *(Program(f"demo/osu_{name}.py", ranks=2, timed=True) for name in ("latency", "bw", "bibw", "multi_lat")),
+    *(Program(f"demo/osu_{name}.py", timed=True) for name in ("allgather", "alltoall", "bcast", "gather", "scatter")),
+)
+
+
+def main() -> int:
+    """Run all programs; return 1 if one fails on Communicators alone."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--ranks", default="2,3", help="numbers of ranks, with commas between them")
+    ranks = [int(number) for number in parser.parse_args().ranks.split(",")]
+    source = _source()
+    failed = 0
+    for program in PROGRAMS:
+        for nprocs in [program.ranks] if program.ranks else ranks:
+            plain, ours = (_run(source, module, program, nprocs) for module in ("mpi4py", "mpicomm"))
+            verdict = _verdict(program, plain, ours)
+            failed += verdict.startswith("FAILED")
+            name = " ".join([program.path, *program.arguments])
+            sys.stdout.write(f"{name} on {nprocs} ranks: {verdict}\n")
+            sys.stdout.flush()
+    return 1 if failed else 0
+
+
+def _source() -> Path:
+    """Return the folder of mpi4py's source package of the version that is installed."""
+    from mpi4py import __version__
+
+    clients = ROOT / ".clients"
+    folder = clients / f"mpi4py-{__version__}"
+    if not folder.exists():
+        options = ["--no-deps", "--no-binary", ":all:", "--dest", str(clients), f"mpi4py=={__version__}"]
+        subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options], check=True)
+        with tarfile.open(next(clients.glob(f"mpi4py-{__version__}*.tar.gz"))) as package:
+            package.extractall(clients, filter="data")
+    return folder
+
+
+def _run(source: Path, module: str, program: Program, nprocs: int) -> subprocess.CompletedProcess[str]:
+    sys.path.insert(0, str(ROOT))
+    from tests.helpers.mpiexec import environment, mpiexec_command, sharing_of_cores
+
+    command = mpiexec_command(nprocs, "-m", module, str(source / program.path), *program.arguments)
+    try:
+        return subprocess.run(
+            command,
+            cwd=(source / program.path).parent,
+            env={**sharing_of_cores(nprocs), **environment()},
+            input=program.stdin,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+        )
+    except subprocess.TimeoutExpired as late:
+        return subprocess.CompletedProcess(command, 124, str(late.stdout or ""), f"it ran longer than {LIMIT_S} s")
+
+
+def _verdict(program: Program, plain: subprocess.CompletedProcess[str], ours: subprocess.CompletedProcess[str]) -> str:
+    if plain.returncode:
+        return f"left out, because it fails on mpi4py, too: exit code {plain.returncode}"
+    if ours.returncode:
+        return f"FAILED: exit code {ours.returncode}\n{ours.stdout[-1000:]}{ours.stderr[-3000:]}"
+    numbers = [sorted(re.findall(r"[-+0-9.eE]*[0-9]", each.stdout)) for each in (plain, ours)]
+    if not program.timed and numbers[0] != numbers[1]:
+        return f"FAILED: other numbers\n{plain.stdout[-500:]}\n{ours.stdout[-500:]}"
+    return "passed"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
