@@ -51,6 +51,8 @@ class RankPlace:
     """UUID of the GPU that "auto" gave this process before, else empty."""
     local_id: int = 0
     """`environment.local_id`."""
+    most_nbytes: int | None = None
+    """`environment.most_nbytes`."""
 
     @property
     def device_uuid(self) -> bytes:
@@ -123,6 +125,7 @@ def find_placement(group: Group, device: int | str, handle: str) -> Placement:
     places = group.exchange("Communicator: find devices", lambda: _look_around(device, handle, group.timeout_s))
     _require_same("handle", [place.handle for place in places])
     _require_same("timeout_s", [place.timeout_s for place in places])
+    _require_same("MPICOMM_MEMORY", [place.most_nbytes for place in places])
     requests = [place.device for place in places]
     kinds = ["ordinal" if isinstance(request, int) else request for request in requests]
     _require_same("device", kinds)
@@ -173,6 +176,7 @@ def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
         token=token,
         given=_given[0] if _given else b"",
         local_id=environment.local_id(),
+        most_nbytes=environment.most_nbytes(),
     )
 
 
