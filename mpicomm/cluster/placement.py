@@ -55,6 +55,19 @@ class RankPlace:
     """`environment.most_nbytes`."""
 
     @property
+    def most_outbox_nbytes(self) -> int | None:
+        """The part of `most_nbytes` for the outbox.
+
+        It is a fixed part, because each rank's outbox grows by itself, and all ranks must agree on the rest.
+        """
+        return None if self.most_nbytes is None else self.most_nbytes // 4 if self.handle == "ipc" else 0
+
+    @property
+    def most_shared_nbytes(self) -> int | None:
+        """The part of `most_nbytes` for memory that the ranks of the node set up together."""
+        return None if self.most_nbytes is None else self.most_nbytes - (self.most_outbox_nbytes or 0)
+
+    @property
     def device_uuid(self) -> bytes:
         """UUID of the device, zeros on the cpu."""
         return self.devices[self.device].uuid if isinstance(self.device, int) else NO_DEVICE

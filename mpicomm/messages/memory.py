@@ -21,16 +21,17 @@ class MessageMemory:
     the communicator would live as long as any array of it.
     """
 
-    def __init__(self, rank: int, timeout_s: float, secret: bytes | None) -> None:
+    def __init__(self, rank: int, timeout_s: float, secret: bytes | None, most_nbytes: int | None) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._secret = secret
+        self._most_nbytes = most_nbytes
         self._rendezvous: Rendezvous | None = None
 
     def rendezvous(self, device: MessageDevice) -> Rendezvous:
         """Return the rendezvous of the communicator, whose device is ``device``."""
         if self._rendezvous is None:
-            self._rendezvous = Rendezvous(device, self._rank, self._secret)
+            self._rendezvous = Rendezvous(device, self._rank, self._secret, self._most_nbytes)
             release_before_finalize(self)
         return self._rendezvous
 

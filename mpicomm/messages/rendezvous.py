@@ -22,14 +22,14 @@ class Rendezvous:
     block in which its message lies; the receiver opens the block and keeps it open. A wait on the device that ran out
     of time is raised by the device's `check`.
 
-    Without a ``secret`` no message is described, and `description` finds none.
+    The outbox has at most ``most_nbytes``. Without a ``secret`` no message is described, and `description` finds none.
     """
 
-    def __init__(self, device: MessageDevice, rank: int, secret: bytes | None) -> None:
+    def __init__(self, device: MessageDevice, rank: int, secret: bytes | None, most_nbytes: int | None = None) -> None:
         self.device = device
         self._rank = rank
         self._secret = secret
-        self._outbox = Outbox(device)
+        self._outbox = Outbox(device, most_nbytes)
         self._lock = threading.Lock()  # so that two threads do not open one block twice
         self._opened: dict[bytes, Segment] = {}
         self._closed = False

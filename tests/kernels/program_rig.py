@@ -45,6 +45,7 @@ class SimulatedArena:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
+        self.any_length = self.sentinels
         self._regions = regions
 
     def region(self, request: Request) -> Region:
