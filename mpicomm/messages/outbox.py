@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpicomm.devices.base import Segment
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
 from mpicomm.messages.description import MOST_EXTENTS, Description, Extent
 from mpicomm.messages.device import MessageDevice, SideStream
@@ -119,6 +120,12 @@ class Outbox:
         with self._lock:
             self._reclaim()
             return not self._in_flight
+
+    def memory_use(self) -> MemoryUse:
+        """Return the memory of all blocks."""
+        with self._lock:
+            blocks = [block for block in (self._words, *self._blocks) if block is not None]
+            return MemoryUse("outbox", device_nbytes=sum(block.segment.nbytes for block in blocks))
 
     def close(self) -> None:
         """Free all blocks; every peer must have closed them. A second call does nothing."""

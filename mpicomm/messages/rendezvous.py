@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from mpicomm.devices.base import Segment
 from mpicomm.devices.handle import MemoryHandle
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.messages.description import DESCRIPTION_NBYTES, Description
 from mpicomm.messages.device import MessageDevice
@@ -99,6 +100,10 @@ class Rendezvous:
     def is_drained(self) -> bool:
         """Return whether the receivers have copied all messages of this rank."""
         return self._outbox.is_drained()
+
+    def memory_use(self) -> MemoryUse:
+        """Return the memory of the outbox."""
+        return self._outbox.memory_use()
 
     def close_peers(self) -> None:
         """Unmap the peers' blocks; their copies must be over. A second call does nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from mpicomm.cluster.agreement import Group
@@ -10,9 +11,12 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.devices.base import GpuBackend, Segment
 from mpicomm.devices.cuda.memory import BLOCK_NBYTES, round_up
 from mpicomm.devices.handle import Kind
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.kernels.team import ABORT_OPERATION, MISMATCH
 from mpicomm.sharing.segments import SharedSegments, share
+
+_PURPOSE = "collectives: arena"
 
 
 class NoMemoryError(HandleError):
@@ -39,7 +43,7 @@ class DeviceArena:
         self._most_nbytes = most_nbytes
         self.layout = layout
         allocate = partial(self._allocate, layout.nbytes, layout.sentinels, layout.escapes)
-        self._segments = share(node, backend, "collectives", allocate, lambda: layout.nbytes)
+        self._segments = share(node, backend, _PURPOSE, allocate, lambda: layout.nbytes)
         self._regions: dict[Request, SharedSegments] = {}
         self.pointers = self._pointers(self._segments)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
@@ -95,6 +99,12 @@ class DeviceArena:
         # overwrites loses its operation alone.
         for pointer in self.pointers:
             self._backend.fill(pointer + ABORT_OPERATION, 1, MISMATCH)
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's arena and regions; local."""
+        yield MemoryUse.of_kind(_PURPOSE, self._kind, self._segments.own.nbytes)
+        for request, segments in self._regions.items():
+            yield MemoryUse.of_kind(request.what, self._kind, segments.own.nbytes)
 
     def close_peers(self) -> None:
         """Unmap the peers' memory; local."""

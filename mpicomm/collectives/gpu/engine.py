@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -35,6 +35,7 @@ from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import Enqueue, StreamOrder
 from mpicomm.devices.handle import Kind
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.mpi.span import Span
@@ -223,6 +224,11 @@ class DeviceEngine:
             plan.make_graph(self._capturing)
         assert plan.launch is not None
         plan.launch(stream)
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's arena and scratch memory; local."""
+        yield from self._arena.memory_use()
+        yield MemoryUse("scratch", device_nbytes=sum(scratch.nbytes for scratch in self._scratch))
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank's work must be over; the engine cannot be used any more."""
