@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.sizes import nbytes_of
 
 DEFAULT_TIMEOUT_S = 30.0
 LONGEST_TIMEOUT_S = 1e6  # epoll counts milliseconds in 32 bits
@@ -62,6 +63,17 @@ def usable_timeout_s(argument: float | None) -> float:
         return timeout_s(argument)
     except InvalidUsageError:
         return DEFAULT_TIMEOUT_S
+
+
+def most_nbytes() -> int | None:
+    """Return MPICOMM_MEMORY: the bytes of a GPU that a communicator may take beyond its arena; None for no bound."""
+    text = os.environ.get("MPICOMM_MEMORY")
+    if not text:
+        return None
+    try:
+        return nbytes_of(text)
+    except ValueError as error:
+        raise InvalidUsageError(f"MPICOMM_MEMORY: {error}") from None
 
 
 def local_id() -> int:

@@ -1,4 +1,4 @@
-"""``python -m mpicomm.info``: shows the ranks' devices, how they open each other's memory, and the versions in use."""
+"""``python -m mpicomm.info``: shows the ranks' devices, paths to memory, memory of a communicator, and versions."""
 
 from __future__ import annotations
 
@@ -18,23 +18,42 @@ from mpicomm.cli import options as command_line
 from mpicomm.cluster.cuda_aware import query_cuda_aware
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.devices.base import Link, slowest_gb_s
-from mpicomm.errors import InvalidUsageError
+from mpicomm.errors import InvalidUsageError, MpicommError
 
 _FILE_WIDTH = 1000  # wide enough to fold no cell where no terminal sets the width
 
 
 def collect(comm: Communicator) -> dict[str, Any]:
     """Return all facts to show, ready for JSON. Collective."""
+    outcome = first_calls(comm)
     here = comm.describe()
     record = command_line.rank_record(here)
     record["environment"] = {name: os.environ[name] for name in sorted(os.environ) if name.startswith("MPICOMM_")}
     return {
         "ranks": comm.allgather(record),
+        "first_calls": outcome,
         "processor": command_line.processor(),
         "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
         "tuning": algorithms(here.device_name, here.links) if comm.device != "cpu" else [],
         "versions": command_line.versions(),
     }
+
+
+def first_calls(comm: Communicator) -> str:
+    """Make a small Allreduce, and on GPUs an Alltoallv, which set up their memory. Collective.
+
+    Return "work", or the error of this rank: the other facts are shown all the same, because they may tell the cause.
+    """
+    try:
+        with comm.zeros(comm.size) as sent, comm.zeros(comm.size) as received:
+            comm.Allreduce(sent.local, received.local, algorithm="one_shot")
+            if comm.device != "cpu":
+                counts = [1] * comm.size
+                comm.Alltoallv([sent.local, counts], [received.local, counts])
+            comm.check()
+    except MpicommError as error:
+        return str(error)
+    return "work"
 
 
 def algorithms(device_name: str, links: Iterable[Link]) -> list[str]:
@@ -70,6 +89,13 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
         paths.add_row(str(info["rank"]), *map(_path, info["links"]), info["handle"])
 
     result = [where, paths]
+    held = group_ranks([{use["purpose"]: _held(use) for use in info["memory"]} for info in ranks])
+    if held:
+        memory = _table("Memory after the first collectives", "ranks", "purpose", "memory")
+        for row in held:
+            memory.add_row(*row)
+        result.append(memory)
+
     for title, name, key in (
         ("Better handles that were refused", "handle", "rejected"),
         ("Environment", "variable", "environment"),
@@ -88,6 +114,7 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     mpi = found["cuda_aware_mpi"]
     answer = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
     system.add_row("MPI is CUDA-aware", f"{answer} ({mpi['how']})")
+    system.add_row("first collectives", found["first_calls"])
     if found["tuning"]:
         source, *choices = found["tuning"]
         chosen = _table(f"Algorithms of collectives on GPU arrays: {source}", "call", "algorithm")
@@ -109,6 +136,11 @@ def _path(link: Mapping[str, Any]) -> str:
     return f"{link['path']}{carries}"
 
 
+def _held(use: Mapping[str, Any]) -> str:
+    parts = (("device", use["device_nbytes"]), ("host", use["host_nbytes"]))
+    return ", ".join(f"{place}: {nbytes / 1024:,.0f} KiB" for place, nbytes in parts if nbytes)
+
+
 def _cell(value: object) -> str:
     return "-" if value in (None, "", -1) else str(value)
 
@@ -117,7 +149,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.info",
-        description="Show the ranks' devices, how they open each other's memory, and the versions in use.",
+        description="Show the ranks' devices, how they open each other's memory, how much memory a communicator takes, "
+        "and the versions in use.",
     )
     command_line.add_communicator_arguments(result)
     result.add_argument(

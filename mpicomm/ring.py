@@ -19,6 +19,7 @@ from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, matrices, setting
 from mpicomm.errors import InvalidUsageError
+from mpicomm.sizes import format_size
 
 DIRECTIONS = ("put", "get")
 
@@ -241,7 +242,7 @@ def main() -> int:
     pattern = Pattern(xp)
     results: dict[int, dict[str, Measurement]] = {}
     for completed, nbytes in enumerate(swept):
-        with command_line.progress_line(command_line.format_size(nbytes), completed, len(swept)):
+        with command_line.progress_line(format_size(nbytes), completed, len(swept)):
             ring = Ring(comm, pattern, xp, nbytes)
             results[nbytes] = {
                 direction: ring.measure(direction, options.iters, options.warmup_iters) for direction in directions

@@ -12,6 +12,7 @@ from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.devices.base import Backend, GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
+from mpicomm.devices.memory_use import MemoryUse, summed
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.log import logger
 from mpicomm.sharing.choose_handle import choose_kind
@@ -139,6 +140,11 @@ class Session:
         """
         self._beside.append(member)
         self._meets_always |= opened_by_peers
+
+    def memory_use(self) -> tuple[MemoryUse, ...]:
+        """Return the memory that this communicator has set up on this rank, by purpose. Local."""
+        own = self.backend.memory_use() if self._has_device else ()
+        return summed([*own, *(use for member in (*self._beside, *self._shared) for use in member.memory_use())])
 
     def close_shared(self, shared: Shared, what: str) -> None:
         """Give back one array or event; see its ``close``."""

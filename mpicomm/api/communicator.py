@@ -24,6 +24,7 @@ from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.dispatch import Collectives
 from mpicomm.collectives.host.fast_path import LIMITS
 from mpicomm.devices.base import Link
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.in_stream_order import InStreamOrder
@@ -58,6 +59,9 @@ class RankInfo:
     rejected: dict[str, str]
     """The better handle kinds that do not work, each with the reason."""
     links: tuple[Link, ...]
+    memory: tuple[MemoryUse, ...] = ()
+    """The memory that the library has set up for this communicator on this rank, by purpose: symmetric arrays and
+    memory of calls, but no memory of the caller and no mapped memory of peers."""
 
 
 class Communicator(
@@ -241,7 +245,10 @@ class Communicator(
         self._session.check(stream)
 
     def describe(self) -> RankInfo:
-        """Return where this rank is and how it reaches the others. Collective where it sets up, else local."""
+        """Return where this rank is, how it reaches the others, and the memory that its calls have set up.
+
+        Collective where it sets up, else local.
+        """
         session = self._session.set_up("describe")
         placement, here = session.placement, session.placement.here
         device = here.devices[here.device] if isinstance(here.device, int) else None
@@ -265,6 +272,7 @@ class Communicator(
                 else Link("other node")
                 for rank, place in enumerate(placement.places)
             ),
+            memory=session.memory_use(),
         )
 
     def Free(self) -> None:

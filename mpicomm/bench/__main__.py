@@ -17,6 +17,7 @@ from mpicomm.bench.results import Results, Row
 from mpicomm.bench.table import Table
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
+from mpicomm.sizes import format_size
 
 
 def main() -> int:
@@ -71,7 +72,7 @@ def sweep(measuring: Measuring, cases: list[Case], contenders: Contenders, *, is
     for completed, case in enumerate(cases):
         outcomes: dict[str, dict[str, Outcome]] = {}
         silent: dict[str, dict[str, str]] = {}
-        with command_line.progress_line(command_line.format_size(max(1, case.nbytes)), completed, len(cases)):
+        with command_line.progress_line(format_size(max(1, case.nbytes)), completed, len(cases)):
             for place in places:
                 outcomes[place], silent[place] = measuring.run(case.at(place))
         results.rows.append(Row(case, outcomes, silent))

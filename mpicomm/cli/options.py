@@ -31,10 +31,10 @@ import mpicomm
 from mpicomm import environment
 from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.sizes import format_size, nbytes_of
 
 _TOGETHER_S = 0.5
 _FORWARD_S = 0.2  # an MPI launcher that is told to abort drops output that it has not forwarded yet
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 _device: int | str | None = None  # `_abort` names the device, and has no communicator at hand
 
@@ -168,18 +168,11 @@ def sizes(smallest: int, largest: int, factor: int) -> list[int]:
 
 
 def parse_size(text: str) -> int:
-    """Read a size in bytes, as in "8", "4K", "64M", "1G", "2T"; an argparse type."""
-    match = re.fullmatch(r"([0-9]+)([KMGT]?)", text.strip().upper())
-    nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
-    if nbytes == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size: use bytes above 0, with K, M, G or T as in 64M")
-    return nbytes
-
-
-def format_size(nbytes: int) -> str:
-    """Write a size with the largest unit that divides it; `parse_size` reads it back."""
-    unit = max((unit for unit in _UNITS if nbytes % _UNITS[unit] == 0), key=_UNITS.__getitem__)
-    return f"{nbytes // _UNITS[unit]}{unit}"
+    """Read a size in bytes, as `nbytes_of` does; an argparse type."""
+    try:
+        return nbytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def count_from(smallest: int) -> Callable[[str], int]:

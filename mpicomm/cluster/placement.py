@@ -51,6 +51,21 @@ class RankPlace:
     """UUID of the GPU that "auto" gave this process before, else empty."""
     local_id: int = 0
     """`environment.local_id`."""
+    most_nbytes: int | None = None
+    """`environment.most_nbytes`."""
+
+    @property
+    def most_outbox_nbytes(self) -> int | None:
+        """The part of `most_nbytes` for the outbox.
+
+        It is a fixed part, because each rank's outbox grows by itself, and all ranks must agree on the rest.
+        """
+        return None if self.most_nbytes is None else self.most_nbytes // 4 if self.handle == "ipc" else 0
+
+    @property
+    def most_shared_nbytes(self) -> int | None:
+        """The part of `most_nbytes` for memory that the ranks of the node set up together."""
+        return None if self.most_nbytes is None else self.most_nbytes - (self.most_outbox_nbytes or 0)
 
     @property
     def device_uuid(self) -> bytes:
@@ -123,6 +138,7 @@ def find_placement(group: Group, device: int | str, handle: str) -> Placement:
     places = group.exchange("Communicator: find devices", lambda: _look_around(device, handle, group.timeout_s))
     _require_same("handle", [place.handle for place in places])
     _require_same("timeout_s", [place.timeout_s for place in places])
+    _require_same("MPICOMM_MEMORY", [place.most_nbytes for place in places])
     requests = [place.device for place in places]
     kinds = ["ordinal" if isinstance(request, int) else request for request in requests]
     _require_same("device", kinds)
@@ -173,6 +189,7 @@ def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
         token=token,
         given=_given[0] if _given else b"",
         local_id=environment.local_id(),
+        most_nbytes=environment.most_nbytes(),
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.host import HostBackend, fence
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
 
@@ -82,6 +84,10 @@ class Board:
         """Return the indices of the ranks that have posted less often than this one; local."""
         mine = self._counters[self._node.rank][0]
         return [index for index, counter in enumerate(self._counters) if counter[0] < mine]
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's lines; local."""
+        return (MemoryUse("call board", host_nbytes=self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
         """Unmap the peers' lines; local. `post` raises `InvalidUsageError` afterwards."""

@@ -307,7 +307,8 @@ class Collectives:
             backend = session.gpu(operation)
             board = self._shared_board(session)
             with backend.loading():  # it allocates and waits, which a thread that captures a graph may not otherwise
-                engine = session.keep(DeviceEngine(session.node, backend, session.kind, board))
+                most_nbytes = session.placement.here.most_shared_nbytes
+                engine = session.keep(DeviceEngine(session.node, backend, session.kind, board, most_nbytes))
             self._gpu = PlanCache(session, engine)
         return self._gpu
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import Kind, MemoryHandle
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.kernels.team import Faults
 
@@ -155,6 +156,9 @@ class Backend(Protocol):
 
     def link(self, device: bytes, kind: Kind) -> Link:
         """Return how this device reaches memory of the device with that UUID when it is opened as ``kind``."""
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of the backend itself, without the segments and the scratch memory of others."""
 
     def close(self) -> None:
         """Release the resources of the backend itself. A second call does nothing."""

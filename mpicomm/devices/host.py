@@ -9,7 +9,7 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy.typing as npt
 from mpicomm.devices.base import Link, Scratch
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import Kind, MemoryHandle
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError
 from mpicomm.interrupts import uninterrupted
 from mpicomm.waiting import wait_until
@@ -311,6 +312,10 @@ class HostBackend:
     def link(self, device: bytes, kind: Kind) -> Link:
         """Return the link of host memory."""
         return Link("host memory", access=True)
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return nothing."""
+        return ()
 
     def close(self) -> None:
         """Release nothing."""

@@ -66,7 +66,7 @@ class Messages:
         self._kind = here.handle
         self._near = frozenset(placement.node_ranks)
         secret = placement.secret if self.described else None
-        self.memory = MessageMemory(placement.rank, here.timeout_s, secret)
+        self.memory = MessageMemory(placement.rank, here.timeout_s, secret, here.most_outbox_nbytes)
         self.unexpected = UnexpectedQueue(self, comm, secret)
         # It is not the completer of collectives. A receive into host memory blocks its thread until the sender's device
         # has sent the data, and that may wait for a collective which this rank begins only after an earlier one is

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import release_before_finalize
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import MpicommError
 from mpicomm.log import logger
 from mpicomm.messages.device import MessageDevice
@@ -21,18 +23,23 @@ class MessageMemory:
     the communicator would live as long as any array of it.
     """
 
-    def __init__(self, rank: int, timeout_s: float, secret: bytes | None) -> None:
+    def __init__(self, rank: int, timeout_s: float, secret: bytes | None, most_nbytes: int | None) -> None:
         self._rank = rank
         self._timeout_s = timeout_s
         self._secret = secret
+        self._most_nbytes = most_nbytes
         self._rendezvous: Rendezvous | None = None
 
     def rendezvous(self, device: MessageDevice) -> Rendezvous:
         """Return the rendezvous of the communicator, whose device is ``device``."""
         if self._rendezvous is None:
-            self._rendezvous = Rendezvous(device, self._rank, self._secret)
+            self._rendezvous = Rendezvous(device, self._rank, self._secret, self._most_nbytes)
             release_before_finalize(self)
         return self._rendezvous
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of the outbox; the peers' blocks that this rank has opened are the peers' memory."""
+        return () if self._rendezvous is None else (self._rendezvous.memory_use(),)
 
     def close_peers(self) -> None:
         """Unmap the peers' outboxes; this rank's copies must be over. A second call does nothing."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpicomm.devices.base import Segment
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
 from mpicomm.messages.description import MOST_EXTENTS, Description, Extent
 from mpicomm.messages.device import MessageDevice, SideStream
@@ -56,12 +57,18 @@ class Outbox:
     stream stores `ready`, and only the receiver's stream stores `done`. Both only grow: the next message with the same
     line counts on from where the last one stopped. So nothing has to clear a line, which would need an order with the
     stores of peers.
+
+    All blocks together have at most ``most_nbytes``.
     """
 
-    def __init__(self, device: MessageDevice) -> None:
+    def __init__(self, device: MessageDevice, most_nbytes: int | None = None) -> None:
         self._device = device
+        self._bound = most_nbytes
         self._lock = threading.Lock()  # several threads of the program may send
-        self._most_nbytes = device.total_nbytes // PART // BLOCK_NBYTES * BLOCK_NBYTES
+        most = device.total_nbytes // PART
+        if most_nbytes is not None:
+            most = min(most, max(0, most_nbytes - BLOCK_NBYTES))  # a block holds the lines
+        self._most_nbytes = most // BLOCK_NBYTES * BLOCK_NBYTES
         self._words: Block | None = None
         self._blocks: list[Block] = []
         self._free: list[tuple[int, int]] = []  # sorted ranges, of which no two touch
@@ -73,11 +80,13 @@ class Outbox:
     def reserve(self, nbytes: int) -> Description:
         """Give a message its place. Raises `OutboxFullError`, or `HandleError` where memory cannot be allocated."""
         with self._lock:
+            room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
+            if room > self._most_nbytes:
+                raise self._too_small_for(room)
             if self._words is None:
                 self._words = self._allocate(MOST_IN_FLIGHT * _LINE_NBYTES, 0)
                 # Before any description names the block: a count that is not 0 would let a receiver through.
                 self._device.zero(self._words.segment.pointer, MOST_IN_FLIGHT * _LINE_NBYTES)
-            room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
             begin = self._take(room)
             if begin is None or not self._lines:
                 self._reclaim()
@@ -111,6 +120,12 @@ class Outbox:
         with self._lock:
             self._reclaim()
             return not self._in_flight
+
+    def memory_use(self) -> MemoryUse:
+        """Return the memory of all blocks."""
+        with self._lock:
+            blocks = [block for block in (self._words, *self._blocks) if block is not None]
+            return MemoryUse("outbox", device_nbytes=sum(block.segment.nbytes for block in blocks))
 
     def close(self) -> None:
         """Free all blocks; every peer must have closed them. A second call does nothing."""
@@ -146,14 +161,18 @@ class Outbox:
         wanted = max(room - tail, total, FIRST_BLOCK_NBYTES)
         size = min(-(-wanted // BLOCK_NBYTES) * BLOCK_NBYTES, self._most_nbytes - total)
         if size < room - tail:
-            raise OutboxFullError(
-                f"messages that are not received yet leave less than {room} of {self._most_nbytes} bytes"
-            )
+            raise self._too_small_for(room)
         self._blocks.append(self._allocate(size, total))
         self._release(total, self._blocks[-1].end)
         begin = self._take(room)
         assert begin is not None
         return begin
+
+    def _too_small_for(self, room: int) -> OutboxFullError:
+        bound = "" if self._bound is None else f"; MPICOMM_MEMORY leaves {self._bound} bytes for the outbox: raise it"
+        return OutboxFullError(
+            f"messages that are not received yet leave less than {room} of {self._most_nbytes} bytes{bound}"
+        )
 
     def _allocate(self, nbytes: int, begin: int) -> Block:
         segment = self._device.allocate("ipc", nbytes)

@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from mpicomm.devices.base import Segment
 from mpicomm.devices.handle import MemoryHandle
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.messages.description import DESCRIPTION_NBYTES, Description
 from mpicomm.messages.device import MessageDevice
@@ -22,14 +23,14 @@ class Rendezvous:
     block in which its message lies; the receiver opens the block and keeps it open. A wait on the device that ran out
     of time is raised by the device's `check`.
 
-    Without a ``secret`` no message is described, and `description` finds none.
+    The outbox has at most ``most_nbytes``. Without a ``secret`` no message is described, and `description` finds none.
     """
 
-    def __init__(self, device: MessageDevice, rank: int, secret: bytes | None) -> None:
+    def __init__(self, device: MessageDevice, rank: int, secret: bytes | None, most_nbytes: int | None = None) -> None:
         self.device = device
         self._rank = rank
         self._secret = secret
-        self._outbox = Outbox(device)
+        self._outbox = Outbox(device, most_nbytes)
         self._lock = threading.Lock()  # so that two threads do not open one block twice
         self._opened: dict[bytes, Segment] = {}
         self._closed = False
@@ -99,6 +100,10 @@ class Rendezvous:
     def is_drained(self) -> bool:
         """Return whether the receivers have copied all messages of this rank."""
         return self._outbox.is_drained()
+
+    def memory_use(self) -> MemoryUse:
+        """Return the memory of the outbox."""
+        return self._outbox.memory_use()
 
     def close_peers(self) -> None:
         """Unmap the peers' blocks; their copies must be over. A second call does nothing."""

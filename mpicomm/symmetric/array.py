@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import SharedSegments
 from mpicomm.symmetric.owner import Owner
@@ -29,11 +30,14 @@ class SymmetricArray:
     from then on; on the host they stay readable.
     """
 
-    def __init__(self, owner: Owner, segments: SharedSegments, pad: SignalPad, local: Any, number: int) -> None:
+    def __init__(
+        self, owner: Owner, segments: SharedSegments, pad: SignalPad, local: Any, number: int, *, registered: bool
+    ) -> None:
         self._owner = owner
         self._segments = segments
         self._pad = pad
         self._number = number
+        self._registered = registered
         self._local = local
         self._peers: dict[int, Any] = {}
         self._pointers: Any = None
@@ -156,6 +160,12 @@ class SymmetricArray:
         """
         if not self.closed:
             self._owner.close_shared(self, "SymmetricArray")
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's part, unless it is the caller's; local."""
+        if self._registered:
+            return ()
+        return (MemoryUse.of_kind("symmetric arrays", self._owner.kind, self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
         """Unmap the peers' parts; local, the first step of a close."""

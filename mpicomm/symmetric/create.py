@@ -138,7 +138,7 @@ def _array(owner: Owner, what: str, part: _Part, *, sealed: bool) -> SymmetricAr
         raise
     pointers = [segments[index].pointer for index in range(owner.node.size)]
     number = owner.mappings.add(pointers, owner.node.rank, part.view.nbytes)
-    return owner.keep(SymmetricArray(owner, segments, pads[0], part.view, number))
+    return owner.keep(SymmetricArray(owner, segments, pads[0], part.view, number, registered=not sealed))
 
 
 def _share_on_all_nodes(

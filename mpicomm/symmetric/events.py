@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from mpicomm.devices.base import Event
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.symmetric.owner import Owner
 
@@ -38,6 +40,10 @@ class SharedEvent:
         """Release the events. Collective, blocking. A second call does nothing."""
         if not self.closed:
             self._owner.close_shared(self, "SharedEvent")
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return nothing: an event has no memory of mpicomm."""
+        return ()
 
     def close_peers(self) -> None:
         """Close the peers' events; local, the first step of a close."""

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.placement import Placement
 from mpicomm.devices.base import Backend
 from mpicomm.devices.handle import Kind
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.symmetric.registry import Mappings
 from mpicomm.symmetric.signals import SignalPads
 
 
 class Shared(Protocol):
     """Memory or events that ranks give back in two steps: all unmap the peers' part, then each frees its own part."""
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's part; local."""
 
     def close_peers(self) -> None:
         """Unmap the peers' part; local."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend
 from mpicomm.devices.handle import Kind
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.sharing.segments import SharedSegments, share
 
 _WORD_NBYTES = 8
@@ -80,6 +82,10 @@ class SignalPads:
     def give_back(self, pad: SignalPad) -> None:
         """Let `take` return the pad again; local. Every peer must have stopped using it."""
         heapq.heappush(self._free, pad.number)
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's chunks; local."""
+        return [MemoryUse.of_kind("signal pads", self._kind, chunk.own.nbytes) for chunk in self._chunks]
 
     def close_peers(self) -> None:
         """Unmap the peers' chunks; local."""

@@ -13,6 +13,7 @@ from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Inboxes, Region, Request, escapes_nbytes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.launches import large_inboxes
+from mpicomm.collectives.gpu.algorithms.registry import IN_THE_ARENA
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
@@ -45,6 +46,7 @@ class SimulatedArena:
         self.layout = layout
         self.flagged = Inboxes(tuple(base + layout.flagged for base in arenas), layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes(tuple(base + layout.sentinels for base in arenas), layout.sentinel_inbox_nbytes)
+        self.any_length = self.sentinels
         self._regions = regions
 
     def region(self, request: Request) -> Region:
@@ -56,10 +58,14 @@ class SimulatedArena:
 
 
 class ProgramRig:
-    """A node as each rank sees it, and symmetric memory of ``nbytes``."""
+    """A node as each rank sees it, and symmetric memory of ``nbytes``.
 
-    def __init__(self, machine: Machine, nbytes: int, *, timeout_s: float = 20) -> None:
+    With ``bare`` there is no memory but the arena, whatever the algorithm of a call.
+    """
+
+    def __init__(self, machine: Machine, nbytes: int, *, timeout_s: float = 20, bare: bool = False) -> None:
         self.machine = machine
+        self._bare = bare
         self.size = machine.size
         self.requests: list[Request] = []
         """The memory that algorithms have asked for."""
@@ -109,7 +115,7 @@ class ProgramRig:
         assert threads is None
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
         call, node = pattern.call(signature, memory), self._nodes[rank]
-        algorithm = choose(call, pattern.algorithm, BUILT_IN, node)
+        algorithm = IN_THE_ARENA if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)
         self.requests += algorithm.memory(call, node)
         for step in algorithm.plan(call, node):
             if isinstance(step, Copy):

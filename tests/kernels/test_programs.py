@@ -53,6 +53,24 @@ def test_collectives_of_any_size(builds: Builds, size: int, name: str) -> None:
         rig.machine.clear()
 
 
+@pytest.mark.parametrize(("size", "name"), [(2, "float32"), (3, "int32")])
+def test_collectives_without_memory_beyond_the_arena(builds: Builds, size: int, name: str) -> None:
+    """Also of messages that inboxes do not hold, of which more go one way."""
+    rig = ProgramRig(Machine(builds, size), 16, bare=True)
+    rng = np.random.default_rng(size)
+    calls = Calls(rig, rng, nap_us=1000)
+    for count in (1, INBOX_NBYTES // 4 + 1, 3 * INBOX_NBYTES // 4):
+        checks = [calls.allreduce(name, "sum", count), calls.scan(name, "sum", count), calls.bcast(4 * count)]
+        checks.append(calls.alltoallv(random_counts(rng, size, (0, 1, 4 * count))))
+        checks.append(calls.reduce(name, "sum", count, "one_shot", in_place=False))
+        checks.append(calls.reduce_scatter(name, "sum", [count, 0, 5][:size]))
+        rig.machine.run(seed=count, jitter_us=200, limit_s=30)
+        for check in checks:
+            check()
+        rig.machine.clear()
+        assert not rig.requests
+
+
 @pytest.mark.parametrize("name", ["float32", "int32"])
 def test_reduce_scatter_of_parts_of_any_size(builds: Builds, name: str) -> None:
     rig = ProgramRig(Machine(builds, 3), 16)

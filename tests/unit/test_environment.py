@@ -108,6 +108,20 @@ def test_timeout_argument_wins(monkeypatch: pytest.MonkeyPatch, text: str) -> No
     assert environment.timeout_s(7.0) == 7.0
 
 
+@pytest.mark.parametrize(("text", "nbytes"), [(None, None), ("", None), ("512M", 512 << 20), ("1t", 1 << 40), ("7", 7)])
+def test_memory(monkeypatch: pytest.MonkeyPatch, text: str | None, nbytes: int | None) -> None:
+    if text is not None:
+        monkeypatch.setenv("MPICOMM_MEMORY", text)
+    assert environment.most_nbytes() == nbytes
+
+
+@pytest.mark.parametrize("text", ["much", "0", "-1", "1.5G", "512MB"])
+def test_memory_that_is_no_size(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("MPICOMM_MEMORY", text)
+    with pytest.raises(InvalidUsageError, match=f"^MPICOMM_MEMORY: '{text}' is no size: use bytes above 0, with K"):
+        environment.most_nbytes()
+
+
 @pytest.mark.parametrize(("text", "host_id"), [(None, None), ("", None), ("left rack", "left rack")])
 def test_host_id(monkeypatch: pytest.MonkeyPatch, text: str | None, host_id: str | None) -> None:
     if text is not None:

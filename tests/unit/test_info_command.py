@@ -34,6 +34,9 @@ def test_json_is_one_complete_object() -> None:
         assert info["environment"] == {"MPICOMM_TIMEOUT": "12"}
         assert info["links"][rank]["path"] == "self"
         assert info["links"][1 - rank]["path"] == "host memory"
+        held = {use["purpose"]: (use["device_nbytes"], use["host_nbytes"] > 0) for use in info["memory"]}
+        assert held == dict.fromkeys(("signal pads", "call board", "host arena"), (0, True))
+    assert found["first_calls"] == "work"
     assert found["versions"]["mpicomm"] == mpicomm.__version__
     assert found["versions"]["numpy"] == np.__version__
     assert found["versions"]["mpi4py"] == mpi4py.__version__
@@ -48,6 +51,16 @@ def test_tables_for_people() -> None:
     assert job.stdout.count("host memory") == 3 * 2
     assert job.stdout.count("MPICOMM_TIMEOUT") == 1
     assert "MPI is CUDA-aware" in job.stdout
+    assert job.stdout.count("host arena") == 1  # all ranks have as much
+
+
+def test_memory_of_gpus_and_of_the_host_is_shown_apart() -> None:
+    found = json.loads(run_job(2, *INFO, "--json").stdout)
+    found["ranks"][1]["memory"] = [{"purpose": "collectives: arena", "device_nbytes": 43 << 20, "host_nbytes": 4096}]
+    console = Console(width=200, file=io.StringIO())
+    with console.capture() as captured:
+        console.print(tables(found)[2])
+    assert "collectives: arena │ device: 44,032 KiB, host: 4 KiB" in captured.get()
 
 
 def test_paths_show_what_they_carry() -> None:

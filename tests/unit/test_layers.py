@@ -18,7 +18,7 @@ ROOT = Path(mpicomm.__file__).parents[1]
 
 # The rooms, lowest first: a room imports from the rows above its own. A module that is named here is a room of its own.
 ROOMS = [
-    {"errors"},
+    {"errors", "sizes"},
     {"environment", "waiting", "interrupts"},
     {"log"},
     {"kernels"},

@@ -2,45 +2,75 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.devices.base import GpuBackend, Segment
+from mpicomm.devices.cuda.memory import BLOCK_NBYTES, round_up
 from mpicomm.devices.handle import Kind
-from mpicomm.errors import HandleError
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.kernels.team import ABORT_OPERATION, MISMATCH
 from mpicomm.sharing.segments import SharedSegments, share
+
+_PURPOSE = "collectives: arena"
 
 
 class NoMemoryError(HandleError):
     """The ranks could not set up memory that a call needs; raised on all of them."""
 
 
+class OverBoundError(NoMemoryError, InvalidUsageError):
+    """Memory that a call needs would exceed MPICOMM_MEMORY; raised on all ranks."""
+
+
 class DeviceArena:
     """Every rank's arena, and the regions that calls have asked for. Construction is collective, as ``share`` is.
 
-    A region lives until the communicator is freed, because a captured graph may go on using it.
+    A region lives until the communicator is freed, because a captured graph may go on using it. All regions of a rank
+    together take at most ``most_nbytes``.
     """
 
-    def __init__(self, node: Group, backend: GpuBackend, kind: Kind, layout: ArenaLayout) -> None:
+    def __init__(
+        self, node: Group, backend: GpuBackend, kind: Kind, layout: ArenaLayout, most_nbytes: int | None = None
+    ) -> None:
         self._node = node
         self._backend = backend
         self._kind = kind
+        self._most_nbytes = most_nbytes
         self.layout = layout
         allocate = partial(self._allocate, layout.nbytes, layout.sentinels, layout.escapes)
-        self._segments = share(node, backend, "collectives", allocate, lambda: layout.nbytes)
+        self._segments = share(node, backend, _PURPOSE, allocate, lambda: layout.nbytes)
         self._regions: dict[Request, SharedSegments] = {}
         self.pointers = self._pointers(self._segments)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
         """The inboxes of the LL wire."""
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
         """The inboxes of the sentinel wire."""
+        self.any_length = self.sentinels
+        """The inboxes for messages whose length only two ranks know. All ranks set larger ones at the same call."""
 
     def has(self, request: Request) -> bool:
         """Return whether there is a region that a request fits into. Local, the same on all ranks."""
         return self._find(request) is not None
+
+    def require_room(self, request: Request) -> None:
+        """Raise `OverBoundError` where a new region would exceed the bound. Local, the same on all ranks.
+
+        All ranks agree without a word, because they have the same bound and have set up the same regions.
+        """
+        if self._most_nbytes is None:
+            return
+        wanted = _allocated_nbytes(request)
+        left = self._most_nbytes - sum(map(_allocated_nbytes, self._regions))
+        if wanted > left:
+            raise OverBoundError(
+                f"MPICOMM_MEMORY leaves {max(left, 0)} bytes for shared memory of this communicator, and "
+                f'"{request.what}" takes {wanted}: raise MPICOMM_MEMORY by {wanted - left} bytes or more, or unset it'
+            )
 
     def set_up(self, request: Request) -> None:
         """Set up a region for a request. Collective; raises `NoMemoryError`, and as ``share`` does."""
@@ -69,6 +99,12 @@ class DeviceArena:
         # overwrites loses its operation alone.
         for pointer in self.pointers:
             self._backend.fill(pointer + ABORT_OPERATION, 1, MISMATCH)
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's arena and regions; local."""
+        yield MemoryUse.of_kind(_PURPOSE, self._kind, self._segments.own.nbytes)
+        for request, segments in self._regions.items():
+            yield MemoryUse.of_kind(request.what, self._kind, segments.own.nbytes)
 
     def close_peers(self) -> None:
         """Unmap the peers' memory; local."""
@@ -107,3 +143,7 @@ class DeviceArena:
 
     def _pointers(self, segments: SharedSegments) -> tuple[int, ...]:
         return tuple(segments[index].pointer for index in range(self._node.size))
+
+
+def _allocated_nbytes(request: Request) -> int:
+    return round_up(request.nbytes, BLOCK_NBYTES)

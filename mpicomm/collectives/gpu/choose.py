@@ -11,9 +11,11 @@ from functools import lru_cache
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
+from mpicomm.collectives.gpu.algorithms.packets.any_length import inboxes_for, larger_inboxes
+from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, IN_THE_ARENA
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
+from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.errors import InvalidUsageError
@@ -55,58 +57,103 @@ def _first(name: str, call: GpuCall, node: Node) -> tuple[Algorithm | None, str]
 class Preparation:
     """Chooses an algorithm for each call and sets up its memory. Local but for a set-up, in which all ranks meet."""
 
-    def __init__(self, tuning: Tuning, node: Node, arena: DeviceArena, board: Board, calls: DeviceCalls) -> None:
+    def __init__(
+        self,
+        tuning: Tuning,
+        node: Node,
+        arena: DeviceArena,
+        board: Board,
+        calls: DeviceCalls,
+        longest: LongestMessage,
+    ) -> None:
         self._tuning = tuning
         self._node = node
         self._arena = arena
         self._board = board
         self._calls = calls
-        self._refused: dict[str, tuple[int, str]] = {}  # by purpose: the least memory that was refused, and why
+        self._longest = longest
+        self._refused: dict[str, tuple[int, NoMemoryError]] = {}  # by purpose: the least memory that was refused
 
     def steps(self, call: GpuCall, asked: str) -> tuple[str, list[Step]]:
         """Return a call in words and this rank's steps; see `DeviceEngine.prepare`."""
         _ = call.reduction  # it raises here where it is not defined, before the other ranks are told of the call
         table = self._tuning
+        algorithm = choose(call, asked, table, self._node)
         while True:
-            algorithm = choose(call, asked, table, self._node)
             requests = algorithm.memory(call, self._node)
             text = call.text(into_memory=algorithm.into_memory)
             try:
                 # Before the board is told, because a rank that keeps the plan of another algorithm never comes here.
                 for request in requests:
-                    self._require_not_refused(request)
+                    self._require_possible(request)
                 self._board.post(text)  # before this rank waits for others, which may be in another call
+                if call.lengths_are_private and self._node.size > 1 and self._longest.is_due:
+                    self._enlarge_inboxes(call)
                 for request in requests:
                     self.provide(request)
                 return text, [*algorithm.plan(call, self._node)]
             except NoMemoryError as error:
-                if asked != "auto" or algorithm.name == "one_shot":
+                in_inboxes = algorithm.name == "one_shot" and self._node.size > 1
+                if not in_inboxes and (asked != "auto" or algorithm.name == "one_shot"):
                     raise
                 for request in requests:
-                    least, _ = self._refused.get(request.what, (request.nbytes, ""))
-                    self._refused[request.what] = min(least, request.nbytes), str(error)
-                _warn_of_memory(call.operation.name, algorithm.name, str(error))
-                table = table.without(algorithm.name)
+                    self._remember_refusal(request, error)
+                if in_inboxes:
+                    _warn_of_memory(call.operation.name, "in the inboxes of the arena alone", str(error))
+                    algorithm = IN_THE_ARENA
+                else:
+                    _warn_of_memory(call.operation.name, f"without algorithm {algorithm.name!r}", str(error))
+                    table = table.without(algorithm.name)
+                    algorithm = choose(call, asked, table, self._node)
 
     def provide(self, request: Request) -> None:
         """Set up memory for a request where there is none. Collective then, else local. Raises `NoMemoryError`."""
         if not self._arena.has(request):
+            self._arena.require_room(request)
             self._calls.require_same()
             self._arena.set_up(request)
 
-    def _require_not_refused(self, request: Request) -> None:
-        """Raise `NoMemoryError` where ranks have taken another algorithm for want of such memory. Local, on all alike.
+    def _enlarge_inboxes(self, call: GpuCall) -> None:
+        """Set up larger inboxes for messages of any length if they make the longest one faster. Collective.
 
-        The ranks never try again, because a rank that has kept the plan of the other algorithm, for a call that it
-        repeats, would not come to the set-up.
+        The inboxes change in calls in which the ranks tell each other lengths, and in no others.
         """
-        least, why = self._refused.get(request.what, (request.nbytes + 1, ""))
-        if request.nbytes >= least and not self._arena.has(request):
-            raise NoMemoryError(why)
+        self._calls.require_same()
+        longest = self._longest.agree(longest_with_peers(call.one_shot, self._node.rank))
+        for request in larger_inboxes(self._node, longest):
+            try:
+                self._require_possible(request)
+                self.provide(request)
+            except NoMemoryError as error:
+                self._remember_refusal(request, error)
+                _warn_of_memory(call.operation.name, "in smaller inboxes", str(error))
+            else:
+                self._arena.any_length = inboxes_for(self._node, request)
+                return
+
+    def _require_possible(self, request: Request) -> None:
+        """Raise `NoMemoryError` where such memory exceeds the bound or was refused before. Local, on all ranks alike.
+
+        The ranks never try again what was refused, because a rank that has kept the plan of another algorithm, for a
+        call that it repeats, would not come to the set-up.
+        """
+        if self._arena.has(request):
+            return
+        least, error = self._refused.get(request.what, (request.nbytes + 1, None))
+        if error is not None and request.nbytes >= least:
+            raise _equal(error)
+        self._arena.require_room(request)
+
+    def _remember_refusal(self, request: Request, error: NoMemoryError) -> None:
+        least, _ = self._refused.get(request.what, (request.nbytes, error))
+        self._refused[request.what] = min(least, request.nbytes), _equal(error)
+
+
+def _equal(error: NoMemoryError) -> NoMemoryError:
+    """Return an equal error: its traceback would keep the frames that it came through, and the arrays in them."""
+    return type(error)(str(error), ranks=error.ranks)
 
 
 @lru_cache
-def _warn_of_memory(operation: str, algorithm: str, reason: str) -> None:
-    logger.warning(
-        "%s goes without algorithm %r, which is slower, for want of memory: %s", operation, algorithm, reason
-    )
+def _warn_of_memory(operation: str, way: str, reason: str) -> None:
+    logger.warning("%s goes %s, which is slower, for want of memory: %s", operation, way, reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -25,6 +25,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, se
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import Preparation
+from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.collectives.gpu.plan import Plan, launching
 from mpicomm.collectives.gpu.tuning import Tuning
@@ -34,6 +35,7 @@ from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import Enqueue, StreamOrder
 from mpicomm.devices.handle import Kind
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.mpi.span import Span
@@ -53,10 +55,14 @@ class DeviceEngine:
     carried out is raised by the backend's `check`: `CollectiveTimeoutError` names the rank that did not come,
     `PeerError` says what each rank called. The communicator is unusable then.
 
+    Calls take at most ``most_nbytes`` of memory beyond the arena, the same number on all ranks.
+
     The top of each algorithm's kernel explains how the ranks meet, and why they cannot wait for each other in a circle.
     """
 
-    def __init__(self, node: Group, backend: GpuBackend, kind: Kind, board: Board) -> None:
+    def __init__(
+        self, node: Group, backend: GpuBackend, kind: Kind, board: Board, most_nbytes: int | None = None
+    ) -> None:
         if node.size > MAX_RANKS:
             raise InvalidUsageError(
                 f"collectives on GPUs work between up to {MAX_RANKS} ranks of a node, this one has {node.size}"
@@ -82,7 +88,7 @@ class DeviceEngine:
         self.tuning: Tuning = found
         """The table of the first rank. All ranks go by it."""
         layout = ArenaLayout(node.size, min(MAX_CHANNELS, multiprocessors))
-        self._arena = DeviceArena(node, backend, kind, layout)
+        self._arena = DeviceArena(node, backend, kind, layout, most_nbytes)
         calls = DeviceCalls(node, board, backend, self._arena)
         team = Team(faults=backend.faults, timeout_ns=backend.timeout_ns, size=node.size, rank=node.rank)
         for index, rank in enumerate(node.ranks):
@@ -100,7 +106,8 @@ class DeviceEngine:
             early=backend.info.compute_capability >= (9, 0) and not host_slots,
             host_slots=host_slots,
         )
-        self._preparation = Preparation(self.tuning, self._node, self._arena, board, calls)
+        self._longest = LongestMessage(node)
+        self._preparation = Preparation(self.tuning, self._node, self._arena, board, calls, self._longest)
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
         self._scratch: list[Scratch] = []
@@ -130,7 +137,10 @@ class DeviceEngine:
         machine.
         """
         self._require_open(call.operation.name)
-        return self._plan(*self._preparation.steps(call, asked))
+        plan = self._plan(*self._preparation.steps(call, asked))
+        if call.lengths_are_private:
+            self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
+        return plan
 
     def _scratch_for(self, nbytes: int) -> Span | None:
         """Return memory of this rank alone, None for 0 bytes; all calls share it, in stream order. Local."""
@@ -190,6 +200,8 @@ class DeviceEngine:
             self._require_open(plan.text)
         if again and plan.collective:
             self._board.post(plan.text)
+        if plan.private_nbytes is not None:
+            self._longest.count(plan.private_nbytes)
         if not plan.steps:
             return False
         eager = plan.launch or (partial(self._launch, plan) if again else plan.enqueue)
@@ -212,6 +224,11 @@ class DeviceEngine:
             plan.make_graph(self._capturing)
         assert plan.launch is not None
         plan.launch(stream)
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's arena and scratch memory; local."""
+        yield from self._arena.memory_use()
+        yield MemoryUse("scratch", device_nbytes=sum(scratch.nbytes for scratch in self._scratch))
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank's work must be over; the engine cannot be used any more."""

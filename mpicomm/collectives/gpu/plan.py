@@ -27,6 +27,10 @@ class Plan:
     def __init__(self, text: str, steps: Sequence[Enqueue], *, collective: bool = True) -> None:
         self.text = text
         self.collective = collective
+        self.private_nbytes: int | None = None
+        """This rank's longest message, where only the two ranks of a message know its length; else None."""
+        self.is_old = False
+        """Whether the call has to be planned again, because ranks may change the memory that it uses."""
         self.steps = tuple(steps)
         self.launch: Enqueue | None = None
         """Enqueues the steps as a graph, once there is one."""

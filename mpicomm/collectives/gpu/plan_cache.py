@@ -68,7 +68,8 @@ class PlanCache:
             self._version = version
             self._calls.clear()
         try:
-            return self._calls.get(self._key(operation, algorithm, send, receive, op, root, counts))
+            known = self._calls.get(self._key(operation, algorithm, send, receive, op, root, counts))
+            return None if known is None or known.plan.is_old else known
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
 

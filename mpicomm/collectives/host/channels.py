@@ -34,6 +34,7 @@ import numpy as np
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.host.verdict import Verdict
 from mpicomm.devices.host import HostBackend, fence
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.sharing.segments import share
 from mpicomm.waiting import wait_until
 
@@ -154,6 +155,10 @@ class Channels:
         fence()
         for source in sources:
             self._words[source][self._returns_at + self._rank * _LINE // _WORD] = self._read[source]
+
+    def memory_use(self) -> MemoryUse:
+        """Return the memory of this rank's arena; local."""
+        return MemoryUse("host arena", host_nbytes=self._segments.own.nbytes)
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank cannot send or receive afterwards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -17,6 +17,7 @@ from mpicomm.collectives.host.channels import Channels, DifferentCall, Different
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import array_at
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.mpi.span import Span
 from mpicomm.waiting import wait_until
@@ -102,6 +103,11 @@ class HostEngine:
         if self._scratch is None or self._scratch.nbytes < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
         return Span(self._scratch.ctypes.data, 0)
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's arena and scratch memory; local."""
+        scratch = 0 if self._scratch is None else self._scratch.nbytes
+        return self._channels.memory_use(), MemoryUse("scratch", host_nbytes=scratch)
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. `run` raises `InvalidUsageError` afterwards."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -31,6 +31,7 @@ from mpicomm.devices.cuda.side_streams import SideStreams
 from mpicomm.devices.cuda.streams import resolve_stream
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
 from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.headers import SHARED
@@ -72,7 +73,6 @@ class CudaBackend:
         self._devices = devices
         self.timeout_ns = int(timeout_s * 1e9)
         self.calls: Calls | None = None
-        """`check` calls it for the text of a `PeerError`."""
         self._lock = threading.Lock()
         self._kernels: _SignalKernels | None = None
         self._stream: Any = None
@@ -355,6 +355,10 @@ class CudaBackend:
         )
         # Between GPUs, NVLink carries atomics and PCIe does not.
         return Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of the fault page."""
+        return [self._faults.memory_use()] if self._faults else ()
 
     def close(self) -> None:
         """Release the fault page, scratch memory, streams and the context. A second call does nothing.

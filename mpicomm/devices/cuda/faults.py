@@ -14,6 +14,7 @@ from mpicomm.devices.base import Calls
 from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.devices.host import fence
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
 
@@ -97,6 +98,10 @@ class FaultPage:
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Let every check raise an error of the same class and text, which no kernel has reported; local."""
         self._error = _without_traceback(error)
+
+    def memory_use(self) -> MemoryUse:
+        """Return the memory of the page and of the word."""
+        return MemoryUse("fault page", ctypes.sizeof(ctypes.c_uint32), mmap.PAGESIZE)
 
     def close(self) -> None:
         """Free the page; no kernel that has its address may run. A second call does nothing."""

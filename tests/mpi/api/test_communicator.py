@@ -3,6 +3,7 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -76,6 +77,30 @@ def test_describe_says_how_every_rank_is_reached(comm: mpicomm.Communicator) -> 
     assert (info.rank, info.node, info.device, info.handle) == (comm.rank, 0, comm.device, comm.handle)
     assert len(set(comm.allgather((info.host, info.pid)))) == comm.size
     assert [link.path == "self" for link in info.links] == [rank == comm.rank for rank in range(comm.size)]
+
+
+def test_describe_says_how_much_memory_is_set_up(comm: mpicomm.Communicator, device: str) -> None:
+    with comm.Dup() as child:
+
+        def held() -> dict[str, int]:
+            return {use.purpose: use.device_nbytes + use.host_nbytes for use in child.describe().memory}
+
+        assert set(held()) == (set() if device == "cpu" else {"fault page"})
+        first, second = child.zeros(2 << 20, np.uint8), child.zeros(4 << 20, np.uint8)
+        assert held()["symmetric arrays"] == 6 << 20 and held()["signal pads"] > 0
+        child.Allreduce(first.local, second.local[: first.size], algorithm="one_shot")
+        second.close()
+        assert held()["symmetric arrays"] == 2 << 20 and held()["call board"] > 0
+        assert held()["host arena" if device == "cpu" else "collectives: arena"] > 2 << 20
+        if device == "cpu":
+            assert all(use.device_nbytes == 0 for use in child.describe().memory)
+
+
+def test_memory_of_the_caller_does_not_count(comm: mpicomm.Communicator, device: str, tmp_path: Path) -> None:
+    if device != "cpu":
+        pytest.skip("memory of a file")
+    with comm.Dup() as child, child.register(np.memmap(tmp_path / "file", np.uint8, "w+", shape=1 << 20)):
+        assert {use.purpose for use in child.describe().memory} == {"signal pads"}
 
 
 def idup(comm: mpicomm.Communicator) -> MPI.Intracomm:

@@ -49,6 +49,7 @@ def test_bad_argument_is_refused_by_all(comm_world: MPI.Intracomm, bad: dict[str
         ("MPICOMM_HANDLE", "magic", "MPICOMM_HANDLE='magic' is no handle kind"),
         ("MPICOMM_TIMEOUT", "soon", "MPICOMM_TIMEOUT='soon': use a positive number"),
         ("MPICOMM_TIMEOUT", "0", "MPICOMM_TIMEOUT='0': use a positive number"),
+        ("MPICOMM_MEMORY", "much", "MPICOMM_MEMORY: 'much' is no size"),
         ("MPICOMM_BIND_CPU", "yes", "MPICOMM_BIND_CPU='yes': use 1"),
         ("MPICOMM_DEBUG", "loud", "MPICOMM_DEBUG='loud': use WARN"),
         ("MPICOMM_DEBUG_FILE", "/nowhere/log", "MPICOMM_DEBUG_FILE='/nowhere/log' cannot be opened: No such"),
@@ -83,6 +84,17 @@ def test_arguments_that_differ_are_refused_by_all(
     for culprit in range(comm_world.size):
         with raises_everywhere(comm_world, InvalidUsageError, match=f"{name} differs between ranks: .* on rank 1"):
             mpicomm.Communicator(comm_world, **(of_one if comm_world.rank == culprit else others))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_bounds_of_memory_that_differ_are_refused_by_all(
+    comm_world: MPI.Intracomm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPICOMM_MEMORY", "512M" if comm_world.rank else "1G")
+    with raises_everywhere(
+        comm_world, InvalidUsageError, match=f"MPICOMM_MEMORY differs between ranks: {1 << 30} on rank 0, {1 << 29} on"
+    ):
+        mpicomm.Communicator(comm_world)
 
 
 def test_device_that_is_not_there_is_refused_by_all(comm_world: MPI.Intracomm) -> None:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from mpicomm.devices.host import array_at
+from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.messages import outbox
 from mpicomm.messages.description import Description
 from mpicomm.messages.device import MessageDevice
@@ -104,3 +105,24 @@ def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
     assert box.reserve(40_000).line == in_flight[3].line
     box.close()
     device.close()
+
+
+def test_an_outbox_stays_below_its_bound(no_leaks: None, device: ThreadDevice) -> None:
+    box = Outbox(cast(MessageDevice, device), 8 << 20)
+    kept = [box.reserve(2 << 20) for _ in range(3)]
+    assert box.memory_use() == MemoryUse("outbox", device_nbytes=device.allocated)
+    assert device.allocated <= 8 << 20
+    with pytest.raises(OutboxFullError, match=f"MPICOMM_MEMORY leaves {8 << 20} bytes for the outbox: raise it"):
+        box.reserve(2 << 20)
+    finish(box, kept[1])
+    box.reserve(2 << 20)
+    box.close()
+    assert box.memory_use().device_nbytes == 0
+
+
+@pytest.mark.parametrize("most_nbytes", [0, 1 << 20, 3 << 20])
+def test_an_outbox_without_room_for_a_block_takes_no_memory(device: ThreadDevice, most_nbytes: int) -> None:
+    box = Outbox(cast(MessageDevice, device), most_nbytes)
+    with pytest.raises(OutboxFullError, match=f"MPICOMM_MEMORY leaves {most_nbytes} bytes"):
+        box.reserve(40_000)
+    assert device.allocated == 0

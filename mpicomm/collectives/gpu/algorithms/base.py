@@ -75,6 +75,11 @@ class GpuCall:
             memory = mappings.find(output.pointer, output.nbytes)
         return cls(call.operation, call.signature, call.buffers(scratch), call.nbytes or 0, memory)
 
+    @property
+    def lengths_are_private(self) -> bool:
+        """Whether only the two ranks of a message know its length."""
+        return self.operation.counts == "private"
+
     @cached_property
     def reduction(self) -> Reduction | None:
         """The reduction's name among the kernels; raises `InvalidUsageError` where there is none."""

@@ -104,6 +104,12 @@ class ArenaLayout:
         return self.inbox_nbytes(min(_MOST_LARGE_NBYTES, 1 << (self.size * whole - 1).bit_length()))
 
     @property
+    def large_inboxes_nbytes(self) -> list[int]:
+        """The sizes that large inboxes of the sentinel wire may have, the smallest first."""
+        doublings = (_MOST_LARGE_NBYTES // _SENTINEL_NBYTES).bit_length()
+        return [self.inbox_nbytes(_SENTINEL_NBYTES << number) for number in range(1, doublings)]
+
+    @property
     def most_inbox_nbytes(self) -> int:
         """The size of one inbox of the sentinel wire at most."""
         return self.inbox_nbytes(_MOST_LARGE_NBYTES)
@@ -223,6 +229,10 @@ class Arena(Protocol):
     @property
     def sentinels(self) -> Inboxes:
         """The inboxes of the sentinel wire."""
+
+    @property
+    def any_length(self) -> Inboxes:
+        """The inboxes for messages whose length only two ranks know: `sentinels`, or larger ones."""
 
     def region(self, request: Request) -> Region:
         """Return memory for a request; collective if the ranks have to set it up, else local."""

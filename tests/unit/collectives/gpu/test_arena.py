@@ -12,8 +12,8 @@ pytest.importorskip("cuda.bindings", reason="the arena is memory of a GPU")
 
 from mpicomm.collectives.gpu import arena as device_arena
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Request
-from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
-from mpicomm.errors import HandleError
+from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError, OverBoundError
+from mpicomm.errors import HandleError, InvalidUsageError
 
 MIB = 1 << 20
 
@@ -21,12 +21,12 @@ MIB = 1 << 20
 class Machine:
     """An arena of two ranks on a machine that has ``free`` bytes for each region."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most_nbytes: int | None = None) -> None:
         self.free = 1 << 40
         self.asked: list[int] = []
         monkeypatch.setattr(device_arena, "share", self._share)
         node, backend = SimpleNamespace(size=2), SimpleNamespace(loading=contextlib.nullcontext)
-        self.arena = DeviceArena(node, backend, "ipc", ArenaLayout(2, 8))  # type: ignore[arg-type]
+        self.arena = DeviceArena(node, backend, "ipc", ArenaLayout(2, 8), most_nbytes)  # type: ignore[arg-type]
         self.asked.clear()
 
     def _share(self, node: Any, backend: Any, what: str, produce: Any, signature: Any) -> Any:
@@ -63,3 +63,21 @@ def test_a_region_that_cannot_be_set_up_names_the_rank(monkeypatch: pytest.Monke
         machine.arena.set_up(Request("copies", 2 * MIB))
     assert list(caught.value.ranks) == [1]
     assert not machine.arena.has(Request("copies", 2 * MIB))
+
+
+def test_regions_stay_below_the_bound_in_whole_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine(monkeypatch, 10 * MIB)
+    machine.arena.require_room(Request("copies", 10 * MIB))
+    machine.arena.set_up(Request("copies", 5 * MIB))  # which takes 6
+    machine.arena.require_room(Request("chain", 4 * MIB))
+    with pytest.raises(OverBoundError) as caught:
+        machine.arena.require_room(Request("chain", 4 * MIB, words_nbytes=1))
+    assert isinstance(caught.value, InvalidUsageError)
+    assert str(caught.value) == (
+        f'MPICOMM_MEMORY leaves {4 * MIB} bytes for shared memory of this communicator, and "chain" takes {6 * MIB}: '
+        f"raise MPICOMM_MEMORY by {2 * MIB} bytes or more, or unset it"
+    )
+
+
+def test_without_a_bound_there_is_room_for_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    Machine(monkeypatch).arena.require_room(Request("copies", 1 << 60))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,11 +15,13 @@ pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda
 from mpicomm.collectives.gpu import choose
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
-from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
-from mpicomm.collectives.gpu.arena import NoMemoryError
+from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS
+from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
+from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.choose import Preparation
+from mpicomm.collectives.gpu.longest_message import LongestMessage
 from mpicomm.collectives.signature import Signature
-from mpicomm.errors import HandleError, MpicommError, PeerError
+from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span
 from tests.helpers import patterns
@@ -35,12 +38,18 @@ class Arena:
         self.layout = ArenaLayout(3, 8)
         self.flagged = Inboxes((0, 1 << 30, 2 << 30), self.layout.flagged_inbox_nbytes)
         self.sentinels = Inboxes((0, 1 << 30, 2 << 30), self.layout.sentinel_inbox_nbytes)
+        self.any_length = self.sentinels
         self.failures = failures
+        self.over_bound: set[str] = set()
         self.tried: list[str] = []
         self._there: list[Request] = []
 
     def has(self, request: Request) -> bool:
         return request in self._there
+
+    def require_room(self, request: Request) -> None:
+        if request.what in self.over_bound:
+            raise OverBoundError("MPICOMM_MEMORY is too small")
 
     def set_up(self, request: Request) -> None:
         self.tried.append(request.what)
@@ -59,7 +68,8 @@ class Rig:
         self.posted: list[str] = []
         node = Node(Team(size=3, rank=0), self.arena, 8, most_staged_nbytes=1 << 30)
         board, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
-        self._preparation = Preparation(TABLE, node, self.arena, board, calls)  # type: ignore[arg-type]
+        group: Any = SimpleNamespace(exchange=lambda what, work: [work()])
+        self._preparation = Preparation(TABLE, node, self.arena, board, calls, LongestMessage(group))  # type: ignore[arg-type]
 
     def steps(self, count: int, asked: str = "auto") -> list[Step]:
         send, output = Span(1 << 40, count), Span(2 << 40, count)
@@ -113,12 +123,29 @@ def test_other_failures_are_raised(asked: str, failure: MpicommError) -> None:
         Rig(collectives_copies=failure).steps(1000, asked)
 
 
-def test_what_one_shot_lacks_memory_for_is_raised_and_tried_again() -> None:
-    rig = Rig(**{"collectives_large messages": NoMemoryError("x")})
+@pytest.mark.parametrize("asked", ["auto", "one_shot"])
+def test_what_one_shot_lacks_memory_for_goes_in_the_arena_and_is_never_tried_again(
+    caplog: pytest.LogCaptureFixture, asked: str
+) -> None:
+    caplog.set_level(logging.WARNING, "mpicomm")
+    rig = Rig(collectives_copies=NoMemoryError("x"), **{"collectives_large messages": NoMemoryError("x")})
     for _ in range(2):
-        with pytest.raises(NoMemoryError, match="x"):
-            rig.steps(10 << 20, "one_shot")
-    assert len(rig.arena.tried) == 2
+        (launch,) = rig.steps(10 << 20, asked)
+        assert isinstance(launch, Launch) and launch.arguments.inbox_nbytes == rig.arena.sentinels.nbytes
+        assert launch.arguments.laps >= FEWEST_LAPS
+    assert rig.arena.tried.count("collectives: large messages") == 1
+    assert len(caplog.records) == (3 if asked == "auto" else 1)
+    assert "goes in the inboxes of the arena alone" in caplog.text
+
+
+def test_without_room_below_the_bound_another_way_is_taken_before_the_ranks_are_told() -> None:
+    rig = Rig()
+    rig.arena.over_bound = {"collectives: copies"}
+    assert not is_copied(rig.steps(1000)) and not rig.arena.tried
+    assert len(rig.posted) == 1  # as on a rank that keeps the plan of the other way
+    with pytest.raises(InvalidUsageError, match="MPICOMM_MEMORY is too small"):
+        rig.steps(1000, "copy_engine")
+    assert len(rig.posted) == 1
 
 
 def test_an_undefined_reduction_is_refused_before_the_ranks_are_told() -> None:

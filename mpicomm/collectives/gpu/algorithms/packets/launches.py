@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Node
-from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Arena, ArenaLayout, Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Arena, ArenaLayout, Inboxes, Region, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     OVERSEERS,
@@ -35,11 +35,16 @@ _WORKERS = (128, 256, 512)
 
 def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:
     """Return the request for inboxes of the sentinel wire that hold ``nbytes`` from each rank, or a part of that."""
-    slots_nbytes = _inboxes_of(layout) * layout.large_inbox_nbytes(nbytes)
+    slots_nbytes = _number_of_inboxes(layout) * layout.large_inbox_nbytes(nbytes)
     return Request("collectives: large messages", slots_nbytes, sentinel=True)
 
 
-def _inboxes_of(layout: ArenaLayout) -> int:
+def inboxes_of(layout: ArenaLayout, region: Region) -> Inboxes:
+    """Return the inboxes in a region that was set up for `large_inboxes`."""
+    return Inboxes(region.pointers, region.slots_nbytes // _number_of_inboxes(layout))
+
+
+def _number_of_inboxes(layout: ArenaLayout) -> int:
     return PARITIES * STAGES * layout.size
 
 
@@ -73,6 +78,20 @@ def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Ge
     return Geometry(most_blocks, most_workers(size, fan_out=fan_out, one_step=False))
 
 
+def geometry_within(inbox_nbytes: int, most_blocks: int, size: int) -> Geometry:
+    """Return the geometry for messages of any length in inboxes of that size; the same on all ranks.
+
+    It has as many threads as leave an inbox the steps that it needs to be used again within a launch.
+    """
+    room = inbox_nbytes // SLOT_NBYTES // (FEWEST_LAPS * most_blocks) // LANES * LANES
+    return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False)))
+
+
+def most_blocks_of(node: Node) -> int:
+    """Return the most blocks of a launch between the ranks of a node."""
+    return min(MAX_BLOCKS, node.multiprocessors)
+
+
 class PacketPlanner:
     """Turns exchanges into launches.
 
@@ -92,8 +111,7 @@ class PacketPlanner:
     @classmethod
     def of(cls, node: Node) -> PacketPlanner:
         """Return the planner for this rank of a node."""
-        blocks = min(MAX_BLOCKS, node.multiprocessors)
-        return cls(node.team, node.arena, blocks, early=node.early, host_slots=node.host_slots)
+        return cls(node.team, node.arena, most_blocks_of(node), early=node.early, host_slots=node.host_slots)
 
     def launch(
         self,
@@ -105,6 +123,7 @@ class PacketPlanner:
         nbytes: int,
         fan_out: Exchange | None = None,
         geometry: Geometry | None = None,
+        inboxes: Inboxes | None = None,
     ) -> Launch:
         """Return the launch for an exchange and, with ``fan_out``, for the exchange after it.
 
@@ -116,7 +135,7 @@ class PacketPlanner:
         units = packets_of(nbytes, wire)
         shape = geometry or geometry_of(units, self._most_blocks, size, fan_out=fan_out is not None)
         arguments = PacketArguments(team=self._team)
-        self._fill_inboxes(arguments, self._inboxes(wire, nbytes))
+        self._fill_inboxes(arguments, inboxes or self._inboxes(wire, nbytes))
         slots, steps = arguments.inbox_nbytes // SLOT_NBYTES, shape.steps(units)
         laps = steps if units <= slots else slots // shape.threads
         if steps > laps and (laps < FEWEST_LAPS or wire == "flagged"):
@@ -177,8 +196,8 @@ class PacketPlanner:
             return self._arena.flagged
         if nbytes <= self._arena.sentinels.nbytes:
             return self._arena.sentinels
-        region = self._arena.region(large_inboxes(self._arena.layout, nbytes))
-        return Inboxes(region.pointers, region.slots_nbytes // _inboxes_of(self._arena.layout))
+        layout = self._arena.layout
+        return inboxes_of(layout, self._arena.region(large_inboxes(layout, nbytes)))
 
     def _fill_inboxes(self, arguments: PacketArguments, inboxes: Inboxes) -> None:
         for peer, pointer in enumerate(inboxes.pointers):

@@ -17,9 +17,6 @@ from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import Reduction
 
-_ANY_NBYTES = 1 << 62
-"""The length that all ranks take messages for where only the two ranks of a message know it."""
-
 
 class OneShot(Algorithm):
     """All data goes straight to the ranks that need it."""
@@ -38,27 +35,21 @@ class OneShot(Algorithm):
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
-        return _memory(node, self._wire(call, node), self._nbytes(call))
+        return _memory(node, self._wire(call, node), call.one_shot.longest_nbytes)
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
         wire = self._wire(call, node)
         assert wire is not None
         exchange, planner = call.one_shot, PacketPlanner.of(node)
-        yield planner.launch(exchange, call.reduction, call.tag(), wire, nbytes=self._nbytes(call))
+        yield planner.launch(exchange, call.reduction, call.tag(), wire, nbytes=exchange.longest_nbytes)
         yield from moved(exchange)
 
-    def _nbytes(self, call: GpuCall) -> int:
-        # One kernel for messages of all lengths: of two kernels, the second would wait for ranks in the first.
-        return _ANY_NBYTES if call.operation.counts == "private" else call.one_shot.longest_nbytes
-
     def _wire(self, call: GpuCall, node: Node) -> Wire | None:
-        if call.operation.counts == "private":
-            return "sentinel"
         to_all = call.operation.traffic != "one-way"
         # Where inboxes would be used again within a launch, chunks are faster for data that only goes one way.
         most_nbytes = inf if to_all else node.arena.layout.most_inbox_nbytes
-        return _wire_for(self._nbytes(call), call.reduction, node, to_all=to_all, most_nbytes=most_nbytes)
+        return _wire_for(call.one_shot.longest_nbytes, call.reduction, node, to_all=to_all, most_nbytes=most_nbytes)
 
 
 class TwoShot(Algorithm):

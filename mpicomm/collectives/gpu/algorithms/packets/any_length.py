@@ -1,0 +1,83 @@
+"""Packets for messages of any length, in the inboxes that there are.
+
+The kernel is the same for short and long messages. So it carries calls in which only the two ranks of a message know
+its length: of two kernels, the second would wait for ranks that are in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
+from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
+from mpicomm.collectives.gpu.algorithms.packets.launches import (
+    PacketPlanner,
+    geometry_within,
+    inboxes_of,
+    large_inboxes,
+    most_blocks_of,
+)
+from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.operations import Operation
+
+_ANY_NBYTES = 1 << 62
+"""The length that all ranks take messages for."""
+
+
+class OfAnyLength(Algorithm):
+    """All data goes straight to the ranks that need it, in messages of any length; it needs no memory.
+
+    A call whose counts all ranks know can go this way, too, where there is no memory for another algorithm. It then
+    takes the arena's own inboxes, because `Arena.any_length` changes for the other calls alone.
+    """
+
+    name = "one_shot"
+
+    def serves(self, operation: Operation) -> bool:
+        """See `Algorithm`."""
+        return True
+
+    def accepts(self, call: GpuCall, node: Node) -> str | None:
+        """See `Algorithm`."""
+        if node.size == 1:
+            return "there is one rank"
+        return None if call.lengths_are_private else "all ranks know the lengths of all messages"
+
+    def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
+        """See `Algorithm`."""
+        inboxes = node.arena.any_length if call.lengths_are_private else node.arena.sentinels
+        yield PacketPlanner.of(node).launch(
+            call.one_shot,
+            call.reduction,
+            call.tag(),
+            "sentinel",
+            nbytes=_ANY_NBYTES,
+            geometry=geometry_within(inboxes.nbytes, most_blocks_of(node), node.size),
+            inboxes=inboxes,
+        )
+        yield from moved(call.one_shot)
+
+
+def larger_inboxes(node: Node, nbytes: int) -> list[Request]:
+    """Return the inboxes in which messages of ``nbytes`` take fewer steps than in `Arena.any_length`, the best first.
+
+    A smaller number of steps needs more threads, and more threads need larger inboxes.
+    """
+
+    def steps_in(inbox_nbytes: int) -> int:
+        shape = geometry_within(inbox_nbytes, most_blocks_of(node), node.size)
+        return shape.steps(packets_of(nbytes, "sentinel"))
+
+    layout = node.arena.layout
+    fewest, found = steps_in(node.arena.any_length.nbytes), []
+    for inbox_nbytes in layout.large_inboxes_nbytes:
+        if steps_in(inbox_nbytes) < fewest:
+            fewest = steps_in(inbox_nbytes)
+            found.append(large_inboxes(layout, inbox_nbytes))
+    return found[::-1]
+
+
+def inboxes_for(node: Node, request: Request) -> Inboxes:
+    """Return the inboxes that are there for a request of `larger_inboxes`."""
+    return inboxes_of(node.arena.layout, node.arena.region(request))

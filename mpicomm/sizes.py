@@ -1,0 +1,22 @@
+"""Sizes in bytes as people write them: "8", "4K", "64M", "1G", "2T"."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def nbytes_of(text: str) -> int:
+    """Return the bytes that ``text`` says, as in "8", "4K", "64M", "1G", "2T"; raise ValueError for other text."""
+    match = re.fullmatch(r"([0-9]+)([KMGT]?)", text.strip().upper())
+    nbytes = int(match[1]) * _UNITS[match[2]] if match else 0
+    if nbytes == 0:
+        raise ValueError(f"{text!r} is no size: use bytes above 0, with K, M, G or T as in 64M")
+    return nbytes
+
+
+def format_size(nbytes: int) -> str:
+    """Write a size with the largest unit that divides it; `nbytes_of` reads it back."""
+    unit = max((unit for unit in _UNITS if nbytes % _UNITS[unit] == 0), key=_UNITS.__getitem__)
+    return f"{nbytes // _UNITS[unit]}{unit}"

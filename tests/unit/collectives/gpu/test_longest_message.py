@@ -1,0 +1,249 @@
+"""Inboxes for messages of private lengths grow with the messages, and all ranks always use the same ones.
+
+Each rank is a thread with the package's `Preparation` and `LongestMessage`. Memory and kernels are simulated.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
+
+from mpicomm.collectives.gpu import choose
+from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES
+from mpicomm.collectives.gpu.algorithms.packets.launches import geometry_within
+from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
+from mpicomm.collectives.gpu.choose import Preparation
+from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
+from mpicomm.collectives.signature import Signature
+from mpicomm.kernels.team import Team
+from mpicomm.mpi.span import Span
+from tests.helpers import patterns
+from tests.helpers.patterns import Pattern
+from tests.helpers.tuning import table
+
+KIB, MIB = 1 << 10, 1 << 20
+BYTE = np.dtype(np.uint8)
+MULTIPROCESSORS = 132
+TIMEOUT_S = 20.0
+
+
+class World:
+    """What the ranks have in common: they meet in it, and a rank that comes alone makes it break."""
+
+    def __init__(self, size: int, most_nbytes: int = 1 << 40, free_nbytes: int = 1 << 40) -> None:
+        self.size = size
+        self.most_nbytes = most_nbytes
+        self.free_nbytes = free_nbytes
+        self.exchanges = 0
+        self._barrier = threading.Barrier(size)
+        self._told: list[Any] = [None] * size
+
+    def exchange(self, rank: int, told: Any) -> list[Any]:
+        self._barrier.wait(TIMEOUT_S)
+        self._told[rank] = told
+        self._barrier.wait(TIMEOUT_S)
+        everything = [*self._told]
+        if self._barrier.wait(TIMEOUT_S) == 0:
+            self.exchanges += 1
+        return everything
+
+
+class Arena:
+    """The arena of one rank."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self._rank = world, rank
+        self.layout = ArenaLayout(world.size, 8)
+        bases = tuple(1 << 40 for _ in range(world.size))
+        self.flagged = Inboxes(bases, self.layout.flagged_inbox_nbytes)
+        self.sentinels = self.any_length = Inboxes(bases, self.layout.sentinel_inbox_nbytes)
+        self.regions: list[Request] = []
+
+    def has(self, request: Request) -> bool:
+        return request in self.regions
+
+    def require_room(self, request: Request) -> None:
+        if sum(region.nbytes for region in self.regions) + request.nbytes > self._world.most_nbytes:
+            raise OverBoundError("MPICOMM_MEMORY is too small")
+
+    def set_up(self, request: Request) -> None:
+        assert len({*self._world.exchange(self._rank, request)}) == 1, "ranks set up different memory"
+        if request.nbytes > self._world.free_nbytes:
+            raise NoMemoryError("rank 0: out of memory")
+        self.regions.append(request)
+
+    def region(self, request: Request) -> Region:
+        assert request in self.regions
+        return Region(tuple(len(self.regions) << 41 for _ in range(self._world.size)), request.slots_nbytes)
+
+
+class Rank:
+    """One rank, which keeps plans as the engine and its cache do, if it ``remembers`` any."""
+
+    def __init__(self, world: World, rank: int, *, remembers: bool) -> None:
+        self.world, self.rank, self._remembers = world, rank, remembers
+        self.arena = Arena(world, rank)
+        group: Any = SimpleNamespace(exchange=lambda what, work: world.exchange(rank, work()))
+        self._longest = LongestMessage(group)
+        node = Node(Team(size=world.size, rank=rank), self.arena, MULTIPROCESSORS)
+        board, calls = SimpleNamespace(post=self._post), SimpleNamespace(require_same=self._require_same)
+        self._preparation = Preparation(table(), node, self.arena, board, calls, self._longest)  # type: ignore[arg-type]
+        self._plans: dict[object, Any] = {}
+        self.posted = 0
+
+    def call(self, pattern: Pattern) -> tuple[Any, ...]:
+        """Make a call; return all in which the ranks' launches have to agree."""
+        key = [span.count if span else None for span in pattern[0].sends + pattern[0].receives]
+        plan = self._plans.get(str(key))
+        if plan is None or plan.is_old:
+            call = pattern.call(Signature("Alltoallv", "uint8"))
+            plan = _Plan(self._preparation.steps(call, "auto")[1])
+            self._longest.keep(plan, longest_with_peers(call.one_shot, self.rank))
+            if self._remembers:
+                self._plans[str(key)] = plan
+        else:
+            self._post("again")
+        assert plan.private_nbytes is not None
+        self._longest.count(plan.private_nbytes)
+        (launch,) = (step for step in plan.steps if isinstance(step, Launch))
+        x = launch.arguments
+        return launch.blocks, launch.threads, x.inbox_nbytes, [*x.inboxes], x.laps, self.posted
+
+    def _post(self, text: str) -> None:
+        self.posted += 1
+
+    def _require_same(self) -> None:
+        posted = self.world.exchange(self.rank, self.posted)
+        assert posted == [self.posted] * self.world.size, "ranks are in different calls"
+
+
+class _Plan:
+    private_nbytes: int | None = None
+    is_old = False
+
+    def __init__(self, steps: Sequence[Any]) -> None:
+        self.steps = steps
+
+
+def alltoall(rank: int, counts: Sequence[Sequence[int]]) -> Pattern:
+    """``counts[a][b]`` bytes go from rank a to rank b."""
+    size = len(counts)
+    sends = [Span((1 << 50) + (to << 40), counts[rank][to]) for to in range(size)]
+    receives = [Span((1 << 51) + (frm << 40), counts[frm][rank]) for frm in range(size)]
+    return patterns.alltoall(rank, size, BYTE, sends, receives)
+
+
+def even(size: int, nbytes: int) -> list[list[int]]:
+    return [[nbytes] * size for _ in range(size)]
+
+
+def run(world: World, calls: Sequence[Sequence[Sequence[int]]], *, forgets: Sequence[int] = ()) -> list[Any]:
+    """Make the calls on all ranks; return for each call its inboxes' size, and at the end the set-up memory."""
+    ranks = [Rank(world, rank, remembers=rank not in forgets) for rank in range(world.size)]
+
+    def work(rank: Rank) -> list[Any]:
+        return [rank.call(alltoall(rank.rank, counts)) for counts in calls]
+
+    with ThreadPoolExecutor(world.size) as threads:
+        agreed = list(threads.map(work, ranks))
+    assert agreed == [agreed[0]] * world.size, "ranks launch kernels that do not meet"
+    assert all(rank.arena.regions == ranks[0].arena.regions for rank in ranks)
+    return [*(call[2] for call in agreed[0]), ranks[0].arena.regions]
+
+
+@pytest.fixture(autouse=True)
+def _unwarned() -> None:
+    choose._warn_of_memory.cache_clear()
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_short_messages_need_no_memory_but_the_arena(size: int) -> None:
+    *inboxes, regions = run(World(size), [even(size, 4 * KIB)] * 20)
+    assert not regions and {*inboxes} == {ArenaLayout(size, 8).sentinel_inbox_nbytes}
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_long_messages_have_the_largest_inboxes_from_the_first_call_on(size: int) -> None:
+    *inboxes, regions = run(World(size), [even(size, 64 * MIB)] * 5)
+    assert {*inboxes} == {ArenaLayout(size, 8).most_inbox_nbytes} and len(regions) == 1
+
+
+def test_inboxes_grow_at_the_next_call_whose_number_is_a_power_of_two() -> None:
+    calls = [even(4, 4 * KIB)] * 5 + [even(4, 64 * MIB)] * 4
+    *inboxes, regions = run(World(4), calls)
+    layout = ArenaLayout(4, 8)
+    assert inboxes == [layout.sentinel_inbox_nbytes] * 7 + [layout.most_inbox_nbytes] * 2
+    assert len(regions) == 1
+
+
+def test_ranks_tell_each_other_only_at_powers_of_two() -> None:
+    world = World(2)
+    run(world, [even(2, 4 * KIB)] * 100)
+    assert world.exchanges == 2 * len([1, 2, 4, 8, 16, 32, 64])  # each time they first look whether all are there
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_ranks_agree_whatever_they_send_and_remember(seed: int) -> None:
+    """Some ranks have no data, some forget all plans, and there may be a bound."""
+    rng = random.Random(seed)
+    size = rng.choice((2, 3, 4))
+    some = [
+        [[rng.choice((0, 0, 5, 4 * KIB, 700 * KIB, 3 * MIB, 40 * MIB)) for _ in range(size)] for _ in range(size)]
+        for _ in range(4)
+    ]
+    some[0] = even(size, 8)
+    for counts in some:
+        counts[rng.randrange(size)] = [0] * size
+    world = World(size, rng.choice((1 << 40, 100 * MIB)), rng.choice((1 << 40, 100 * MIB, MIB)))
+    forgets = [rank for rank in range(size) if rng.random() < 0.4]
+    calls = [some[0]] * 3 + [rng.choice(some) for _ in range(60)]
+    *inboxes, _ = run(world, calls, forgets=forgets)
+    assert inboxes == sorted(inboxes)
+
+
+def test_a_bound_leaves_the_inboxes_that_it_has_room_for(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "mpicomm")
+    layout = ArenaLayout(4, 8)
+    *inboxes, regions = run(World(4, 100 * MIB), [even(4, 64 * MIB)] * 5)
+    assert {*inboxes} == {layout.large_inboxes_nbytes[0]} and [each.slots_nbytes for each in regions] == [64 * MIB]
+    assert {record.getMessage() for record in caplog.records} == {
+        "Alltoallv goes in smaller inboxes, which is slower, for want of memory: MPICOMM_MEMORY is too small"
+    }
+    *inboxes, regions = run(World(4, 10 * MIB), [even(4, 64 * MIB)] * 5)
+    assert {*inboxes} == {layout.sentinel_inbox_nbytes} and not regions
+
+
+def test_memory_that_is_not_there_is_asked_for_once() -> None:
+    world = World(4, free_nbytes=MIB)
+    *inboxes, regions = run(world, [even(4, 64 * MIB)] * 20)
+    assert {*inboxes} == {ArenaLayout(4, 8).sentinel_inbox_nbytes} and not regions
+    # At 5 calls ranks look who is there and tell lengths; at the first they try both sizes, and look before each.
+    assert world.exchanges == 2 * 5 + 2 * 2
+
+
+@pytest.mark.parametrize("size", range(2, 9))
+@pytest.mark.parametrize("multiprocessors", [8, 60, 132])
+def test_inboxes_can_always_be_used_again(size: int, multiprocessors: int) -> None:
+    layout = ArenaLayout(size, 8)
+    for inbox_nbytes in (layout.sentinel_inbox_nbytes, *layout.large_inboxes_nbytes):
+        shape = geometry_within(inbox_nbytes, min(128, multiprocessors), size)
+        assert shape.workers >= 32 and shape.workers % 32 == 0
+        assert inbox_nbytes // SLOT_NBYTES // shape.threads >= FEWEST_LAPS
+
+
+def test_the_message_to_oneself_needs_no_inbox() -> None:
+    counts = [[50, 3, 1], [0, 0, 2], [7, 0, 0]]
+    assert [longest_with_peers(alltoall(rank, counts)[0], rank) for rank in range(3)] == [7, 3, 7]
