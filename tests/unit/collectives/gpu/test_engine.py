@@ -82,7 +82,7 @@ def rig(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 
 def test_plans_with_private_lengths_are_old_before_the_ranks_tell_each_other_lengths(rig: Rig) -> None:
-    old = []
+    old: list[bool] = []
     plan = rig.alltoallv(4096)
     for number in range(1, 33):
         rig.enqueue(plan, again=number > 1 and not old[-1])
