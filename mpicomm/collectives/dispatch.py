@@ -113,7 +113,8 @@ class Collectives:
                 # MPI reads the copy until the request is complete, and mpi4py does not keep it.
                 return request if given is call.arguments else HoldingRequest.of(request, given)
             work = self._begin(call, arguments, stream, algorithm)
-        work.kept = arguments
+        if not work.over:  # else nothing reads the buffers any more
+            work.kept = arguments
         return DeferredRequest(work)
 
     def prepare(

@@ -238,7 +238,10 @@ def test_buffers_that_nobody_else_has_live_until_the_call_is_over(
     for _ in range(2):  # the second time it may be known
         request: Any = comm.Iallreduce(*buffers)
         kept = request.work.kept
-        assert kept.send is buffers[0] and kept.receive is buffers[1]
+        if request.work.over:  # as on the host, where the call is over when it returns
+            assert kept is None
+        else:
+            assert kept.send is buffers[0] and kept.receive is buffers[1]
         request.Wait()
         assert request.work.kept is None
 
