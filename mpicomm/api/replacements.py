@@ -1,4 +1,4 @@
-"""What `install` changes in mpi4py.MPI: methods that do not know a Communicator's requests and device arrays."""
+"""The methods of mpi4py that `install` replaces: they do not know a Communicator's requests, nor device arrays."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Memory:
     owner: Any
     """The object that keeps the memory alive."""
     by_address: bool = False
-    """Whether device memory has no library of its own, so that no stream is known which later work is on."""
+    """Whether only an address names the device memory. No library then says which stream the later work is on."""
     room: int | None = None
     """The bytes that counts may reach; None for `nbytes`. ``MPI.memory.fromaddress(pointer, 0)`` names an address
     alone, and the counts beside it say the length."""
