@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import DeviceInfo, Link
 from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import Faults
 from mpicomm.mpi.span import Span
 from tests.helpers import patterns
@@ -26,7 +28,7 @@ STREAM = 7
 class Rig:
     """The engine of the first of two ranks. The other one sends and knows as much."""
 
-    def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, most_nbytes: int | None = None) -> None:
         engine, arena = map(
             importlib.import_module, ("mpicomm.collectives.gpu.engine", "mpicomm.collectives.gpu.arena")
         )
@@ -50,7 +52,7 @@ class Rig:
             current=contextlib.nullcontext,
         )
         board: Any = SimpleNamespace(post=lambda text: None, differ=lambda: False, behind=list)
-        self.engine = engine.DeviceEngine(node, backend, "ipc", board)
+        self.engine = engine.DeviceEngine(node, backend, "ipc", board, most_nbytes)
 
     def alltoallv(self, nbytes: int) -> Any:
         """Return the plan of a call in which each rank sends so much to each."""
@@ -116,3 +118,13 @@ def test_the_engine_says_its_memory(rig: Rig) -> None:
     assert held() == [arena]
     rig.enqueue(rig.alltoallv(64 * MIB))
     assert held() == [arena, MemoryUse("collectives: large messages", device_nbytes=136 * MIB)]
+
+
+def test_messages_in_stream_order_that_exceed_the_bound_are_refused(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Rig(cuda, monkeypatch, 8 * MIB).engine
+    text = r"MPICOMM_MEMORY leaves 8388608 bytes .* \"messages in the order of streams\" takes \d+: raise MPICOMM"
+    for _ in range(2):
+        with pytest.raises(InvalidUsageError, match=text):
+            engine.prepare_messages("Send", Message(1, Span(1 << 50, 8), 0), None)
