@@ -51,7 +51,7 @@ class DeviceArena:
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
         """The inboxes of the sentinel wire."""
         self.any_length = self.sentinels
-        """The inboxes for messages whose length only two ranks know. All ranks set larger ones at the same call."""
+        """The inboxes for messages whose length only two ranks know. All ranks change them behind the same call."""
 
     def has(self, request: Request) -> bool:
         """Return whether there is a region that a request fits into. Local, the same on all ranks."""

@@ -15,7 +15,6 @@ from mpicomm.collectives.gpu.algorithms.packets.any_length import inboxes_for, l
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, IN_THE_ARENA
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
-from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.errors import InvalidUsageError
@@ -64,14 +63,12 @@ class Preparation:
         arena: DeviceArena,
         board: Board,
         calls: DeviceCalls,
-        longest: LongestMessage,
     ) -> None:
         self._tuning = tuning
         self._node = node
         self._arena = arena
         self._board = board
         self._calls = calls
-        self._longest = longest
         self._refused: dict[str, tuple[int, NoMemoryError]] = {}  # by purpose: the least memory that was refused
 
     def steps(self, call: GpuCall, asked: str) -> tuple[str, list[Step]]:
@@ -87,8 +84,6 @@ class Preparation:
                 for request in requests:
                     self._require_possible(request)
                 self._board.post(text)  # before this rank waits for others, which may be in another call
-                if call.lengths_are_private and self._node.size > 1 and self._longest.is_due:
-                    self._enlarge_inboxes(call)
                 for request in requests:
                     self.provide(request)
                 return text, [*algorithm.plan(call, self._node)]
@@ -113,23 +108,22 @@ class Preparation:
             self._calls.require_same()
             self._arena.set_up(request)
 
-    def _enlarge_inboxes(self, call: GpuCall) -> None:
-        """Set up larger inboxes for messages of any length if they make the longest one faster. Collective.
+    def enlarge_inboxes(self, text: str, longest_nbytes: int) -> bool:
+        """Set up larger inboxes for messages of any length if messages of ``longest_nbytes`` are then faster.
 
-        The inboxes change in calls in which the ranks tell each other lengths, and in no others.
+        Return whether the inboxes have changed: collective then, else local. ``text`` is the call, for a warning.
         """
-        self._calls.require_same()
-        longest = self._longest.agree(longest_with_peers(call.one_shot, self._node.rank))
-        for request in larger_inboxes(self._node, longest):
+        for request in larger_inboxes(self._node, longest_nbytes):
             try:
                 self._require_possible(request)
                 self.provide(request)
             except NoMemoryError as error:
                 self._remember_refusal(request, error)
-                _warn_of_memory(call.operation.name, "in smaller inboxes", str(error))
+                _warn_of_memory(text, "in smaller inboxes", str(error))
             else:
                 self._arena.any_length = inboxes_for(self._node, request)
-                return
+                return True
+        return False
 
     def _require_possible(self, request: Request) -> None:
         """Raise `NoMemoryError` where such memory exceeds the bound or was refused before. Local, on all ranks alike.

@@ -107,7 +107,8 @@ class DeviceEngine:
             host_slots=host_slots,
         )
         self._longest = LongestMessage(node)
-        self._preparation = Preparation(self.tuning, self._node, self._arena, board, calls, self._longest)
+        self._calls = calls
+        self._preparation = Preparation(self.tuning, self._node, self._arena, board, calls)
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
         self._scratch: list[Scratch] = []
@@ -138,7 +139,7 @@ class DeviceEngine:
         """
         self._require_open(call.operation.name)
         plan = self._plan(*self._preparation.steps(call, asked))
-        if call.lengths_are_private:
+        if call.lengths_are_private and self._node.size > 1:
             self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
         return plan
 
@@ -188,6 +189,8 @@ class DeviceEngine:
     def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
 
+        Behind some calls with private lengths it blocks until all ranks are there: see `LongestMessage`.
+
         Return whether anything is to be done that `completion` tells of: nothing is in a capture, nor where this rank
         has no part. With ``again``, for a plan that was enqueued before, it is made a graph, which is cheaper from the
         next time on.
@@ -200,16 +203,28 @@ class DeviceEngine:
             self._require_open(plan.text)
         if again and plan.collective:
             self._board.post(plan.text)
-        if plan.private_nbytes is not None:
-            self._longest.count(plan.private_nbytes)
         if not plan.steps:
             return False
         eager = plan.launch or (partial(self._launch, plan) if again else plan.enqueue)
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
         if runtime.getDevice() == self._ordinal:
-            return self._order.enqueue(stream, eager, plan.enqueue)
-        with self._backend.current():
-            return self._order.enqueue(stream, eager, plan.enqueue)
+            pending = self._order.enqueue(stream, eager, plan.enqueue)
+        else:
+            with self._backend.current():
+                pending = self._order.enqueue(stream, eager, plan.enqueue)
+        if plan.private_nbytes is not None and self._longest.count(plan.private_nbytes):
+            self._enlarge_inboxes(plan.text)
+        return pending
+
+    def _enlarge_inboxes(self, text: str) -> None:
+        """Set up larger inboxes for calls with private lengths, if that pays. Collective, in call ``text``.
+
+        It comes behind the call, because a rank that has the plan of the call and a rank that makes a new one must use
+        the same inboxes.
+        """
+        self._calls.require_same()
+        if self._preparation.enlarge_inboxes(text, self._longest.agree()):
+            self._longest.make_plans_old()
 
     def completion(self) -> Callable[[], bool]:
         """Return a function that says whether what was enqueued so far is done; callable in any thread. Local."""

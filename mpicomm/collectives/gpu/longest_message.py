@@ -8,6 +8,8 @@ from weakref import WeakSet
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.exchange import Exchange
 
+_MOST_CALLS_BETWEEN = 1024
+
 
 class CountedPlan(Protocol):
     """The plan of a call with private lengths."""
@@ -19,46 +21,50 @@ class CountedPlan(Protocol):
 
 
 class LongestMessage:
-    """Counts the calls with private lengths, and lets the ranks tell each other their longest message at some of them.
+    """Counts the calls with private lengths, and says when the ranks tell each other their longest message.
 
-    The ranks tell each other at the calls number 1, 2, 4, 8 and so on. All ranks count alike, because each rank takes
-    part in every such call, with data or without. So all come to the same exchanges, and the calls between two
-    exchanges cost nothing more.
-
-    The ranks may change the inboxes when they tell each other. So all plans are old before that: a rank that went on
-    with a plan for the smaller inboxes would not meet the others.
+    All ranks count alike, because each rank takes part in every such call, with data or without. So all tell each other
+    behind the same calls, and the calls in between cost nothing more.
     """
 
     def __init__(self, node: Group) -> None:
         self._node = node
         self._calls = 0
+        self._next = 1
         self._nbytes = 0
         self._plans: WeakSet[CountedPlan] = WeakSet()
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the ranks tell each other in the next call. Local, the same on all ranks."""
-        return self._calls & (self._calls + 1) == 0
-
     def keep(self, plan: CountedPlan, nbytes: int) -> None:
-        """Let `count` count a plan, of a call whose longest message has ``nbytes`` on this rank. Local."""
+        """Let a plan be counted, of a call whose longest message has ``nbytes`` on this rank. Local."""
         plan.private_nbytes = nbytes
         self._plans.add(plan)
 
-    def count(self, nbytes: int) -> None:
-        """Count a call, which is enqueued, whose longest message has ``nbytes`` on this rank. Local."""
+    def count(self, nbytes: int) -> bool:
+        """Count a call whose longest message has ``nbytes`` on this rank; return whether `agree` follows. Local.
+
+        It follows more and more seldom: a program of a few calls sets up what it needs soon, and a long one hardly ever
+        waits. The steps have a limit, so that no program has slow calls for long.
+        """
         self._calls += 1
         self._nbytes = max(self._nbytes, nbytes)
-        if self.is_due:
-            for plan in self._plans:
-                plan.is_old = True
-            self._plans.clear()
+        if self._calls < self._next:
+            return False
+        self._next += max(1, min(self._calls // 4, _MOST_CALLS_BETWEEN))
+        return True
 
-    def agree(self, nbytes: int) -> int:
-        """Return the longest message of all ranks and calls, with ``nbytes`` of this rank. Collective, blocking."""
-        longest = max(self._nbytes, nbytes)
-        self._nbytes = max(self._node.exchange("collectives: longest message", lambda: longest))
+    def agree(self) -> int:
+        """Return the longest message of all ranks in all calls so far. Collective, blocking."""
+        self._nbytes = max(self._node.exchange("collectives: longest message", lambda: self._nbytes))
         return self._nbytes
+
+    def make_plans_old(self) -> None:
+        """Let all calls with private lengths be planned again; local, after the same call on all ranks.
+
+        A rank that went on with a plan for other inboxes would not meet the others.
+        """
+        for plan in self._plans:
+            plan.is_old = True
+        self._plans.clear()
 
 
 def longest_with_peers(exchange: Exchange, rank: int) -> int:

@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import DeviceInfo, Link
 from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import Faults
 from mpicomm.mpi.span import Span
 from tests.helpers import patterns
@@ -26,7 +28,7 @@ STREAM = 7
 class Rig:
     """The engine of the first of two ranks. The other one sends and knows as much."""
 
-    def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, most_nbytes: int | None = None) -> None:
         engine, arena = map(
             importlib.import_module, ("mpicomm.collectives.gpu.engine", "mpicomm.collectives.gpu.arena")
         )
@@ -50,7 +52,7 @@ class Rig:
             current=contextlib.nullcontext,
         )
         board: Any = SimpleNamespace(post=lambda text: None, differ=lambda: False, behind=list)
-        self.engine = engine.DeviceEngine(node, backend, "ipc", board)
+        self.engine = engine.DeviceEngine(node, backend, "ipc", board, most_nbytes)
 
     def alltoallv(self, nbytes: int) -> Any:
         """Return the plan of a call in which each rank sends so much to each."""
@@ -81,35 +83,48 @@ def rig(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Rig:
     return Rig(cuda, monkeypatch)
 
 
-def test_plans_with_private_lengths_are_old_before_the_ranks_tell_each_other_lengths(rig: Rig) -> None:
-    old: list[bool] = []
-    plan = rig.alltoallv(4096)
-    for number in range(1, 33):
-        rig.enqueue(plan, again=number > 1 and not old[-1])
-        old.append(plan.is_old)
-        if plan.is_old:
-            plan = rig.alltoallv(4096)
-    assert [number for number, is_old in enumerate(old, 1) if is_old] == [1, 3, 7, 15, 31]
-    assert rig.told.count("collectives: longest message") == 6
+def test_calls_with_private_lengths_are_planned_again_when_inboxes_have_changed(rig: Rig) -> None:
+    short, long = rig.alltoallv(4096), rig.alltoallv(64 * MIB)
+    rig.enqueue(short)
+    rig.enqueue(short, again=True)
+    assert rig.told.count("collectives: longest message") == 2 and not short.is_old
+    rig.enqueue(long)
+    assert short.is_old and long.is_old
+    again = rig.alltoallv(4096)
+    for _ in range(20):
+        rig.enqueue(again)
+    assert not again.is_old
+    sizes = [x.inbox_nbytes for x in rig.launched]
+    assert sizes == [4 * MIB] * 3 + [16 * MIB] * 20
 
 
-def test_plans_of_other_calls_stay(rig: Rig) -> None:
+def test_plans_of_other_calls_stay_and_do_not_count(rig: Rig) -> None:
     span = Span(1 << 50, 1000)
     plan = rig.engine.prepare(patterns.allreduce(0, 2, BYTE, span, span, "sum").call(Signature("Allreduce", "uint8")))
     for _ in range(3):
         rig.enqueue(plan)
-        rig.enqueue(rig.alltoallv(4096))
-    assert not plan.is_old and rig.told.count("collectives: longest message") == 2  # of calls 1 and 2
+    assert not rig.told.count("collectives: longest message")
+    rig.enqueue(rig.alltoallv(64 * MIB))
+    assert not plan.is_old
 
 
 def test_the_engine_says_its_memory(rig: Rig) -> None:
-    (arena,) = (use for use in rig.engine.memory_use() if use.device_nbytes)
+    def held() -> list[MemoryUse]:
+        return [use for use in rig.engine.memory_use() if use.device_nbytes]
+
+    (arena,) = held()
     assert arena.purpose == "collectives: arena" and 40 * MIB < arena.device_nbytes < 48 * MIB
     rig.enqueue(rig.alltoallv(4096))
-    assert [use for use in rig.engine.memory_use() if use.device_nbytes] == [arena]
+    assert held() == [arena]
     rig.enqueue(rig.alltoallv(64 * MIB))
-    assert [use for use in rig.engine.memory_use() if use.device_nbytes] == [
-        arena,
-        MemoryUse("collectives: large messages", device_nbytes=136 * MIB),
-    ]
-    assert rig.launched[0].inbox_nbytes < rig.launched[1].inbox_nbytes
+    assert held() == [arena, MemoryUse("collectives: large messages", device_nbytes=136 * MIB)]
+
+
+def test_messages_in_stream_order_that_exceed_the_bound_are_refused(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Rig(cuda, monkeypatch, 8 * MIB).engine
+    text = r"MPICOMM_MEMORY leaves 8388608 bytes .* \"messages in the order of streams\" takes \d+: raise MPICOMM"
+    for _ in range(2):
+        with pytest.raises(InvalidUsageError, match=text):
+            engine.prepare_messages("Send", Message(1, Span(1 << 50, 8), 0), None)

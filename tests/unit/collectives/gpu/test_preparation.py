@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.choose import Preparation
-from mpicomm.collectives.gpu.longest_message import LongestMessage
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import Team
@@ -68,8 +66,7 @@ class Rig:
         self.posted: list[str] = []
         node = Node(Team(size=3, rank=0), self.arena, 8, most_staged_nbytes=1 << 30)
         board, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
-        group: Any = SimpleNamespace(exchange=lambda what, work: [work()])
-        self._preparation = Preparation(TABLE, node, self.arena, board, calls, LongestMessage(group))  # type: ignore[arg-type]
+        self._preparation = Preparation(TABLE, node, self.arena, board, calls)  # type: ignore[arg-type]
 
     def steps(self, count: int, asked: str = "auto") -> list[Step]:
         send, output = Span(1 << 40, count), Span(2 << 40, count)
