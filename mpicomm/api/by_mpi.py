@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from mpi4py import MPI
@@ -22,6 +22,7 @@ from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_copies import HostCopies, announce
 from mpicomm.mpi.location import is_on_device
+from mpicomm.mpi.partitioned import PartitionedRequest
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work
 
 Places = tuple[tuple[int, str], ...]
@@ -75,13 +76,12 @@ MAKERS = frozenset((
 ))  # fmt: skip
 
 
+_RECEIVE_BUFFERS = ("recvbuf", "inoutbuf", "outbuf")
 _RECEIVE_INTO_BUF = frozenset((
     "Recv", "Irecv", "Recv_init", "Sendrecv_replace", "Isendrecv_replace", "Bcast", "Ibcast", "Bcast_init",
 ))  # fmt: skip
-_HOST_ALONE = frozenset(("Attach_buffer", "Iagree", "Psend_init", "Precv_init"))
-"""Methods whose memory MPI uses beyond the call, or in parts: host copies cannot stand for it."""
-
-_completers: list[Completer] = []
+_HOST_ALONE = frozenset(("Attach_buffer", "Iagree"))
+"""Methods whose memory MPI uses beyond the call: host copies cannot stand for it."""
 
 
 class Wrapped:
@@ -149,14 +149,24 @@ def _through_host(called: Any, cls: type, operation: str, given: dict[str, Any],
     if operation in _HOST_ALONE:
         raise InvalidUsageError(f"{operation} takes host arrays alone, because MPI keeps the memory: copy to the host")
     announce(operation, "only MPI has the call")
+    if operation in ("Psend_init", "Precv_init"):
+        call = functools.partial(getattr(cls, operation), called)
+        return PartitionedRequest.prepare(operation, call, given, backend, _completer())
     if operation.endswith("_init"):
         given.pop("info", None)  # hints are for MPI's persistent requests
         started = f"I{operation.removesuffix('_init').lower()}"
         return PersistentRequest.of(lambda: _start(called, cls, started, given, buffers, backend))
     if operation[0] == "I" and operation != "Improbe":
         return DeferredRequest(_start(called, cls, operation, given, buffers, backend))
+    return on_host_copies(functools.partial(getattr(cls, operation), called), operation, given, buffers, backend)
+
+
+def on_host_copies(
+    call: Callable[..., Any], operation: str, given: dict[str, Any], buffers: Sequence[str], backend: GpuBackend
+) -> Any:
+    """Call ``call`` with the arguments ``given``, with host copies of the device arrays among them. Blocking."""
     copies = _copies(operation, given, buffers, backend)
-    result = getattr(cls, operation)(called, **copies.arguments)
+    result = call(**copies.arguments)
     copies.back()
     return result
 
@@ -167,7 +177,7 @@ class _Copies(HostCopies):
     arguments: dict[str, Any]
 
 
-def _copies(operation: str, given: dict[str, Any], buffers: list[str], backend: GpuBackend) -> _Copies:
+def _copies(operation: str, given: dict[str, Any], buffers: Sequence[str], backend: GpuBackend) -> _Copies:
     """Copy the device arrays of a call to the host, in the order of their library's stream. Blocking."""
     arrays = [array_of(given[name]) for name in buffers if is_on_device(given.get(name))]
     stream = backend.stream(None, arrays[0])
@@ -180,7 +190,7 @@ def _copies(operation: str, given: dict[str, Any], buffers: list[str], backend: 
     copies.arguments = dict(given)
     for name in buffers:
         if name in given:
-            writable = name == "recvbuf" or (name == "buf" and operation in _RECEIVE_INTO_BUF)
+            writable = name in _RECEIVE_BUFFERS or (name == "buf" and operation in _RECEIVE_INTO_BUF)
             copies.arguments[name] = copies.spec(given[name], writable=writable, name=name)
     copies.ready()
     return copies
@@ -198,11 +208,14 @@ def _start(
         if not status.Is_cancelled():
             copies.back()
 
-    if not _completers:
-        _completers.append(Completer())
     work = Work(lambda: request.Test(status), finish, status, request.Cancel)
     work.kept = (copies, given)
-    return _completers[0].add(work, backend.prepare_thread)
+    return _completer().add(work, backend.prepare_thread)
+
+
+@functools.cache
+def _completer() -> Completer:
+    return Completer()
 
 
 class ByMpi(MPI.Intracomm):

@@ -180,9 +180,9 @@ class PointToPoint(MPI.Intracomm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
-        sent = sent or Endpoint("Sendrecv", sendbuf)
-        received = received or Endpoint("Sendrecv", recvbuf)
-        return messages.exchange(sent, dest, sendtag, received, messages.posted(source, recvtag), status)
+        sent = sent or messages.beside("Sendrecv", sendbuf, False, "sendbuf")
+        received = received or messages.beside("Sendrecv", recvbuf, True, "recvbuf")
+        return messages.exchange(sent, dest, sendtag, received, messages.posted_beside_send(source, recvtag), status)
 
     def Sendrecv_replace(
         self,
@@ -209,7 +209,9 @@ class PointToPoint(MPI.Intracomm):
             refuse_stream("Sendrecv_replace", stream)
         if end is None:
             return host_calls.call(_sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
-        return messages.exchange(end, dest, sendtag, end, messages.posted(source, recvtag), status, replace=True)
+        return messages.exchange(
+            end, dest, sendtag, end, messages.posted_beside_send(source, recvtag), status, replace=True
+        )
 
     def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf``; see mpi4py."""
@@ -269,9 +271,9 @@ class PointToPoint(MPI.Intracomm):
             refuse_stream("Isendrecv", stream)
         if first is None:
             return host_calls.call_on_two(_isendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag)
-        sent = sent or Endpoint("Isendrecv", sendbuf)
-        received = received or Endpoint("Isendrecv", recvbuf)
-        return messages.start_exchange(sent, dest, sendtag, received, messages.posted(source, recvtag))
+        sent = sent or messages.beside("Isendrecv", sendbuf, False, "sendbuf")
+        received = received or messages.beside("Isendrecv", recvbuf, True, "recvbuf")
+        return messages.start_exchange(sent, dest, sendtag, received, messages.posted_beside_send(source, recvtag))
 
     def Isendrecv_replace(
         self,
@@ -290,7 +292,9 @@ class PointToPoint(MPI.Intracomm):
             refuse_stream("Isendrecv_replace", stream)
         if end is None:
             return host_calls.call(_isendrecv_replace, self, buf, dest, sendtag, source, recvtag, writable=True)
-        return messages.start_exchange(end, dest, sendtag, end, messages.posted(source, recvtag), replace=True)
+        return messages.start_exchange(
+            end, dest, sendtag, end, messages.posted_beside_send(source, recvtag), replace=True
+        )
 
     def _blocking_send(
         self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.api.by_mpi import ByMpi, Wrapped, on_host_copies, wrap
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of, read
+from mpicomm.mpi.host_copies import announce
 from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.requests import PersistentRequest
 
@@ -22,7 +24,13 @@ _waitall = MPI.Request.Waitall
 _startall = MPI.Prequest.Startall
 _attach = MPI.Attach_buffer
 _detach = MPI.Detach_buffer
+_create = MPI.Intracomm.Create_intercomm
 _NULL = MPI.REQUEST_NULL
+_LOCAL = (
+    (MPI.Op, "Reduce_local"),
+    *((MPI.Datatype, name) for name in ("Pack", "Unpack", "Pack_external", "Unpack_external")),
+)
+"""Methods that read and write buffers here and now, so that host copies can stand for them."""
 _attached: list[Any] = []
 
 
@@ -47,6 +55,11 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     yield MPI.Prequest, "Startall", staticmethod(_start_all)
     yield MPI, "Attach_buffer", _attach_buffer
     yield MPI, "Detach_buffer", _detach_buffer
+    yield MPI.Message, "Probe", classmethod(_matched_probe("Mprobe", MPI.Message.Probe))
+    yield MPI.Message, "Iprobe", classmethod(_matched_probe("Improbe", MPI.Message.Iprobe))
+    yield MPI.Intracomm, "Create_intercomm", _create_intercomm
+    for owner, name in _LOCAL:
+        yield owner, name, _on_copies(owner, getattr(owner, name))
     for cls in (MPI.Win, MPI.File):
         for name in sorted(cls.__dict__):
             method = getattr(cls, name)
@@ -58,13 +71,13 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 def _wait_for_all(requests: Sequence[MPI.Request], statuses: Any = None) -> bool:
     """Wait for all requests; see mpi4py."""
     # MPICH ends a program that waits for an open generalized request beside a null one.
-    if all(request != _NULL for request in requests):
+    nulls = [request.handle == _NULL.handle for request in requests]  # inactive ones of a Communicator, too
+    if not any(nulls):
         return _waitall(requests, statuses)
     if statuses is None:
-        return _waitall([request for request in requests if request != _NULL])
+        return _waitall([request for request, null in zip(requests, nulls, strict=True) if not null])
     if isinstance(statuses, list):
         statuses.extend(MPI.Status() for _ in range(len(requests) - len(statuses)))
-    nulls = [request == _NULL for request in requests]
     for null in (True, False):
         places = [place for place, each in enumerate(nulls) if each is null]
         _waitall([requests[place] for place in places], [statuses[place] for place in places if place < len(statuses)])
@@ -92,6 +105,47 @@ def _detach_buffer() -> Any:
     """Remove the attached buffer; see mpi4py."""
     detached = _detach()
     return _attached.pop() if _attached else detached
+
+
+def _matched_probe(method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def probe(cls: type[MPI.Message], comm: MPI.Comm, *arguments: Any, **keywords: Any) -> Any:
+        return getattr(comm, method)(*arguments, **keywords)
+
+    return probe
+
+
+@functools.wraps(_create)
+def _create_intercomm(self: MPI.Intracomm, *arguments: Any, **keywords: Any) -> Any:
+    made = _create(self, *arguments, **keywords)
+    return wrap(made, self._gpu) if isinstance(self, (ByMpi, Wrapped)) else made
+
+
+def _on_copies(owner: type, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``method``, which also takes device arrays: the method itself gets host copies of them."""
+    signature, buffers = inspect.signature(method), _buffers_of(method)
+
+    @functools.wraps(method)
+    def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            given = signature.bind(self, *arguments, **keywords).arguments
+        except TypeError:
+            return method(self, *arguments, **keywords)  # which says why
+        if not any(is_on_device(given[name]) for name in buffers):
+            return method(self, *arguments, **keywords)
+
+        def on_copies(**arguments: Any) -> Any:
+            if owner is MPI.Datatype:  # the datatype is the type of its buffers
+                arguments.update({name: array_of(arguments[name]) for name in buffers})
+            return method(self, **arguments)
+
+        given.pop("self")
+        world = MPI.COMM_WORLD
+        assert isinstance(world, ByMpi)
+        announce(method.__name__, "only MPI has the call")
+        return on_host_copies(on_copies, method.__name__, given, buffers, world._gpu(method.__name__))
+
+    return call
 
 
 def _buffers_of(method: Callable[..., Any]) -> tuple[str, ...]:

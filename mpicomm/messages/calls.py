@@ -29,8 +29,13 @@ from mpicomm.mpi.requests import Completer, DeferredRequest, Work
 Send = Callable[..., Any]
 """One of MPI's methods for sends: of a communicator, a buffer, a destination and a tag."""
 
+_iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
 _NOTHING = np.empty(0, np.uint8)
+
+
+def _parse(buf: Any, writable: bool, name: str) -> Operand:
+    return parse(_NOTHING if buf is None else buf, writable=writable, name=name)  # None is for MPI.PROC_NULL
 
 
 def _nothing_before() -> bool:
@@ -88,6 +93,18 @@ class Messages:
     def posted(self, source: int, tag: int) -> Posted:
         """Return the message that a receive of this source and tag receives."""
         return self.unexpected.posted(source, tag)
+
+    def posted_beside_send(self, source: int, tag: int) -> Posted:
+        """As `posted`, for a call that sends, too. Raises as MPI does for a bad source or tag, before it sends."""
+        _iprobe(self._comm, source, tag)
+        return self.posted(source, tag)
+
+    def beside(self, operation: str, buf: Any, writable: bool, name: str) -> Endpoint:
+        """Read the host buffer ``name`` of a call whose other buffer is a device array. Raises as `parse` does.
+
+        MPI would raise such errors only when the other half of the call is on its way.
+        """
+        return Endpoint(operation, host_calls.for_mpi(_parse(buf, writable, name)))
 
     def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
         """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
@@ -218,7 +235,7 @@ class Messages:
 
     def _parse_receive(self, operation: str, buf: Any, stream: Any, name: str) -> Endpoint:
         """Read the buffer of a receive that may meet a description."""
-        operand = parse(_NOTHING if buf is None else buf, writable=True, name=name)  # None is for MPI.PROC_NULL
+        operand = _parse(buf, True, name)
         if operand.on_device:
             return self._on_device(operation, buf, operand, stream)
         return Endpoint(operation, host_calls.for_mpi(operand), operand, self._device(operation))

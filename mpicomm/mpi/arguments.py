@@ -19,7 +19,7 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.bottom import require_host_addresses
-from mpicomm.mpi.buffers import Memory, no_buffer, read
+from mpicomm.mpi.buffers import BufferRefusedError, Memory, no_buffer, read
 from mpicomm.mpi.span import Span
 
 
@@ -170,7 +170,10 @@ def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
     datatype = None if dtype is None else types.mpi_datatype(dtype)
     if datatype is None:
         raise InvalidUsageError(f"elements of type {dtype} have no type in MPI")
-    return [buffer, *spec[1:], datatype] if is_list else [buffer, datatype]
+    items = list(spec[1:]) if is_list else []
+    if items and items[-1] is None:  # it stands for the type, as in [array, (counts, displacements), None]
+        items.pop()
+    return [buffer, *items, datatype]
 
 
 def _first(item: Any) -> Any:
@@ -237,7 +240,6 @@ class _Element:
             if datatype is None:
                 raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
             self.memory = Memory(0, 0, None, False, None, None)
-            require_host_addresses([buffer, datatype], name)
         else:
             self.memory = memory or read(buffer, writable, name)
         self.mpi_type: MPI.Datatype | None = None
@@ -313,6 +315,7 @@ class _Element:
 
 def _items(spec: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any, Any, Any]:
     """Return the buffer, counts, displacements and datatype of a specification, None for each that is missing."""
+    require_host_addresses(spec, name)
     if len(spec) == 2:
         buffer, second = spec
         if isinstance(second, (MPI.Datatype, str)):
@@ -384,9 +387,9 @@ def _uneven(entries: int, blocks: int, name: str) -> InvalidUsageError:
     )
 
 
-def _no_type(memory: Memory, name: str) -> InvalidUsageError:
+def _no_type(memory: Memory, name: str) -> BufferRefusedError:
     what = "elements of unknown type" if memory.dtype is None else f"elements of type {memory.dtype}"
-    return InvalidUsageError(
+    return BufferRefusedError(
         f"{name} has {what}, for which neither MPI nor mpicomm has a type: convert it, or move it as bytes with "
         "[buffer, MPI.BYTE]"
     )

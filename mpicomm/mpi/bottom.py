@@ -1,8 +1,9 @@
-"""MPI.BOTTOM: buffers whose addresses are in the datatype. MPI would crash at an address of device memory."""
+"""MPI.BOTTOM: addresses are in the arguments beside it. MPI would crash at one of device memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from numbers import Integral
 from typing import Any
 
 from mpi4py import MPI
@@ -15,20 +16,37 @@ def require_host_addresses(spec: Any, name: str) -> None:
     """Raise `InvalidUsageError` if the argument ``name`` is MPI.BOTTOM with addresses of device memory. Local."""
     if not isinstance(spec, (list, tuple)) or not spec or spec[0] is not MPI.BOTTOM or not where.has_driver():
         return
-    for item in spec[1:]:
-        for datatype in item if isinstance(item, (list, tuple)) else (item,):
-            if not isinstance(datatype, MPI.Datatype) or datatype == MPI.DATATYPE_NULL:
-                continue
-            for address in _addresses(datatype):
-                device = where.lies_on_device(address)
-                if device is not None:
-                    raise InvalidUsageError(
-                        f"{name}: MPI.BOTTOM with a datatype that holds address {address:#x}, which lies on GPU "
-                        f"{device}: MPI cannot access it: pass the array itself, and displacements in the datatype"
-                    )
+    for address in _addresses(list(_flat(spec[1:]))):
+        device = where.lies_on_device(address)
+        if device is not None:
+            raise InvalidUsageError(
+                f"{name}: MPI.BOTTOM beside address {address:#x}, which lies on GPU {device}: MPI cannot access it: "
+                "pass the array itself, and displacements from its start"
+            )
 
 
-def _addresses(datatype: MPI.Datatype) -> Iterator[int]:
+def _addresses(items: list[Any]) -> Iterator[int]:
+    """Yield each address that the datatypes and displacements may name. Counts are too small to be addresses."""
+    datatypes = [each for each in items if isinstance(each, MPI.Datatype) and each != MPI.DATATYPE_NULL]
+    numbers = {0, *(int(each) for each in items if isinstance(each, Integral))}
+    for datatype in datatypes:
+        # Alltoallw has displacements in bytes, the other calls in extents of the datatype.
+        for unit in {1, datatype.extent}:
+            for start in _starts(datatype):
+                yield from (number * unit + start for number in numbers)
+
+
+def _flat(items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        if isinstance(item, str):
+            yield MPI.Datatype.fromcode(item)
+        elif isinstance(item, Iterable):
+            yield from _flat(item)
+        else:
+            yield item
+
+
+def _starts(datatype: MPI.Datatype) -> Iterator[int]:
     """Yield where the memory of a datatype begins, and for a type made of several parts where each part begins."""
     yield datatype.Get_true_extent()[0]
     if datatype.combiner in (MPI.COMBINER_STRUCT, MPI.COMBINER_HINDEXED, MPI.COMBINER_HINDEXED_BLOCK):

@@ -215,22 +215,35 @@ def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memor
 def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
     try:
         kind, device = (int(n) for n in array.__dlpack_device__())
-        if kind not in _DLPACK_HOST + _DLPACK_GPU:
-            raise _elsewhere(array, f"a device of DLPack's type {kind}", name)
-        # mpi4py reads the capsule and keeps it alive. It asks for no synchronisation, because stream= orders the call.
-        buffer = MPI.buffer.frombuffer(array, readonly=not writable)
-    except InvalidUsageError:
-        raise
     except Exception as error:  # the export of another library may raise any class
-        raise BufferRefusedError(
-            f"{name} is a {_class(array)} that cannot be read through DLPack: pass another array ({error})"
-        ) from error
+        raise _unreadable(array, "DLPack", name, error) from error
+    if kind not in _DLPACK_HOST + _DLPACK_GPU:
+        raise _elsewhere(array, f"a device of DLPack's type {kind}", name)
+    # mpi4py asks for no synchronisation, because stream= orders the call.
+    buffer = _exported(array, writable, "DLPack", name)
     # As for a CUDA array interface: the driver knows better, and empty memory has no address to ask for.
     on_device = kind in _DLPACK_GPU and where.has_driver()
     if on_device and buffer.nbytes:
         on_device = where.place_of(buffer.address) is not None
     ordinal = device if on_device else None
     return Memory(buffer.address, buffer.nbytes, _own_dtype(array), on_device, ordinal, buffer, exported=buffer)
+
+
+def _exported(array: Any, writable: bool, protocol: str, name: str) -> MPI.buffer:
+    """Return the memory that ``array`` exports. mpi4py checks and reads it once, and the buffer keeps it alive."""
+    try:
+        return MPI.buffer.frombuffer(array, readonly=not writable)
+    except Warning:  # the program has asked for exceptions
+        raise
+    except Exception as error:
+        raise _unreadable(array, protocol, name, error) from error
+
+
+def _unreadable(array: Any, protocol: str, name: str, error: Exception) -> Exception:
+    # The error has mpi4py's class: TypeError for an object that does not follow the protocol, BufferError for others.
+    cls = TypeError if isinstance(error, TypeError) else BufferRefusedError
+    way_out = "pass a contiguous array without a mask, which is writable if it receives"
+    return cls(f"{name} is a {_class(array)} that cannot be read through {protocol} ({error}): {way_out}")
 
 
 def _own_dtype(array: Any) -> np.dtype[Any] | None:
@@ -243,47 +256,15 @@ def _own_dtype(array: Any) -> np.dtype[Any] | None:
 
 
 def _read_interface(array: Any, writable: bool, name: str) -> Memory:
+    buffer = _exported(array, writable, "__cuda_array_interface__", name)
     interface = array.__cuda_array_interface__
-    try:
-        pointer, read_only = interface["data"]
-        shape = tuple(interface["shape"])
-        typestr = interface["typestr"]
-        strides = interface.get("strides")
-        itemsize = int(typestr[2:])
-    except (KeyError, TypeError, ValueError) as error:
-        raise BufferRefusedError(
-            f"{name} has a __cuda_array_interface__ that cannot be read: pass another array ({interface!r})"
-        ) from error
-    if interface.get("mask") is not None:
-        raise BufferRefusedError(f"{name} is a masked CUDA array: pass its data")
-    if strides is not None and not _is_contiguous(shape, tuple(strides), itemsize):
-        raise _in_pieces(shape, tuple(strides), name)
-    if writable and read_only:
-        raise _read_only(array, name)
-    nbytes = itemsize
-    for n in shape:
-        nbytes *= n
-    dtype = types.interface_dtype(typestr, array)
+    dtype = types.interface_dtype(interface["typestr"], array)
+    pointer = buffer.address
     place = where.place_of(pointer) if pointer else None
     # Empty memory has no address to ask for, so the class decides: in a process with GPUs it is a device array.
     on_device = place is not None or (not pointer and where.has_driver())
-    return Memory(pointer or 0, nbytes, dtype, on_device, None if place is None else place.device, array)
-
-
-def _is_contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> bool:
-    if 0 in shape:
-        return True
-
-    def dense(dimensions: list[tuple[int, int]]) -> bool:
-        expected = itemsize
-        for n, stride in dimensions:
-            if n > 1 and stride != expected:
-                return False
-            expected *= n
-        return True
-
-    forward = list(zip(shape, strides, strict=True))
-    return dense(forward[::-1]) or dense(forward)
+    device = None if place is None else place.device
+    return Memory(pointer, buffer.nbytes, dtype, on_device, device, array, exported=buffer)
 
 
 def no_buffer(array: Any, name: str) -> TypeError:

@@ -31,6 +31,23 @@ class HostCopy:
     written: bool
 
 
+def host_copy(backend: Backend, spec: Any, *, writable: bool, name: str) -> HostCopy:
+    """Return pinned memory for the device array of the argument ``name``. It has no content yet. Local.
+
+    Raises `InvalidUsageError` where MPI has no type for the elements.
+    """
+    memory = read(array_of(spec), writable, name)
+    host = backend.pinned(memory.nbytes)
+    try:
+        copied = with_buffer(spec, host, memory.dtype)
+    except InvalidUsageError as error:
+        raise InvalidUsageError(
+            f"{name}: {error}, and only MPI can carry out this call: convert it, or move it as bytes with "
+            "[buffer, MPI.BYTE]"
+        ) from None
+    return HostCopy(memory, host, copied, writable)
+
+
 class HostCopies:
     """The host copies of one call's buffers, made in the order of one stream."""
 
@@ -47,21 +64,12 @@ class HostCopies:
         array = array_of(spec)
         if array is None or array is MPI.IN_PLACE or array is MPI.BOTTOM:
             return spec
-        memory = read(array, writable, name)
-        if not memory.on_device:
+        if not read(array, writable, name).on_device:
             return spec
-        host = self._backend.pinned(memory.nbytes)
+        copy = host_copy(self._backend, spec, writable=writable, name=name)
         # Receive buffers are copied too, because elements that MPI leaves alone, such as the gaps of a Gatherv, must
         # come back as they were.
-        self._backend.copy(host.ctypes.data, memory.pointer, memory.nbytes, self._stream)
-        try:
-            copied = with_buffer(spec, host, memory.dtype)
-        except InvalidUsageError as error:
-            raise InvalidUsageError(
-                f"{name}: {error}, and only MPI can carry out this call: convert it, or move it as bytes with "
-                "[buffer, MPI.BYTE]"
-            ) from None
-        copy = HostCopy(memory, host, copied, writable)
+        self._backend.copy(copy.host.ctypes.data, copy.memory.pointer, copy.memory.nbytes, self._stream)
         self._copies.append(copy)
         return copy.spec
 

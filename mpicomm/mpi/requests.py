@@ -269,6 +269,21 @@ class PersistentRequest(MPI.Prequest):
         self._handle = _Handle.from_address(MPI._addressof(self))
         return self
 
+    # Between two starts it is no null request for the program, as in MPI, although its handle is.
+    def __eq__(self, other: object) -> bool:
+        return self is other if self._is_inactive() else bool(super().__eq__(other))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = None  # type: ignore[assignment]  # as mpi4py's requests
+
+    def __bool__(self) -> bool:
+        return self._is_inactive() or super().__bool__()
+
+    def _is_inactive(self) -> bool:
+        return self._begin is not None and self._handle.value == _NULL
+
     def Start(self) -> None:
         """Start the call once more, as the call without ``_init`` does."""
         if self._begin is None:

@@ -62,7 +62,7 @@ class DeviceArray:
 
     def fill(self, value: Any, stream: int = 0) -> None:
         """Overwrite all elements, in the order of the stream."""
-        self._device.enqueue(stream, lambda: self.memory.fill(value))
+        self._device.enqueue(stream, lambda: np.copyto(self.memory, value))
 
 
 class _Stream:

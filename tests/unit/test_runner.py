@@ -141,6 +141,69 @@ request.wait()
     run(tmp_path, program)
 
 
+DEVICE = """
+from tests.helpers.message_devices import DeviceArray, take_for_gpu
+gpu = take_for_gpu(MPI.COMM_WORLD)
+def of(*values):
+    return DeviceArray(gpu, np.array(values, np.int32))
+"""
+
+
+def test_calls_that_name_the_class_take_device_arrays(tmp_path: Path) -> None:
+    program = """
+for probe in (MPI.Message.Probe, MPI.Message.Iprobe):
+    request, received, message = C.Isend(of(rank, 7), following, 3), of(0, 0), None
+    while message is None:
+        message = probe(C, previous, tag=3)
+    message.Recv(received)
+    request.Wait()
+    assert received.get().tolist() == [previous, 7]
+half = C.Split(rank % 2)
+take_for_gpu(half)
+between = MPI.Intracomm.Create_intercomm(half, 0, C, 1 - rank % 2)
+received = of(0)
+between.Allgather(of(rank), received)
+assert received.get().tolist() == [1 - rank]
+between.Free()
+half.Free()
+assert MPI.Comm.Get_parent() == MPI.COMM_NULL
+"""
+    run(tmp_path, DEVICE + program)
+
+
+def test_local_calls_of_mpi_take_device_arrays(tmp_path: Path) -> None:
+    program = """
+total = of(1, 2)
+MPI.SUM.Reduce_local(of(10, 20), total)
+assert total.get().tolist() == [11, 22]
+total = np.array([1, 2], np.int32)
+MPI.SUM.Reduce_local(of(10, 20), total)
+assert total.tolist() == [11, 22]
+packed, unpacked = of(-1, -1, -1), of(0, 0)
+assert MPI.INT32_T.Pack(of(5, 6), packed, 4, C) == 12
+assert packed.get().tolist() == [-1, 5, 6]
+assert MPI.INT32_T.Unpack(packed, 4, unpacked, C) == 12
+assert unpacked.get().tolist() == [5, 6]
+external = np.zeros(8, np.uint8)
+assert MPI.INT32_T.Pack_external("external32", of(5, 6), external, 0) == 8
+assert external.view(">i4").tolist() == [5, 6]
+"""
+    run(tmp_path, DEVICE + program)
+
+
+def test_a_wait_for_all_takes_inactive_requests(tmp_path: Path) -> None:
+    program = """
+send, received = C.Send_init(of(rank), following), of(0)
+receive = C.Irecv(received, previous)
+MPI.Request.Waitall([send, C.Irecv(of(0), MPI.PROC_NULL)])
+send.Start()
+MPI.Request.Waitall([send, receive])
+assert received.get().tolist() == [previous] and send != MPI.REQUEST_NULL
+send.Free()
+"""
+    run(tmp_path, DEVICE + program)
+
+
 def test_an_exception_on_one_rank_ends_the_job(tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     file.write_text(HEAD + "if rank == 1:\n    raise ValueError('on one rank')\nC.Barrier()\n")

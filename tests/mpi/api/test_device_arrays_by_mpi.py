@@ -152,6 +152,75 @@ def test_intercommunicators(rig: Rig) -> None:
         comm.Free()
 
 
+@pytest.mark.parametrize("count", [0, 2, 3000])
+def test_partitioned_messages(rig: Rig, made: Any, count: int) -> None:
+    parts = 3
+    for comm in (rig.comm, made):
+        sent, received, status = rig.empty(parts * count), rig.empty(parts * count + 1), MPI.Status()
+        send = comm.Psend_init(sent, parts, rig.right, 4)
+        receive = comm.Precv_init([received, count, MPI.INT32_T], parts, rig.left, 4)
+        for turn in range(3):
+            values = content(rig.rank, parts * count, turn)
+            sent.fill(values)
+            received.fill(-1)
+            receive.Start()
+            assert not receive.Parrived(1)
+            rig.comm.Barrier()  # no message comes before the look above
+            send.Start()
+            send.Pready(1)
+            send.Pready_list([2])
+            sent.fill(values)  # the stream may go on behind Pready
+            send.Pready_range(0, 0)
+            sent.fill(-2)
+            expected = content(rig.left, parts * count, turn)
+            while not receive.Parrived(1):
+                pass
+            assert receive.Parrived(1)
+            assert received.get()[count : 2 * count].tobytes() == expected[count : 2 * count].tobytes()
+            assert MPI.Request.Waitall([send]) and receive.Wait(status)
+            assert receive.Parrived(0)
+            same(received, expected)
+            assert received.get()[-1] == -1
+            assert (status.source, status.tag) == (rig.left, 4)
+            assert send != MPI.REQUEST_NULL and receive != MPI.REQUEST_NULL and send
+        send.Free()
+        receive.Free()
+        assert send == MPI.REQUEST_NULL == receive and not receive
+
+
+def test_partitions_with_gaps(rig: Rig) -> None:
+    every_second = MPI.INT32_T.Create_vector(2, 1, 2).Create_resized(0, 16).Commit()
+    sent, received = rig.of(rig.rank, 8), of(rig, np.full(8, -1))
+    send = rig.comm.Psend_init([sent, 1, every_second], 2, rig.right, 4)
+    receive = rig.comm.Precv_init([received, 1, every_second], 2, rig.left, 4)
+    receive.Start()
+    send.Start()
+    send.Pready_list([1, 0])
+    send.Wait()
+    receive.Wait()
+    expected = np.full(8, -1, np.int32)
+    expected[::2] = content(rig.left, 8)[::2]
+    same(received, expected)
+    send.Free()
+    receive.Free()
+
+
+def test_bad_partitions(rig: Rig) -> None:
+    with pytest.raises(ValueError, match="5 is not a multiple of required number of blocks 2"):
+        rig.comm.Psend_init(rig.empty(5), 2, rig.right)
+    send, receive = rig.comm.Psend_init(rig.empty(4), 2, rig.right), rig.comm.Precv_init(rig.empty(4), 2, rig.left, 0)
+    receive.Start()
+    send.Start()
+    for bad in (2, -1):
+        with pytest.raises(MPI.Exception):
+            send.Pready(bad)
+    send.Pready_list([0, 1])
+    send.Wait()
+    receive.Wait()
+    send.Free()
+    receive.Free()
+
+
 def test_a_capture_is_refused(rig: Rig, made: Any) -> None:
     rig.device.capturing = True
     try:
@@ -179,9 +248,19 @@ def test_device_addresses_in_datatypes_are_refused(rig: Rig, made: Any) -> None:
             (rig.comm.Alltoallw, (several, several)),
         ]
         for call, arguments in calls:
-            with pytest.raises(InvalidUsageError, match=r"MPI\.BOTTOM with a datatype that holds address"):
+            with pytest.raises(InvalidUsageError, match=r"MPI\.BOTTOM beside address"):
                 call(*arguments)
         datatype.Free()
+    ones, types = [1] * rig.size, [MPI.INT32_T] * rig.size
+    places = [address + 4 * peer for peer in range(rig.size)]
+    for call, spec in (
+        (rig.comm.Alltoallw, [MPI.BOTTOM, (ones, places), types]),
+        (made.Neighbor_alltoallw, [MPI.BOTTOM, ([1, 1], [of_host, address]), [MPI.INT32_T] * 2]),
+        (rig.comm.Alltoallv, [MPI.BOTTOM, (ones, np.array(places)), MPI.BYTE]),
+        (made.Alltoallv, [MPI.BOTTOM, ones, [place // 4 for place in places], "i"]),
+    ):
+        with pytest.raises(InvalidUsageError, match=r"MPI\.BOTTOM beside address"):
+            call(spec, spec)
     datatype = MPI.INT32_T.Create_hindexed([4], [of_host]).Commit()
     rig.comm.Bcast([MPI.BOTTOM, 1, datatype])
     datatype.Free()

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from mpicomm import InvalidUsageError
 from mpicomm.messages.description import DESCRIPTION_NBYTES
 from tests.helpers.message_devices import DeviceArray
 from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, same
@@ -153,3 +154,20 @@ def test_python_objects_of_the_length_of_a_description(rig: Rig) -> None:
         assert status.Get_count(MPI.BYTE) == DESCRIPTION_NBYTES
         assert take() == sent
         request.wait()
+
+
+@pytest.mark.parametrize("method", ["Sendrecv", "Isendrecv"])
+def test_a_bad_receive_sends_nothing(rig: Rig, method: str) -> None:
+    call, array = getattr(rig.comm, method), rig.of(rig.rank, LARGE)
+    host = np.zeros(LARGE, np.int32)
+    host.flags.writeable = False
+    for buffer, error in ((host, BufferError), (3, TypeError), ([np.zeros(2), 5], InvalidUsageError)):
+        with pytest.raises(error, match="recvbuf"):
+            call(array, rig.right, 1, buffer, rig.left, 1)
+    for source, tag in ((rig.size, 1), (rig.left, -7)):
+        with pytest.raises(MPI.Exception):
+            call(array, rig.right, 1, rig.empty(LARGE), source, tag)
+    with pytest.raises(InvalidUsageError, match="sendbuf"):
+        call([np.zeros(2), 5], rig.right, 1, rig.empty(LARGE), rig.left, 1)
+    rig.comm.Barrier()
+    assert not rig.comm.Iprobe(rig.left)

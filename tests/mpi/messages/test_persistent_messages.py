@@ -56,7 +56,9 @@ def test_a_started_request_is_refused_a_second_start(rig: Rig) -> None:
         send.Start()
     rig.comm.Recv(rig.empty(LARGE), rig.left)
     send.Wait()
+    assert send and send != MPI.REQUEST_NULL and send == send
     send.Free()
+    assert not send and send == MPI.REQUEST_NULL
 
 
 @pytest.mark.parametrize("count", COUNTS)

@@ -59,18 +59,26 @@ def test_cuda_array_may_be_in_either_order(strides: tuple[int, int] | None) -> N
 @pytest.mark.parametrize(
     ("array", "text"),
     [
-        (CudaArray((4, 6), strides=(48, 4)), r"x of shape \(4, 6\) with strides \(48, 4\) is neither C- nor Fortran"),
-        (CudaArray((4,), strides=(-4,)), "neither C- nor Fortran"),
-        (CudaArray((4,), data=(1, True)), "x is a .*CudaArray that is read-only"),
-        (CudaArray((4,), mask=CudaArray((4,))), "x is a masked CUDA array"),
+        (CudaArray((4, 6), strides=(48, 4)), r"x is a .*CudaArray .*not contiguous .* pass a contiguous array"),
+        (CudaArray((4,), strides=(-4,)), "not contiguous"),
+        (CudaArray((4,), data=(1, True)), "not writable"),
+        (CudaArray((4,), mask=CudaArray((4,))), "masked"),
+        (CudaArray((-4,)), "negative size"),
         (CudaArray((4,), ">f4"), "elements of type >f4"),
         (CudaArray((4,), "<V2"), "elements of type .*V2"),
         (CudaArray((4,), "<f1"), "elements of unknown type"),
-        (CudaArray((4,), data=None), "cannot be read"),
     ],
 )
 def test_cuda_arrays_that_are_refused(array: CudaArray, text: str) -> None:
     with pytest.raises(InvalidUsageError, match=text):
+        parse(array, writable=True, name="x")
+
+
+@pytest.mark.parametrize("changes", [{"data": None}, {"shape": 3}, {"typestr": 4}, {"strides": 42}, {"descr": 42}])
+def test_what_is_no_cuda_array_interface(changes: dict[str, Any]) -> None:
+    array = CudaArray((4,))
+    array.__cuda_array_interface__.update(changes)
+    with pytest.raises(TypeError, match=r"x is a .*CudaArray that cannot be read"):
         parse(array, writable=True, name="x")
 
 
@@ -129,7 +137,7 @@ def test_host_memory_is_the_hosts_although_its_dlpack_object_names_a_gpu() -> No
 def test_dlpack_arrays_that_are_refused() -> None:
     with pytest.raises(InvalidUsageError, match=r"x is a .*DlpackArray on a device of DLPack's type 10"):
         parse(DlpackArray(np.zeros(6), (10, 0)), writable=True, name="x")
-    with pytest.raises(InvalidUsageError, match=r"cannot be read through DLPack: .*not contiguous"):
+    with pytest.raises(InvalidUsageError, match=r"cannot be read through DLPack .*not contiguous"):
         parse(DlpackArray(np.zeros(6)[::2], (2, 0)), writable=True, name="x")
 
 
