@@ -23,6 +23,7 @@ from numpy import ndarray
 from mpicomm.devices import where
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
+from mpicomm.mpi.dlpack import exported_dtype
 
 
 class BufferRefusedError(InvalidUsageError, BufferError):
@@ -226,7 +227,8 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
     if on_device and buffer.nbytes:
         on_device = where.place_of(buffer.address) is not None
     ordinal = device if on_device else None
-    return Memory(buffer.address, buffer.nbytes, _own_dtype(array), on_device, ordinal, buffer, exported=buffer)
+    dtype = _own_dtype(array, kind)
+    return Memory(buffer.address, buffer.nbytes, dtype, on_device, ordinal, buffer, exported=buffer)
 
 
 def _exported(array: Any, writable: bool, protocol: str, name: str) -> MPI.buffer:
@@ -246,10 +248,13 @@ def _unreadable(array: Any, protocol: str, name: str, error: Exception) -> Excep
     return cls(f"{name} is a {_class(array)} that cannot be read through {protocol} ({error}): {way_out}")
 
 
-def _own_dtype(array: Any) -> np.dtype[Any] | None:
+def _own_dtype(array: Any, kind: int) -> np.dtype[Any] | None:
     dtype = getattr(array, "dtype", None)
+    if dtype is None:
+        return exported_dtype(array, kind)
     try:
-        return np.dtype(dtype) if dtype is not None else None
+        own: np.dtype[Any] = np.dtype(dtype)
+        return own
     except TypeError:
         name = str(dtype).rpartition(".")[2]
         return types.covered_dtype(name) if name in types.COVERED else None

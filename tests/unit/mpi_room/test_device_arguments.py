@@ -128,6 +128,15 @@ def test_dlpack_array_names_its_type_as_its_library_does() -> None:
         parse(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.posit16"), writable=True, name="x")
 
 
+@pytest.mark.parametrize("typecode", ["i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", "?"])
+@pytest.mark.parametrize("device", [(2, 0), (1, 0)])
+def test_dlpack_array_without_a_type_exports_it(device: tuple[int, int], typecode: str) -> None:
+    array = DlpackArray(np.zeros(6, typecode), device)
+    del array.dtype
+    operand = parse(array, writable=True, name="x")
+    assert (operand.dtype, operand.total) == (np.dtype(typecode), 6)
+
+
 def test_host_memory_is_the_hosts_although_its_dlpack_object_names_a_gpu() -> None:
     array = DlpackArray(np.zeros(6, "i2"), (1, 0))
     array.device = (2, 0)
