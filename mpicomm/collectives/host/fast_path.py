@@ -50,7 +50,14 @@ def is_plain(other: Any, buffer: Any, limit: int) -> bool:
                 type(other) is ndarray
                 and ((other.base is buffer.base is None and other is not buffer) or are_apart(other, buffer))
             )
-            or ((other is None or other is MPI.IN_PLACE) and (buffer.base is None or is_host_view(buffer)))
+            or (
+                (other is None or other is MPI.IN_PLACE)
+                and (
+                    (base := buffer.base) is None
+                    or (type(base) is ndarray and base.base is None)
+                    or is_host_view(buffer)
+                )
+            )
         )
     )
 
@@ -61,14 +68,13 @@ def are_apart(a: Any, b: Any) -> bool:
     A NumPy array may be a view of device memory.
     """
     x, y = a.base, b.base
-    if x is y is None and a is not b:  # arrays that own their memory share none
-        return True
-    # The middle conditions are the first half of is_host_view, whose call takes longer than they do.
-    return (
-        (x is None or (type(x) is ndarray and x.base is None) or is_host_view(a))
-        and (y is None or (type(y) is ndarray and y.base is None) or is_host_view(b))
-        and not may_share_memory(a, b)
-    )
+    if x is None:
+        x = a
+    if y is None:
+        y = b
+    if type(x) is type(y) is ndarray and x.base is y.base is None:  # x and y own the memory of a and b
+        return x is not y or not may_share_memory(a, b)
+    return (x is a or is_host_view(a)) and (y is b or is_host_view(b)) and not may_share_memory(a, b)
 
 
 def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int) -> bool:
