@@ -23,7 +23,7 @@ from numpy import ndarray
 from mpicomm.devices import where
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.dlpack import exported_dtype
+from mpicomm.mpi.dlpack import Unversioned, exported_dtype
 
 
 class BufferRefusedError(InvalidUsageError, BufferError):
@@ -209,8 +209,12 @@ def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memor
         raise _read_only(array, name)
     dtype = None
     with contextlib.suppress(ValueError):  # MPI has no type for the format or byte order: the caller has to name one
-        dtype, _ = types.from_code(view.format.lstrip("@<" if sys.byteorder == "little" else "@>"))
-    return _host_or_by_address(array, _get_address(array), view.nbytes, dtype, array)
+        dtype, _ = types.from_code(view.format.lstrip("@=<" if sys.byteorder == "little" else "@=>"))
+    memory = _host_or_by_address(array, _get_address(array), view.nbytes, dtype, array)
+    if dtype is not None and view.format.startswith("="):  # as JAX's arrays; mpi4py does not know the sign
+        memory.dtype = np.dtype(f"{dtype.kind}{view.itemsize}")  # a long has 4 bytes there
+        memory.exported = MPI.buffer.frombuffer(array, readonly=not writable)
+    return memory
 
 
 def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
@@ -221,7 +225,13 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
     if kind not in _DLPACK_HOST + _DLPACK_GPU:
         raise _elsewhere(array, f"a device of DLPack's type {kind}", name)
     # mpi4py asks for no synchronisation, because stream= orders the call.
-    buffer = _exported(array, writable, "DLPack", name)
+    try:
+        buffer = _exported(array, writable, "DLPack", name)
+    except BufferRefusedError as refusal:
+        try:
+            buffer = MPI.buffer.frombuffer(Unversioned(array), readonly=not writable)
+        except Exception:
+            raise refusal from refusal.__cause__
     # As for a CUDA array interface: the driver knows better, and empty memory has no address to ask for.
     on_device = kind in _DLPACK_GPU and where.has_driver()
     if on_device and buffer.nbytes:

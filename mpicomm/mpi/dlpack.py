@@ -1,4 +1,4 @@
-"""The type of the elements that an object exports through DLPack, for objects that do not name it otherwise."""
+"""What mpi4py does not read of a DLPack export: the type of its elements, and an old capsule from a new library."""
 
 from __future__ import annotations
 
@@ -16,6 +16,25 @@ _CPU = 1
 _pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
 _pointer_of.restype = ctypes.c_void_p
 _pointer_of.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+class Unversioned:
+    """An object that exports ``array`` by the first version of DLPack.
+
+    mpi4py takes a capsule of that version only from an object that knows no other. JAX knows both and exports the
+    first.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **stream: int) -> Any:
+        if not stream.keys() <= {"stream"}:
+            raise TypeError("the first version of DLPack has no other argument than stream")
+        return self._array.__dlpack__(**stream)
 
 
 class _Tensor(ctypes.Structure):

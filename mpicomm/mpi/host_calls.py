@@ -1,4 +1,4 @@
-"""MPI's calls on host memory whose elements MPI may not know: bfloat16 and the floats of 8 bits go as bytes.
+"""MPI's calls on host memory whose elements mpi4py may not know: bfloat16 and the floats of 8 bits go as bytes.
 
 MPI is asked first, because mpi4py refuses such elements before it sends, and a look at every type would take longer.
 """
@@ -18,6 +18,8 @@ from mpicomm.mpi.arguments import Operand, parse
 Result = TypeVar("Result")
 
 _BYTES = np.dtype(np.uint8)
+_REFUSALS = (BufferError, KeyError)
+"""mpi4py's errors for elements and formats that it does not know."""
 
 
 def for_mpi(operand: Operand) -> Any:
@@ -45,7 +47,7 @@ def call(method: Callable[..., Result], comm: MPI.Intracomm, buf: Any, *rest: An
     """Call MPI's ``method`` on a host buffer. Raises as MPI does, and as `as_bytes` for a buffer that MPI refuses."""
     try:
         return method(comm, buf, *rest)
-    except BufferError:
+    except _REFUSALS:
         spec = as_bytes(buf, writable, "buf")
     return method(comm, spec, *rest)
 
@@ -62,6 +64,6 @@ def call_on_two(
     """As `call`, for a buffer to send and one to receive into."""
     try:
         return method(comm, sendbuf, dest, sendtag, recvbuf, *rest)
-    except BufferError:
+    except _REFUSALS:
         sent, received = both_as_bytes(sendbuf, recvbuf)
     return method(comm, sent, dest, sendtag, received, *rest)

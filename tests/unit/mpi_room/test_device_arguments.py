@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.mpi.arguments import parse, parse_vector
 from tests.helpers import fake_driver
@@ -126,6 +127,32 @@ def test_dlpack_array_names_its_type_as_its_library_does() -> None:
     assert parse(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.bfloat16"), writable=True, name="x").total == 6
     with pytest.raises(InvalidUsageError, match="unknown type"):
         parse(DlpackArray(np.zeros(6, "i2"), (2, 0), "lib.posit16"), writable=True, name="x")
+
+
+def test_an_old_capsule_of_a_library_that_knows_newer_ones() -> None:
+    class Old(DlpackArray):
+        def __dlpack__(self, stream: int | None = None, **newer: Any) -> Any:
+            return super().__dlpack__(stream)
+
+    array = np.arange(6, dtype="i2")
+    for device in ((2, 3), (1, 0)):
+        operand = parse(Old(array, device), writable=True, name="x")
+        assert (operand.pointer, operand.dtype, operand.total) == (array.ctypes.data, np.dtype("i2"), 6)
+
+
+@pytest.mark.parametrize(("code", "dtype"), [("f", "f4"), ("d", "f8"), ("l", "i4"), ("Q", "u8"), ("e", "f2")])
+def test_buffers_whose_format_has_standard_sizes_as_jax_arrays(code: str, dtype: str) -> None:
+    exporters = pytest.importorskip("_testbuffer")  # CPython's own tests come with it
+    array = exporters.ndarray([1, 2, 3], shape=[3], format=f"={code}")
+    assert parse(array, writable=False, name="x").dtype == np.dtype(dtype)
+    received = np.zeros(3, dtype)
+    comm = mpicomm.Communicator(MPI.COMM_SELF, device="cpu")
+    comm.Sendrecv(array, 0, 0, received, 0, 0)
+    assert received.tolist() == [1, 2, 3]
+    received[:] = 0
+    comm.Allreduce(array, received)
+    assert received.tolist() == [1, 2, 3]
+    comm.Free()
 
 
 @pytest.mark.parametrize("typecode", ["i1", "u2", "i4", "u8", "f2", "f4", "f8", "c8", "c16", "?"])
