@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
-from mpicomm.cluster.agreement import Group, duplicate, meet, release_before_finalize, world_rank
+from mpicomm.cluster.agreement import Group, duplicate, release_before_finalize, roll_call, world_rank
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.devices.base import Backend, GpuBackend
 from mpicomm.devices.handle import Kind
@@ -313,7 +313,7 @@ class Session:
     def _meet_without_groups(self, step: str) -> None:
         """Wait until all ranks have unmapped the peers' memory. Collective."""
         try:
-            meet(self._comm, step, self.placement.here.timeout_s)
+            roll_call(self._comm, step, self.placement.here.timeout_s)
         except CollectiveTimeoutError:
             self._missed = True
             raise

@@ -19,7 +19,7 @@ from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
-from mpicomm.cluster.agreement import duplicate, forked
+from mpicomm.cluster.agreement import duplicate, forked, roll_call
 from mpicomm.cluster.placement import Placement
 from mpicomm.collectives.dispatch import Collectives
 from mpicomm.collectives.host.fast_path import LIMITS
@@ -91,7 +91,8 @@ class Communicator(
     calls on device arrays go through pinned host memory, as does ``Alltoallw``. ``MPI.Win``, ``MPI.File`` and
     ``MPI.Message.Probe`` look at their buffers after `install` alone: pass them host memory. Communicators made from
     this one (``Dup``, ``Split``, ``Create_group``, ...) are Communicators on the same devices, which set themselves up
-    at their first use.
+    at their first use. ``Dup``, ``Dup_with_info``, ``Clone``, ``Create``, ``Split`` and ``Split_type`` raise
+    `CollectiveTimeoutError` where a rank does not come within ``timeout_s``; the others wait for it inside MPI.
     """
 
     _session: Session
@@ -297,15 +298,15 @@ class Communicator(
 
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator; the duplicate has its own memory."""
-        return self._adopt(MPI.Intracomm(self).Dup(info))
+        return self._adopt(self._met("Dup").Dup(info))
 
     def Dup_with_info(self, info: MPI.Info) -> Self:
         """Duplicate the communicator with other hints."""
-        return self._adopt(MPI.Intracomm(self).Dup_with_info(info))
+        return self._adopt(self._met("Dup_with_info").Dup_with_info(info))
 
     def Clone(self) -> Self:
         """Duplicate the communicator: mpi4py's other name for `Dup`."""
-        return self._adopt(MPI.Intracomm(self).Clone())
+        return self._adopt(self._met("Clone").Clone())
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
         """Duplicate without blocking; the new communicator may be used when the request is complete."""
@@ -319,7 +320,7 @@ class Communicator(
 
     def Create(self, group: MPI.Group) -> MPI.Intracomm:
         """Make a communicator of the ranks of ``group``; COMM_NULL on the others."""
-        return self._adopt_part(MPI.Intracomm(self).Create(group))
+        return self._adopt_part(self._met("Create").Create(group))
 
     def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
         """Make a communicator of the ranks of ``group``. Collective over those ranks alone."""
@@ -327,11 +328,17 @@ class Communicator(
 
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
         """Make one communicator per color; COMM_NULL for ``MPI.UNDEFINED``."""
-        return self._adopt_part(MPI.Intracomm(self).Split(color, key))
+        return self._adopt_part(self._met("Split").Split(color, key))
 
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
         """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
-        return self._adopt_part(MPI.Intracomm(self).Split_type(split_type, key, info))
+        return self._adopt_part(self._met("Split_type").Split_type(split_type, key, info))
+
+    def _met(self, call: str) -> MPI.Intracomm:
+        """Return mpi4py's communicator for ``call``, whose wait inside MPI has no limit, when all ranks have come."""
+        comm = MPI.Intracomm(self)
+        roll_call(comm, call, self._placement.here.timeout_s)
+        return comm
 
     def _adopt_part(self, comm: MPI.Comm) -> MPI.Intracomm:
         assert isinstance(comm, MPI.Intracomm)  # parts of an intracommunicator are intracommunicators
