@@ -14,6 +14,7 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.api.blocking import BlockingCollectives
 from mpicomm.api.by_mpi import ByMpi
+from mpicomm.api.freed import mark_freed
 from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
@@ -285,6 +286,7 @@ class Communicator(
         """
         if self._name_in_mpi or self._close():
             super().Free()
+            mark_freed(self)
 
     def free(self) -> None:
         """Free as `Free` does, unless the communicator is freed or MPI's own: mpi4py's call for clean-up."""
@@ -295,6 +297,7 @@ class Communicator(
         """Free as `Free` does, when MPI has completed pending communication."""
         if self._name_in_mpi or self._close():
             super().Disconnect()
+            mark_freed(self)
 
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator; the duplicate has its own memory."""
