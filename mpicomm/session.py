@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
-from mpicomm.cluster.agreement import Group, duplicate, release_before_finalize, roll_call, world_rank
+from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank
 from mpicomm.cluster.placement import Placement, find_placement
+from mpicomm.cluster.roll_call import duplicate, roll_call
 from mpicomm.devices.base import Backend, GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
@@ -184,6 +185,9 @@ class Session:
         """
         if self._freed:
             return
+        if self._groups:
+            # A peer may be in a call that this rank has not made. It comes when its own time is over.
+            self.group.patient = True
         late = self._meet("Free")
         self._freed = True
         try:

@@ -20,8 +20,9 @@ from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
-from mpicomm.cluster.agreement import duplicate, forked, roll_call
+from mpicomm.cluster.agreement import forked
 from mpicomm.cluster.placement import Placement
+from mpicomm.cluster.roll_call import duplicate, roll_call
 from mpicomm.collectives.dispatch import Collectives
 from mpicomm.collectives.host.fast_path import LIMITS
 from mpicomm.devices.base import Link

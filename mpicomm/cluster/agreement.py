@@ -24,7 +24,7 @@ from mpicomm.waiting import wait_until
 
 T = TypeVar("T")
 
-_GRACE_S = 0.5  # by which the others wait longer than the first rank, whose answer names the missing rank
+GRACE_S = 0.5  # by which the others wait longer than the first rank, whose answer names the missing rank
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ class Group:
         self.rank = self.ranks.index(comm.rank)
         self.size = len(self.ranks)
         self.broken: CollectiveTimeoutError | PeerError | None = None
+        self.testimony: Callable[[], str] = _nothing_known
+        """Says why ranks may not come that are not gone; "" where nothing is known. An error ends with it."""
+        self.patient = False
+        """Whether an exchange waits once more for ranks of which `testimony` knows something."""
 
     def subgroup(self, ranks: Sequence[int], *, tag: int) -> Group:
         """Return a group of some of these ranks; local. ``tag`` keeps its messages apart from those of this group."""
@@ -82,7 +86,7 @@ class Group:
             # `produce` may have waited for a peer that is gone: all waits together keep the deadline. Half of it is
             # left in any case, because other ranks may still be busy, unless an exchange inside this one has found a
             # rank missing.
-            least_s = _GRACE_S if isinstance(error, CollectiveTimeoutError) else limit_s / 2
+            least_s = GRACE_S if isinstance(error, CollectiveTimeoutError) else limit_s / 2
             limit_s = max(limit_s - (time.monotonic() - start), least_s)
         self.require_whole(step)  # an exchange inside `produce` may have failed in a clean-up, which is silent
         logger.log(TRACE, "exchange %r in ranks %s: %s", step, self.ranks, mine.error or "done here")
@@ -163,12 +167,12 @@ class Group:
             rank = self.ranks[self.rank]
             text = f"rank {rank} left in the middle of {mine.step}: {type(error).__name__}"
             self.broken = PeerError(text, ranks=[rank])
-            _abandoned.extend(requests)
+            abandoned.extend(requests)
             raise
         if isinstance(answer, list):
             return answer
         # Sends to a rank that is gone never complete. Their requests keep their buffers, so these stay.
-        _abandoned.extend(requests)
+        abandoned.extend(requests)
         self.broken = answer
         # Another error, not `self.broken`: its traceback would keep the frames, and the mapped memory in them.
         raise CollectiveTimeoutError(str(answer), ranks=answer.ranks)
@@ -186,11 +190,11 @@ class Group:
         # This tells the others, which may have come long before, that this rank is here: their deadlines start again.
         requests += [self._comm.isend(None, rank, self._tag) for rank in self.ranks[1:]]
         answer: _Answer
-        if wait_until(hear, limit_s):
+        if self._wait(hear, limit_s):
             answer = [heard[rank] for rank in self.ranks]
         else:
             missing = [rank for rank in self.ranks if rank not in heard]
-            answer = _did_not_arrive(mine.step, missing, self.timeout_s)
+            answer = did_not_arrive(mine.step, missing, self.timeout_s, self.testimony())
         # A missing rank gets the answer, too: if it comes late, it raises at once.
         requests += [self._comm.isend(answer, rank, self._tag) for rank in self.ranks[1:]]
         return answer
@@ -207,92 +211,27 @@ class Group:
                 return True
             return False
 
-        if wait_until(listen, limit_s + _GRACE_S) and wait_until(listen, limit_s + _GRACE_S):
+        if self._wait(listen, limit_s + GRACE_S) and self._wait(listen, limit_s + GRACE_S):
             answer: _Answer = said[1]
             return answer
-        return _did_not_arrive(mine.step, [first], self.timeout_s)
+        return did_not_arrive(mine.step, [first], self.timeout_s, self.testimony())
+
+    def _wait(self, ready: Callable[[], bool], limit_s: float) -> bool:
+        return wait_until(ready, limit_s) or (self.patient and self.testimony() != "" and wait_until(ready, limit_s))
 
 
-def _did_not_arrive(step: str, ranks: list[int], timeout_s: float) -> CollectiveTimeoutError:
-    return CollectiveTimeoutError(f"{step}: {_names(ranks)} did not arrive within {timeout_s:g} s", ranks=ranks)
+def _nothing_known() -> str:
+    return ""
 
 
-_abandoned: list[MPI.Request] = []
+def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -> CollectiveTimeoutError:
+    """Return the error for ranks that are missing; ``reason`` may be ""."""
+    text = f"{step}: {_names(ranks)} did not arrive within {timeout_s:g} s"
+    return CollectiveTimeoutError(f"{text}: {reason}" if reason else text, ranks=ranks)
 
 
-def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm:
-    """Return a duplicate of ``comm`` after all ranks have come. Collective, blocking; raises as `roll_call` does."""
-    roll_call(comm, step, timeout_s)
-    copy, request = comm.Idup()
-    if not wait_until(request.Test, timeout_s):  # a rank has left in between, and only a `Group` could name it
-        _abandoned.append(request)
-        raise CollectiveTimeoutError(f"{step}: not all ranks arrived within {timeout_s:g} s")
-    return copy
-
-
-_HERE, _LEFT = 1, 2  # words of a rank in a roll call; 0 is for a rank that has said nothing
-
-
-def roll_call(comm: MPI.Intracomm, step: str, timeout_s: float) -> None:
-    """Return when all ranks of ``comm`` have called it. Collective, blocking.
-
-    Where a rank does not come within ``timeout_s`` seconds of the first rank or of another rank, the others raise
-    `CollectiveTimeoutError` with its name, and so does that rank if it comes later. Then all ranks have made the same
-    calls of MPI, so ``comm`` stays usable.
-
-    ``comm`` belongs to the user, whose receives may take any message. So the ranks speak through MPI's nonblocking
-    collectives, which no receive can take. As in `Group`, the first rank hears all ranks, and tells them who is there.
-
-    Two things cannot be known. Without the first rank no rank hears of the others, so the error names the first rank
-    alone, also if more are missing. And MPI does not promise that the word of each rank arrives by itself: MPICH and
-    Open MPI send it straight to the first rank, but an MPI that sends it along a tree may make the error name the ranks
-    behind a missing rank, too.
-    """
-    require_own_process(step)
-    if comm.size == 1:
-        return
-    requests: list[MPI.Request] = []
-    try:
-        words = (_call_the_roll if comm.rank == 0 else _answer_the_roll)(comm, timeout_s, requests)
-    finally:
-        # Also after a Ctrl-C: an open request keeps its buffers.
-        _abandoned.extend(request for request in requests if request != MPI.REQUEST_NULL)
-    if not all(word == _HERE for word in words):
-        # A rank has left because the first rank was late, else the silent ranks are late.
-        missing = [0] if _LEFT in words else [rank for rank, word in enumerate(words) if not word]
-        late = _did_not_arrive(step, missing, timeout_s)
-        way_out = (
-            "let every rank make this call, or set timeout_s= or MPICOMM_TIMEOUT to the time that a late rank needs"
-        )
-        raise CollectiveTimeoutError(f"{late}: {way_out}", ranks=missing)
-
-
-def _call_the_roll(comm: MPI.Intracomm, timeout_s: float, requests: list[MPI.Request]) -> bytes:
-    """Take the first rank's part: return the word of each rank."""
-    size = comm.size
-    words = bytearray(size)
-    words[0] = _HERE
-    # This tells the others, which may have come long before, that this rank is here: their deadlines start again.
-    requests.append(comm.Iscatterv([bytes(size), [1] * size, MPI.BYTE], MPI.IN_PLACE))
-    requests.append(hearing := comm.Igatherv(MPI.IN_PLACE, [words, [1] * size, MPI.BYTE]))
-    wait_until(hearing.Test, timeout_s)
-    heard = bytes(words)  # the words that have arrived so far, also where some have not
-    requests.append(comm.Iscatterv([heard * size, [size] * size, MPI.BYTE], MPI.IN_PLACE))
-    if all(word == _HERE for word in heard):
-        wait_until(lambda: MPI.Request.Testall(requests), timeout_s)
-    return heard
-
-
-def _answer_the_roll(comm: MPI.Intracomm, timeout_s: float, requests: list[MPI.Request]) -> bytes:
-    """Take another rank's part: return the word of each rank as the first rank has heard it."""
-    words = bytearray(comm.size)
-    requests.append(calling := comm.Iscatterv(None, [bytearray(1), MPI.BYTE]))
-    called = wait_until(calling.Test, timeout_s + _GRACE_S)
-    requests.append(comm.Igatherv([bytes([_HERE if called else _LEFT]), MPI.BYTE], None))
-    requests.append(comm.Iscatterv(None, [words, MPI.BYTE]))
-    if called and wait_until(lambda: MPI.Request.Testall(requests), timeout_s + _GRACE_S):
-        return bytes(words)
-    return bytes([0] + [_HERE] * (comm.size - 1))
+abandoned: list[MPI.Request] = []
+"""Requests that may never complete. They keep their buffers, to which MPI may still write."""
 
 
 def _portable(error: Exception) -> MpicommError:

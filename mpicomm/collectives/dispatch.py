@@ -340,7 +340,15 @@ class Collectives:
     def _shared_board(self, session: Session) -> Board:
         if self._board is None:
             self._board = session.keep(Board(session.node))
+            session.group.testimony = session.node.testimony = self._testimony
         return self._board
+
+    def _testimony(self) -> str:
+        """Return why ranks that are not gone may not come to an exchange, and the way out; local."""
+        failed = self._host and self._host.broken
+        if failed:
+            return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
+        return self._board.testimony() if self._board else ""
 
 
 def _require_known(operation: Operation, algorithm: str) -> None:
