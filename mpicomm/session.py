@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
@@ -59,6 +59,8 @@ class Session:
         self._meets_always = False
         self._missed = False
         self._freed = False
+        self.awaited_elsewhere: Callable[[], bool] = lambda: False
+        """Says whether peers wait for this rank in another call: they come to `close` when their time is over."""
         self._has_device = backend is not None
         if backend is not None:
             self.backend = backend
@@ -186,8 +188,7 @@ class Session:
         if self._freed:
             return
         if self._groups:
-            # A peer may be in a call that this rank has not made. It comes when its own time is over.
-            self.group.patient = True
+            self.group.patience = self.awaited_elsewhere
         late = self._meet("Free")
         self._freed = True
         try:

@@ -58,8 +58,8 @@ class Group:
         self.broken: CollectiveTimeoutError | PeerError | None = None
         self.testimony: Callable[[], str] = _nothing_known
         """Says why ranks may not come that are not gone; "" where nothing is known. An error ends with it."""
-        self.patient = False
-        """Whether an exchange waits once more for ranks of which `testimony` knows something."""
+        self.patience: Callable[[], bool] = _no_patience
+        """Says, when the time of an exchange is over, whether to wait as long once more."""
 
     def subgroup(self, ranks: Sequence[int], *, tag: int) -> Group:
         """Return a group of some of these ranks; local. ``tag`` keeps its messages apart from those of this group."""
@@ -217,11 +217,15 @@ class Group:
         return did_not_arrive(mine.step, [first], self.timeout_s, self.testimony())
 
     def _wait(self, ready: Callable[[], bool], limit_s: float) -> bool:
-        return wait_until(ready, limit_s) or (self.patient and self.testimony() != "" and wait_until(ready, limit_s))
+        return wait_until(ready, limit_s) or (self.patience() and wait_until(ready, limit_s))
 
 
 def _nothing_known() -> str:
     return ""
+
+
+def _no_patience() -> bool:
+    return False
 
 
 def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -> CollectiveTimeoutError:

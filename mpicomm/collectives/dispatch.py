@@ -340,8 +340,12 @@ class Collectives:
     def _shared_board(self, session: Session) -> Board:
         if self._board is None:
             self._board = session.keep(Board(session.node))
+            session.awaited_elsewhere = self._awaited_elsewhere
             session.group.testimony = session.node.testimony = self._testimony
         return self._board
+
+    def _awaited_elsewhere(self) -> bool:
+        return self._board is not None and bool(self._board.ahead())
 
     def _testimony(self) -> str:
         """Return why ranks that are not gone may not come to an exchange, and the way out; local."""
