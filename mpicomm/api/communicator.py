@@ -283,7 +283,10 @@ class Communicator(
 
         Complete all requests and receive all messages before: `Free` drops messages that have not left yet. A second
         call does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees this rank's
-        part, and does not wait for the others.
+        part, and does not wait for the others. It waits up to twice ``timeout_s`` for a rank that is in a collective
+        call which this rank has not made.
+
+        Calls of a freed communicator raise `InvalidUsageError`, which is MPI's exception, too, where MPI refuses them.
         """
         if self._name_in_mpi or self._close():
             super().Free()
