@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
-from mpicomm.cluster.agreement import Group, duplicate, meet, release_before_finalize, world_rank
+from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank
 from mpicomm.cluster.placement import Placement, find_placement
+from mpicomm.cluster.roll_call import duplicate, roll_call
 from mpicomm.devices.base import Backend, GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
@@ -58,6 +59,8 @@ class Session:
         self._meets_always = False
         self._missed = False
         self._freed = False
+        self.awaited_elsewhere: Callable[[], bool] = lambda: False
+        """Says whether peers wait for this rank in another call: they come to `close` when their time is over."""
         self._has_device = backend is not None
         if backend is not None:
             self.backend = backend
@@ -184,6 +187,8 @@ class Session:
         """
         if self._freed:
             return
+        if self._groups:
+            self.group.patience = self.awaited_elsewhere
         late = self._meet("Free")
         self._freed = True
         try:
@@ -313,7 +318,7 @@ class Session:
     def _meet_without_groups(self, step: str) -> None:
         """Wait until all ranks have unmapped the peers' memory. Collective."""
         try:
-            meet(self._comm, step, self.placement.here.timeout_s)
+            roll_call(self._comm, step, self.placement.here.timeout_s)
         except CollectiveTimeoutError:
             self._missed = True
             raise

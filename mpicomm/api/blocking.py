@@ -115,13 +115,19 @@ class BlockingCollectives(MPI.Intracomm):
     def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgather"]):
-            return _allgather(self, sendbuf, recvbuf)
+            try:
+                return _allgather(self, sendbuf, recvbuf)
+            except BufferError as error:
+                raise self._collectives.refused(error, ALLGATHER, sendbuf, recvbuf) from error
         return self._collectives.run(ALLGATHER, stream, algorithm, sendbuf, recvbuf)
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgatherv"]):
-            return _allgatherv(self, sendbuf, recvbuf)
+            try:
+                return _allgatherv(self, sendbuf, recvbuf)
+            except BufferError as error:
+                raise self._collectives.refused(error, ALLGATHERV, sendbuf, recvbuf) from error
         return self._collectives.run(ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Allreduce(
@@ -138,19 +144,28 @@ class BlockingCollectives(MPI.Intracomm):
             and recvbuf.dtype in MPI_TYPES
             and ((recvbuf.base is sendbuf.base is None and recvbuf is not sendbuf) or are_apart(sendbuf, recvbuf))
         ):
-            return _allreduce(self, sendbuf, recvbuf, op)
+            try:
+                return _allreduce(self, sendbuf, recvbuf, op)
+            except BufferError as error:
+                raise self._collectives.refused(error, ALLREDUCE, sendbuf, recvbuf, op) from error
         return self._collectives.run(ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op)
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoall"]):
-            return _alltoall(self, sendbuf, recvbuf)
+            try:
+                return _alltoall(self, sendbuf, recvbuf)
+            except BufferError as error:
+                raise self._collectives.refused(error, ALLTOALL, sendbuf, recvbuf) from error
         return self._collectives.run(ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoallv"]):
-            return _alltoallv(self, sendbuf, recvbuf)
+            try:
+                return _alltoallv(self, sendbuf, recvbuf)
+            except BufferError as error:
+                raise self._collectives.refused(error, ALLTOALLV, sendbuf, recvbuf) from error
         return self._collectives.run(ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
@@ -164,7 +179,10 @@ class BlockingCollectives(MPI.Intracomm):
             and buf.dtype in MPI_TYPES
             and (buf.base is None or is_host_view(buf))
         ):
-            return _bcast(self, buf, root)
+            try:
+                return _bcast(self, buf, root)
+            except BufferError as error:
+                raise self._collectives.refused(error, BCAST, None, buf, root=root) from error
         return self._collectives.run(BCAST, stream, algorithm, None, buf, root=root)
 
     def Exscan(
@@ -172,13 +190,19 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Exscan"]):
-            return _exscan(self, sendbuf, recvbuf, op)
+            try:
+                return _exscan(self, sendbuf, recvbuf, op)
+            except BufferError as error:
+                raise self._collectives.refused(error, EXSCAN, sendbuf, recvbuf, op) from error
         return self._collectives.run(EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
         if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._block_limit):
-            return _gather(self, sendbuf, recvbuf, root)
+            try:
+                return _gather(self, sendbuf, recvbuf, root)
+            except BufferError as error:
+                raise self._collectives.refused(error, GATHER, sendbuf, recvbuf, root=root) from error
         return self._collectives.run(GATHER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Gatherv(
@@ -186,7 +210,10 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Gather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Gatherv"]):
-            return _gatherv(self, sendbuf, recvbuf, root)
+            try:
+                return _gatherv(self, sendbuf, recvbuf, root)
+            except BufferError as error:
+                raise self._collectives.refused(error, GATHERV, sendbuf, recvbuf, root=root) from error
         return self._collectives.run(GATHERV, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Reduce(
@@ -202,7 +229,10 @@ class BlockingCollectives(MPI.Intracomm):
         """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
         # The buffers change places, because only the root's recvbuf means anything.
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(recvbuf, sendbuf, LIMITS["Reduce"]):
-            return _reduce(self, sendbuf, recvbuf, op, root)
+            try:
+                return _reduce(self, sendbuf, recvbuf, op, root)
+            except BufferError as error:
+                raise self._collectives.refused(error, REDUCE, sendbuf, recvbuf, op, root) from error
         return self._collectives.run(REDUCE, stream, algorithm, sendbuf, recvbuf, op, root)
 
     def Reduce_scatter(
@@ -227,7 +257,12 @@ class BlockingCollectives(MPI.Intracomm):
             and recvcounts is not None
             and is_plain(recvbuf, sendbuf, LIMITS["Reduce_scatter"])
         ):
-            return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
+            try:
+                return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
+            except BufferError as error:
+                raise self._collectives.refused(
+                    error, REDUCE_SCATTER, sendbuf, recvbuf, op, counts=recvcounts
+                ) from error
         return self._collectives.run(REDUCE_SCATTER, stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
 
     def Reduce_scatter_block(
@@ -240,7 +275,10 @@ class BlockingCollectives(MPI.Intracomm):
             and op is not AVG
             and is_plain(recvbuf, sendbuf, LIMITS["Reduce_scatter_block"])
         ):
-            return _reduce_scatter_block(self, sendbuf, recvbuf, op)
+            try:
+                return _reduce_scatter_block(self, sendbuf, recvbuf, op)
+            except BufferError as error:
+                raise self._collectives.refused(error, REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op) from error
         return self._collectives.run(REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op)
 
     def Scan(
@@ -248,7 +286,10 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Scan"]):
-            return _scan(self, sendbuf, recvbuf, op)
+            try:
+                return _scan(self, sendbuf, recvbuf, op)
+            except BufferError as error:
+                raise self._collectives.refused(error, SCAN, sendbuf, recvbuf, op) from error
         return self._collectives.run(SCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Scatter(
@@ -256,7 +297,10 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._block_limit):
-            return _scatter(self, sendbuf, recvbuf, root)
+            try:
+                return _scatter(self, sendbuf, recvbuf, root)
+            except BufferError as error:
+                raise self._collectives.refused(error, SCATTER, sendbuf, recvbuf, root=root) from error
         return self._collectives.run(SCATTER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Scatterv(
@@ -264,5 +308,8 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Scatter, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Scatterv"]):
-            return _scatterv(self, sendbuf, recvbuf, root)
+            try:
+                return _scatterv(self, sendbuf, recvbuf, root)
+            except BufferError as error:
+                raise self._collectives.refused(error, SCATTERV, sendbuf, recvbuf, root=root) from error
         return self._collectives.run(SCATTERV, stream, algorithm, sendbuf, recvbuf, root=root)

@@ -14,13 +14,15 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.api.blocking import BlockingCollectives
 from mpicomm.api.by_mpi import ByMpi
+from mpicomm.api.freed import mark_freed
 from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
-from mpicomm.cluster.agreement import duplicate, forked
+from mpicomm.cluster.agreement import forked
 from mpicomm.cluster.placement import Placement
+from mpicomm.cluster.roll_call import duplicate
 from mpicomm.collectives.dispatch import Collectives
 from mpicomm.collectives.host.fast_path import LIMITS
 from mpicomm.devices.base import Link
@@ -280,10 +282,14 @@ class Communicator(
 
         Complete all requests and receive all messages before: `Free` drops messages that have not left yet. A second
         call does nothing, nor does one after MPI_Finalize or in a forked process. After a timeout it frees this rank's
-        part, and does not wait for the others.
+        part, and does not wait for the others. It waits up to twice ``timeout_s`` for a rank that is in a collective
+        call which this rank has not made.
+
+        Calls of a freed communicator raise `InvalidUsageError`, which is MPI's exception, too, where MPI refuses them.
         """
         if self._name_in_mpi or self._close():
             super().Free()
+            mark_freed(self)
 
     def free(self) -> None:
         """Free as `Free` does, unless the communicator is freed or MPI's own: mpi4py's call for clean-up."""
@@ -294,6 +300,7 @@ class Communicator(
         """Free as `Free` does, when MPI has completed pending communication."""
         if self._name_in_mpi or self._close():
             super().Disconnect()
+            mark_freed(self)
 
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator; the duplicate has its own memory."""

@@ -24,7 +24,7 @@ from mpicomm.waiting import wait_until
 
 T = TypeVar("T")
 
-_GRACE_S = 0.5  # by which the others wait longer than the first rank, whose answer names the missing rank
+GRACE_S = 0.5  # by which the others wait longer than the first rank, whose answer names the missing rank
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,10 @@ class Group:
         self.rank = self.ranks.index(comm.rank)
         self.size = len(self.ranks)
         self.broken: CollectiveTimeoutError | PeerError | None = None
+        self.testimony: Callable[[], str] = _nothing_known
+        """Says why ranks may not come that are not gone; "" where nothing is known. An error ends with it."""
+        self.patience: Callable[[], bool] = _no_patience
+        """Says, when the time of an exchange is over, whether to wait as long once more."""
 
     def subgroup(self, ranks: Sequence[int], *, tag: int) -> Group:
         """Return a group of some of these ranks; local. ``tag`` keeps its messages apart from those of this group."""
@@ -82,7 +86,7 @@ class Group:
             # `produce` may have waited for a peer that is gone: all waits together keep the deadline. Half of it is
             # left in any case, because other ranks may still be busy, unless an exchange inside this one has found a
             # rank missing.
-            least_s = _GRACE_S if isinstance(error, CollectiveTimeoutError) else limit_s / 2
+            least_s = GRACE_S if isinstance(error, CollectiveTimeoutError) else limit_s / 2
             limit_s = max(limit_s - (time.monotonic() - start), least_s)
         self.require_whole(step)  # an exchange inside `produce` may have failed in a clean-up, which is silent
         logger.log(TRACE, "exchange %r in ranks %s: %s", step, self.ranks, mine.error or "done here")
@@ -163,12 +167,12 @@ class Group:
             rank = self.ranks[self.rank]
             text = f"rank {rank} left in the middle of {mine.step}: {type(error).__name__}"
             self.broken = PeerError(text, ranks=[rank])
-            _abandoned.extend(requests)
+            abandoned.extend(requests)
             raise
         if isinstance(answer, list):
             return answer
         # Sends to a rank that is gone never complete. Their requests keep their buffers, so these stay.
-        _abandoned.extend(requests)
+        abandoned.extend(requests)
         self.broken = answer
         # Another error, not `self.broken`: its traceback would keep the frames, and the mapped memory in them.
         raise CollectiveTimeoutError(str(answer), ranks=answer.ranks)
@@ -186,11 +190,11 @@ class Group:
         # This tells the others, which may have come long before, that this rank is here: their deadlines start again.
         requests += [self._comm.isend(None, rank, self._tag) for rank in self.ranks[1:]]
         answer: _Answer
-        if wait_until(hear, limit_s):
+        if self._wait(hear, limit_s):
             answer = [heard[rank] for rank in self.ranks]
         else:
             missing = [rank for rank in self.ranks if rank not in heard]
-            answer = _did_not_arrive(mine.step, missing, self.timeout_s)
+            answer = did_not_arrive(mine.step, missing, self.timeout_s, self.testimony())
         # A missing rank gets the answer, too: if it comes late, it raises at once.
         requests += [self._comm.isend(answer, rank, self._tag) for rank in self.ranks[1:]]
         return answer
@@ -207,39 +211,31 @@ class Group:
                 return True
             return False
 
-        if wait_until(listen, limit_s + _GRACE_S) and wait_until(listen, limit_s + _GRACE_S):
+        if self._wait(listen, limit_s + GRACE_S) and self._wait(listen, limit_s + GRACE_S):
             answer: _Answer = said[1]
             return answer
-        return _did_not_arrive(mine.step, [first], self.timeout_s)
+        return did_not_arrive(mine.step, [first], self.timeout_s, self.testimony())
+
+    def _wait(self, ready: Callable[[], bool], limit_s: float) -> bool:
+        return wait_until(ready, limit_s) or (self.patience() and wait_until(ready, limit_s))
 
 
-def _did_not_arrive(step: str, ranks: list[int], timeout_s: float) -> CollectiveTimeoutError:
-    return CollectiveTimeoutError(f"{step}: {_names(ranks)} did not arrive within {timeout_s:g} s", ranks=ranks)
+def _nothing_known() -> str:
+    return ""
 
 
-_abandoned: list[MPI.Request] = []
+def _no_patience() -> bool:
+    return False
 
 
-def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm:
-    """Return a duplicate of ``comm``. Collective; raises `CollectiveTimeoutError` where not all ranks come in time.
-
-    The error names no ranks: only a `Group` can, and it needs the duplicate.
-    """
-    require_own_process(step)
-    copy, request = comm.Idup()
-    if not wait_until(request.Test, timeout_s):
-        _abandoned.append(request)
-        raise CollectiveTimeoutError(f"{step}: not all ranks arrived within {timeout_s:g} s")
-    return copy
+def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -> CollectiveTimeoutError:
+    """Return the error for ranks that are missing; ``reason`` may be ""."""
+    text = f"{step}: {_names(ranks)} did not arrive within {timeout_s:g} s"
+    return CollectiveTimeoutError(f"{text}: {reason}" if reason else text, ranks=ranks)
 
 
-def meet(comm: MPI.Intracomm, step: str, timeout_s: float) -> None:
-    """Return when all ranks of ``comm`` have called it. Collective; raises `CollectiveTimeoutError` as `duplicate`."""
-    require_own_process(step)
-    request = comm.Ibarrier()
-    if not wait_until(request.Test, timeout_s):
-        _abandoned.append(request)
-        raise CollectiveTimeoutError(f"{step}: not all ranks arrived within {timeout_s:g} s")
+abandoned: list[MPI.Request] = []
+"""Requests that may never complete. They keep their buffers, to which MPI may still write."""
 
 
 def _portable(error: Exception) -> MpicommError:

@@ -85,6 +85,22 @@ class Board:
         mine = self._counters[self._node.rank][0]
         return [index for index, counter in enumerate(self._counters) if counter[0] < mine]
 
+    def ahead(self) -> list[int]:
+        """Return the indices of the ranks that have posted more often than this one; local."""
+        if self._own is None:
+            return []
+        mine = self._own[0]
+        return [index for index, counter in enumerate(self._counters) if counter[0] > mine]
+
+    def testimony(self) -> str:
+        """Return which ranks are in calls that this rank has not made, and the way out; "" if none is. Local."""
+        ranks = self._node.ranks
+        calls = [f"rank {ranks[index]} is in {self._last(index)}, or has left it" for index in self.ahead()]
+        if not calls:
+            return ""
+        here = ranks[self._node.rank]
+        return "; ".join([*calls, f"rank {here} has not made that call: make every collective call on all ranks"])
+
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's lines; local."""
         return (MemoryUse("call board", host_nbytes=self._segments.own.nbytes),)

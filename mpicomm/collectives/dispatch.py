@@ -24,7 +24,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.buffers import BufferRefusedError, array_of
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import AVG
@@ -100,6 +100,26 @@ class Collectives:
             self._mpi(operation, call.arguments)
         else:
             self._run_on_host(call, algorithm)
+
+    def refused(
+        self,
+        error: BufferError,
+        operation: Operation,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None = None,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+    ) -> InvalidUsageError:
+        """Return the error for host buffers that mpi4py has refused with ``error``: the one that larger buffers get.
+
+        Local. mpi4py looks at the buffers of small calls alone, because that takes least time.
+        """
+        try:
+            Call(operation, Arguments(send, receive, op, root, counts), self._rank, self._size)
+        except InvalidUsageError as named:
+            return named
+        return BufferRefusedError(f"{operation}: MPI refuses a buffer: {error}")
 
     def start(self, operation: Operation, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
@@ -266,7 +286,11 @@ class Collectives:
         passed = operation.passed(self._out_of_place(operation, arguments))
         if info is not None:
             passed = (*passed, info)
-        return getattr(MPI.Intracomm, method or operation.name)(self._comm, *passed)
+        try:
+            return getattr(MPI.Intracomm, method or operation.name)(self._comm, *passed)
+        except BufferError as error:
+            given = arguments.send, arguments.receive, arguments.op, arguments.root, arguments.counts
+            raise self.refused(error, operation, *given) from error
 
     def _out_of_place(self, operation: Operation, arguments: Arguments) -> Arguments:
         """Return the arguments for MPI: an input in place that ``recvcounts`` cuts is copied.
@@ -316,7 +340,19 @@ class Collectives:
     def _shared_board(self, session: Session) -> Board:
         if self._board is None:
             self._board = session.keep(Board(session.node))
+            session.awaited_elsewhere = self._awaited_elsewhere
+            session.group.testimony = session.node.testimony = self._testimony
         return self._board
+
+    def _awaited_elsewhere(self) -> bool:
+        return self._board is not None and bool(self._board.ahead())
+
+    def _testimony(self) -> str:
+        """Return why ranks that are not gone may not come to an exchange, and the way out; local."""
+        failed = self._host and self._host.broken
+        if failed:
+            return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
+        return self._board.testimony() if self._board else ""
 
 
 def _require_known(operation: Operation, algorithm: str) -> None:

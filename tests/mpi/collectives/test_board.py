@@ -51,6 +51,24 @@ def test_tells_who_is_behind(comm_world: MPI.Intracomm, board: Board) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+def test_testifies_of_ranks_in_calls_that_this_rank_has_not_made(comm_world: MPI.Intracomm, board: Board) -> None:
+    board.post("first")
+    comm_world.Barrier()
+    assert board.testimony() == ""
+    comm_world.Barrier()
+    if comm_world.rank == 0:
+        board.post("second")
+    comm_world.Barrier()
+    if comm_world.rank == 0:
+        assert board.testimony() == ""
+    else:
+        assert board.testimony().startswith("rank 0 is in second, or has left it; rank ")
+    comm_world.Barrier()
+    board.close_peers()
+    assert board.testimony() == ""
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("later", [0, 1, 5, 14, 15, 40])
 def test_tells_where_ranks_began_to_differ(comm_world: MPI.Intracomm, board: Board, later: int) -> None:
     rank, size = comm_world.rank, comm_world.size

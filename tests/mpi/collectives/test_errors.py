@@ -14,6 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from mpicomm.mpi.buffers import BufferRefusedError
 from mpicomm.mpi.types import COVERED
 from tests.helpers.buffers import Placed
 from tests.helpers.communicator_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
@@ -250,10 +251,10 @@ def test_receive_buffers_that_are_read_only(comm: mpicomm.Communicator, xp: Any,
     count = LARGE if way == "large" else 3
     send, receive = np.ones(count, np.float32), np.zeros(count, np.float32)
     receive.flags.writeable = False
-    with pytest.raises((InvalidUsageError, BufferError), match=r"read-only|not writable"):
+    with pytest.raises(BufferRefusedError, match=r"recvbuf is a .* that is read-only"):
         call(comm, way, "Allreduce", send, receive)
     if comm.size > 1:
-        with pytest.raises((InvalidUsageError, BufferError), match=r"read-only|not writable"):
+        with pytest.raises(BufferRefusedError, match=r"buf is a .* that is read-only"):
             call(comm, way, "Bcast", receive, root=(comm.rank + 1) % comm.size)
         # The root only reads its buffer.
         send.flags.writeable = False
@@ -342,7 +343,7 @@ def test_a_freed_communicator_says_so(device: str, used: bool) -> None:
             comm.Barrier,
         ]
         for each in of_either:
-            with pytest.raises((InvalidUsageError, MPI.Exception), match=r"(?i)was freed|invalid communicator"):
+            with pytest.raises(InvalidUsageError, match=r"the communicator was freed; create another"):
                 each()
 
 

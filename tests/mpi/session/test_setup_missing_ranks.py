@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
@@ -200,10 +201,58 @@ def test_rank_that_is_gone_before_it_sends_a_descriptor_is_missed_in_time(comm_w
 
 
 @pytest.mark.mpi(min_size=2)
-def test_rank_that_never_comes_to_create_a_communicator_is_missed(comm_world: MPI.Intracomm) -> None:
-    for culprit in FIRST_AND_LAST:
-        parent = comm_world.Dup()  # unusable afterwards: one of its ranks has begun a collective call
+def test_rank_that_never_comes_to_create_a_communicator_is_named(comm_world: MPI.Intracomm) -> None:
+    for culprit in EVERY_RANK:
+        parent = comm_world.Dup()
         with without(culprit) as others:
             if others:
-                with raises_everywhere(others, CollectiveTimeoutError, match="Communicator: .* within 0.5 s"):
+                text = f"Communicator: rank {culprit} did not arrive within 0.5 s"
+                with raises_everywhere(others, CollectiveTimeoutError, match=text) as excinfo:
                     mpicomm.Communicator(parent, device="cpu", timeout_s=0.5)
+                assert excinfo.value.ranks == (culprit,)
+
+
+@pytest.mark.mpi(min_size=3)
+def test_all_ranks_that_never_come_are_named_by_the_first_rank(comm_world: MPI.Intracomm) -> None:
+    parent = comm_world.Dup()
+    if comm_world.rank == 0:
+        with pytest.raises(CollectiveTimeoutError) as excinfo:
+            mpicomm.Communicator(parent, device="cpu", timeout_s=0.5)
+        assert excinfo.value.ranks == tuple(range(1, comm_world.size))
+    comm_world.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_rank_that_comes_late_to_create_a_communicator_raises_too_and_the_parent_stays_usable(
+    comm_world: MPI.Intracomm,
+) -> None:
+    for culprit in EVERY_RANK:
+        parent = comm_world.Dup()
+        # The messages of the user may have any source and tag.
+        anything = np.zeros(1)
+        receive = parent.Irecv(anything)
+        with without(culprit) as others:
+            if others:
+                with pytest.raises(CollectiveTimeoutError, match=f"rank {culprit} did not arrive"):
+                    mpicomm.Communicator(parent, device="cpu", timeout_s=0.3)
+        if comm_world.rank == culprit:
+            with pytest.raises(CollectiveTimeoutError, match=f"Communicator: rank {culprit} did not arrive"):
+                mpicomm.Communicator(parent, device="cpu", timeout_s=0.3)
+        with mpicomm.Communicator(parent, device="cpu") as comm:
+            require_memory_works(comm)
+        parent.Send(np.ones(1), (parent.rank + 1) % parent.size)
+        receive.Wait()
+        assert anything[0] == 1
+        parent.Free()
+
+
+def test_rank_that_never_comes_to_the_set_up_of_a_split_communicator_is_named(comm_world: MPI.Intracomm) -> None:
+    for culprit in FIRST_AND_LAST:
+        with mpicomm.Communicator(comm_world, device="cpu", timeout_s=0.3) as impatient:
+            part = impatient.Split()
+            assert isinstance(part, mpicomm.Communicator)
+            with without(culprit) as others:
+                if others:
+                    text = f"^zeros: rank {culprit} did not arrive within 0.3 s"
+                    with raises_everywhere(others, CollectiveTimeoutError, match=text):
+                        part.zeros(3)

@@ -10,7 +10,8 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import errors
-from mpicomm.cluster.agreement import Group, _Outcome, duplicate, node_key
+from mpicomm.cluster.agreement import Group, _Outcome, node_key
+from mpicomm.cluster.roll_call import duplicate
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.waiting import wait_until
 

@@ -1,0 +1,102 @@
+"""Small host calls, in which MPI looks at the arguments, raise the same errors as large ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError
+from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.mpi.buffers import BufferRefusedError
+
+LARGE = 1 << 20  # elements: mapped memory in any case
+
+
+def test_read_only_memory_is_the_same_error_in_every_call_at_every_size(comm_world: MPI.Intracomm) -> None:
+    with mpicomm.Communicator(comm_world, device="cpu") as comm:
+        for count, (name, operation) in itertools.product((1, LARGE), OPERATIONS.items()):
+            receive = np.zeros(count * comm.size)
+            receive.flags.writeable = False
+            given: list[Any] = [np.ones(count * comm.size), receive]
+            root = (comm.rank + (operation.rooted != "receive")) % comm.size  # a rank that receives
+            if operation.rooted == "bcast":
+                given.pop(0)
+            if operation.send == "counted":
+                given.append([count] * comm.size)
+            keywords = {"root": root} if operation.rooted else {}
+            if comm.size == 1 and operation.rooted == "bcast":
+                continue  # the root only reads its buffer
+            for form in (name, f"I{name.lower()}", f"{name}_init"):
+                with pytest.raises(BufferRefusedError, match=r"buf is a .* that is read-only"):
+                    getattr(comm, form)(*given, **keywords)
+
+
+def test_memory_that_mpi_refuses_in_small_calls_is_the_error_of_large_calls(comm_world: MPI.Intracomm) -> None:
+    with mpicomm.Communicator(comm_world, device="cpu") as comm:
+        for count in (4, LARGE):
+            array = np.zeros((2, count))[:, ::2]
+            for given in ((array, np.zeros(count)), (np.zeros(count), array)):
+                with pytest.raises(BufferRefusedError, match="is neither C- nor Fortran-contiguous"):
+                    comm.Allreduce(*given)
+
+
+def _receives(comm: mpicomm.Communicator, send: Any, receive: Any) -> list[Callable[[], Any]]:
+    me = comm.rank
+    return [
+        *(partial(getattr(comm, name), receive, me) for name in ("Recv", "Irecv", "Recv_init")),
+        *(partial(getattr(comm, name), send, me, 0, receive, me) for name in ("Sendrecv", "Isendrecv")),
+        lambda: comm.Sendrecv_replace(receive, me, source=me),
+        lambda: comm.Isendrecv_replace(receive, me, source=me),
+    ]
+
+
+def _calls(comm: mpicomm.Communicator, send: Any, receive: Any) -> list[Callable[[], Any]]:
+    messages = ("Send", "Isend", "Send_init", "Recv", "Irecv", "Recv_init")
+    return [
+        *(partial(getattr(comm, name), send, receive) for name in ("Allreduce", "Alltoall", "Reduce", "Scan")),
+        *(partial(getattr(comm, name), send, MPI.PROC_NULL) for name in messages),
+        lambda: comm.Sendrecv(send, MPI.PROC_NULL, 0, receive, MPI.PROC_NULL),
+        lambda: comm.Bcast(receive),
+        lambda: comm.Iallreduce(send, receive),
+        lambda: comm.Allreduce_init(send, receive),
+        lambda: comm.bcast(3),
+        lambda: comm.size,
+        comm.Barrier,
+        comm.Dup,
+        comm.Split,
+        comm.describe,
+        comm.Probe,
+    ]
+
+
+def test_read_only_memory_is_the_same_error_in_messages(comm_world: MPI.Intracomm) -> None:
+    with mpicomm.Communicator(comm_world, device="cpu") as comm:
+        for count in (1, LARGE):
+            receive = np.zeros(count)
+            receive.flags.writeable = False
+            for each in _receives(comm, np.ones(count), receive):
+                with pytest.raises(BufferRefusedError, match=r"buf is a .* that is read-only"):
+                    each()
+
+
+@pytest.mark.parametrize("end", ["Free", "free", "Disconnect"])
+def test_every_call_of_a_freed_communicator_is_the_same_error(end: str) -> None:
+    comm = mpicomm.Communicator(device="cpu")
+    getattr(comm, end)()
+    for count in (1, LARGE):
+        for each in _calls(comm, np.ones(count), np.zeros(count)):
+            with pytest.raises(InvalidUsageError, match="the communicator was freed; create another") as raised:
+                each()
+            if count == 1:  # programs may expect MPI's error of a call that MPI carries out
+                assert isinstance(raised.value, MPI.Exception)
+                assert raised.value.Get_error_class() == MPI.ERR_COMM
+                assert isinstance(raised.value.__cause__, MPI.Exception)
+    getattr(comm, end)()  # it does nothing
+    assert isinstance(comm, mpicomm.Communicator) and comm == MPI.COMM_NULL and "freed" in repr(comm)
