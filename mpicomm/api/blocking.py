@@ -8,7 +8,7 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.collectives.dispatch import Collectives
+from mpicomm.collectives.dispatch import REFUSALS, Collectives
 from mpicomm.collectives.host.fast_path import LIMITS, MPI_TYPES, are_apart, is_plain
 from mpicomm.collectives.operations import (
     ALLGATHER,
@@ -117,7 +117,7 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgather"]):
             try:
                 return _allgather(self, sendbuf, recvbuf)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, ALLGATHER, sendbuf, recvbuf) from error
         return self._collectives.run(ALLGATHER, stream, algorithm, sendbuf, recvbuf)
 
@@ -126,7 +126,7 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgatherv"]):
             try:
                 return _allgatherv(self, sendbuf, recvbuf)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, ALLGATHERV, sendbuf, recvbuf) from error
         return self._collectives.run(ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
@@ -146,7 +146,7 @@ class BlockingCollectives(MPI.Intracomm):
         ):
             try:
                 return _allreduce(self, sendbuf, recvbuf, op)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, ALLREDUCE, sendbuf, recvbuf, op) from error
         return self._collectives.run(ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op)
 
@@ -155,7 +155,7 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoall"]):
             try:
                 return _alltoall(self, sendbuf, recvbuf)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, ALLTOALL, sendbuf, recvbuf) from error
         return self._collectives.run(ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
@@ -164,7 +164,7 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoallv"]):
             try:
                 return _alltoallv(self, sendbuf, recvbuf)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, ALLTOALLV, sendbuf, recvbuf) from error
         return self._collectives.run(ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
@@ -181,7 +181,7 @@ class BlockingCollectives(MPI.Intracomm):
         ):
             try:
                 return _bcast(self, buf, root)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, BCAST, None, buf, root=root) from error
         return self._collectives.run(BCAST, stream, algorithm, None, buf, root=root)
 
@@ -192,7 +192,7 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Exscan"]):
             try:
                 return _exscan(self, sendbuf, recvbuf, op)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, EXSCAN, sendbuf, recvbuf, op) from error
         return self._collectives.run(EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
 
@@ -201,7 +201,7 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._block_limit):
             try:
                 return _gather(self, sendbuf, recvbuf, root)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, GATHER, sendbuf, recvbuf, root=root) from error
         return self._collectives.run(GATHER, stream, algorithm, sendbuf, recvbuf, root=root)
 
@@ -212,7 +212,7 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Gatherv"]):
             try:
                 return _gatherv(self, sendbuf, recvbuf, root)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, GATHERV, sendbuf, recvbuf, root=root) from error
         return self._collectives.run(GATHERV, stream, algorithm, sendbuf, recvbuf, root=root)
 
@@ -231,7 +231,7 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(recvbuf, sendbuf, LIMITS["Reduce"]):
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, REDUCE, sendbuf, recvbuf, op, root) from error
         return self._collectives.run(REDUCE, stream, algorithm, sendbuf, recvbuf, op, root)
 
@@ -259,7 +259,7 @@ class BlockingCollectives(MPI.Intracomm):
         ):
             try:
                 return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(
                     error, REDUCE_SCATTER, sendbuf, recvbuf, op, counts=recvcounts
                 ) from error
@@ -277,7 +277,7 @@ class BlockingCollectives(MPI.Intracomm):
         ):
             try:
                 return _reduce_scatter_block(self, sendbuf, recvbuf, op)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op) from error
         return self._collectives.run(REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op)
 
@@ -288,7 +288,7 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Scan"]):
             try:
                 return _scan(self, sendbuf, recvbuf, op)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, SCAN, sendbuf, recvbuf, op) from error
         return self._collectives.run(SCAN, stream, algorithm, sendbuf, recvbuf, op)
 
@@ -299,7 +299,7 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._block_limit):
             try:
                 return _scatter(self, sendbuf, recvbuf, root)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, SCATTER, sendbuf, recvbuf, root=root) from error
         return self._collectives.run(SCATTER, stream, algorithm, sendbuf, recvbuf, root=root)
 
@@ -310,6 +310,6 @@ class BlockingCollectives(MPI.Intracomm):
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Scatterv"]):
             try:
                 return _scatterv(self, sendbuf, recvbuf, root)
-            except BufferError as error:
+            except REFUSALS as error:
                 raise self._collectives.refused(error, SCATTERV, sendbuf, recvbuf, root=root) from error
         return self._collectives.run(SCATTERV, stream, algorithm, sendbuf, recvbuf, root=root)

@@ -18,6 +18,7 @@ from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import selection
+from mpicomm.collectives.host.crossover import measure
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.fast_path import is_plainly_mpis
 from mpicomm.collectives.operations import Operation
@@ -27,7 +28,7 @@ from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.ops import AVG
+from mpicomm.mpi.ops import AVG, op_name
 from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
 from mpicomm.session import Session
 
@@ -48,6 +49,10 @@ class MessageCall(NamedTuple):
     counts: None = None
 
 
+REFUSALS = (BufferError, ValueError)
+"""The errors with which mpi4py refuses the buffers of a call, and which `Collectives.refused` puts in words."""
+
+
 class Collectives:
     """The collectives of the communicator ``comm``.
 
@@ -64,6 +69,7 @@ class Collectives:
         self._completer = Completer()
         self._board: Board | None = None
         self._host: HostEngine | None = None
+        self._crossover = 0
         self._gpu: PlanCache | None = None
 
     def run(
@@ -88,7 +94,8 @@ class Collectives:
                 gpu.enqueue(known, stream, send, receive)
                 return
         arguments = Arguments(send, receive, op, root, counts)
-        if algorithm == "auto" and stream is None and is_plainly_mpis(operation, arguments, self._size):
+        crossover = self._crossover and self._crossover_of(op)
+        if algorithm == "auto" and stream is None and is_plainly_mpis(operation, arguments, self._size, crossover):
             self._mpi(operation, arguments)
             return
         call = self._read(operation, arguments, algorithm)
@@ -96,14 +103,17 @@ class Collectives:
             self._enqueue(call, arguments, stream, algorithm)
             return
         refuse_stream(operation.name, stream)
-        if selection.is_mpis(call, algorithm, self._size, self._nodes):
+        if selection.is_mpis(call, algorithm, self._size, self._nodes, crossover):
             self._mpi(operation, call.arguments)
+        elif algorithm == "auto" and not self._crossover and selection.depends_on_crossover(call, self._size):
+            self._crossover = measure(self._comm, self._on_host(operation.name))
+            self.run(operation, stream, algorithm, send, receive, op, root, counts)
         else:
             self._run_on_host(call, algorithm)
 
     def refused(
         self,
-        error: BufferError,
+        error: BufferError | ValueError,
         operation: Operation,
         send: Any,
         receive: Any,
@@ -119,7 +129,8 @@ class Collectives:
             Call(operation, Arguments(send, receive, op, root, counts), self._rank, self._size)
         except InvalidUsageError as named:
             return named
-        return BufferRefusedError(f"{operation}: MPI refuses a buffer: {error}")
+        cls = BufferRefusedError if isinstance(error, BufferError) else InvalidUsageError
+        return cls(f"{operation}: MPI refuses an argument: {error}")
 
     def start(self, operation: Operation, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
@@ -228,7 +239,7 @@ class Collectives:
         if selection.is_mpis_request(call, algorithm):  # in place, where MPI has to be given a copy each time
             self._mpi(operation, call.arguments)
         else:
-            selection.is_mpis(call, algorithm, self._size, self._nodes)  # it raises where neither can
+            selection.is_mpis(call, algorithm, self._size, self._nodes, 0)  # it raises where neither can
             self._run_on_host(call, algorithm)
         work = Work(lambda: True, lambda: None)
         # MPICH ends a program that waits for an open generalized request beside a null one, so this one is complete.
@@ -288,7 +299,7 @@ class Collectives:
             passed = (*passed, info)
         try:
             return getattr(MPI.Intracomm, method or operation.name)(self._comm, *passed)
-        except BufferError as error:
+        except REFUSALS as error:
             given = arguments.send, arguments.receive, arguments.op, arguments.root, arguments.counts
             raise self.refused(error, operation, *given) from error
 
@@ -308,6 +319,9 @@ class Collectives:
         engine = self._on_host(call.operation.name)
         scratch = engine.scratch(call.scratch_nbytes)
         engine.run(selection.schedule(call, algorithm, self._size, scratch), call.signature)
+
+    def _crossover_of(self, op: MPI.Op | None) -> int:
+        return self._crossover if op is not None and op_name(op) in selection.OPS_OF_CROSSOVER else 0
 
     def _on_host(self, operation: str) -> HostEngine:
         if self._host is None:

@@ -77,7 +77,7 @@ def are_apart(a: Any, b: Any) -> bool:
     return (x is a or is_host_view(a)) and (y is b or is_host_view(b)) and not may_share_memory(a, b)
 
 
-def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int) -> bool:
+def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, crossover: int) -> bool:
     """Return whether a call on NumPy arrays is certainly MPI's, also of more bytes than `is_plain` decides; local.
 
     The answer agrees with `selection.is_mpis`, which decides on ranks that pass their buffers in other forms.
@@ -106,7 +106,7 @@ def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int) -> bo
         blocks = size
     if type(array) is not ndarray or array.dtype not in MPI_TYPES:
         return False
-    return not use_mapped(operation, blocks * array.nbytes, size)
+    return not use_mapped(operation, blocks * array.nbytes, size, crossover)
 
 
 def _array(spec: Any) -> Any:

@@ -38,6 +38,15 @@ _MAPPED_FROM = {
 in Allgather, Alltoall and Bcast MPI copies once and mapped memory copies twice; in the vector operations a rank does
 not know the bytes of its peers."""
 
+_CROSSOVERS = {"Allreduce": 1, "Reduce_scatter": 4, "Reduce_scatter_block": 4}
+"""The collectives whose least bytes between two ranks depend on the caches, as multiples of the crossover of
+`crossover`. The bytes above are those of cores that share a cache."""
+_LARGEST_CROSSOVER = 8 * _MIB
+
+OPS_OF_CROSSOVER = ("sum", "prod")
+"""The operations whose calls depend on the crossover. The result of others would depend on the machine with it, because
+MPI may lose a NaN in MAX and MIN."""
+
 _TWO_SHOT_FROM = {"Allreduce": _MIB}
 _SHARD_NBYTES = _MIB
 
@@ -47,15 +56,23 @@ def least_mapped(operation: Operation) -> int:
     return min(_MAPPED_FROM.get(operation.name, (_NEVER,))) if operation.in_mpi else 0
 
 
-def use_mapped(operation: Operation, nbytes: int, size: int) -> bool:
+def use_mapped(operation: Operation, nbytes: int, size: int, crossover: int) -> bool:
     """Return whether mapped memory is faster than MPI for a collective that MPI can carry out; local.
 
-    ``nbytes`` is `Call.nbytes`, the same number on all ranks.
+    ``nbytes`` is `Call.nbytes`, the same number on all ranks. ``crossover`` is 0 while it is not measured.
     """
     if not operation.in_mpi:
         return True
     few, many = _MAPPED_FROM.get(operation.name, (_NEVER, _NEVER))
-    return size > 1 and nbytes >= (few if size == 2 else many)
+    if size == 2:
+        return nbytes >= max(few, crossover * _CROSSOVERS.get(operation.name, 0))
+    return size > 2 and nbytes >= many
+
+
+def depends_on_crossover(call: Call, size: int) -> bool:
+    """Return whether the crossover decides between MPI and mapped memory; local, with the same answer on all ranks."""
+    below = _CROSSOVERS.get(call.operation.name, 0) * _LARGEST_CROSSOVER
+    return size == 2 and (call.nbytes or 0) < below and call.op in OPS_OF_CROSSOVER
 
 
 def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -> bool:
@@ -69,7 +86,7 @@ def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -
     return types.mpi_datatype(dtype) is not None
 
 
-def is_mpis(call: Call, algorithm: str, size: int, nodes: int) -> bool:
+def is_mpis(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -> bool:
     """Return whether MPI carries out a blocking call on host arrays; local, with the same answer on all ranks.
 
     Raises `InvalidUsageError` if neither MPI nor mapped memory can carry it out.
@@ -77,7 +94,7 @@ def is_mpis(call: Call, algorithm: str, size: int, nodes: int) -> bool:
     if call.dtype is None or algorithm == "mpi":
         return True
     if algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op):
-        return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size) or nodes > 1
+        return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size, crossover) or nodes > 1
     if nodes > 1:
         raise InvalidUsageError(
             f"{call.operation} of {call.dtype} works between the ranks of one node, but these are on {nodes} nodes: "

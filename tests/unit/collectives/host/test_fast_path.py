@@ -32,7 +32,7 @@ LIMIT = 1000
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_below_the_limit_is_never_for_mapped_memory(operation: Operation, size: int) -> None:
-    assert not use_mapped(operation, LIMITS[operation.name] - 1, size)
+    assert not use_mapped(operation, LIMITS[operation.name] - 1, size, 0)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,8 @@ def test_an_array_with_its_own_type_is_that_array(operation: Operation, nbytes: 
     send, receive = np.empty(nbytes // 8), np.empty(nbytes // 8)
 
     def decided(send: Any, receive: Any) -> bool:
-        return is_plainly_mpis(operation, Arguments(send=send, receive=receive, op=MPI.SUM, counts=[1] * size), size)
+        arguments = Arguments(send=send, receive=receive, op=MPI.SUM, counts=[1] * size)
+        return is_plainly_mpis(operation, arguments, size, 0)
 
     plain = decided(send, receive)
     assert decided([send, MPI.DOUBLE], (receive, MPI.DOUBLE)) == decided(send, [receive, MPI.DOUBLE]) == plain
@@ -83,4 +84,4 @@ def test_an_array_with_its_own_type_is_that_array(operation: Operation, nbytes: 
 
 def test_mpi_has_no_average() -> None:
     arguments = Arguments(send=np.zeros(1), receive=np.zeros(1), op=mpicomm.AVG)
-    assert not is_plainly_mpis(ALLREDUCE, arguments, 2)
+    assert not is_plainly_mpis(ALLREDUCE, arguments, 2, 0)
