@@ -11,6 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 JOB_LIMIT_S = 60.0
 
+OPEN_MPI_ON_ANY_MACHINE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+"""Variables without which mpiexec of Open MPI refuses the user root, and more ranks than there are cores."""
+
 
 def mpiexec_command(nprocs: int, *arguments: str) -> list[str]:
     """Return the command that runs this Python with ``arguments`` on ``nprocs`` ranks."""
@@ -33,9 +40,7 @@ def environment(**variables: str) -> dict[str, str]:
     return {
         **own,
         "PYTHONPATH": str(ROOT),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        **OPEN_MPI_ON_ANY_MACHINE,
         **variables,
     }
 
