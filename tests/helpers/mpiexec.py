@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,8 +47,11 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python with ``arguments`` on ``nprocs`` ranks and return what came of it."""
-    return subprocess.run(
+    """Run this Python with ``arguments`` on ``nprocs`` ranks and return what came of it.
+
+    The ``stderr`` has no notices of Open MPI's mpiexec, which says there which rank ended the job.
+    """
+    job = subprocess.run(
         mpiexec_command(nprocs, *arguments),
         env={**sharing_of_cores(nprocs), **environment(**variables)},
         stdin=subprocess.DEVNULL,
@@ -55,3 +59,5 @@ def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.Comple
         text=True,
         timeout=JOB_LIMIT_S,
     )
+    job.stderr = re.sub(r"-{60,}\nprterun .*?-{60,}\n", "", job.stderr, flags=re.DOTALL)
+    return job
