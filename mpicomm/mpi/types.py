@@ -100,7 +100,8 @@ def interface_dtype(typestr: str, array: Any) -> np.dtype[Any] | None:
 
 
 _from_mpi: dict[int, np.dtype[Any] | None] = {}  # by handle; predefined types only, because MPI reuses other handles
-_NO_NUMBERS = (MPI.PACKED, MPI.LOGICAL)  # mpi4py takes them for uint8 and int32, but MPI's reductions do not
+# mpi4py takes them for integers, but MPI's reductions do not. MPICH has only the first two.
+_NO_NUMBERS = (MPI.PACKED, MPI.LOGICAL, MPI.LOGICAL1, MPI.LOGICAL2, MPI.LOGICAL4, MPI.LOGICAL8, MPI.LOGICAL16)
 
 
 def numpy_dtype(datatype: MPI.Datatype) -> np.dtype[Any] | None:

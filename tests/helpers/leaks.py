@@ -12,7 +12,7 @@ from pathlib import Path
 # Threads end, and other ranks free their part, a little after a call has returned.
 PATIENCE_S = 1.0
 # Files in /dev/shm that other MPI jobs create at any time, and that the CUDA driver creates once per process.
-OF_OTHERS = ("mpich", "ucx_", "ompi", "vader", "sem.", "cuda.shm.")
+OF_OTHERS = ("mpich", "ucx_", "ompi", "vader", "sm_segment.", "sem.", "cuda.shm.")
 # Files of Python's SharedMemory: tests that run beside this one create them, mpicomm only opens them.
 NOT_MADE_HERE = (*OF_OTHERS, "psm_")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 JOB_LIMIT_S = 60.0
+
+OPEN_MPI_ON_ANY_MACHINE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+"""Variables without which mpiexec of Open MPI refuses the user root, and more ranks than there are cores."""
 
 
 def mpiexec_command(nprocs: int, *arguments: str) -> list[str]:
@@ -33,16 +41,17 @@ def environment(**variables: str) -> dict[str, str]:
     return {
         **own,
         "PYTHONPATH": str(ROOT),
-        "OMPI_ALLOW_RUN_AS_ROOT": "1",
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+        **OPEN_MPI_ON_ANY_MACHINE,
         **variables,
     }
 
 
 def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run this Python with ``arguments`` on ``nprocs`` ranks and return what came of it."""
-    return subprocess.run(
+    """Run this Python with ``arguments`` on ``nprocs`` ranks and return what came of it.
+
+    The ``stderr`` has no notices of Open MPI's mpiexec, which says there which rank ended the job.
+    """
+    job = subprocess.run(
         mpiexec_command(nprocs, *arguments),
         env={**sharing_of_cores(nprocs), **environment(**variables)},
         stdin=subprocess.DEVNULL,
@@ -50,3 +59,5 @@ def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.Comple
         text=True,
         timeout=JOB_LIMIT_S,
     )
+    job.stderr = re.sub(r"-{60,}\nprterun .*?-{60,}\n", "", job.stderr, flags=re.DOTALL)
+    return job

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.helpers.mpiexec import mpiexec_command, sharing_of_cores
+from tests.helpers.mpiexec import OPEN_MPI_ON_ANY_MACHINE, mpiexec_command, sharing_of_cores
 
 # The last resort, for what no limit inside a rank can end: code that hangs while it holds the GIL.
 JOB_LIMIT_S = 900.0
@@ -25,7 +25,8 @@ def main(nprocs: int, arguments: list[str]) -> int:
     """Run the job, print what the ranks had left to say, and return the exit code."""
     with tempfile.TemporaryDirectory(prefix="mpicomm-test-") as results:
         command = mpiexec_command(nprocs, *PYTEST, *WITHOUT, *arguments)
-        environment = {**sharing_of_cores(nprocs), **os.environ, "MPICOMM_TEST_RESULTS": results}
+        variables = {**sharing_of_cores(nprocs), **OPEN_MPI_ON_ANY_MACHINE}
+        environment = {**variables, **os.environ, "MPICOMM_TEST_RESULTS": results}
         try:
             code = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=JOB_LIMIT_S).returncode
         except subprocess.TimeoutExpired:

@@ -121,6 +121,12 @@ def require_refusals(called: Any, cls: type) -> None:
     assert not let_through, "\n".join(let_through)
 
 
+def waited_for(duplicate: tuple[Any, MPI.Request]) -> Any:
+    comm, request = duplicate
+    request.Wait()
+    return comm
+
+
 MAKES: dict[str, Callable[[mpicomm.Communicator], Any]] = {
     "cartesian": lambda comm: comm.Create_cart([1], [True]),
     "graph": lambda comm: comm.Create_graph([1], [0]),
@@ -128,7 +134,7 @@ MAKES: dict[str, Callable[[mpicomm.Communicator], Any]] = {
     "adjacent graph": lambda comm: comm.Create_dist_graph_adjacent([0], [0]),
     "part": lambda comm: comm.Create_cart([1, 1]).Sub([True, False]),
     "split": lambda comm: comm.Create_cart([1]).Split(),
-    "duplicate": lambda comm: comm.Create_cart([1]).Idup()[0],
+    "duplicate": lambda comm: waited_for(comm.Create_cart([1]).Idup()),
 }
 
 
@@ -185,7 +191,10 @@ def test_a_device_array_is_refused_on_a_communicator_made_from_another(comm_worl
 def test_a_wrapped_communicator_takes_what_is_no_buffer() -> None:
     with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
         for wrapped in (comm, comm.Create_cart([1])):
-            wrapped.Attach_buffer(MPI.BUFFER_AUTOMATIC)
+            try:
+                wrapped.Attach_buffer(MPI.BUFFER_AUTOMATIC)
+            except NotImplementedError:
+                pytest.skip("this MPI has no buffers of communicators")
             assert wrapped.Detach_buffer() == MPI.BUFFER_AUTOMATIC
 
 

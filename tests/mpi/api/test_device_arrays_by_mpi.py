@@ -14,6 +14,8 @@ from mpicomm import InvalidUsageError
 from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.message_rigs import Rig, content, same
 
+OPEN_MPI = "Open MPI" in MPI.Get_library_version()
+
 TOPOLOGIES: dict[str, Callable[[mpicomm.Communicator], Any]] = {
     "cartesian": lambda comm: comm.Create_cart([comm.size], [True]),
     "part": lambda comm: comm.Create_cart([1, comm.size], [True, True]).Sub([False, True]),
@@ -177,7 +179,7 @@ def test_partitioned_messages(rig: Rig, made: Any, count: int) -> None:
                 pass
             assert receive.Parrived(1)
             assert received.get()[count : 2 * count].tobytes() == expected[count : 2 * count].tobytes()
-            assert MPI.Request.Waitall([send]) and receive.Wait(status)
+            assert send.Wait() and receive.Wait(status)
             assert receive.Parrived(0)
             same(received, expected)
             assert received.get()[-1] == -1
@@ -188,6 +190,20 @@ def test_partitioned_messages(rig: Rig, made: Any, count: int) -> None:
         assert send == MPI.REQUEST_NULL == receive and not receive
 
 
+@pytest.mark.skipif(OPEN_MPI, reason="its partitions are not safe with threads")
+def test_a_wait_of_mpi_completes_partitioned_messages(rig: Rig) -> None:
+    sent, received = rig.of(rig.rank, 6), rig.empty(6)
+    send, receive = rig.comm.Psend_init(sent, 2, rig.right, 4), rig.comm.Precv_init(received, 2, rig.left, 4)
+    receive.Start()
+    send.Start()
+    send.Pready_range(0, 1)
+    MPI.Request.Waitall([send, receive])
+    same(received, content(rig.left, 6))
+    send.Free()
+    receive.Free()
+
+
+@pytest.mark.skipif(OPEN_MPI, reason="it loses elements of datatypes with gaps")
 def test_partitions_with_gaps(rig: Rig) -> None:
     every_second = MPI.INT32_T.Create_vector(2, 1, 2).Create_resized(0, 16).Commit()
     sent, received = rig.of(rig.rank, 8), of(rig, np.full(8, -1))
@@ -212,8 +228,9 @@ def test_bad_partitions(rig: Rig) -> None:
     receive.Start()
     send.Start()
     for bad in (2, -1):
-        with pytest.raises(MPI.Exception):
-            send.Pready(bad)
+        for call in (send.Pready, receive.Parrived):
+            with pytest.raises(InvalidUsageError, match=f"partition={bad} does not exist: use 0 to 1"):
+                call(bad)
     send.Pready_list([0, 1])
     send.Wait()
     receive.Wait()

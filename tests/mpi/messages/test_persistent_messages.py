@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from tests.helpers import fake_driver
+from tests.helpers.buffered_sends import room_for_buffered_sends
 from tests.helpers.message_devices import DeviceArray
 from tests.helpers.message_rigs import LARGE, Rig, content, same
 
@@ -18,15 +20,10 @@ COUNTS = [0, 5, LARGE]
 
 
 @pytest.fixture(autouse=True)
-def buffer_of_mpi(rig: Rig) -> object:
+def buffer_of_mpi(rig: Rig) -> Iterator[None]:
     """Memory for buffered sends."""
-    memory = np.empty(1 << 20, np.uint8)
-    attach, detach = getattr(rig.comm, "Attach_buffer", None), getattr(rig.comm, "Detach_buffer", None)
-    if attach is None or detach is None:  # before MPI 4.1 the buffer belongs to the process
-        attach, detach = MPI.Attach_buffer, MPI.Detach_buffer
-    attach(memory)
-    yield
-    detach()
+    with room_for_buffered_sends(rig.comm, 1 << 20):
+        yield
 
 
 @pytest.mark.parametrize("count", COUNTS)

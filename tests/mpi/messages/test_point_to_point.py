@@ -12,6 +12,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from mpicomm.messages.description import DESCRIPTION_NBYTES, EAGER_NBYTES
+from tests.helpers.buffered_sends import room_for_buffered_sends
 from tests.helpers.buffers import Placed, values
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_devices import DeviceArray, take_for_gpu
@@ -66,20 +67,19 @@ def test_requests_and_a_blocking_receive(comm: mpicomm.Communicator, xp: Any, me
 
 @pytest.mark.parametrize("method", ["Send", "Ssend", "Rsend", "Bsend"])
 def test_blocking_sends_and_a_posted_receive(comm: mpicomm.Communicator, xp: Any, method: str) -> None:
-    room = bytearray(sum(SIZES) * 4 + (1 << 20))  # for all messages: they may be received late
-    comm.Attach_buffer(room)
-    for tag, ring in enumerate(rings(comm, xp)):
-        status = MPI.Status()
-        request = comm.Irecv(ring.receive.array, tag=tag)
-        if method == "Rsend":
-            comm.Barrier()  # because Rsend requires that the receive is posted
-        if comm.size > 1 or method != "Ssend":
-            getattr(comm, method)(ring.send.array, ring.right, tag)
-        else:
-            comm.Isend(ring.send.array, ring.right, tag).Wait()
-        request.Wait(status)
-        ring.check(status, tag)
-    comm.Detach_buffer()
+    # For all messages: they may be received late.
+    with room_for_buffered_sends(comm, sum(SIZES) * 4 + (1 << 20)):
+        for tag, ring in enumerate(rings(comm, xp)):
+            status = MPI.Status()
+            request = comm.Irecv(ring.receive.array, tag=tag)
+            if method == "Rsend":
+                comm.Barrier()  # because Rsend requires that the receive is posted
+            if comm.size > 1 or method != "Ssend":
+                getattr(comm, method)(ring.send.array, ring.right, tag)
+            else:
+                comm.Isend(ring.send.array, ring.right, tag).Wait()
+            request.Wait(status)
+            ring.check(status, tag)
 
 
 def test_sendrecv(comm: mpicomm.Communicator, xp: Any) -> None:
@@ -146,18 +146,17 @@ def test_proc_null_is_a_partner(comm: mpicomm.Communicator, xp: Any) -> None:
 def test_persistent_and_partitioned_messages_of_host_arrays(comm: mpicomm.Communicator) -> None:
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
     for name in ("Send_init", "Ssend_init", "Bsend_init"):
-        comm.Attach_buffer(bytearray(1024 + MPI.BSEND_OVERHEAD))
-        sent, received = np.zeros(5), np.zeros(5)
-        requests = [comm.Recv_init(received, left, 3), getattr(comm, name)(sent, right, 3)]
-        for number in range(3):
-            sent[:] = 10 * number + comm.rank
+        with room_for_buffered_sends(comm, 1024 + MPI.BSEND_OVERHEAD):
+            sent, received = np.zeros(5), np.zeros(5)
+            requests = [comm.Recv_init(received, left, 3), getattr(comm, name)(sent, right, 3)]
+            for number in range(3):
+                sent[:] = 10 * number + comm.rank
+                for request in requests:
+                    request.Start()
+                MPI.Request.Waitall(requests)
+                assert (received == 10 * number + left).all()
             for request in requests:
-                request.Start()
-            MPI.Request.Waitall(requests)
-            assert (received == 10 * number + left).all()
-        for request in requests:
-            request.Free()
-        comm.Detach_buffer()
+                request.Free()
 
 
 def test_streams_of_host_arrays_are_refused() -> None:

@@ -31,7 +31,7 @@ NOT_PLAIN = {
 def test_every_predefined_datatype(name: str) -> None:
     datatype = DATATYPES[name]
     dtype = types.numpy_dtype(datatype)
-    if name in NOT_PLAIN:
+    if name in NOT_PLAIN or datatype.extent == 0:  # Open MPI has names of types that its build lacks
         assert dtype is None
     elif name == "BYTE":
         assert dtype == np.dtype("V1")
