@@ -1,10 +1,10 @@
 """Run mpi4py's own tests and demo programs unchanged on Communicators, and compare with plain mpi4py.
 
-    python scripts/clients.py [--ranks 2,3]
+    python scripts/clients.py [--ranks 2,3] [--cupy]
 
 It takes the programs from mpi4py's source package, which pip fetches into .clients. Each runs twice on the same number
 of ranks: by `python -m mpi4py` and by `python -m mpicomm`. A program that passes on mpi4py must pass on mpicomm, and a
-demo must print the same numbers.
+demo must print the same numbers. With --cupy the tests on mpicomm have CuPy's arrays, too, which need a GPU.
 """
 
 from __future__ import annotations
@@ -23,19 +23,31 @@ LIMIT_S = 300
 
 @dataclass(frozen=True)
 class Program:
-    """A program of mpi4py's source package, its arguments, and the only number of ranks it runs on, if there is one."""
+    """A program of mpi4py's source package, or one of its modules."""
 
     path: str
     arguments: tuple[str, ...] = ()
+    module: tuple[str, ...] = ()
+    """``-m`` and the module that runs ``path``, with its arguments."""
     stdin: str = ""
     ranks: int | None = None
+    """The only number of ranks that it runs on, if there is one."""
     timed: bool = False
     """Whether its numbers are times, which differ from run to run."""
+    on_gpu: tuple[str, ...] = ()
+    """The arguments for device arrays."""
+
+    def __str__(self) -> str:
+        return " ".join((*self.module, self.path, *self.arguments)).strip()
+
+
+# MPI.File and MPI.Win take no device memory, nor does MPI.BOTTOM.
+_ON_GPU = ("--cupy", "-x", "AlltoallwBottom", "-e", "test_io", "-e", "test_rma")
 
 
 def _tests(pattern: str, *excluded: str) -> Program:
     options = [option for name in excluded for option in ("-e", name)]
-    return Program("test/main.py", ("-q", *options, "-i", pattern), timed=True)
+    return Program("test/main.py", ("-q", *options, "-i", pattern), timed=True, on_gpu=_ON_GPU)
 
 
 PROGRAMS = (
@@ -55,7 +67,22 @@ PROGRAMS = (
     Program("demo/nxtval/nxtval-onesided.py", timed=True),
     Program("demo/nxtval/nxtval-mpi3.py", timed=True),
     *(Program(f"demo/osu_{name}.py", ranks=2, timed=True) for name in ("latency", "bw", "bibw", "multi_lat")),
-    *(Program(f"demo/osu_{name}.py", timed=True) for name in ("allgather", "alltoall", "bcast", "gather", "scatter")),
+    *(
+        Program(f"demo/osu_{name}.py", timed=True)
+        for name in ("allgather", "alltoall", "alltoallv", "barrier", "bcast", "gather", "scatter")
+    ),
+    Program("demo/mandelbrot/mandelbrot.py", timed=True),
+    Program("demo/futures/test_futures.py", ("-q",), ("-m", "mpi4py.futures"), timed=True),
+    *(
+        Program("", (), ("-m", "mpi4py.bench", *command), timed=True)
+        for command in (("helloworld",), ("ringtest", "-n", "256", "-l", "8"), ("pingpong", "--max-size", "1048576"))
+    ),
+    # The examples of MPI's first standard.
+    *(
+        Program(f"demo/mpi-ref-v1/ex-{chapter}.{number:02}.py")
+        for chapter, numbers in ((2, (1, 8, 16, 29, 32, 34, 35)), (3, (*range(1, 10), 11, 12, 13)))
+        for number in numbers
+    ),
 )
 
 
@@ -63,16 +90,18 @@ def main() -> int:
     """Run all programs; return 1 if one fails on Communicators alone."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--ranks", default="2,3", help="numbers of ranks, with commas between them")
-    ranks = [int(number) for number in parser.parse_args().ranks.split(",")]
+    parser.add_argument("--cupy", action="store_true", help="test CuPy's arrays on mpicomm, too")
+    options = parser.parse_args()
+    ranks = [int(number) for number in options.ranks.split(",")]
     source = _source()
     failed = 0
     for program in PROGRAMS:
         for nprocs in [program.ranks] if program.ranks else ranks:
-            plain, ours = (_run(source, module, program, nprocs) for module in ("mpi4py", "mpicomm"))
+            plain = _run(source, "mpi4py", program, nprocs)
+            ours = _run(source, "mpicomm", program, nprocs, program.on_gpu if options.cupy else ())
             verdict = _verdict(program, plain, ours)
             failed += verdict.startswith("FAILED")
-            name = " ".join([program.path, *program.arguments])
-            sys.stdout.write(f"{name} on {nprocs} ranks: {verdict}\n")
+            sys.stdout.write(f"{program} on {nprocs} ranks: {verdict}\n")
             sys.stdout.flush()
     return 1 if failed else 0
 
@@ -88,14 +117,22 @@ def _source() -> Path:
         subprocess.run([sys.executable, "-m", "pip", "download", "-q", *options], check=True)
         with tarfile.open(next(clients.glob(f"mpi4py-{__version__}*.tar.gz"))) as package:
             package.extractall(clients, filter="data")
+        # Its CuPy arrays begin with -1 in each element, which NumPy 2 refuses for unsigned types.
+        arrays = folder / "test" / "arrayimpl.py"
+        cast = "self.array.fill(cupy.asarray(numpy.asarray(arg).astype(typecode)))"
+        numpys, cupys = arrays.read_text().split("class GPUArrayCuPy")
+        arrays.write_text("class GPUArrayCuPy".join((numpys, cupys.replace("self.array.fill(arg)", cast))))
     return folder
 
 
-def _run(source: Path, module: str, program: Program, nprocs: int) -> subprocess.CompletedProcess[str]:
+def _run(
+    source: Path, module: str, program: Program, nprocs: int, more: tuple[str, ...] = ()
+) -> subprocess.CompletedProcess[str]:
     sys.path.insert(0, str(ROOT))
     from tests.helpers.mpiexec import environment, mpiexec_command, sharing_of_cores
 
-    command = mpiexec_command(nprocs, "-m", module, str(source / program.path), *program.arguments)
+    path = [str(source / program.path)] if program.path else []
+    command = mpiexec_command(nprocs, "-m", module, *program.module, *path, *program.arguments, *more)
     try:
         return subprocess.run(
             command,
