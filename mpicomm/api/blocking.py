@@ -16,6 +16,7 @@ from mpicomm.collectives.operations import (
     ALLREDUCE,
     ALLTOALL,
     ALLTOALLV,
+    ALLTOALLW,
     BCAST,
     EXSCAN,
     GATHER,
@@ -167,6 +168,10 @@ class BlockingCollectives(MPI.Intracomm):
             except REFUSALS as error:
                 raise self._collectives.refused(error, ALLTOALLV, sendbuf, recvbuf) from error
         return self._collectives.run(ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
+
+    def Alltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """As Alltoallv, with a datatype for each rank, and displacements in bytes."""
+        return self._collectives.run(ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
 
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the root's ``buf`` to every rank's ``buf``."""

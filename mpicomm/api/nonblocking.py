@@ -15,6 +15,7 @@ from mpicomm.collectives.operations import (
     ALLREDUCE,
     ALLTOALL,
     ALLTOALLV,
+    ALLTOALLW,
     BCAST,
     EXSCAN,
     GATHER,
@@ -62,6 +63,10 @@ class NonblockingCollectives(MPI.Intracomm):
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoallv`; return its request."""
         return self._collectives.start(ALLTOALLV, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+
+    def Ialltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
+        """Start `Alltoallw`; return its request."""
+        return self._collectives.start(ALLTOALLW, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Ibcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Bcast`; return its request."""

@@ -15,6 +15,7 @@ from mpicomm.collectives.operations import (
     ALLREDUCE,
     ALLTOALL,
     ALLTOALLV,
+    ALLTOALLW,
     BCAST,
     EXSCAN,
     GATHER,
@@ -77,6 +78,12 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare `Alltoallv`; return its request."""
         return self._collectives.prepare(ALLTOALLV, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
+
+    def Alltoallw_init(
+        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Prequest:
+        """Prepare `Alltoallw`; return its request."""
+        return self._collectives.prepare(ALLTOALLW, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
 
     def Bcast_init(
         self, buf: Any, root: int = 0, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"

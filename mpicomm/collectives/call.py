@@ -12,11 +12,12 @@ from mpi4py import MPI
 
 from mpicomm.collectives import patterns
 from mpicomm.collectives.operations import Operation, Shape
+from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, parse, parse_vector, require_separate
+from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector, require_separate
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.span import Span
 
@@ -52,6 +53,10 @@ class Call:
         if operation.rooted:
             _require_root(operation, arguments.root, size)
         self.send, self.receive = self._read_buffers()
+        self.packed = self._packed()
+        """The call on packed memory where kernels pack derived datatypes; else None."""
+        if self.packed is not None:
+            self.send, self.receive = self.packed.send, self.packed.receive
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
         self.op = op_name(arguments.op) if arguments.op is not None else None
         self.on_device = any(operand.on_device for operand in self.operands)
@@ -86,7 +91,7 @@ class Call:
         """
         operation = self.operation
         input_too = operation.send == "blocks" and self.send is None
-        return self.receive if operation.into_all and not input_too else None
+        return self.receive if operation.into_all and not input_too and self.packed is None else None
 
     @property
     def signature(self) -> Signature:
@@ -101,6 +106,8 @@ class Call:
     @property
     def scratch_nbytes(self) -> int:
         """Bytes of scratch memory that this rank needs for `buffers`."""
+        if self.packed is not None:
+            return self.packed.nbytes
         if not self.in_place or self.operation.send == "one":
             return 0
         if self.operation.send == "blocks" and self.on_device:
@@ -114,17 +121,22 @@ class Call:
         operation, dtype, factor = self.operation, self.dtype, 1
         if not operation.reduces:  # bytes go as words of any size that fits all buffers
             dtype, factor = types.movement(self.dtype)
+        given, receive = self.send, self.receive
+        if self.packed is not None and scratch is not None:
+            given, receive = self.packed.placed(scratch.pointer)
         send = send_blocks = output = output_blocks = None
-        if self.send is not None:
+        if given is not None:
             if operation.send == "one":
-                send = _scaled(self.send.whole(), factor)
+                send = _scaled(given.whole(), factor)
             else:
-                send_blocks = [_scaled(block, factor) for block in self._input_blocks(self.send)]
-        if self.receive is not None:
+                send_blocks = [_scaled(block, factor) for block in self._input_blocks(given)]
+        if receive is not None:
             if operation.receive == "one":
-                output = self._output(self.receive, send_blocks, factor)
+                output = self._output(receive, send_blocks, factor)
             else:
-                output_blocks = [_scaled(self.receive.block(peer), factor) for peer in range(self._size)]
+                output_blocks = [_scaled(receive.block(peer), factor) for peer in range(self._size)]
+        if self.packed is not None:
+            scratch = None  # it is in use for the packed elements; reductions alone need more
         root, op = self.arguments.root, self.op or ""
         return Buffers(self._rank, self._size, dtype, send, send_blocks, output, output_blocks, op, root, scratch)
 
@@ -178,9 +190,20 @@ class Call:
             send = receive
         return send, receive
 
+    def _packed(self) -> Packed | None:
+        """Return the call on packed memory; None unless a buffer has a derived datatype that kernels pack."""
+        operation, root = self.operation, self._rank == self.arguments.root
+        if operation.reduces:
+            return None
+        is_bcast = operation.rooted == "bcast"
+        input_in_receive = root if is_bcast else self.send is None and operation.rooted != "send"
+        return Packed.of(self.send, self.receive, input_in_receive, receives=not (is_bcast and root))
+
     def _read(self, spec: Any, shape: Shape, *, writable: bool, name: str) -> Operand:
         if spec is None:
             raise TypeError(f"{self.operation}: {name} is None: pass a buffer")
+        if shape == "typed":
+            return parse_typed(spec, size=self._size, writable=writable, name=name)
         if shape == "vector":
             return parse_vector(spec, size=self._size, writable=writable, name=name)
         return parse(spec, blocks=self._size if shape == "blocks" else None, writable=writable, name=name)

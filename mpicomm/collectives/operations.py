@@ -18,9 +18,9 @@ from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.patterns import Buffers, OneShot
 
-Shape = Literal["one", "blocks", "vector", "counted"]
+Shape = Literal["one", "blocks", "vector", "counted", "typed"]
 """How a buffer is read: one block; an equal block for each rank; a block of any count and place for each rank; blocks
-that ``recvcounts`` cuts, one after the other."""
+that ``recvcounts`` cuts, one after the other; a block of any datatype, count and place for each rank."""
 
 
 # Rows are compared by identity, because each exists once; that also makes them cheap keys of dictionaries.
@@ -94,6 +94,7 @@ ALLTOALL = Operation(
     "Alltoall", "blocks", "blocks", patterns.alltoall, traffic="even", into_all=True, copies="one_shot"
 )
 ALLTOALLV = Operation("Alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven")
+ALLTOALLW = Operation("Alltoallw", "typed", "typed", patterns.alltoall, counts="private", traffic="uneven")
 BCAST = Operation(
     "Bcast",
     "one",
@@ -130,8 +131,8 @@ SCATTERV = Operation("Scatterv", "vector", "one", patterns.scatter, rooted="send
 OPERATIONS = {
     row.name: row
     for row in (
-        ALLGATHER, ALLGATHERV, ALLREDUCE, ALLTOALL, ALLTOALLV, BCAST, EXSCAN, GATHER, GATHERV, REDUCE, REDUCE_SCATTER,
-        REDUCE_SCATTER_BLOCK, SCAN, SCATTER, SCATTERV,
+        ALLGATHER, ALLGATHERV, ALLREDUCE, ALLTOALL, ALLTOALLV, ALLTOALLW, BCAST, EXSCAN, GATHER, GATHERV, REDUCE,
+        REDUCE_SCATTER, REDUCE_SCATTER_BLOCK, SCAN, SCATTER, SCATTERV,
     )
 }  # fmt: skip
 """All rows, by name."""

@@ -20,6 +20,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import BufferRefusedError, Memory, no_buffer, read
+from mpicomm.mpi.derived import Elements, elements_at, require_types
 from mpicomm.mpi.span import Span
 
 
@@ -52,6 +53,8 @@ class Operand:
     """The argument for MPI: as it was passed, or with the memory that was exported in place of the object."""
     by_address: bool = False
     """Whether it is device memory of no library, so that no stream is known which later work is on."""
+    derived: tuple[Elements, ...] | None = None
+    """The elements of a derived datatype in device memory, of each block in vector forms; None for all others."""
 
     @property
     def nbytes(self) -> int:
@@ -156,6 +159,39 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
         element.require_room(n, place, place + n, element.room, name)
     total = sum(each)
     return element.operand(spec, name, 0, total, total, each, places)
+
+
+def parse_typed(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
+    """Read the argument ``name`` of Alltoallw, with a datatype for each of ``size`` ranks; local.
+
+    Displacements are in bytes. MPI reads arguments in host memory itself. Raises as `parse` does.
+    """
+    if not isinstance(spec, (list, tuple)):
+        raise TypeError(f"{name}: {spec!r}: pass a list, [buffer, counts, displacements, datatypes]")
+    buffer, counts, displs, datatypes = _items(spec, name)
+    if len(spec) == 2:
+        buffer, datatypes = spec
+        counts = displs = None
+    elif len(spec) == 3:
+        counts, displs = _pair(counts, name)
+    memory = Memory(0, 0, None, False, None, None)
+    if buffer is not MPI.BOTTOM and buffer is not None:
+        memory = read(buffer, writable, name)
+    if not memory.on_device:
+        return Operand(name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec)
+    each = (1,) * size if counts is None else _indices(counts, size, "counts", name)
+    places = (0,) * size if displs is None else _indices(displs, size, "displacements", name)
+    room = memory.nbytes if memory.room is None else memory.room
+    found: list[Elements] | None = []
+    for datatype, count, place in zip(require_types(datatypes, size, name), each, places, strict=True):
+        if count < 0:
+            raise InvalidUsageError(f"{name}: count {count} is negative: pass 0 or more")
+        block = elements_at(datatype, memory.pointer, room, [(place, count)], name)
+        found = None if block is None or found is None else [*found, *block]
+    return Operand(
+        name, memory.pointer, None, sum(each), sum(each), each, places, True, memory.device, memory.owner, None, spec,
+        memory.by_address, None if found is None else tuple(found),
+    )  # fmt: skip
 
 
 def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
@@ -306,10 +342,15 @@ class _Element:
     ) -> Operand:
         memory = self.memory
         pointer = memory.pointer + start * self.extent
-        dtype = None if self.bottom else self.dtype
+        dtype, derived = None if self.bottom else self.dtype, None
+        if dtype is None and memory.on_device and self.mpi_type is not None:
+            blocks = [(start, total)] if counts is None or displs is None else list(zip(displs, counts, strict=True))
+            places = [(place * self.extent, n) for place, n in blocks]
+            room = memory.nbytes if memory.room is None else memory.room
+            derived = elements_at(self.mpi_type, memory.pointer, room, places, name)
         return Operand(
             name, pointer, dtype, count, total, counts, displs, memory.on_device, memory.device,
-            memory.owner, self.mpi_type, _for_mpi(spec, memory), memory.by_address,
+            memory.owner, self.mpi_type, _for_mpi(spec, memory), memory.by_address, derived,
         )  # fmt: skip
 
 

@@ -110,7 +110,7 @@ class Player:
         return choices[int(self._rng.integers(len(choices)))]
 
     def _draw(self, number: int, size: int, mode: str) -> Case:
-        row = self._choose(list(OPERATIONS.values()))
+        row = self._choose([row for row in OPERATIONS.values() if row.send != "typed"])
         moves = not row.reduces
         name = self._choose(known(COVERED if moves else REDUCED))
         dtype, op = dtype_named(name), self._choose(legal_ops(name))

@@ -27,6 +27,7 @@ from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import Preparation
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
+from mpicomm.collectives.gpu.pack_tables import PackTables
 from mpicomm.collectives.gpu.plan import Plan, launching
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
@@ -120,14 +121,25 @@ class DeviceEngine:
             self._order = StreamOrder()
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
+        self._packing = PackTables(backend)
         backend.calls = calls.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
         """Return this rank's part of a call that was read; ``mappings`` are the symmetric arrays. See `prepare`."""
-        return self.prepare(GpuCall.of(call, mappings, self._scratch_for(call.scratch_nbytes)), asked)
+        scratch = self._scratch_for(call.scratch_nbytes)
+        packed = call.packed
+        if packed is None or scratch is None:
+            return self.prepare(GpuCall.of(call, mappings, scratch), asked)
+        before = self._packing.launches(packed.before, scratch.pointer, unpacks=False)
+        after = self._packing.launches(packed.after, scratch.pointer, unpacks=True)
+        return self.prepare(GpuCall.of(call, mappings, scratch), asked, before, after)
 
-    def prepare(self, call: GpuCall, asked: str = "auto") -> Plan:
+    def prepare(
+        self, call: GpuCall, asked: str = "auto", before: Sequence[Launch] = (), after: Sequence[Launch] = ()
+    ) -> Plan:
         """Return this rank's part of a call, to be enqueued any number of times; ``asked`` is ``algorithm=``.
+
+        The launches ``before`` and ``after`` pack and unpack this rank's buffers.
 
         Collective where the call needs more memory than all calls before, else local. The board is told of it: that
         counts as the first time that the plan is enqueued. Where the ranks cannot set up memory for an algorithm that
@@ -138,7 +150,8 @@ class DeviceEngine:
         machine.
         """
         self._require_open(call.operation.name)
-        plan = self._plan(*self._preparation.steps(call, asked))
+        text, steps = self._preparation.steps(call, asked)
+        plan = self._plan(text, [*before, *steps, *after])
         if call.lengths_are_private and self._node.size > 1:
             self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
         return plan
@@ -244,6 +257,7 @@ class DeviceEngine:
         """Return the memory of this rank's arena and scratch memory; local."""
         yield from self._arena.memory_use()
         yield MemoryUse("scratch", device_nbytes=sum(scratch.nbytes for scratch in self._scratch))
+        yield from self._packing.memory_use()
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank's work must be over; the engine cannot be used any more."""

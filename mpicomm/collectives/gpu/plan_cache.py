@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.operations import REDUCE_SCATTER, Operation
 from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.layout import layout_of
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -36,8 +37,8 @@ class PlanCache:
 
     Reading and checking arguments takes ten times as long as enqueueing a kernel, and programs repeat their calls. Only
     arrays of CuPy and PyTorch are recognised, by their memory, because the objects are often new and can be changed in
-    place. Counts and displacements are recognised by value, datatypes by name or as predefined types of MPI. The handle
-    of a derived datatype is no key, because MPI may give it to another datatype.
+    place. Counts and displacements are recognised by value, datatypes by name, as predefined types of MPI, or by their
+    layout. The handle of a derived datatype is no key, because MPI may give it to another datatype.
     """
 
     def __init__(self, session: Session, engine: DeviceEngine) -> None:
@@ -188,5 +189,5 @@ def _identify_said(said: Any) -> Hashable:
     if kind is np.ndarray:
         return (kind, said.dtype.str, said.shape, said.tobytes()) if said.dtype.kind in "iu" else None
     if kind is MPI.Datatype:
-        return (kind, said.handle) if said.is_predefined else None
+        return (kind, said.handle) if said.is_predefined else layout_of(said)
     return (kind, said) if kind in _PLAIN or isinstance(said, np.integer) else None

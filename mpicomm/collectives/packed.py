@@ -1,0 +1,114 @@
+"""A collective on derived datatypes as a collective on packed memory, between a launch that packs and one that unpacks.
+
+MPI lets the ranks of a call use datatypes of different layout, as long as they name the same basic elements. Packed
+memory holds these elements one after the other, so that all algorithms serve all datatypes, and ranks with plain arrays
+meet ranks with derived datatypes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from mpicomm.mpi import types
+from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.packing import PackJob
+
+_ALIGNED_NBYTES = 256
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The buffers of a call; those of derived datatypes lie in scratch memory, and their pointers are offsets there."""
+
+    send: Operand | None
+    receive: Operand | None
+    nbytes: int
+    """The bytes of scratch memory."""
+    before: tuple[PackJob, ...]
+    """The elements that are packed before the collective."""
+    after: tuple[PackJob, ...]
+    """The elements that are unpacked after it."""
+
+    @classmethod
+    def of(
+        cls, send: Operand | None, receive: Operand | None, input_in_receive: bool, *, receives: bool
+    ) -> Packed | None:
+        """Return the call on packed memory; None where no buffer is of a derived datatype, or where MPI must pack.
+
+        ``input_in_receive`` is whether this rank's input lies in its receive buffer, ``receives`` is whether this rank
+        receives into it.
+        """
+        given = [operand for operand in (send, receive) if operand is not None]
+        if not any(operand.derived for operand in given):
+            return None
+        if any(operand.dtype is None and operand.derived is None for operand in given):
+            return None
+        dtype = _common_dtype(given)
+        packed_send, sent, nbytes = _pack(send, dtype, 0)
+        packed_receive, received, nbytes = _pack(receive, dtype, nbytes)
+        before = (*sent, *(received if input_in_receive else ()))
+        return cls(packed_send, packed_receive, max(1, nbytes), before, received if receives else ())
+
+    def placed(self, scratch: int) -> tuple[Operand | None, Operand | None]:
+        """Return the buffers, with the addresses of those that are packed in scratch memory."""
+        send, receive = (
+            operand
+            if operand is None or operand.derived is None
+            else replace(operand, pointer=operand.pointer + scratch)
+            for operand in (self.send, self.receive)
+        )
+        return send, receive
+
+
+def _common_dtype(operands: list[Operand]) -> np.dtype[Any]:
+    """Return the type of all basic elements, ``types.BYTE`` where there are several types."""
+    found: set[np.dtype[Any]] = set()
+    for operand in operands:
+        if operand.derived is None:
+            assert operand.dtype is not None
+            found.add(operand.dtype)
+        else:
+            found.update(block.layout.dtype or types.BYTE for block in operand.derived if block.layout.regions)
+    return found.pop() if len(found) == 1 else types.BYTE
+
+
+def _pack(operand: Operand | None, dtype: np.dtype[Any], at: int) -> tuple[Operand | None, tuple[PackJob, ...], int]:
+    """Return an operand in elements of ``dtype``, what is packed for it from offset ``at`` on, and the next offset."""
+    if operand is None:
+        return None, (), at
+    if operand.derived is None:
+        assert operand.dtype is not None
+        return _rescaled(operand, operand.dtype.itemsize // dtype.itemsize, dtype), (), at
+    lengths = [block.layout.nbytes for block in operand.derived]
+    *starts, end = accumulate(lengths, initial=0)
+    jobs = tuple(
+        PackJob(block.address, block.layout, at + start)
+        for block, start in zip(operand.derived, starts, strict=True)
+        if block.layout.regions
+    )
+    if operand.counts is None:
+        parts = operand.total // operand.count if operand.count else 1
+        total = end // dtype.itemsize
+        packed = replace(operand, pointer=at, dtype=dtype, count=total // parts, total=total)
+    else:
+        counts, displs = (tuple(number // dtype.itemsize for number in numbers) for numbers in (lengths, starts))
+        packed = replace(
+            operand, pointer=at, dtype=dtype, count=sum(counts), total=sum(counts), counts=counts, displs=displs
+        )
+    return packed, jobs, at + -(-end // _ALIGNED_NBYTES) * _ALIGNED_NBYTES
+
+
+def _rescaled(operand: Operand, factor: int, dtype: np.dtype[Any]) -> Operand:
+    if factor == 1:
+        return replace(operand, dtype=dtype)
+    counts, displs = (
+        None if numbers is None else tuple(number * factor for number in numbers)
+        for numbers in (operand.counts, operand.displs)
+    )
+    return replace(
+        operand, dtype=dtype, count=operand.count * factor, total=operand.total * factor, counts=counts, displs=displs
+    )

@@ -1,0 +1,123 @@
+// Packs and unpacks memory of any layout: runs of bytes that nested loops visit, as MPI's datatypes describe them. In
+// packed memory the runs follow each other.
+//
+// A region is one run and its loops. Its runs are cut into units of up to 16 bytes, which lie in one run. A thread
+// moves several units at a time. It finds the region of a unit by a binary search, and the place in the region by one
+// division for each loop. Neighbouring threads move neighbouring units of the packed memory, so that a warp touches
+// whole lines there.
+//
+// No unit is moved by two threads, and kernels ahead of this one are over when it begins. So it needs no flags.
+
+#include "bytes.cuh"
+
+namespace mpicomm {
+
+// The host's copies of these constants and structures are in packing.py; a test compares them.
+constexpr u32 kPackThreads = 256;
+constexpr u32 kLoops = 4;
+
+struct Region {
+  u64 memory;      // where the first run lies, from Packing::memory on
+  u64 packed;      // where it lies in packed memory
+  u64 first_unit;  // the units of all regions before this one
+  u32 run_nbytes;
+  u32 run_units;
+  u32 counts[kLoops];  // the innermost loop first; 1 for a loop that there is not
+  i64 strides[kLoops];
+};
+
+struct Packing {
+  const Region* regions;
+  u8* memory;
+  u8* packed;
+  u64 units;
+  u32 num_regions;
+  u32 unpacks;
+};
+
+// The two places of a unit. It has 0 bytes for a thread that has no unit.
+struct Unit {
+  u8* from;
+  u8* to;
+  u32 nbytes;
+};
+
+MPICOMM_DEVICE const Region& region_of(const Packing& x, u64 number) {
+  u32 low = 0, high = x.num_regions;
+  while (high - low > 1) {
+    const u32 middle = (low + high) / 2;
+    if (x.regions[middle].first_unit <= number) low = middle;
+    else high = middle;
+  }
+  return x.regions[low];
+}
+
+MPICOMM_DEVICE Unit unit_of(const Packing& x, u64 number) {
+  const Region& region = region_of(x, number);
+  // The host cuts regions so that 32 bits hold the number of a unit: a division of 64 bits takes four times as long.
+  const u32 unit = static_cast<u32>(number - region.first_unit);
+  u32 run = unit / region.run_units;
+  const u32 begin = (unit - run * region.run_units) * kPacketNbytes;
+  u8* const packed = x.packed + region.packed + static_cast<u64>(run) * region.run_nbytes + begin;
+  u8* memory = x.memory + region.memory + begin;
+#pragma unroll
+  for (u32 loop = 0; loop < kLoops; ++loop) {
+    if (region.counts[loop] == 1) break;
+    const u32 rest = run / region.counts[loop];
+    memory += static_cast<i64>(run - rest * region.counts[loop]) * region.strides[loop];
+    run = rest;
+  }
+  const u32 left = region.run_nbytes - begin;
+  const u32 nbytes = left < kPacketNbytes ? left : kPacketNbytes;
+  return x.unpacks ? Unit{packed, memory, nbytes} : Unit{memory, packed, nbytes};
+}
+
+// Runs of eight bytes are frequent, because they are the elements of a column of doubles.
+MPICOMM_DEVICE bool is_doubles(const u8* at, u32 nbytes) { return nbytes == 8 && width_of(at) >= 8; }
+
+MPICOMM_DEVICE Packet load_unit(const u8* from, u32 nbytes) {
+  if (nbytes == kPacketNbytes && width_of(from) == kPacketNbytes) return load_aligned(from);
+  if (is_doubles(from, nbytes)) {
+    const u64 word = *reinterpret_cast<const u64*>(from);
+    return {{static_cast<u32>(word), static_cast<u32>(word >> 32), 0, 0}};
+  }
+  return load_any(from, width_of(from), nbytes);
+}
+
+MPICOMM_DEVICE void store_unit(u8* to, const Packet& packet, u32 nbytes) {
+  if (nbytes == kPacketNbytes && width_of(to) == kPacketNbytes) {
+    store_aligned(to, packet);
+  } else if (is_doubles(to, nbytes)) {
+    *reinterpret_cast<u64*>(to) = static_cast<u64>(packet.words[1]) << 32 | packet.words[0];
+  } else {
+    store_any(to, packet, width_of(to), nbytes);
+  }
+}
+
+}  // namespace mpicomm
+
+extern "C" __global__ void __launch_bounds__(mpicomm::kPackThreads)
+    mpicomm_pack(const __grid_constant__ mpicomm::Packing);
+
+MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
+  using mpicomm::u32;
+  using mpicomm::u64;
+  constexpr u32 kAtOnce = 4;
+  const u64 threads = static_cast<u64>(gridDim.x) * blockDim.x;
+  // All loads come before the first store, so that kAtOnce loads are in flight at once.
+  for (u64 first = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x; first < x.units;
+       first += kAtOnce * threads) {
+    mpicomm::Unit units[kAtOnce];
+    mpicomm::Packet packets[kAtOnce];
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u64 number = first + i * threads;
+      units[i] = number < x.units ? mpicomm::unit_of(x, number) : mpicomm::Unit{nullptr, nullptr, 0};
+      if (units[i].nbytes != 0) packets[i] = mpicomm::load_unit(units[i].from, units[i].nbytes);
+    }
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      if (units[i].nbytes != 0) mpicomm::store_unit(units[i].to, packets[i], units[i].nbytes);
+    }
+  }
+}

@@ -1,0 +1,51 @@
+"""The kernel of pack.cu: its arguments and its table of regions."""
+
+from __future__ import annotations
+
+import ctypes
+
+from mpicomm.kernels.headers import SHARED
+from mpicomm.kernels.reductions import options_for
+from mpicomm.kernels.variant import Variant
+
+# Constants and structures of pack.cu; a test compares them.
+PACK_THREADS = 256
+LOOPS = 4
+UNIT_NBYTES = 16  # kPacketNbytes in bytes.cuh
+UNITS_AT_ONCE = 4  # kAtOnce
+
+
+class RegionEntry(ctypes.Structure):
+    """The host's copy of ``Region`` in pack.cu."""
+
+    _fields_ = [
+        ("memory", ctypes.c_uint64),
+        ("packed", ctypes.c_uint64),
+        ("first_unit", ctypes.c_uint64),
+        ("run_nbytes", ctypes.c_uint32),
+        ("run_units", ctypes.c_uint32),
+        ("counts", ctypes.c_uint32 * LOOPS),
+        ("strides", ctypes.c_int64 * LOOPS),
+    ]
+
+
+class PackArguments(ctypes.Structure):
+    """The host's copy of ``Packing`` in pack.cu."""
+
+    _fields_ = [
+        ("regions", ctypes.c_uint64),
+        ("memory", ctypes.c_uint64),
+        ("packed", ctypes.c_uint64),
+        ("units", ctypes.c_uint64),
+        ("num_regions", ctypes.c_uint32),
+        ("unpacks", ctypes.c_uint32),
+    ]
+
+
+PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))
+"""Packs and unpacks memory."""
+
+
+def blocks_for(units: int, multiprocessors: int) -> int:
+    """Return the blocks of a launch that moves so many units: eight fill a multiprocessor."""
+    return max(1, min(8 * multiprocessors, -(-units // (PACK_THREADS * UNITS_AT_ONCE))))
