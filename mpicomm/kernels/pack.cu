@@ -2,9 +2,9 @@
 // packed memory the runs follow each other.
 //
 // A region is one run and its loops. Its runs are cut into units of up to 16 bytes, which lie in one run. A thread
-// moves several units at a time. It finds the region of a unit by a binary search, and the place in the region by one
-// division for each loop. Neighbouring threads move neighbouring units of the packed memory, so that a warp touches
-// whole lines there.
+// moves several units at a time. It searches for the region of a unit from its last region on, and finds the place in
+// the region by one division for each loop. Neighbouring threads move neighbouring units of the packed memory, so that
+// a warp touches whole lines there.
 //
 // No unit is moved by two threads, and kernels ahead of this one are over when it begins. So it needs no flags.
 
@@ -15,6 +15,7 @@ namespace mpicomm {
 // The host's copies of these constants and structures are in packing.py; a test compares them.
 constexpr u32 kPackThreads = 256;
 constexpr u32 kLoops = 4;
+constexpr u32 kAtOnce = 4;  // the units that a thread loads before it stores the first
 
 struct Region {
   u64 memory;      // where the first run lies, from Packing::memory on
@@ -42,18 +43,24 @@ struct Unit {
   u32 nbytes;
 };
 
-MPICOMM_DEVICE const Region& region_of(const Packing& x, u64 number) {
-  u32 low = 0, high = x.num_regions;
-  while (high - low > 1) {
-    const u32 middle = (low + high) / 2;
-    if (x.regions[middle].first_unit <= number) low = middle;
-    else high = middle;
+// Returns the region of a unit; `from` is a region that does not begin behind the unit. The steps of the search double,
+// because the region is near for all but the first unit of a thread.
+MPICOMM_DEVICE u32 region_of(const Packing& x, u64 number, u32 from) {
+  const auto begins = [&](u32 region) { return region < x.num_regions && x.regions[region].first_unit <= number; };
+  u32 low = from, step = 1;
+  while (begins(low + step)) {
+    low += step;
+    step *= 2;
   }
-  return x.regions[low];
+  // The region lies between low and low + step, which begins behind the unit.
+  while (step > 1) {
+    step /= 2;
+    if (begins(low + step)) low += step;
+  }
+  return low;
 }
 
-MPICOMM_DEVICE Unit unit_of(const Packing& x, u64 number) {
-  const Region& region = region_of(x, number);
+MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u64 number) {
   // The host cuts regions so that 32 bits hold the number of a unit: a division of 64 bits takes four times as long.
   const u32 unit = static_cast<u32>(number - region.first_unit);
   u32 run = unit / region.run_units;
@@ -102,18 +109,26 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kPackThreads)
 MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
   using mpicomm::u32;
   using mpicomm::u64;
-  constexpr u32 kAtOnce = 4;
-  const u64 threads = static_cast<u64>(gridDim.x) * blockDim.x;
+  using mpicomm::kAtOnce;
+  // With one region all blocks move side by side, which the memory likes best. With several each block moves consecutive
+  // units, because the search for a near region is short.
+  const bool beside = x.num_regions == 1;
+  const u64 share = beside ? blockDim.x : (x.units + gridDim.x - 1) / gridDim.x;
+  const u64 step = beside ? static_cast<u64>(gridDim.x) * blockDim.x : blockDim.x;
+  const u64 begin = blockIdx.x * share, end = beside || begin + share > x.units ? x.units : begin + share;
+  u32 region = 0;
   // All loads come before the first store, so that kAtOnce loads are in flight at once.
-  for (u64 first = static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x; first < x.units;
-       first += kAtOnce * threads) {
+  for (u64 first = begin + threadIdx.x; first < end; first += kAtOnce * step) {
     mpicomm::Unit units[kAtOnce];
     mpicomm::Packet packets[kAtOnce];
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) {
-      const u64 number = first + i * threads;
-      units[i] = number < x.units ? mpicomm::unit_of(x, number) : mpicomm::Unit{nullptr, nullptr, 0};
-      if (units[i].nbytes != 0) packets[i] = mpicomm::load_unit(units[i].from, units[i].nbytes);
+      const u64 number = first + i * step;
+      units[i].nbytes = 0;
+      if (number >= end) continue;
+      region = mpicomm::region_of(x, number, region);
+      units[i] = mpicomm::unit_of(x, x.regions[region], number);
+      packets[i] = mpicomm::load_unit(units[i].from, units[i].nbytes);
     }
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) {

@@ -103,24 +103,19 @@ def _decoded(datatype: MPI.Datatype) -> Layout | None:
         return Layout((Region(0, (), datatype.size),) if datatype.size else (), extent, dtype)
     base, combiner, parameters = datatype.decode()
     blocks = _BLOCKS.get(combiner)
+    bases = parameters.get("datatypes", [base])
+    layouts = [] if blocks is None else [layout_of(each) for each in bases]
+    for each in bases:
+        if each != MPI.DATATYPE_NULL and not each.is_predefined:
+            each.Free()  # MPI has made a handle for the question
     if blocks is None:
-        _free(base)
         return None
-    bases = base if isinstance(base, (list, tuple)) else [base]
-    layouts = [layout_of(each) for each in bases]
-    _free(bases)
     parts = [layout for layout in layouts if layout is not None]
     if len(parts) < len(layouts):
         return None
     basic = {part.dtype for part in parts if part.regions}
     regions = blocks(parts, parameters)
     return Layout(regions, extent, basic.pop() if len(basic) == 1 else None)
-
-
-def _free(bases: Any) -> None:
-    for each in bases if isinstance(bases, (list, tuple)) else [bases]:
-        if isinstance(each, MPI.Datatype) and not each.is_predefined:
-            each.Free()
 
 
 Regions = tuple[Region, ...]

@@ -53,7 +53,7 @@ def test_several_jobs_go_in_one_launch(builds: Builds) -> None:
         Change("pack.cu", "run * region.run_nbytes", "run * region.run_units"),
         Change("pack.cu", "region.strides[loop]", "region.strides[0]"),
         Change("pack.cu", "left < kPacketNbytes ? left : kPacketNbytes", "kPacketNbytes"),
-        Change("pack.cu", "x.regions[middle].first_unit <= number", "x.regions[middle].first_unit < number"),
+        Change("pack.cu", "first_unit <= number", "first_unit < number"),
     ],
 )
 def test_a_mistake_is_seen(builds: Builds, change: Change) -> None:

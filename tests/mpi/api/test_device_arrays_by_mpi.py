@@ -108,27 +108,6 @@ def test_neighbours(rig: Rig, made: Any) -> None:
     same(received, np.array([rig.left, rig.right], np.int32))
 
 
-def test_alltoallw_of_a_communicator(rig: Rig) -> None:
-    size = rig.size
-    vector = MPI.INT32_T.Create_vector(2, 1, 2).Commit()  # every second element
-    sent = of(rig, [100 * rig.rank + n for n in range(4 * size)])
-    places, ones = [16 * peer for peer in range(size)], [1] * size
-    for form in ("Alltoallw", "Ialltoallw", "Alltoallw_init"):
-        received = of(rig, np.full(4 * size, -1))
-        request = getattr(rig.comm, form)(
-            [sent, (ones, places), [vector] * size], [received, (ones, places), [vector] * size]
-        )
-        if form.endswith("_init"):
-            request.Start()
-        if request is not None:
-            request.Wait()
-        expected = np.full(4 * size, -1, np.int32)
-        for peer in range(size):
-            expected[4 * peer], expected[4 * peer + 2] = (100 * peer + 4 * rig.rank + n for n in (0, 2))
-        same(received, expected)
-    vector.Free()
-
-
 def test_intercommunicators(rig: Rig) -> None:
     if rig.size < 2:
         pytest.skip("needs two ranks")

@@ -303,10 +303,8 @@ def test_a_reduce_scatter_that_asks_the_ranks_for_their_shares_is_never_known() 
 
 def test_what_cannot_be_told_apart_is_never_known() -> None:
     known = Known()
-    derived = MPI.FLOAT.Create_contiguous(2)
     for argument in (
         [],
-        [Array(16), derived],
         [Array(16), [0.5]],
         [Array(16), np.zeros(2)],
         [np.zeros(4), 4],
@@ -314,6 +312,18 @@ def test_what_cannot_be_told_apart_is_never_known() -> None:
     ):
         known.add("Allreduce", arguments(argument, Array(64)))
         assert known.find("Allreduce", arguments(argument, Array(64))) is None
+
+
+def test_a_derived_datatype_is_known_until_it_is_freed() -> None:
+    """MPI gives the handle of a freed datatype to another one."""
+    known, array = Known(), Array(16)
+    derived = MPI.FLOAT.Create_vector(2, 1, 3)
+    known.add("Bcast", arguments([array, derived], Array(64)))
+    assert known.find("Bcast", arguments([array, derived], Array(64))) is not None
+    for _ in range(3):
+        derived.Free()
+        derived = MPI.FLOAT.Create_vector(2, 1, 3)
+        assert known.find("Bcast", arguments([array, derived], Array(64))) is None
     derived.Free()
 
 

@@ -1,0 +1,160 @@
+"""Collectives on derived datatypes: the same result on arrays of the host, which MPI moves, and on device arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError
+from tests.helpers.communicators import to_host
+
+
+@pytest.fixture
+def made() -> Iterator[list[MPI.Datatype]]:
+    """Datatypes that the test has made; they are freed after it."""
+    datatypes: list[MPI.Datatype] = []
+    yield datatypes
+    for datatype in datatypes:
+        datatype.Free()
+
+
+def committed(made: list[MPI.Datatype], datatype: MPI.Datatype) -> MPI.Datatype:
+    made.append(datatype)
+    return datatype.Commit()
+
+
+def column(made: list[MPI.Datatype], rows: int, columns: int) -> MPI.Datatype:
+    """A column of a matrix of doubles, which begins one element after the column before."""
+    vector = MPI.DOUBLE.Create_vector(rows, 1, columns)
+    made.append(vector)
+    return committed(made, vector.Create_resized(0, 8))
+
+
+def test_alltoallw_transposes(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
+    """Each rank has rows of a cube, and gets columns of it: an FFT's transposition."""
+    size, rank = comm.size, comm.rank
+    shape = (2 * size, 3 * size, 5)
+    whole = np.arange(np.prod(shape), dtype=np.float64).reshape(shape)
+    rows, columns = [2, 3 * size, 5], [2 * size, 3, 5]
+    sends = [committed(made, MPI.DOUBLE.Create_subarray(rows, [2, 3, 5], [0, 3 * peer, 0])) for peer in range(size)]
+    receives = [
+        committed(made, MPI.DOUBLE.Create_subarray(columns, [2, 3, 5], [2 * peer, 0, 0])) for peer in range(size)
+    ]
+    for repeat in range(3):
+        mine = xp.asarray(whole[2 * rank : 2 * rank + 2] + repeat)
+        got = xp.full(columns, -1.0)
+        once, nowhere = [1] * size, [0] * size
+        if repeat < 2:
+            comm.Alltoallw([mine, once, nowhere, sends], [got, (once, nowhere), receives])
+        else:
+            comm.Ialltoallw([mine, sends], [got, receives]).Wait()
+        np.testing.assert_array_equal(to_host(got), whole[:, 3 * rank : 3 * rank + 3] + repeat)
+
+
+def test_alltoallw_of_any_types_and_counts(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
+    size, rank = comm.size, comm.rank
+    pair = committed(made, MPI.Datatype.Create_struct([1, 2], [0, 8], [MPI.INT32_T, MPI.DOUBLE]))
+    bytes_of = np.arange(24 * size, dtype=np.uint8) + 100 * rank
+    got = xp.zeros(24 * size, np.uint8)
+    counts = [1 if (rank + peer) % 2 == 0 else 0 for peer in range(size)]
+    places, types = [24 * peer for peer in range(size)], [pair] * size
+    prepared = comm.Alltoallw_init([xp.asarray(bytes_of), counts, places, types], [got, counts, places, types])
+    for _ in range(3):
+        prepared.Start()
+        prepared.Wait()
+    prepared.Free()
+    expected = np.zeros((size, 24), np.uint8)
+    for peer in range(size):
+        if counts[peer]:
+            sent = (np.arange(24 * size, dtype=np.uint8) + 100 * peer)[24 * rank : 24 * rank + 24]
+            expected[peer, :4], expected[peer, 8:] = sent[:4], sent[8:]
+    np.testing.assert_array_equal(to_host(got), expected.ravel())
+
+
+def test_columns_meet_plain_arrays(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
+    """The root names columns of a matrix, the other ranks name plain arrays."""
+    size, rank = comm.size, comm.rank
+    matrix = np.arange(4.0 * size).reshape(4, size)
+    of_root = column(made, 4, size)
+    for _ in range(3):
+        mine = xp.zeros(4)
+        comm.Scatter([xp.asarray(matrix), 1, of_root] if rank == 0 else None, mine)
+        np.testing.assert_array_equal(to_host(mine), matrix[:, rank])
+        back = xp.zeros((4, size))
+        comm.Gather(mine, [back, 1, of_root] if rank == 0 else None)
+        np.testing.assert_array_equal(to_host(back), matrix if rank == 0 else 0 * matrix)
+        everywhere = xp.zeros((4, size))
+        comm.Allgather(mine, [everywhere, 1, of_root])
+        np.testing.assert_array_equal(to_host(everywhere), matrix)
+        comm.Iallgather(mine, [everywhere, 1, of_root]).Wait()
+        comm.Allgather(MPI.IN_PLACE, [everywhere, 1, of_root])
+        np.testing.assert_array_equal(to_host(everywhere), matrix)
+
+
+def test_bcast(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
+    odd = committed(made, MPI.INT64_T.Create_vector(1000, 1, 2))
+    for root in range(comm.size):
+        array = xp.arange(2000, dtype=np.int64) * (comm.rank == root)
+        before = to_host(array)
+        comm.Bcast([array, 1, odd], root)
+        expected = np.where(np.arange(2000) % 2 == 0, np.arange(2000), before)
+        np.testing.assert_array_equal(to_host(array), expected)
+
+
+def test_vectors_of_counts(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
+    size, rank = comm.size, comm.rank
+    two_of_three = MPI.FLOAT.Create_vector(1, 2, 3)
+    made.append(two_of_three)
+    gapped = committed(made, two_of_three.Create_resized(0, 12))
+    total = size * (size + 1) // 2
+    counts, starts = list(range(1, size + 1)), [peer * (peer + 1) // 2 for peer in range(size)]
+    whole = np.arange(3 * total, dtype=np.float32)
+    taken = np.where(np.arange(3 * total) % 3 < 2, whole, 0).astype(np.float32)
+    got, mine = xp.zeros(3 * total, np.float32), whole[3 * starts[rank] : 3 * (starts[rank] + counts[rank])]
+    for _ in range(2):
+        comm.Allgatherv([xp.asarray(mine), counts[rank], gapped], [got, counts, starts, gapped])
+        np.testing.assert_array_equal(to_host(got), taken)
+    blocks = xp.asarray(np.tile(mine, size))
+    got[:] = 0
+    comm.Alltoallv([blocks, counts[rank], gapped], [got, counts, starts, gapped])
+    np.testing.assert_array_equal(to_host(got), taken)
+
+
+def test_elements_that_leave_the_array_are_refused(
+    comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]
+) -> None:
+    if xp is np:
+        pytest.skip("MPI looks at the arguments of host arrays")
+    far, array = committed(made, MPI.DOUBLE.Create_vector(3, 1, 100)), xp.zeros(100)
+    ones, nowhere = [1] * comm.size, [0] * comm.size
+    with pytest.raises(InvalidUsageError, match=r"buf: 1 elements .* to byte 1608 of a buffer of 800 bytes"):
+        comm.Bcast([array, 1, far])
+    with pytest.raises(InvalidUsageError, match="sendbuf: 1 elements"):
+        comm.Alltoallw([array, ones, nowhere, [far] * comm.size], [xp.zeros(300), ones, nowhere, [far] * comm.size])
+    with pytest.raises(InvalidUsageError, match=f"2 datatypes for {comm.size} ranks|is no datatype"):
+        comm.Alltoallw([array, ones, nowhere, [far, None]], [array, ones, nowhere, [far, None]])
+
+
+def test_in_a_graph(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
+    if xp is np:
+        pytest.skip("graphs are a GPU's")
+    odd = committed(made, MPI.INT64_T.Create_vector(1000, 1, 2))
+    array = xp.zeros(2000, np.int64)
+    stream = xp.cuda.Stream(non_blocking=True)
+    with stream:
+        comm.Bcast([array, 1, odd])
+        stream.synchronize()
+        stream.begin_capture()
+        comm.Bcast([array, 1, odd])
+        graph = stream.end_capture()
+        for repeat in range(1, 4):
+            array[:] = repeat * (comm.rank == 0)
+            graph.launch(stream)
+            comm.check(stream)
+            expected = np.where(np.arange(2000) % 2 == 0, repeat, repeat * (comm.rank == 0))
+            np.testing.assert_array_equal(to_host(array), expected)
