@@ -2,9 +2,9 @@
 
 The table below names mpi4py's methods that take buffers, and those that make communicators or matched messages.
 
-`ByMpi` wraps the methods of a Communicator that nothing else implements. Communicators with a topology,
-intercommunicators and matched messages are mpi4py's own objects: `wrap` turns them into objects of a subclass whose
-methods are wrapped likewise, and which have the GPU of the Communicator that they come from.
+`ByMpi` wraps the methods of a Communicator that nothing else implements. Intercommunicators, the communicators made
+from them, and matched messages are mpi4py's own objects: `wrap` turns them into objects of a subclass whose methods are
+wrapped likewise, and which have the GPU of the Communicator that they come from.
 """
 
 from __future__ import annotations
@@ -107,10 +107,10 @@ def wrap(result: Any, gpu: Gpu) -> Any:
 
 @functools.cache
 def _wrapped_class(cls: type) -> Callable[[Any], Any]:
-    return type(cls.__name__, (Wrapped, cls), {**_wrapped_methods(cls), "__doc__": cls.__doc__})
+    return type(cls.__name__, (Wrapped, cls), {**wrapped_methods(cls), "__doc__": cls.__doc__})
 
 
-def _wrapped_methods(cls: type) -> dict[str, Callable[..., Any]]:
+def wrapped_methods(cls: type) -> dict[str, Callable[..., Any]]:
     """Return the methods of the table that ``cls`` has, wrapped: which, depends on the version of MPI."""
     methods = {name: getattr(cls, name) for name in (*BUFFERS, *MAKERS) if hasattr(cls, name)}
     return {
@@ -225,5 +225,5 @@ class ByMpi(MPI.Intracomm):
     _gpu: Gpu
 
 
-for _name, _method in _wrapped_methods(MPI.Intracomm).items():
+for _name, _method in wrapped_methods(MPI.Intracomm).items():
     setattr(ByMpi, _name, _method)

@@ -15,11 +15,13 @@ from mpicomm import environment
 from mpicomm.api.blocking import BlockingCollectives
 from mpicomm.api.by_mpi import ByMpi
 from mpicomm.api.freed import mark_freed
+from mpicomm.api.makers import CLASSES, Makers
 from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
+from mpicomm.api.topologies import NeighborCollectives
 from mpicomm.cluster.agreement import forked
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
@@ -73,6 +75,7 @@ class Communicator(
     PointToPoint,
     PersistentMessages,
     Probes,
+    Makers,
     ByMpi,
 ):
     """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
@@ -89,11 +92,11 @@ class Communicator(
     Raises, on every rank alike, `InvalidUsageError` for bad arguments, `BackendUnavailableError` where the device
     cannot be used, `HandleError` where no handle kind works, `CollectiveTimeoutError` where a rank does not come.
 
-    It inherits all calls of an mpi4py communicator. Communicators with a topology or two groups are mpi4py's. Their
-    calls on device arrays go through pinned host memory, as does ``Alltoallw``. ``MPI.Win``, ``MPI.File`` and
-    ``MPI.Message.Probe`` look at their buffers after `install` alone: pass them host memory. Communicators made from
-    this one (``Dup``, ``Split``, ``Create_group``, ...) are Communicators on the same devices, which set themselves up
-    at their first use.
+    It inherits all calls of an mpi4py communicator. Communicators made from this one (``Dup``, ``Split``,
+    ``Create_cart``, ...) are Communicators on the same devices, which set themselves up at their first use; those with
+    a topology have MPI's calls for it, too. Communicators with two groups are mpi4py's. Their calls on device arrays,
+    and the collectives of neighbours, go through pinned host memory. ``MPI.Win``, ``MPI.File`` and
+    ``MPI.Message.Probe`` look at their buffers after `install` alone: pass them host memory.
     """
 
     _session: Session
@@ -114,7 +117,10 @@ class Communicator(
             raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
         session = Session.create(plain, device, handle, timeout_s)
-        self = super().__new__(cls, duplicate(plain, "Communicator", environment.usable_timeout_s(timeout_s)))
+        made: Any = CLASSES[plain.Get_topology()] if cls is Communicator else cls
+        self: Self = MPI.Intracomm.__new__(
+            made, duplicate(plain, "Communicator", environment.usable_timeout_s(timeout_s))
+        )
         self._begin(session)
         self._unfreed = True
         return self
@@ -153,11 +159,11 @@ class Communicator(
 
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:
-            return "<mpicomm.Communicator freed>"
+            return f"<mpicomm.{type(self).__name__} freed>"
         placement = self._placement  # MPI's answers end with MPI_Finalize
         kind = placement.here.handle
         return (
-            f"<mpicomm.Communicator rank {placement.rank} of {len(placement.places)} device={self.device!r} "
+            f"<mpicomm.{type(self).__name__} rank {placement.rank} of {len(placement.places)} device={self.device!r} "
             f"handle={kind!r}>"
         )
 
@@ -302,59 +308,6 @@ class Communicator(
             super().Disconnect()
             mark_freed(self)
 
-    def Dup(self, info: MPI.Info | None = None) -> Self:
-        """Duplicate the communicator; the duplicate has its own memory."""
-        return self._adopt(MPI.Intracomm(self).Dup(info))
-
-    def Dup_with_info(self, info: MPI.Info) -> Self:
-        """Duplicate the communicator with other hints."""
-        return self._adopt(MPI.Intracomm(self).Dup_with_info(info))
-
-    def Clone(self) -> Self:
-        """Duplicate the communicator: mpi4py's other name for `Dup`."""
-        return self._adopt(MPI.Intracomm(self).Clone())
-
-    def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
-        """Duplicate without blocking; the new communicator may be used when the request is complete."""
-        comm, request = MPI.Intracomm(self).Idup(info)
-        return self._adopt(comm, range(self.size)), request
-
-    def Idup_with_info(self, info: MPI.Info) -> tuple[Self, MPI.Request]:
-        """Duplicate with other hints, without blocking."""
-        comm, request = MPI.Intracomm(self).Idup_with_info(info)
-        return self._adopt(comm, range(self.size)), request
-
-    def Create(self, group: MPI.Group) -> MPI.Intracomm:
-        """Make a communicator of the ranks of ``group``; COMM_NULL on the others."""
-        return self._adopt_part(MPI.Intracomm(self).Create(group))
-
-    def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
-        """Make a communicator of the ranks of ``group``. Collective over those ranks alone."""
-        return self._adopt_part(MPI.Intracomm(self).Create_group(group, tag))
-
-    def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
-        """Make one communicator per color; COMM_NULL for ``MPI.UNDEFINED``."""
-        return self._adopt_part(MPI.Intracomm(self).Split(color, key))
-
-    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
-        """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
-        return self._adopt_part(MPI.Intracomm(self).Split_type(split_type, key, info))
-
-    def _adopt_part(self, comm: MPI.Comm) -> MPI.Intracomm:
-        assert isinstance(comm, MPI.Intracomm)  # parts of an intracommunicator are intracommunicators
-        return comm if comm == MPI.COMM_NULL else self._adopt(comm)
-
-    def _adopt(self, comm: MPI.Intracomm, ranks: Sequence[int] | None = None) -> Self:
-        """Return a communicator that MPI made from this one as a Communicator, which sets itself up at first use."""
-        if ranks is None:
-            group, parent_group = comm.Get_group(), self.Get_group()
-            ranks = group.Translate_ranks(None, parent_group)
-            group.Free()
-            parent_group.Free()
-        child = MPI.Intracomm.__new__(type(self), comm)
-        child._begin(Session(comm, self._placement.subset(ranks)))
-        return child
-
     def _close(self) -> bool:
         """Close the session; return whether MPI's own free, which is collective, may follow."""
         self._unfreed = False  # although MPI keeps its part of a broken communicator, which it could free collectively
@@ -362,3 +315,29 @@ class Communicator(
             return False
         self._session.close()
         return self._session.intact
+
+
+class CartCommunicator(Communicator, NeighborCollectives, MPI.Cartcomm):
+    """A Communicator of a Cartesian grid, with the calls of ``MPI.Cartcomm``."""
+
+    def Sub(self, remain_dims: Sequence[bool]) -> MPI.Cartcomm:
+        """Make communicators of the parts of the grid along the dimensions that remain."""
+        return self._adopt_part(MPI.Cartcomm(self).Sub(remain_dims))
+
+
+class GraphCommunicator(Communicator, NeighborCollectives, MPI.Graphcomm):
+    """A Communicator of a graph, with the calls of ``MPI.Graphcomm``."""
+
+
+class DistGraphCommunicator(Communicator, NeighborCollectives, MPI.Distgraphcomm):
+    """A Communicator of a graph of which each rank knows its neighbours, with the calls of ``MPI.Distgraphcomm``."""
+
+
+CLASSES.update(
+    {
+        MPI.UNDEFINED: Communicator,
+        MPI.CART: CartCommunicator,
+        MPI.GRAPH: GraphCommunicator,
+        MPI.DIST_GRAPH: DistGraphCommunicator,
+    }
+)

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.api.by_mpi import BUFFERS, MAKERS
+from mpicomm.api.by_mpi import BUFFERS, MAKERS, wrap
 from tests.helpers import fake_driver
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.reductions import Array
@@ -90,8 +90,9 @@ def fake_arguments(name: str, parameters: dict[str, Any], on_device: list[str], 
     for buffer, parameter in parameters.items():
         if is_buffer(parameter):
             array: Any = FakeDeviceArray(np.full(4, 7.0)) if buffer in on_device else np.zeros(4)
-            with_type = [array, ([4], [0]), [MPI.DOUBLE]] if "alltoallw" in name.lower() else [array, MPI.DOUBLE]
-            arguments[buffer] = with_type if typed and name not in TAKES_NO_SPECIFICATION else array
+            each_typed = "alltoallw" in name.lower()  # it takes no array alone
+            with_type = [array, ([4], [0]), [MPI.DOUBLE]] if each_typed else [array, MPI.DOUBLE]
+            arguments[buffer] = with_type if each_typed or (typed and name not in TAKES_NO_SPECIFICATION) else array
     return arguments
 
 
@@ -127,7 +128,7 @@ def waited_for(duplicate: tuple[Any, MPI.Request]) -> Any:
     return comm
 
 
-MAKES: dict[str, Callable[[mpicomm.Communicator], Any]] = {
+MAKES: dict[str, Callable[[MPI.Intracomm], Any]] = {
     "cartesian": lambda comm: comm.Create_cart([1], [True]),
     "graph": lambda comm: comm.Create_graph([1], [0]),
     "distributed graph": lambda comm: comm.Create_dist_graph([0], [1], [0]),
@@ -141,7 +142,7 @@ MAKES: dict[str, Callable[[mpicomm.Communicator], Any]] = {
 @pytest.mark.parametrize("what", MAKES)
 def test_communicators_that_are_no_communicators_refuse_device_arrays(what: str) -> None:
     with mpicomm.Communicator(MPI.COMM_SELF, device="cpu", timeout_s=5) as comm:
-        made = MAKES[what](comm)
+        made = wrap(MAKES[what](MPI.Intracomm(comm)), comm._gpu)
         send, receive = np.arange(3.0), np.zeros(3)
         made.Allreduce(send, recvbuf=receive)
         assert receive.tolist() == send.tolist()

@@ -11,15 +11,16 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from mpicomm.api.by_mpi import wrap
 from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.message_rigs import Rig, content, same
 
 OPEN_MPI = "Open MPI" in MPI.Get_library_version()
 
 TOPOLOGIES: dict[str, Callable[[mpicomm.Communicator], Any]] = {
-    "cartesian": lambda comm: comm.Create_cart([comm.size], [True]),
-    "part": lambda comm: comm.Create_cart([1, comm.size], [True, True]).Sub([False, True]),
-    "adjacent graph": lambda comm: comm.Create_dist_graph_adjacent(
+    "cartesian": lambda comm: MPI.Intracomm(comm).Create_cart([comm.size], [True]),
+    "part": lambda comm: MPI.Intracomm(comm).Create_cart([1, comm.size], [True, True]).Sub([False, True]),
+    "adjacent graph": lambda comm: MPI.Intracomm(comm).Create_dist_graph_adjacent(
         [(comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size],
         [(comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size],
     ),
@@ -28,8 +29,8 @@ TOPOLOGIES: dict[str, Callable[[mpicomm.Communicator], Any]] = {
 
 @pytest.fixture(params=TOPOLOGIES)
 def made(request: pytest.FixtureRequest, rig: Rig) -> Any:
-    """A communicator with a topology, in which the ranks are in the order of the rig's."""
-    made = TOPOLOGIES[request.param](rig.comm)
+    """A communicator of mpi4py's with a topology, in which the ranks are in the order of the rig's."""
+    made = wrap(TOPOLOGIES[request.param](rig.comm), rig.comm._gpu)
     assert made.rank == rig.rank
     yield made
     made.Free()

@@ -30,6 +30,9 @@ def test_read_only_memory_is_the_same_error_in_every_call_at_every_size(comm_wor
                 given.pop(0)
             if operation.send == "counted":
                 given.append([count] * comm.size)
+            if operation.send == "typed":
+                places = [8 * count * peer for peer in range(comm.size)]
+                given = [[array, [count] * comm.size, places, [MPI.DOUBLE] * comm.size] for array in given]
             keywords = {"root": root} if operation.rooted else {}
             if comm.size == 1 and operation.rooted == "bcast":
                 continue  # the root only reads its buffer

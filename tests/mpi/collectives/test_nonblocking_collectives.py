@@ -12,10 +12,9 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.requests import Completer
 from tests.helpers.buffers import Placed, values
-from tests.helpers.communicator_calls import Case, Prepared
+from tests.helpers.communicator_calls import OF_ONE_TYPE, Case, Prepared
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.reductions import dtype_or_skip
 
@@ -42,7 +41,7 @@ def sum_of(comm: mpicomm.Communicator, name: str, count: int = 101, **more: Any)
     return Case("Allreduce", dtype_or_skip(name), count, **more)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", OF_ONE_TYPE)
 def test_each_with_its_request(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
     for number, case in enumerate(cases_of(operation, comm)):
         prepared = Prepared(case, comm.rank, comm.size, xp)
@@ -58,7 +57,7 @@ def test_each_with_its_request(comm: mpicomm.Communicator, xp: Any, operation: s
         prepared.check()
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize("operation", OF_ONE_TYPE)
 def test_persistent_with_changing_values(comm: mpicomm.Communicator, xp: Any, operation: str) -> None:
     for case in cases_of(operation, comm)[2::5]:
         prepared = Prepared(case, comm.rank, comm.size, xp)

@@ -1,0 +1,140 @@
+"""The calls of a Communicator that make communicators from it, with and without a topology."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from mpi4py import MPI
+
+from mpicomm.api.topologies import require_matching
+from mpicomm.session import Session
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+AnyComm = TypeVar("AnyComm", bound=MPI.Intracomm)
+
+CLASSES: dict[int, type[MPI.Intracomm]] = {}
+"""The class of Communicators by MPI's number of their topology. `communicator` fills it, because it imports this."""
+
+
+class Makers(MPI.Intracomm):
+    """mpi4py's calls that make communicators from one. All of them are *collective*, and block in MPI.
+
+    They return Communicators, with a topology where MPI gives them one. A duplicate keeps the topology, a part has
+    none.
+    """
+
+    _session: Session
+
+    def Dup(self, info: MPI.Info | None = None) -> Self:
+        """Duplicate the communicator; the duplicate has its own memory."""
+        made: Self = self._adopt(MPI.Intracomm(self).Dup(info), type(self))
+        return made
+
+    def Dup_with_info(self, info: MPI.Info) -> Self:
+        """Duplicate the communicator with other hints."""
+        made: Self = self._adopt(MPI.Intracomm(self).Dup_with_info(info), type(self))
+        return made
+
+    def Clone(self) -> Self:
+        """Duplicate the communicator: mpi4py's other name for `Dup`."""
+        made: Self = self._adopt(MPI.Intracomm(self).Clone(), type(self))
+        return made
+
+    def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
+        """Duplicate without blocking; the new communicator may be used when the request is complete."""
+        comm, request = MPI.Intracomm(self).Idup(info)
+        return self._adopt(comm, type(self), range(self.size)), request
+
+    def Idup_with_info(self, info: MPI.Info) -> tuple[Self, MPI.Request]:
+        """Duplicate with other hints, without blocking."""
+        comm, request = MPI.Intracomm(self).Idup_with_info(info)
+        return self._adopt(comm, type(self), range(self.size)), request
+
+    def Create(self, group: MPI.Group) -> MPI.Intracomm:
+        """Make a communicator of the ranks of ``group``; COMM_NULL on the others."""
+        return self._adopt_part(_intracomm(MPI.Intracomm(self).Create(group)))
+
+    def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
+        """Make a communicator of the ranks of ``group``. Collective over those ranks alone."""
+        return self._adopt_part(_intracomm(MPI.Intracomm(self).Create_group(group, tag)))
+
+    def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
+        """Make one communicator per color; COMM_NULL for ``MPI.UNDEFINED``."""
+        return self._adopt_part(_intracomm(MPI.Intracomm(self).Split(color, key)))
+
+    def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
+        """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
+        return self._adopt_part(_intracomm(MPI.Intracomm(self).Split_type(split_type, key, info)))
+
+    def Create_cart(
+        self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
+    ) -> MPI.Cartcomm:
+        """Make a communicator of a Cartesian grid, a `CartCommunicator`; COMM_NULL on ranks beyond the grid."""
+        return self._adopt_part(MPI.Intracomm(self).Create_cart(dims, periods, reorder))
+
+    def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> MPI.Graphcomm:
+        """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`."""
+        return self._adopt_part(MPI.Intracomm(self).Create_graph(index, edges, reorder))
+
+    def Create_dist_graph_adjacent(
+        self,
+        sources: Sequence[int] | None,
+        destinations: Sequence[int] | None,
+        sourceweights: Sequence[int] | None = None,
+        destweights: Sequence[int] | None = None,
+        info: MPI.Info = MPI.INFO_NULL,
+        reorder: bool = False,
+    ) -> MPI.Distgraphcomm:
+        """Make a communicator of a graph of which each rank passes its neighbours, a `DistGraphCommunicator`.
+
+        Raises `InvalidUsageError` on every rank where one rank names a neighbour that does not name it.
+        """
+        plain = MPI.Intracomm(self)
+        require_matching(plain, sources, destinations)
+        return self._adopt_part(
+            plain.Create_dist_graph_adjacent(
+                sources or (), destinations or (), sourceweights, destweights, info, reorder
+            )
+        )
+
+    def Create_dist_graph(
+        self,
+        sources: Sequence[int],
+        degrees: Sequence[int],
+        destinations: Sequence[int],
+        weights: Sequence[int] | None = None,
+        info: MPI.Info = MPI.INFO_NULL,
+        reorder: bool = False,
+    ) -> MPI.Distgraphcomm:
+        """Make a communicator of a graph of which each rank passes any edges, a `DistGraphCommunicator`."""
+        plain = MPI.Intracomm(self)
+        return self._adopt_part(plain.Create_dist_graph(sources, degrees, destinations, weights, info, reorder))
+
+    def _adopt_part(self, comm: AnyComm) -> AnyComm:
+        """Return a communicator of some ranks as a Communicator with the topology that MPI gave it; keep COMM_NULL."""
+        if comm == MPI.COMM_NULL:
+            return comm
+        topology = comm.Get_topology()
+        keeps_class = topology == MPI.UNDEFINED and not isinstance(self, MPI.Topocomm)
+        made: AnyComm = self._adopt(comm, type(self) if keeps_class else CLASSES[topology])
+        return made
+
+    def _adopt(self, comm: MPI.Intracomm, cls: Any, ranks: Sequence[int] | None = None) -> Any:
+        """Return a communicator that MPI made from this one as a ``cls``, which sets itself up at first use."""
+        if ranks is None:
+            group, parent_group = comm.Get_group(), self.Get_group()
+            # MPICH's group of a grid may hold ranks beyond the grid, too.
+            ranks = group.Translate_ranks(range(comm.size), parent_group)
+            group.Free()
+            parent_group.Free()
+        child = MPI.Intracomm.__new__(cls, comm)
+        child._begin(Session(comm, self._session.placement.subset(ranks)))
+        return child
+
+
+def _intracomm(comm: MPI.Comm) -> MPI.Intracomm:
+    assert isinstance(comm, MPI.Intracomm)  # parts of an intracommunicator are intracommunicators
+    return comm
