@@ -197,7 +197,13 @@ class Call:
             return None
         is_bcast = operation.rooted == "bcast"
         input_in_receive = root if is_bcast else self.send is None and operation.rooted != "send"
-        return Packed.of(self.send, self.receive, input_in_receive, receives=not (is_bcast and root))
+        return Packed.of(
+            self.send,
+            self.receive,
+            input_in_receive=input_in_receive,
+            receives=not (is_bcast and root),
+            as_bytes=operation.send == "typed",
+        )
 
     def _read(self, spec: Any, shape: Shape, *, writable: bool, name: str) -> Operand:
         if spec is None:

@@ -35,19 +35,19 @@ class Packed:
 
     @classmethod
     def of(
-        cls, send: Operand | None, receive: Operand | None, input_in_receive: bool, *, receives: bool
+        cls, send: Operand | None, receive: Operand | None, *, input_in_receive: bool, receives: bool, as_bytes: bool
     ) -> Packed | None:
         """Return the call on packed memory; None where no buffer is of a derived datatype, or where MPI must pack.
 
         ``input_in_receive`` is whether this rank's input lies in its receive buffer, ``receives`` is whether this rank
-        receives into it.
+        receives into it. ``as_bytes`` is for calls in which pairs of ranks may differ in their types.
         """
         given = [operand for operand in (send, receive) if operand is not None]
         if not any(operand.derived for operand in given):
             return None
         if any(operand.dtype is None and operand.derived is None for operand in given):
             return None
-        dtype = _common_dtype(given)
+        dtype = types.BYTE if as_bytes else _common_dtype(given)
         packed_send, sent, nbytes = _pack(send, dtype, 0)
         packed_receive, received, nbytes = _pack(receive, dtype, nbytes)
         before = (*sent, *(received if input_in_receive else ()))
@@ -72,7 +72,7 @@ def _common_dtype(operands: list[Operand]) -> np.dtype[Any]:
             assert operand.dtype is not None
             found.add(operand.dtype)
         else:
-            found.update(block.layout.dtype or types.BYTE for block in operand.derived if block.layout.regions)
+            found.update(block.layout.dtype or types.BYTE for block in operand.derived)
     return found.pop() if len(found) == 1 else types.BYTE
 
 

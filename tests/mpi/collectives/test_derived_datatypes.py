@@ -76,6 +76,21 @@ def test_alltoallw_of_any_types_and_counts(comm: mpicomm.Communicator, xp: Any, 
     np.testing.assert_array_equal(to_host(got), expected.ravel())
 
 
+def test_alltoallw_of_types_that_pairs_of_ranks_choose(comm: mpicomm.Communicator, xp: Any) -> None:
+    """Rank 0 has one type, the others have two; with a count of 0 a rank takes no part."""
+    size, rank = comm.size, comm.rank
+    types = [MPI.DOUBLE if 0 in (rank, peer) else MPI.INT32_T for peer in range(size)]
+    counts = [4 * (rank + peer > 0) for peer in range(size)]
+    places = [32 * peer for peer in range(size)]
+    sent, got = xp.full(32 * size, rank + 1, np.uint8), xp.zeros(32 * size, np.uint8)
+    for _ in range(2):
+        comm.Alltoallw([sent, counts, places, types], [got, counts, places, types])
+        blocks = to_host(got).reshape(size, 32)
+        for peer in range(size):
+            nbytes = counts[peer] * types[peer].size
+            assert blocks[peer].tolist() == [peer + 1] * nbytes + [0] * (32 - nbytes)
+
+
 def test_columns_meet_plain_arrays(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
     """The root names columns of a matrix, the other ranks name plain arrays."""
     size, rank = comm.size, comm.rank
@@ -94,6 +109,15 @@ def test_columns_meet_plain_arrays(comm: mpicomm.Communicator, xp: Any, made: li
         comm.Iallgather(mine, [everywhere, 1, of_root]).Wait()
         comm.Allgather(MPI.IN_PLACE, [everywhere, 1, of_root])
         np.testing.assert_array_equal(to_host(everywhere), matrix)
+
+
+def test_ranks_without_elements(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
+    size, rank = comm.size, comm.rank
+    gapped = column(made, 3, 4)
+    counts, got = [int(peer == 0) for peer in range(size)], xp.zeros(12)
+    comm.Gatherv([xp.full(12, 5.0), counts[rank], gapped], [got, [3 * n for n in counts], MPI.DOUBLE])
+    expected = [5.0] * 3 + [0.0] * 9 if rank == 0 else [0.0] * 12
+    assert to_host(got).tolist() == expected
 
 
 def test_bcast(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
