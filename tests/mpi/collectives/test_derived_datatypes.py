@@ -59,7 +59,7 @@ def test_alltoallw_transposes(comm: mpicomm.Communicator, xp: Any, made: list[MP
 def test_alltoallw_of_any_types_and_counts(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
     size, rank = comm.size, comm.rank
     pair = committed(made, MPI.Datatype.Create_struct([1, 2], [0, 8], [MPI.INT32_T, MPI.DOUBLE]))
-    bytes_of = np.arange(24 * size, dtype=np.uint8) + 100 * rank
+    bytes_of = np.arange(24 * size, dtype=np.uint8) + 50 * rank
     got = xp.zeros(24 * size, np.uint8)
     counts = [1 if (rank + peer) % 2 == 0 else 0 for peer in range(size)]
     places, types = [24 * peer for peer in range(size)], [pair] * size
@@ -71,7 +71,7 @@ def test_alltoallw_of_any_types_and_counts(comm: mpicomm.Communicator, xp: Any, 
     expected = np.zeros((size, 24), np.uint8)
     for peer in range(size):
         if counts[peer]:
-            sent = (np.arange(24 * size, dtype=np.uint8) + 100 * peer)[24 * rank : 24 * rank + 24]
+            sent = (np.arange(24 * size, dtype=np.uint8) + 50 * peer)[24 * rank : 24 * rank + 24]
             expected[peer, :4], expected[peer, 8:] = sent[:4], sent[8:]
     np.testing.assert_array_equal(to_host(got), expected.ravel())
 
