@@ -14,6 +14,7 @@ from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import Kind, MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.team import Faults
 
 
@@ -246,11 +247,31 @@ class GpuBackend(Backend, Protocol):
     def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
         """As `fill`, with a word of four bytes."""
 
-    def publish(self, word: int, count: int, stream: int) -> None:
-        """Store ``count`` at ``word`` after all earlier work of the stream, which is visible to all by then."""
+    def message_step(
+        self,
+        stream: int,
+        blocks: int = 1,
+        target: int = 0,
+        source: int = 0,
+        nbytes: int = 0,
+        awaited: int = 0,
+        stored: int = 0,
+        count: int = 0,
+        number: int = 0,
+        peer: int = 0,
+    ) -> None:
+        """Enqueue a step of a message, of which each part is optional: an address of 0 leaves the part out.
 
-    def await_count(self, word: int, target: int, number: int, peer: int, stream: int) -> None:
-        """Hold the stream until ``word`` has come to ``target``. After a timeout `check` names message and peer."""
+        It waits until ``blocks`` words from ``awaited`` on have come to ``count``. Then it copies ``nbytes`` bytes, and
+        stores ``count`` in ``blocks`` words from ``stored`` on, after all earlier work of the stream. After a timeout
+        it neither copies nor stores, and `check` names message ``number`` and rank ``peer``.
+        """
+
+    def pack_table(self, table: PackTable) -> int:
+        """Return the address of a table on the device, which stays until `close`; blocking for a new table."""
+
+    def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
+        """Pack the regions of a table, which lie from ``memory`` on, to ``packed``, or unpack them; stream-ordered."""
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of that."""

@@ -55,7 +55,7 @@ MPICOMM_DEVICE_CALL void report_fault(const Watch& watch, u64 elapsed_ns) {
   // The first writer wins: it names the rank that was missing first, and later timeouts follow from that. Without the
   // swap two threads of different streams could mix their fields.
   if (compare_and_swap(&fault->state, kClear, kWriting) != kClear) return;
-  // Pairs with the loads of `failed` in spin_until, load_health, mpicomm_signal and mpicomm_publish: the other waits of
+  // Pairs with the loads of `failed` in spin_until, load_health, mpicomm_signal and mpicomm_message: the other waits of
   // this device and its later kernels then leave. Without it they would go on with data that never came. Relaxed,
   // because the readers need the word alone.
   store_relaxed(fault->failed, kWriting);

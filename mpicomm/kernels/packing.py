@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import options_for
@@ -40,6 +41,20 @@ class PackArguments(ctypes.Structure):
         ("num_regions", ctypes.c_uint32),
         ("unpacks", ctypes.c_uint32),
     ]
+
+
+@dataclass(frozen=True)
+class PackTable:
+    """Regions as the kernel reads them: ``content`` is an array of `RegionEntry`."""
+
+    content: bytes
+    num_regions: int
+    units: int
+
+    def arguments(self, regions: int, memory: int, packed: int, *, unpacks: bool) -> PackArguments:
+        """Return the argument of a launch: the table lies at ``regions``; the regions lie from ``memory`` on, and their
+        packed memory from ``packed`` on."""
+        return PackArguments(regions, memory, packed, self.units, self.num_regions, unpacks)
 
 
 PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))

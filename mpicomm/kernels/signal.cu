@@ -1,13 +1,8 @@
-// Point-to-point signals, and counts of messages.
-//
-// Signals: one rank raises a counter in the memory of another rank, which waits for it. Each direction of each pair of
-// ranks has three words: `sent` (the signaller's own count), `inbox` (in the waiter's memory, written by the signaller
-// alone) and `expected` (the waiter's own count). The counts only grow and lie in device memory, so a captured graph
-// with these kernels can be replayed for ever. Each kernel is one thread. `sent` and `expected` belong to one stream at
-// a time, so they need no atomics.
-//
-// Counts of messages (mpicomm_publish, mpicomm_await): words in memory of the sender, see messages/outbox.py. The host
-// chooses the counts, so these kernels are in no captured graph.
+// Point-to-point signals: one rank raises a counter in the memory of another rank, which waits for it. Each direction of
+// each pair of ranks has three words: `sent` (the signaller's own count), `inbox` (in the waiter's memory, written by
+// the signaller alone) and `expected` (the waiter's own count). The counts only grow and lie in device memory, so a
+// captured graph with these kernels can be replayed for ever. Each kernel is one thread. `sent` and `expected` belong to
+// one stream at a time, so they need no atomics.
 
 #include "faults.cuh"
 
@@ -39,31 +34,4 @@ MPICOMM_KERNEL void mpicomm_wait_signal(
   // flag: after several signals the count may be ahead, which ends the wait, too.
   const auto reached = [=] { return static_cast<long long>(mpicomm::load_acquire(inbox) - target) >= 0; };
   if (mpicomm::spin_until(reached, watch)) *expected = target;
-}
-
-// Publishes `count` at `word`, after all earlier work of the stream. The host chooses the count, because MPI has
-// matched the message there: so no captured graph can hold this kernel. `word` lies in the sender's memory. It is
-// `ready`, which the sender stores, or `done`, which the receiver stores across the link.
-MPICOMM_KERNEL void mpicomm_publish(u64* word, u64 count, const u32* failed) {
-  // As in mpicomm_signal. After a failed wait `ready` must not say that this rank's data is right. And `done` must not
-  // say that a message was taken: the sender would use its memory again.
-  if (mpicomm::load_relaxed(failed) != mpicomm::kClear) return;
-  // `ready` pairs with the acquire in mpicomm_await and publishes the copies into the outbox, earlier work of this
-  // stream. A plain store could arrive before them, and the receiver would copy what an earlier message has left there.
-  // `done` pairs with the copy by which the sender's host reads these words (Outbox in messages/outbox.py). It says
-  // that the receiver's copies out of the outbox are over: if it came earlier, the next message would overwrite data
-  // that is still being read.
-  mpicomm::store_release(word, count);
-}
-
-// Returns once `word` has reached `target`, or `timeout_ns` later with a fault record that names message `number`.
-MPICOMM_KERNEL void mpicomm_await(const u64* word, u64 target, u64 number, u32 peer, u64 timeout_ns,
-                                  FaultRecord* record, const u32* failed) {
-  const mpicomm::Watch watch{{record, failed}, timeout_ns, mpicomm::kMessage, number, 0, peer};
-  // Pairs with the release in mpicomm_publish: the copies that follow on this stream read what the sender's copies
-  // wrote. With a plain load they could read what was there before. Signed, as for every flag: later pieces may have
-  // come, too.
-  const auto reached = [=] { return static_cast<long long>(mpicomm::load_acquire(word) - target) >= 0; };
-  // A failure needs nothing here: the copies that follow bring wrong data, and `check` raises before the user reads it.
-  (void)mpicomm::spin_until(reached, watch);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.messages.description import DESCRIPTION_NBYTES, EAGER_NBYTES, is_cut
+from mpicomm.messages.description import DESCRIPTION_NBYTES, is_cut
 from mpicomm.messages.device import MessageDevice, SideStream
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.incoming import Correct, Incoming
@@ -29,9 +30,15 @@ from mpicomm.mpi.requests import Completer, DeferredRequest, Work
 Send = Callable[..., Any]
 """One of MPI's methods for sends: of a communicator, a buffer, a destination and a tag."""
 
+_address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
+_BUFFERED = frozenset((MPI.Intracomm.Bsend, MPI.Intracomm.Ibsend))
 _NOTHING = np.empty(0, np.uint8)
+
+
+def _isend_host(comm: MPI.Intracomm, spec: Any, dest: int, tag: int) -> MPI.Request:
+    return host_calls.call(_isend, comm, spec, dest, tag)
 
 
 def _parse(buf: Any, writable: bool, name: str) -> Operand:
@@ -109,9 +116,7 @@ class Messages:
     def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
         """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
         sent.refuse_capture()
-        buffer = self._send_buffer(sent, dest, sent.stream)
-        with buffer.dropped_on_failure():
-            send(self._comm, buffer.spec, dest, tag)
+        self._send_buffer(send, sent, dest, sent.stream).hand_over(send, self._comm, dest, tag)
         _wait_for_copies(sent)
 
     def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
@@ -121,22 +126,35 @@ class Messages:
         sent.refuse_capture()
         # Later work of the user's stream does not wait for the copies of a message in several pieces.
         with _beside(device, stream) if is_cut(operand.nbytes) else contextlib.nullcontext(stream) as copies:
-            buffer = self._send_buffer(sent, dest, copies)
-            with buffer.dropped_on_failure():
-                request = send(self._comm, buffer.spec, dest, tag)
+            buffer = self._send_buffer(send, sent, dest, copies)
+            request = buffer.hand_over(send, self._comm, dest, tag)
             pending = PendingSend(buffer, request, device.completion(copies))
         return self._request(Work(pending.done, device.check), device)
 
     def receive_array(self, operation: str, buf: Any, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive into a NumPy array. The length of most messages shows that they are data: no endpoint is made."""
         status = MPI.Status() if status is None else status
+        if self.described and buf.nbytes < DESCRIPTION_NBYTES:
+            if not buf.flags.forc or not buf.flags.writeable:
+                _parse(buf, True, "buf")  # raises
+            staging = np.empty(DESCRIPTION_NBYTES, np.uint8)
+            received, room = [staging, DESCRIPTION_NBYTES, MPI.PACKED], staging
+        else:
+            received, room = buf, buf
         try:
-            incoming.recv_into(buf, status)
+            incoming.recv_into(received, status)
         except BufferError:  # MPI has no type for the elements; it has not received by then
             incoming.recv_into(host_calls.as_bytes(buf, True, "buf"), status)
-        if self.described and status.Get_count(MPI.BYTE) == DESCRIPTION_NBYTES:
+        nbytes = status.Get_count(MPI.BYTE)
+        if self.described and nbytes == DESCRIPTION_NBYTES:
             buffer = self._receive_buffer(self._parse_receive(operation, buf, None, "buf"))
+            if room is not buf:
+                ctypes.memmove(buffer.pointer, _address(room), nbytes)
             self._deliver(buffer.arrived(status), buffer.device, None)
+        elif room is not buf:
+            if nbytes > buf.nbytes:
+                raise MPI.Exception(MPI.ERR_TRUNCATE)
+            ctypes.memmove(_address(buf), _address(room), nbytes)
 
     def receive(self, received: Endpoint, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive, into a device array in the order of its stream."""
@@ -195,9 +213,8 @@ class Messages:
         # piece is copied in less time than a side stream costs.
         aside = is_cut(buffer.capacity) and not replace
         with _beside(device, stream) if aside and stream is not None else contextlib.nullcontext(stream) as copies:
-            send_buffer = self._send_buffer(sent, dest, sent.stream)
-            with send_buffer.dropped_on_failure():
-                request = host_calls.call(_isend, self._comm, send_buffer.spec, dest, tag)
+            send_buffer = self._send_buffer(_isend, sent, dest, sent.stream)
+            request = send_buffer.hand_over(_isend_host, self._comm, dest, tag)
             status = MPI.Status() if status is None else status
             try:
                 incoming.recv_into(buffer.spec, status)
@@ -251,21 +268,23 @@ class Messages:
         device.check()
         return device
 
-    def _send_buffer(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
+    def _send_buffer(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
         """Copy a device array, on ``stream``, to where MPI or the receiver finds it; leave host memory to MPI."""
         device, operand = sent.device, sent.operand
         if stream is None or device is None or operand is None:
             return SendBuffer(sent.spec)
-        if operand.dtype is None:
-            return eager_derived(device, operand.spec, stream)
-        if operand.nbytes > EAGER_NBYTES and dest >= 0:  # not MPI.PROC_NULL
+        nbytes = operand.packed_nbytes
+        if nbytes and dest >= 0:  # not MPI.PROC_NULL
             if dest not in self._near:
                 announce("Send", "the ranks are on several nodes")
             elif not self.described:
                 warn_once(f"memory is opened as {self._kind!r}, not by IPC handles")
-            elif buffer := by_rendezvous(self.memory.rendezvous(device), operand, stream):
+            # The user's buffer of a buffered send has room for the data.
+            elif (nbytes >= DESCRIPTION_NBYTES or send not in _BUFFERED) and (
+                buffer := by_rendezvous(self.memory.rendezvous(device), operand, stream)
+            ):
                 return buffer
-        return eager(device, operand, stream)
+        return eager_derived(device, operand.spec, stream) if operand.dtype is None else eager(device, operand, stream)
 
     def _receive_buffer(self, received: Endpoint, *, replace: bool = False) -> ReceiveBuffer:
         device = received.device or self._device(received.operation)

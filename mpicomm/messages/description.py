@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from mpicomm.cluster.placement import SECRET_NBYTES
 from mpicomm.devices.handle import PACKET_NBYTES
 from mpicomm.errors import HandleError
+from mpicomm.kernels.message import blocks_of_message
 
-EAGER_NBYTES = 32 << 10
-"""The longest message of a device array that is eager: up to here the way through host memory is the faster one."""
+KERNEL_NBYTES = 4 << 20
+"""The longest message that kernels copy, in one extent. Copy engines take longer to start, and carry more a second."""
 MOST_EXTENTS = 8
 MOST_PIECES = 4
 # A piece costs both hosts the enqueuing of its copy and of its count, and the link a pause. The copy into the outbox is
@@ -34,6 +35,11 @@ of basic elements of the receiver's type. Few other messages have this length, s
 """
 
 
+def is_for_kernels(nbytes: int) -> bool:
+    """Return whether kernels copy a message of ``nbytes`` bytes; copy engines copy longer ones."""
+    return nbytes <= KERNEL_NBYTES
+
+
 def is_cut(nbytes: int) -> bool:
     """Return whether a message of ``nbytes`` bytes goes in several pieces.
 
@@ -42,7 +48,8 @@ def is_cut(nbytes: int) -> bool:
     return nbytes > LEAST_PIECE_NBYTES
 
 
-@dataclass(frozen=True)
+# Neither is frozen, because each message makes some, and frozen ones take twice as long to make.
+@dataclass(slots=True)
 class Extent:
     """``nbytes`` bytes of a message, ``offset`` bytes into the block of memory whose packed handle is ``packet``."""
 
@@ -51,13 +58,14 @@ class Extent:
     nbytes: int
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Description:
     """Message ``number`` of a sender, which lies in ``extents`` of the sender's outbox.
 
-    The message has two counts, `ready` and `done`, ``line`` bytes into the block whose packed handle is ``words``. The
-    sender adds 1 to `ready` for each piece, beginning at ``first``. The receiver sets `done` to the last value of
-    `ready` when it has copied the message.
+    The message has `ready` and `done` words, ``line`` bytes into the parts for them of the block whose packed handle is
+    ``words``. The sender counts up from ``first``: kernels have a `ready` word for each of their blocks, and add 1 to
+    it. Copy engines have one word, and add 1 for each piece. The receiver sets the `done` words to the last value of
+    the `ready` words when it has copied the message.
     """
 
     nbytes: int
@@ -69,8 +77,13 @@ class Description:
 
     @property
     def last(self) -> int:
-        """The value of `ready` when all pieces are in the outbox."""
-        return self.first + sum(1 for _ in self.pieces())
+        """The value of the `ready` words when all of the message is in the outbox."""
+        return self.first + (1 if is_for_kernels(self.nbytes) else sum(1 for _ in self.pieces()))
+
+    @property
+    def num_words(self) -> int:
+        """How many `ready` words the message has, and how many `done` words."""
+        return blocks_of_message(self.nbytes) if is_for_kernels(self.nbytes) else 1
 
     def pieces(self) -> Iterator[tuple[Extent, int, int]]:
         """Cut the message into pieces that are copied and counted one by one: extent, offset in the extent, bytes.
@@ -97,6 +110,8 @@ class Description:
         _, nbytes, number, line, first, count, words = _HEAD.unpack_from(message)
         if not 1 <= count <= MOST_EXTENTS:
             raise HandleError(f"the description of message {number} has {count} extents, not 1 to {MOST_EXTENTS}")
+        if is_for_kernels(nbytes) and count != 1:
+            raise HandleError(f"the description of message {number} of {nbytes} bytes has {count} extents, not 1")
         extents = _extents(message, count)
         total = sum(extent.nbytes for extent in extents)
         if total != nbytes:

@@ -1,17 +1,21 @@
-"""The outbox: memory of this rank's device in which long messages lie until their receivers have copied them."""
+"""The outbox: memory of this rank's device in which messages lie until their receivers have copied them."""
 
 from __future__ import annotations
 
 import bisect
 import threading
+from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from mpicomm.devices.base import Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
-from mpicomm.messages.description import MOST_EXTENTS, Description, Extent
+from mpicomm.kernels.message import MOST_MESSAGE_BLOCKS
+from mpicomm.messages.description import MOST_EXTENTS, Description, Extent, is_for_kernels
 from mpicomm.messages.device import MessageDevice, SideStream
 
 FIRST_BLOCK_NBYTES = 32 << 20
@@ -20,10 +24,12 @@ BLOCK_NBYTES = 2 << 20
 MOST_IN_FLIGHT = 1024
 PART = 64
 """The outbox takes no more than this part of the device's memory."""
+LINE_NBYTES = 8 * MOST_MESSAGE_BLOCKS
+DONE = MOST_IN_FLIGHT * LINE_NBYTES
+"""The distance from a message's `ready` words to its `done` words. All `done` words lie together, because the host
+reads them with one copy."""
 _GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that few small holes are left
-_LINE_NBYTES = 16
-DONE = 8
-"""The offset of `done` in the line of a message; `ready` comes first."""
+_FEW = 64  # messages in flight: a look at the counts for fewer would cost each message too much
 
 
 class OutboxFullError(Exception):
@@ -40,23 +46,33 @@ class Block:
     end: int
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    """A message that its receiver has not copied yet: its range, its line, and the value `done` will have."""
+# Compared by identity, and not frozen, because every message makes one or takes one that is idle.
+@dataclass(slots=True, eq=False)
+class _Place:
+    """The range of a message in the outbox, and its line of words."""
 
     begin: int
     end: int
     line: int
-    last: int
+    extents: tuple[Extent, ...]
+    """The whole range."""
+    last: int = 0
+    """The count that its words have when the message has been copied."""
+    words: int = 1
+    """The words of its line that are counted."""
 
 
 class Outbox:
     """A range of bytes of which each message takes a part. It grows by blocks; a message may lie in several of them.
 
-    Each message has a line, the two counts `ready` and `done`, in a block that holds all lines. Only the sender's
-    stream stores `ready`, and only the receiver's stream stores `done`. Both only grow: the next message with the same
-    line counts on from where the last one stopped. So nothing has to clear a line, which would need an order with the
-    stores of peers.
+    Each message has a line of words in a block that holds all lines: some `ready` words, which only the sender's stream
+    stores, and as many `done` words, which only the receiver's stream stores. The counts only grow: the next message
+    with the same line counts on from where the last one stopped. So nothing has to clear a line, which would need an
+    order with the stores of peers.
+
+    The host learns from a copy of the `done` words which places are free. It waits for the copy only where the outbox
+    is full. A place that is free stays as it is for the next message of its size, because programs repeat sizes; all
+    such *idle* places are given up where another message has no room.
 
     All blocks together have at most ``most_nbytes``.
     """
@@ -71,49 +87,46 @@ class Outbox:
         self._most_nbytes = most // BLOCK_NBYTES * BLOCK_NBYTES
         self._words: Block | None = None
         self._blocks: list[Block] = []
+        self._segments: dict[bytes, Segment] = {}
         self._free: list[tuple[int, int]] = []  # sorted ranges, of which no two touch
         self._lines = list(range(MOST_IN_FLIGHT))
         self._counts = [0] * MOST_IN_FLIGHT
-        self._in_flight: list[_InFlight] = []
+        self._in_flight: list[_Place] = []
+        self._idle: defaultdict[int, list[_Place]] = defaultdict(list)  # by the bytes of their range
+        self._look_from = _FEW  # as many messages in flight are worth a look at the counts
+        self._done: npt.NDArray[np.uint8] | None = None  # the copy of the `done` words
+        self._copied: Callable[[], bool] | None = None  # whether the copy that was begun is over
         self._number = 0
 
-    def reserve(self, nbytes: int) -> Description:
-        """Give a message its place. Raises `OutboxFullError`, or `HandleError` where memory cannot be allocated."""
+    def reserve(self, nbytes: int, *, whole: bool = False) -> Description:
+        """Give a message its place: in one block if it is for kernels, or ``whole``.
+
+        Raises `OutboxFullError`, or `HandleError` where memory cannot be allocated.
+        """
         with self._lock:
             room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
             if room > self._most_nbytes:
                 raise self._too_small_for(room)
             if self._words is None:
-                self._words = self._allocate(MOST_IN_FLIGHT * _LINE_NBYTES, 0)
-                # Before any description names the block: a count that is not 0 would let a receiver through.
-                self._device.zero(self._words.segment.pointer, MOST_IN_FLIGHT * _LINE_NBYTES)
-            begin = self._take(room)
-            if begin is None or not self._lines:
-                self._reclaim()
-                begin = self._take(room) if begin is None else begin
-            if begin is None:
-                begin = self._grow(room)
-            if not self._lines:
-                self._release(begin, begin + room)
-                raise OutboxFullError(f"{MOST_IN_FLIGHT} messages are in flight")
-            extents = self._extents(begin, nbytes)
-            if len(extents) > MOST_EXTENTS:
-                self._release(begin, begin + room)
-                raise OutboxFullError(f"free memory lies in more than {MOST_EXTENTS} blocks")
-            line = self._lines.pop()
+                self._set_up_words()
+            if len(self._in_flight) >= self._look_from:
+                self._look()
+            idle = self._idle.get(room)
+            place = idle.pop() if idle else self._new_place(room, whole=whole or is_for_kernels(nbytes))
             self._number += 1
-            words = self._words.packet
-            described = Description(nbytes, self._number, words, line * _LINE_NBYTES, self._counts[line], extents)
-            self._counts[line] = described.last
-            self._in_flight.append(_InFlight(begin, begin + room, line, described.last))
+            first, line = self._counts[place.line], place.line
+            assert self._words is not None
+            described = Description(
+                nbytes, self._number, self._words.packet, line * LINE_NBYTES, first, _cut(place.extents, nbytes)
+            )
+            self._counts[line] = place.last = described.last
+            place.words = described.num_words
+            self._in_flight.append(place)
             return described
 
     def find(self, packet: bytes) -> Segment | None:
         """Return the block of this outbox with that packed handle, None for a block of a peer."""
-        for block in (self._words, *self._blocks):
-            if block is not None and block.packet == packet:
-                return block.segment
-        return None
+        return self._segments.get(packet)
 
     def is_drained(self) -> bool:
         """Return whether the receivers have copied all messages."""
@@ -124,26 +137,53 @@ class Outbox:
     def memory_use(self) -> MemoryUse:
         """Return the memory of all blocks."""
         with self._lock:
-            blocks = [block for block in (self._words, *self._blocks) if block is not None]
-            return MemoryUse("outbox", device_nbytes=sum(block.segment.nbytes for block in blocks))
+            return MemoryUse("outbox", device_nbytes=sum(segment.nbytes for segment in self._segments.values()))
 
     def close(self) -> None:
         """Free all blocks; every peer must have closed them. A second call does nothing."""
         with self._lock:
-            for block in (self._words, *self._blocks):
-                if block is not None:
-                    block.segment.close()
-            self._words = None
+            while self._segments:
+                self._segments.popitem()[1].close()
+            self._words = self._done = self._copied = None
             self._blocks.clear()
             self._free.clear()
             self._in_flight.clear()
+            self._idle.clear()
 
-    def _take(self, room: int) -> int | None:
+    def _set_up_words(self) -> None:
+        self._words = self._allocate(2 * DONE, 0)
+        # Before any description names the block: a count that is not 0 would let a receiver through.
+        self._device.zero(self._words.segment.pointer, 2 * DONE)
+        self._done = self._device.pinned(DONE)
+
+    def _new_place(self, room: int, *, whole: bool) -> _Place:
+        begin = self._take(room, whole=whole)
+        if begin is None or not self._lines:
+            self._reclaim()
+            self._give_up_idle()
+            begin = self._take(room, whole=whole) if begin is None else begin
+        if begin is None:
+            begin = self._grow(room, whole=whole)
+        extents = self._extents(begin, room)
+        if not self._lines or len(extents) > MOST_EXTENTS:
+            self._release(begin, begin + room)
+            what = f"free memory lies in more than {MOST_EXTENTS} blocks"
+            raise OutboxFullError(what if self._lines else f"{MOST_IN_FLIGHT} messages are in flight")
+        return _Place(begin, begin + room, self._lines.pop(), extents)
+
+    def _take(self, room: int, *, whole: bool) -> int | None:
         for index, (begin, end) in enumerate(self._free):
-            if end - begin >= room:
-                self._free[index : index + 1] = [(begin + room, end)] if end - begin > room else []
-                return begin
+            start = self._start_in(begin, end, room) if whole else begin
+            if start is not None and end - start >= room:
+                parts = (begin, start), (start + room, end)
+                self._free[index : index + 1] = [part for part in parts if part[0] < part[1]]
+                return start
         return None
+
+    def _start_in(self, begin: int, end: int, room: int) -> int | None:
+        """Return where a range of ``room`` bytes lies in one block, between two places; None where there is none."""
+        parts = ((max(begin, block.begin), min(end, block.end)) for block in self._blocks)
+        return next((start for start, stop in parts if stop - start >= room), None)
 
     def _release(self, begin: int, end: int) -> None:
         index = bisect.bisect(self._free, (begin, end))
@@ -154,17 +194,18 @@ class Outbox:
             index -= 1
         self._free.insert(index, (begin, end))
 
-    def _grow(self, room: int) -> int:
+    def _grow(self, room: int, *, whole: bool) -> int:
         """Allocate the bytes that are missing behind the last block; at least double the outbox: so blocks are few."""
         total = self._blocks[-1].end if self._blocks else 0
-        tail = total - self._free[-1][0] if self._free and self._free[-1][1] == total else 0
+        touches = not whole and self._free and self._free[-1][1] == total
+        tail = total - self._free[-1][0] if touches else 0
         wanted = max(room - tail, total, FIRST_BLOCK_NBYTES)
         size = min(-(-wanted // BLOCK_NBYTES) * BLOCK_NBYTES, self._most_nbytes - total)
         if size < room - tail:
             raise self._too_small_for(room)
         self._blocks.append(self._allocate(size, total))
         self._release(total, self._blocks[-1].end)
-        begin = self._take(room)
+        begin = self._take(room, whole=whole)
         assert begin is not None
         return begin
 
@@ -181,33 +222,79 @@ class Outbox:
         except HandleError:
             segment.close()
             raise
-        return Block(segment, handle.pack(), begin, begin + nbytes)
+        block = Block(segment, handle.pack(), begin, begin + nbytes)
+        self._segments[block.packet] = segment
+        return block
 
-    def _extents(self, begin: int, nbytes: int) -> tuple[Extent, ...]:
-        end = begin + nbytes
+    def _extents(self, begin: int, room: int) -> tuple[Extent, ...]:
+        end = begin + room
         parts = ((block, max(begin, block.begin), min(end, block.end)) for block in self._blocks)
         return tuple(
             Extent(block.packet, start - block.begin, stop - start) for block, start, stop in parts if start < stop
         )
 
+    def _look(self) -> None:
+        """Begin a copy of the `done` words, or use the one that was begun if it is over. It does not wait."""
+        if self._copied is None:
+            self._begin_copy()
+        elif self._copied():
+            self._use_copy()
+
     def _reclaim(self) -> None:
-        """Release the memory of messages that are copied. It blocks to read the counts, but for no work of the user."""
+        """Release the places of messages that are copied by now. It waits for a copy, and for no work of the user."""
         if self._words is None or not self._in_flight:
             return
+        for _ in range(1 if self._copied is None else 2):  # the copy that was begun may be old
+            if self._copied is None:
+                self._begin_copy()
+            while self._copied is not None and not self._copied():
+                pass
+            self._use_copy()
+
+    def _begin_copy(self) -> None:
+        assert self._words is not None and self._done is not None
         device = self._device
-        words = device.pinned(MOST_IN_FLIGHT * _LINE_NBYTES)
         with SideStream(device.side_streams) as stream:
-            # Pairs with the receivers' stores of `done` in mpicomm_publish: they come after the copies out of the
-            # outbox. So work that is enqueued from here on may overwrite a message whose `done` is seen here. A message
-            # whose `done` is not there yet keeps its memory.
-            device.copy(words.ctypes.data, self._words.segment.pointer, words.nbytes, stream)
-            device.synchronize(stream)
-        done = words.view(np.uint64)[DONE // 8 :: _LINE_NBYTES // 8]
+            # Pairs with the receivers' stores of `done` in message.cu: they come after the loads of the message. So
+            # work that is enqueued after the host has seen the copy may overwrite a message whose `done` is in it. A
+            # message whose `done` is not there yet keeps its place.
+            device.copy(self._done.ctypes.data, self._words.segment.pointer + DONE, DONE, stream)
+            self._copied = device.completion(stream)
+
+    def _use_copy(self) -> None:
+        assert self._done is not None
+        self._copied = None
+        done = self._done.view(np.uint64).reshape(MOST_IN_FLIGHT, MOST_MESSAGE_BLOCKS)
+        lines = [place.line for place in self._in_flight]
+        # A message that was sent after the copy was begun has a count that is not there.
+        lasts = np.array([place.last for place in self._in_flight], np.uint64)
+        counted = np.array([place.words for place in self._in_flight])
+        others = np.arange(MOST_MESSAGE_BLOCKS) >= counted[:, None]
+        over = ((done[lines] == lasts[:, None]) | others).all(axis=1).tolist()
         left = []
-        for message in self._in_flight:
-            if int(done[message.line]) == message.last:
-                self._release(message.begin, message.end)
-                self._lines.append(message.line)
+        for place, is_over in zip(self._in_flight, over, strict=True):
+            if not is_over:
+                left.append(place)
+            elif len(place.extents) == 1:
+                self._idle[place.end - place.begin].append(place)
             else:
-                left.append(message)
+                self._give_up(place)
         self._in_flight = left
+        # So the looks together cost each message a bounded time, however many messages stay in flight.
+        self._look_from = max(_FEW, 2 * len(left))
+
+    def _give_up_idle(self) -> None:
+        for places in self._idle.values():
+            for place in places:
+                self._give_up(place)
+        self._idle.clear()
+
+    def _give_up(self, place: _Place) -> None:
+        self._release(place.begin, place.end)
+        self._lines.append(place.line)
+
+
+def _cut(extents: tuple[Extent, ...], nbytes: int) -> tuple[Extent, ...]:
+    """Return the first ``nbytes`` bytes of a place; its range is longer by less than the last extent."""
+    *whole, last = extents
+    return (*whole, Extent(last.packet, last.offset, nbytes - sum(extent.nbytes for extent in whole)))

@@ -1,7 +1,7 @@
 """What MPI gets for the buffer of a receive, and how the received message comes into the user's memory.
 
-MPI matches a receive before this rank knows whether data or a description arrives. So MPI gets host memory of the
-length of the buffer in either case: the user's memory itself, or *staging memory*, which costs nothing where a
+MPI matches a receive before this rank knows whether data or a description arrives. So MPI gets host memory that holds
+either: the user's memory itself where it is long enough, or *staging memory*. Long staging memory costs nothing where a
 description arrives, because the system provides no pages for memory that is not written.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.messages.description import Description
+from mpicomm.messages.description import DESCRIPTION_NBYTES, Description
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.self_messages import unpack
@@ -47,12 +47,13 @@ class ReceiveBuffer(abc.ABC):
         self._rendezvous = rendezvous
         self.spec = spec
         """What MPI receives into."""
-        self._pointer = pointer  # of the memory that MPI receives into
+        self.pointer = pointer
+        """The address of the memory that MPI receives into."""
 
     @property
     def is_mpis(self) -> bool:
-        """Whether MPI alone completes the receive: a description does not fit, and MPI raises that error itself."""
-        return self.in_place and not self._rendezvous.may_fill(self.capacity)
+        """Whether MPI alone completes the receive, because no description can arrive."""
+        return self.in_place and not self._rendezvous.describes
 
     def arrived(self, status: MPI.Status) -> Delivery | None:
         """Look at what MPI has received, and correct its status; return the rest of the receive, None if there is none.
@@ -60,12 +61,16 @@ class ReceiveBuffer(abc.ABC):
         A call that sends the content of the buffer has sent it by then. The delivery raises `MPI.Exception` for a
         message that is longer than the buffer.
         """
-        described = None if self.is_mpis else self._rendezvous.description(status, self._pointer)
+        nbytes = status.Get_count(MPI.BYTE)
+        described = None
+        if nbytes == DESCRIPTION_NBYTES and not self.is_mpis:
+            described = self._rendezvous.description(self.pointer)
         if described is None:
-            return self._deliver_eager(status.Get_count(MPI.BYTE))
+            # Staging memory may be longer than the buffer.
+            return self._deliver_eager(nbytes) if nbytes <= self.capacity else Delivery(_refuse)
         status.Set_elements(MPI.BYTE, described.nbytes)
         if described.nbytes > self.capacity:
-            return self._refuse(described, status.source)
+            return self._drop(described, status.source)
         return self._deliver_described(described, status.source)
 
     @abc.abstractmethod
@@ -76,10 +81,10 @@ class ReceiveBuffer(abc.ABC):
     def _deliver_described(self, described: Description, source: int) -> Delivery:
         """Deliver the message whose description MPI has received."""
 
-    def _refuse(self, described: Description, source: int) -> Delivery:
+    def _drop(self, described: Description, source: int) -> Delivery:
         def drop(stream: int) -> None:
             self._rendezvous.drop(described, source, stream)
-            raise MPI.Exception(MPI.ERR_TRUNCATE)
+            _refuse(stream)
 
         return Delivery(drop)
 
@@ -103,7 +108,7 @@ class HostReceive(ReceiveBuffer):
         return None
 
     def _deliver_described(self, described: Description, source: int) -> Delivery:
-        return Delivery(lambda stream: self._pull(described, self._pointer, source, stream), blocks=True)
+        return Delivery(lambda stream: self._pull(described, self.pointer, source, stream), blocks=True)
 
 
 class StagedReceive(ReceiveBuffer):
@@ -112,9 +117,11 @@ class StagedReceive(ReceiveBuffer):
     def __init__(self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous) -> None:
         assert endpoint.operand is not None
         self._operand = endpoint.operand
-        self._staging = np.empty(capacity, np.uint8)
-        spec = [self._staging, capacity, MPI.PACKED]  # packed: this type matches every type of the sender
-        super().__init__(endpoint, capacity, rendezvous, spec, self._staging.ctypes.data)
+        nbytes = max(capacity, DESCRIPTION_NBYTES)
+        self._staging = np.empty(nbytes, np.uint8)
+        spec = [self._staging, nbytes, MPI.PACKED]  # packed: this type matches every type of the sender
+        # NumPy's `ctypes` takes ten times as long.
+        super().__init__(endpoint, capacity, rendezvous, spec, MPI.Get_address(self._staging))
 
 
 class DeviceReceive(StagedReceive):
@@ -122,7 +129,7 @@ class DeviceReceive(StagedReceive):
 
     def _deliver_eager(self, nbytes: int) -> Delivery | None:
         def copy(stream: int) -> None:
-            self.device.copy(self._operand.pointer, self._pointer, nbytes, stream)
+            self.device.copy(self._operand.pointer, self.pointer, nbytes, stream)
             self.device.synchronize(stream)  # because the staging memory goes with this object
 
         return Delivery(copy, blocks=True) if nbytes else None
@@ -131,11 +138,11 @@ class DeviceReceive(StagedReceive):
         return Delivery(lambda stream: self._rendezvous.receive(described, self._operand.pointer, source, stream))
 
 
-class ReplacingHostReceive(StagedReceive):
-    """A receive into a host array that the same call sends: MPI must not write there while it still sends."""
+class StagedHostReceive(StagedReceive):
+    """A receive into a host array that is shorter than a description, or that the same call still sends."""
 
     def _deliver_eager(self, nbytes: int) -> None:
-        ctypes.memmove(self._operand.pointer, self._pointer, nbytes)
+        ctypes.memmove(self._operand.pointer, self.pointer, nbytes)
 
     def _deliver_described(self, described: Description, source: int) -> Delivery:
         return Delivery(lambda stream: self._pull(described, self._operand.pointer, source, stream), blocks=True)
@@ -144,15 +151,21 @@ class ReplacingHostReceive(StagedReceive):
 class DerivedReceive(StagedReceive):
     """A receive of elements of a derived datatype, into memory of the host or of a device.
 
-    The message arrives in the staging memory, packed. MPI then puts the elements where the datatype says.
+    A kernel unpacks a described message that fills all elements of a device array. Every other message comes into the
+    staging memory, packed, and MPI puts its elements where the datatype says.
     """
 
     def _deliver_eager(self, nbytes: int) -> Delivery:
         return Delivery(lambda stream: self._unpack(nbytes, stream), blocks=True)
 
     def _deliver_described(self, described: Description, source: int) -> Delivery:
+        derived = self._operand.derived
+        if derived is not None and len(described.extents) == 1 and described.nbytes == self._operand.packed_nbytes:
+            (elements,) = derived
+            return Delivery(lambda stream: self._rendezvous.unpack(described, elements, source, stream))
+
         def pull_and_unpack(stream: int) -> None:
-            self._pull(described, self._pointer, source, stream)
+            self._pull(described, self.pointer, source, stream)
             self._unpack(described.nbytes, stream)
 
         return Delivery(pull_and_unpack, blocks=True)
@@ -175,4 +188,9 @@ def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool 
         capacity = read(operand.owner, True, operand.name).nbytes
     if operand.on_device:
         return DeviceReceive(endpoint, capacity, rendezvous)
-    return (ReplacingHostReceive if replace else HostReceive)(endpoint, capacity, rendezvous)
+    staged = replace or rendezvous.exceeds(capacity)
+    return (StagedHostReceive if staged else HostReceive)(endpoint, capacity, rendezvous)
+
+
+def _refuse(stream: int) -> None:
+    raise MPI.Exception(MPI.ERR_TRUNCATE)

@@ -1,19 +1,23 @@
-"""The rendezvous of long messages: copies into the sender's outbox and out of it, in the order of streams."""
+"""The rendezvous of messages: copies into the sender's outbox and out of it, in the order of streams."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 
-from mpi4py import MPI
-
 from mpicomm.devices.base import Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES, Description
+from mpicomm.messages.description import DESCRIPTION_NBYTES, Description, is_for_kernels
 from mpicomm.messages.device import MessageDevice
-from mpicomm.messages.outbox import DONE, Outbox
+from mpicomm.messages.outbox import DONE, LINE_NBYTES, Outbox
+from mpicomm.mpi.derived import Elements
+from mpicomm.mpi.packing import table_for
+
+_MOST_WAITING_BLOCKS = 4
+"""The blocks of a kernel that may wait. Receives on several streams wait at once, and a device full of waiting blocks
+could not begin the send that another rank waits for. So a larger kernel follows a step of one block that waits."""
 
 
 class Rendezvous:
@@ -35,13 +39,18 @@ class Rendezvous:
         self._opened: dict[bytes, Segment] = {}
         self._closed = False
 
-    def may_fill(self, nbytes: int) -> bool:
-        """Return whether a description can arrive in a receive buffer of ``nbytes`` bytes."""
-        return self._secret is not None and nbytes >= DESCRIPTION_NBYTES
+    @property
+    def describes(self) -> bool:
+        """Whether descriptions can arrive."""
+        return self._secret is not None
 
-    def description(self, status: MPI.Status, pointer: int) -> Description | None:
-        """Return the description that MPI has received to ``pointer``, None for data. ``status`` is the receive's."""
-        if self._secret is None or status.Get_count(MPI.BYTE) != DESCRIPTION_NBYTES:
+    def exceeds(self, nbytes: int) -> bool:
+        """Return whether a description can arrive that exceeds a receive buffer of ``nbytes`` bytes."""
+        return self.describes and nbytes < DESCRIPTION_NBYTES
+
+    def description(self, pointer: int) -> Description | None:
+        """Return the description that MPI has received to ``pointer``, None for data of the length of one."""
+        if self._secret is None:
             return None
         return Description.unpack(ctypes.string_at(pointer, DESCRIPTION_NBYTES), self._secret)
 
@@ -51,24 +60,49 @@ class Rendezvous:
         Raises `OutboxFullError` or `HandleError` where the outbox has no room.
         """
         assert self._secret is not None
+        by_kernel = is_for_kernels(nbytes)
         described = self._outbox.reserve(nbytes)
         ready = self._line(described, self._rank)
         count, done = described.first, 0
         for extent, start, piece in described.pieces():
-            segment = self._outbox.find(extent.packet)
-            assert segment is not None
-            self.device.copy(segment.pointer + extent.offset + start, pointer + done, piece, stream)
-            done += piece
+            target = self._block(extent.packet, extent.nbytes, self._rank) + extent.offset + start
             count += 1
-            # After each piece, so that the receiver copies it while the next piece goes into the outbox. Pairs with
-            # `await_count` in `receive`, which keeps the receiver from copying memory that is not written yet.
-            self.device.publish(ready, count, stream)
+            if by_kernel:
+                self.device.message_step(
+                    stream, described.num_words, target, pointer, nbytes, stored=ready, count=count
+                )
+                break
+            self.device.copy(target, pointer + done, piece, stream)
+            # After each piece, so that the receiver copies it while the next piece goes into the outbox. Pairs with the
+            # step that waits in `receive`, which keeps the receiver from copying memory that is not written yet.
+            self.device.message_step(stream, stored=ready, count=count)
+            done += piece
+        return described, described.pack(self._secret)
+
+    def pack(self, elements: Elements, stream: int) -> tuple[Description, bytes]:
+        """As `send`, for elements of a derived datatype, which a kernel packs."""
+        assert self._secret is not None
+        layout = elements.layout
+        described = self._outbox.reserve(layout.nbytes, whole=True)
+        place = self._whole(described, self._rank)
+        self.device.pack(table_for(layout), elements.address, place, stream, unpacks=False)
+        ready = self._line(described, self._rank)
+        self.device.message_step(stream, described.num_words, stored=ready, count=described.last)
         return described, described.pack(self._secret)
 
     def receive(self, described: Description, pointer: int, source: int, stream: int) -> None:
         """Enqueue the copy of a message of rank ``source`` to ``pointer``, and the release of its place."""
+        number, ready = described.number, self._line(described, source)
+        if is_for_kernels(described.nbytes):
+            blocks, last, place = described.num_words, described.last, self._whole(described, source)
+            if blocks > _MOST_WAITING_BLOCKS:
+                self.device.message_step(stream, awaited=ready, count=last, number=number, peer=source)
+            # `done` pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.
+            self.device.message_step(
+                stream, blocks, pointer, place, described.nbytes, ready, ready + DONE, last, number, source
+            )
+            return
         count, done = described.first, 0
-        ready = self._line(described, source)
         # All blocks are opened before the first wait is enqueued, because opening one may wait for the device.
         parts = [
             (self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset + start, nbytes)
@@ -76,12 +110,18 @@ class Rendezvous:
         ]
         for part, nbytes in parts:
             count += 1
-            self.device.await_count(ready, count, described.number, source, stream)
+            self.device.message_step(stream, awaited=ready, count=count, number=number, peer=source)
             self.device.copy(pointer + done, part, nbytes, stream)
             done += nbytes
-        # Pairs with the sender's read of the counts in Outbox._reclaim, after which the sender reuses the place: the
-        # count must not be seen before the copies above are over.
-        self.device.publish(ready + DONE, count, stream)
+        # As above: the count must not be seen before the copies are over.
+        self.device.message_step(stream, stored=ready + DONE, count=count)
+
+    def unpack(self, described: Description, elements: Elements, source: int, stream: int) -> None:
+        """As `receive`, for a message in one extent that fills ``elements``, to which a kernel unpacks it."""
+        ready, place, words = self._line(described, source), self._whole(described, source), described.num_words
+        self._await_all(described, ready, source, stream)
+        self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)
+        self.device.message_step(stream, words, stored=ready + DONE, count=described.last)
 
     def drop(self, described: Description, source: int, stream: int) -> None:
         """Release the place of a message that no rank copies, after all of it is in the outbox.
@@ -90,8 +130,8 @@ class Rendezvous:
         write the next message to the same place.
         """
         ready = self._line(described, source)
-        self.device.await_count(ready, described.last, described.number, source, stream)
-        self.device.publish(ready + DONE, described.last, stream)
+        self._await_all(described, ready, source, stream)
+        self.device.message_step(stream, described.num_words, stored=ready + DONE, count=described.last)
 
     def withdraw(self, described: Description, stream: int) -> None:
         """Release the place of a message that this rank does not send after all."""
@@ -116,8 +156,17 @@ class Rendezvous:
         """Free the outbox, after every peer's `close_peers`. A second call does nothing."""
         self._outbox.close()
 
+    def _await_all(self, described: Description, ready: int, source: int, stream: int) -> None:
+        words, last = described.num_words, described.last
+        self.device.message_step(stream, words, awaited=ready, count=last, number=described.number, peer=source)
+
     def _line(self, described: Description, source: int) -> int:
-        return self._block(described.words, described.line + 2 * DONE, source) + described.line
+        return self._block(described.words, DONE + described.line + LINE_NBYTES, source) + described.line
+
+    def _whole(self, described: Description, source: int) -> int:
+        """Return the address of a message that lies in one extent."""
+        (extent,) = described.extents
+        return self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset
 
     def _block(self, packet: bytes, nbytes: int, source: int) -> int:
         """Return the address of a block, at least ``nbytes`` long. Raises `HandleError` where that cannot be had."""

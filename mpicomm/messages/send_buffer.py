@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from mpi4py import MPI
 
 from mpicomm.devices.base import Backend
 from mpicomm.errors import HandleError
 from mpicomm.log import logger
+from mpicomm.messages.description import DESCRIPTION_NBYTES
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.mpi.arguments import Operand
@@ -21,39 +20,39 @@ from mpicomm.mpi.host_copies import HostCopies
 _warned: set[str] = set()
 
 
-@dataclass
+@dataclass(slots=True)
 class SendBuffer:
     """What MPI sends, and the ``owner`` of memory that has to live until the send is complete."""
 
     spec: Any
     owner: Any = None
-    drop: Callable[[], None] | None = None
+    withdraw: Callable[[], None] | None = None
     """Gives back the place in the outbox of a message whose description MPI has not sent."""
 
-    @contextlib.contextmanager
-    def dropped_on_failure(self) -> Iterator[None]:
-        """Give a ``with`` block that hands this to MPI. Where MPI refuses it, the message leaves the outbox."""
+    def hand_over(self, send: Callable[..., Any], comm: MPI.Intracomm, dest: int, tag: int) -> Any:
+        """Let MPI send it, and return MPI's result. Where MPI refuses it, the message leaves the outbox."""
         try:
-            yield
+            return send(comm, self.spec, dest, tag)
         except BaseException:
-            if self.drop is not None:
-                self.drop()
+            if self.withdraw is not None:
+                self.withdraw()
             raise
 
 
 def by_rendezvous(rendezvous: Rendezvous, operand: Operand, stream: int) -> SendBuffer | None:
     """Enqueue the copy of an array into the outbox; return None, and warn, where the outbox has no room."""
     try:
-        description, message = rendezvous.send(operand.pointer, operand.nbytes, stream)
+        if operand.derived is None:
+            described, message = rendezvous.send(operand.pointer, operand.nbytes, stream)
+        else:
+            (elements,) = operand.derived
+            described, message = rendezvous.pack(elements, stream)
     except (OutboxFullError, HandleError) as error:
         warn_once(str(error))
         return None
-    content = np.frombuffer(message, np.uint8)
-    return SendBuffer(
-        [content, content.size, MPI.PACKED],  # packed: this type matches every type that the receiver names
-        operand.owner,
-        lambda: rendezvous.withdraw(description, stream),
-    )
+    # Packed: this type matches every type that the receiver names.
+    spec = [message, DESCRIPTION_NBYTES, MPI.PACKED]
+    return SendBuffer(spec, operand.owner, lambda: rendezvous.withdraw(described, stream))
 
 
 def eager(backend: Backend, operand: Operand, stream: int) -> SendBuffer:
@@ -73,7 +72,7 @@ def eager_derived(backend: Backend, spec: Any, stream: int) -> SendBuffer:
 
 
 def warn_once(reason: str) -> None:
-    """Warn, once per reason and process, that long messages are eager."""
+    """Warn, once per reason and process, that messages are eager."""
     if reason not in _warned:
         _warned.add(reason)
         logger.warning("messages of GPU arrays go through pinned host memory and MPI, which is slower: %s", reason)

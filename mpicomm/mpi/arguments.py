@@ -61,6 +61,11 @@ class Operand:
         """Bytes of all elements; 0 where ``dtype`` is None."""
         return 0 if self.dtype is None else self.total * self.dtype.itemsize
 
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of all elements, of derived datatypes, too, that kernels pack; 0 where only MPI knows."""
+        return self.nbytes if self.derived is None else sum(block.layout.nbytes for block in self.derived)
+
     def block(self, rank: int) -> Span:
         """Return the block for or from ``rank``; ``dtype`` must not be None."""
         assert self.dtype is not None

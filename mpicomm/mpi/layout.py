@@ -13,6 +13,8 @@ from mpi4py import MPI
 
 from mpicomm.mpi import types
 
+_MOST_REPEATS = 64
+
 
 @dataclass(frozen=True)
 class Region:
@@ -63,7 +65,18 @@ class Layout:
         """Return the layout of ``count`` elements that follow each other."""
         if count == 1:
             return self
-        return replace(self, regions=_repeated(self.regions, count, self.extent), extent=count * self.extent)
+        found = self._repeats.get(count)
+        if found is None:
+            if len(self._repeats) >= _MOST_REPEATS:
+                self._repeats.clear()
+            regions = _repeated(self.regions, count, self.extent)
+            found = self._repeats[count] = replace(self, regions=regions, extent=count * self.extent)
+        return found
+
+    @cached_property
+    def _repeats(self) -> dict[int, Layout]:
+        """Layouts that `repeated` has made, because a program repeats its calls."""
+        return {}
 
 
 def layout_of(datatype: MPI.Datatype) -> Layout | None:

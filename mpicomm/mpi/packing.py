@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
-from mpicomm.kernels.packing import LOOPS, UNIT_NBYTES, RegionEntry
+from mpicomm.kernels.packing import LOOPS, UNIT_NBYTES, PackTable, RegionEntry
 from mpicomm.mpi.layout import Layout, Region
 
 _MOST_UNITS = 1 << 31  # the kernel counts the units of a region in 32 bits
@@ -22,13 +23,10 @@ class PackJob:
     packed: int
 
 
-@dataclass(frozen=True)
-class PackTable:
-    """The regions of some jobs as the kernel reads them."""
-
-    content: bytes
-    num_regions: int
-    units: int
+@lru_cache(maxsize=256)
+def table_for(layout: Layout) -> PackTable:
+    """Return the table of one element, whose memory and packed memory are arguments of the launch. Local."""
+    return table_of([PackJob(0, layout, 0)])
 
 
 def table_of(jobs: Iterable[PackJob]) -> PackTable:

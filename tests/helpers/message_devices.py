@@ -31,10 +31,14 @@ from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
 from mpicomm.errors import CollectiveTimeoutError, HandleError
+from mpicomm.kernels.packing import PackTable
 from mpicomm.session import Session
 from tests.helpers import fake_driver
+from tests.helpers.reference_packing import runs_of
 
 POISON = 0xDB
+LONGEST_FOR_KERNELS = 32 << 10
+"""The longest message in these tests that kernels copy."""
 _KEY = struct.Struct("<QQQ")
 
 
@@ -133,6 +137,7 @@ class ThreadDevice:
         self.opened: collections.Counter[bytes] = collections.Counter()
         self.allocated = 0
         self.host_copies = 0
+        self.packed = 0
         self.capturing = False
         self.refuses: str | None = None
         self._slowest_s = slowest_s
@@ -206,24 +211,46 @@ class ThreadDevice:
         else:
             self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
 
-    def publish(self, word: int, count: int, stream: int) -> None:
-        def store() -> None:
-            if self._missed is None:
-                fence()
-                _word(word)[0] = count
-
-        self.enqueue(stream, store)
-
-    def await_count(self, word: int, target: int, number: int, peer: int, stream: int) -> None:
-        def wait() -> None:
+    def message_step(
+        self,
+        stream: int,
+        blocks: int = 1,
+        target: int = 0,
+        source: int = 0,
+        nbytes: int = 0,
+        awaited: int = 0,
+        stored: int = 0,
+        count: int = 0,
+        number: int = 0,
+        peer: int = 0,
+    ) -> None:
+        def step() -> None:
             until = time.monotonic() + self._timeout_s
-            while self._missed is None and int(_word(word)[0]) < target:
+            while self._missed is None and awaited and (_words(awaited, blocks) < np.uint64(count)).any():
                 if time.monotonic() > until:
                     self._missed = f"message: number {number} from rank {peer} did not come", peer
                 time.sleep(1e-4)
             fence()
+            if self._missed is None:
+                ctypes.memmove(target, source, nbytes)
+                fence()
+                if stored:
+                    _words(stored, blocks)[:] = count
 
-        self.enqueue(stream, wait)
+        self.enqueue(stream, step)
+
+    def pack_table(self, table: PackTable) -> int:
+        raise NotImplementedError
+
+    def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
+        self.packed += 1
+
+        def move() -> None:
+            for start, place, nbytes in runs_of(table):
+                mine, other = memory + start, packed + place
+                ctypes.memmove(mine if unpacks else other, other if unpacks else mine, nbytes)
+
+        self.enqueue(stream, move)
 
     def check(self) -> None:
         if self._missed is not None:
@@ -258,8 +285,8 @@ class ThreadDevice:
             assert all(segment.content is None for segment in self._segments), "memory was left"
 
 
-def _word(pointer: int) -> npt.NDArray[np.uint64]:
-    return array_at(pointer, 1, np.dtype(np.uint64))
+def _words(pointer: int, count: int) -> npt.NDArray[np.uint64]:
+    return array_at(pointer, count, np.dtype(np.uint64))
 
 
 def on_threads(
@@ -287,6 +314,7 @@ def small_messages() -> Iterator[None]:
     from mpicomm.messages import description, outbox
 
     with (
+        mock.patch.object(description, "KERNEL_NBYTES", LONGEST_FOR_KERNELS),
         mock.patch.object(description, "LEAST_PIECE_NBYTES", 48 << 10),
         mock.patch.object(outbox, "FIRST_BLOCK_NBYTES", 2 << 20),
     ):

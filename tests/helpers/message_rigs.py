@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 import mpicomm
-from mpicomm.messages.description import DESCRIPTION_NBYTES, EAGER_NBYTES
+from mpicomm.messages.description import DESCRIPTION_NBYTES
 from tests.helpers.leaks import nothing_leaks
-from tests.helpers.message_devices import DeviceArray, ThreadDevice, on_threads, small_messages
+from tests.helpers.message_devices import LONGEST_FOR_KERNELS, DeviceArray, ThreadDevice, on_threads, small_messages
 
 Array = npt.NDArray[Any]
 
-LARGE = EAGER_NBYTES  # int32: four times the threshold
-SIZES = (0, 1, DESCRIPTION_NBYTES // 4, EAGER_NBYTES // 4, EAGER_NBYTES // 4 + 1, LARGE, 5 * LARGE + 3)
+LARGE = LONGEST_FOR_KERNELS  # int32: four times the bytes that kernels copy
+SIZES = (0, 1, DESCRIPTION_NBYTES // 4, LARGE // 4, LARGE // 4 + 1, LARGE, 5 * LARGE + 3)
 
 
 class Rig:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from mpicomm.kernels.packing import PackTable, RegionEntry
 from mpicomm.mpi.layout import Layout
 
 Bytes = npt.NDArray[np.uint8]
@@ -33,3 +34,13 @@ def _runs(layout: Layout) -> Iterator[tuple[int, int]]:
             strides = (stride for _, stride in region.loops)
             start = region.offset + sum(index * stride for index, stride in zip(place, strides, strict=True))
             yield start, start + region.run_nbytes
+
+
+def runs_of(table: PackTable) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs of a table: where each lies in memory and in packed memory, and its bytes."""
+    entries = (RegionEntry * table.num_regions).from_buffer_copy(table.content)
+    for entry in entries:
+        counts, strides = list(entry.counts)[::-1], list(entry.strides)[::-1]
+        for number, place in enumerate(itertools.product(*map(range, counts))):
+            start = entry.memory + sum(index * stride for index, stride in zip(place, strides, strict=True))
+            yield start, entry.packed + number * entry.run_nbytes, entry.run_nbytes

@@ -1,53 +1,70 @@
-"""The counts of messages in signal.cu, around kernels that copy into the sender's memory and out of it."""
+"""The steps of messages in message.cu: into memory of the sender, and from there into memory of the receiver."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from ctypes import c_uint32, c_uint64
 
 import numpy as np
 import pytest
 
+from mpicomm.kernels.message import MESSAGE_KERNEL, MessageStep
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import CAUGHT, RunFailedError
-from tests.kernels.words_rig import WordsRig
+from tests.kernels.words_rig import WORDS, WordsRig
 
 ROUNDS = 30
+BLOCKS = 3
 
 
 class Outboxes(WordsRig):
-    """Every rank writes into its own memory, from which the next rank adds up; the place is used again and again."""
+    """Every rank sends words to the next rank through one place of its own memory, which is used again and again."""
 
     def __init__(self, builds: Builds, size: int, changes: Sequence[Change] = ()) -> None:
-        super().__init__(builds, size, ("mpicomm_publish", "mpicomm_await"), changes)
-        self.lines = [self.machine.allocate(rank, 2 * 8) for rank in range(size)]  # ready, done
-        self._publish, self._await = self.signals
+        super().__init__(builds, size, (), changes)
+        self.places, self.targets = ([self.machine.allocate(rank, WORDS * 8) for rank in range(size)] for _ in range(2))
+        self.ready, self.done = ([self.machine.allocate(rank, BLOCKS * 8) for rank in range(size)] for _ in range(2))
+        self._step = builds.kernel(MESSAGE_KERNEL.source, MESSAGE_KERNEL.entry, changes=changes)
 
     def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:
         previous, following = (rank - 1) % self.size, (rank + 1) % self.size
-        own, line = self.lines[rank].address, self.machine.address(previous, self.lines[previous], rank)
-        self.wait(rank, own + 8, number, following)  # what the host does: the receiver of the last message is done
+        # What the host does: the receiver of the last message is done.
+        self.step(rank, following, number, awaited=self.done[rank].address)
         self.write(rank, self.words[rank].address, number)
-        self.publish(rank, own, number + 1, nap_us=nap_us)
-        self.wait(rank, line, number + 1, previous)
-        self.add(rank, self.machine.address(previous, self.words[previous], rank))
-        self.publish(rank, line + 8, number + 1)
+        source, place, ready = self.words[rank].address, self.places[rank].address, self.ready[rank].address
+        self.step(rank, rank, number + 1, place, source, stored=ready, nap_us=nap_us)
+        peers, ready, done = (
+            self.machine.address(previous, each[previous], rank) for each in (self.places, self.ready, self.done)
+        )
+        self.step(rank, previous, number + 1, self.targets[rank].address, peers, awaited=ready, stored=done)
+        self.add(rank, self.targets[rank].address)
 
-    def publish(self, rank: int, word: int, count: int, *, nap_us: int = 0) -> None:
-        parameters = (c_uint64(word), c_uint64(count), self.failed(rank))
-        self.machine.launch(rank, self._publish, parameters, blocks=1, threads=1, nap_us=nap_us)
-
-    def wait(self, rank: int, word: int, target: int, peer: int, *, timeout_s: float = 20) -> None:
-        record, limit = c_uint64(self.machine.faults[rank].record), c_uint64(int(timeout_s * 1e9))
-        parameters = (c_uint64(word), c_uint64(target), c_uint64(77), c_uint32(peer), limit, record, self.failed(rank))
-        self.machine.launch(rank, self._await, parameters, blocks=1, threads=1)
+    def step(
+        self,
+        rank: int,
+        peer: int,
+        count: int,
+        target: int = 0,
+        source: int = 0,
+        *,
+        awaited: int = 0,
+        stored: int = 0,
+        timeout_s: float = 20,
+        nap_us: int = 0,
+    ) -> None:
+        faults = self.machine.faults[rank]
+        nbytes = WORDS * 8 if target else 0
+        step = MessageStep(
+            target, source, nbytes, awaited, stored, count, 77, int(timeout_s * 1e9), faults.record, faults.failed, peer
+        )
+        self.machine.launch(rank, self._step, [step], blocks=BLOCKS, threads=64, nap_us=nap_us)
 
 
 def run(builds: Builds, size: int, changes: Sequence[Change] = ()) -> None:
     outboxes = Outboxes(builds, size, changes)
     outboxes.run(ROUNDS)
     for rank in range(size):
-        assert list(outboxes.lines[rank].view(np.uint64)) == [ROUNDS, ROUNDS]
+        assert list(outboxes.ready[rank].view(np.uint64)) == [ROUNDS] * BLOCKS
+        assert list(outboxes.done[rank].view(np.uint64)) == [ROUNDS] * BLOCKS
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -62,12 +79,18 @@ def test_no_race(watched_builds: Builds) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        Change("signal.cu", "mpicomm::store_release(word, count);", "mpicomm::store_relaxed(word, count);"),
-        Change("signal.cu", "mpicomm::load_acquire(word)", "mpicomm::load_relaxed(word)"),
-        Change("signal.cu", "(void)mpicomm::spin_until(reached, watch);", "(void)watch; (void)reached;"),
+        Change("message.cu", "store_release(x.stored + block, x.count);", "store_relaxed(x.stored + block, x.count);"),
+        Change("message.cu", "load_acquire(word)", "load_relaxed(word)"),
+        Change("message.cu", "x.awaited != nullptr)", "false)"),
+        Change("message.cu", "if (!__syncthreads_and(ok)) return;", "if (!ok) return;"),
+        Change("message.cu", "  __syncthreads();\n", ""),
+        Change("message.cu", "const u64* const word = x.awaited + block;", "const u64* const word = x.awaited;"),
     ],
-    ids=["release turned relaxed", "acquire turned relaxed", "no wait"],
-)
+    ids=[
+        "release turned relaxed", "acquire turned relaxed", "no wait", "no barrier behind the wait",
+        "no barrier ahead of the release", "the word of another block",
+    ],
+)  # fmt: skip
 def test_race_is_seen(watched_builds: Builds, change: Change) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
         run(watched_builds, 3, [change])
@@ -75,8 +98,12 @@ def test_race_is_seen(watched_builds: Builds, change: Change) -> None:
 
 def test_sender_that_is_missing_is_named_and_nothing_more_is_said(builds: Builds) -> None:
     outboxes = Outboxes(builds, 2)
-    outboxes.wait(0, outboxes.machine.address(1, outboxes.lines[1], 0), 5, 1, timeout_s=0.2)
-    outboxes.publish(0, outboxes.lines[0].address, 3)
-    with pytest.raises(RunFailedError, match=r"fault on rank 0: state=2, operation=4, sequence=77, block=0, peer=1"):
+    awaited, stored = (outboxes.machine.address(1, each[1], 0) for each in (outboxes.ready, outboxes.done))
+    target, source = outboxes.targets[0].address, outboxes.machine.address(1, outboxes.places[1], 0)
+    outboxes.targets[0].bytes[:] = 9
+    outboxes.step(0, 1, 5, target, source, awaited=awaited, stored=stored, timeout_s=0.2)
+    outboxes.step(0, 0, 3, stored=outboxes.ready[0].address)
+    with pytest.raises(RunFailedError, match=r"fault on rank 0: state=2, operation=4, sequence=77, block=\d, peer=1"):
         outboxes.machine.run(limit_s=10)
-    assert not outboxes.lines[0].bytes.any()
+    assert not outboxes.done[1].bytes.any() and not outboxes.ready[0].bytes.any()
+    assert (outboxes.targets[0].bytes == 9).all()

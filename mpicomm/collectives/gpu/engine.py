@@ -27,7 +27,7 @@ from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import Preparation
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
-from mpicomm.collectives.gpu.pack_tables import PackTables
+from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import Plan, launching
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
@@ -121,7 +121,6 @@ class DeviceEngine:
             self._order = StreamOrder()
             self._capturing: Any = cupy.cuda.Stream(non_blocking=True)
             self._copies = CopyStream()
-        self._packing = PackTables(backend)
         backend.calls = calls.different
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
@@ -130,8 +129,8 @@ class DeviceEngine:
         packed = call.packed
         if packed is None or scratch is None:
             return self.prepare(GpuCall.of(call, mappings, scratch), asked)
-        before = self._packing.launches(packed.before, scratch.pointer, unpacks=False)
-        after = self._packing.launches(packed.after, scratch.pointer, unpacks=True)
+        before = pack_launches(self._backend, packed.before, scratch.pointer, unpacks=False)
+        after = pack_launches(self._backend, packed.after, scratch.pointer, unpacks=True)
         return self.prepare(GpuCall.of(call, mappings, scratch), asked, before, after)
 
     def prepare(
@@ -257,7 +256,6 @@ class DeviceEngine:
         """Return the memory of this rank's arena and scratch memory; local."""
         yield from self._arena.memory_use()
         yield MemoryUse("scratch", device_nbytes=sum(scratch.nbytes for scratch in self._scratch))
-        yield from self._packing.memory_use()
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank's work must be over; the engine cannot be used any more."""

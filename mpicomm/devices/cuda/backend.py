@@ -24,35 +24,21 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call, visible_devices
 from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
-from mpicomm.devices.cuda.load import KernelCache, kernels_of
+from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
+from mpicomm.devices.cuda.message_steps import MessageSteps
 from mpicomm.devices.cuda.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
+from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.side_streams import SideStreams
+from mpicomm.devices.cuda.signal_kernels import SignalKernels
 from mpicomm.devices.cuda.streams import resolve_stream
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
 from mpicomm.interrupts import uninterrupted
-from mpicomm.kernels.headers import SHARED
+from mpicomm.kernels.packing import PackTable, blocks_for
 from mpicomm.kernels.team import Faults
-
-
-class _SignalKernels:
-    """The kernels of signal.cu. All are loaded before any can spin: loading may wait for the whole device."""
-
-    def __init__(self, kernels: KernelCache) -> None:
-        pointer = ctypes.c_void_p
-        module = kernels.module(SHARED / "signal.cu")
-        self.signal = module.kernel("mpicomm_signal", (pointer, pointer, pointer))
-        self.wait = module.kernel(
-            "mpicomm_wait_signal", (pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer, pointer)
-        )
-        number = ctypes.c_uint64
-        self.publish = module.kernel("mpicomm_publish", (pointer, number, pointer))
-        self.await_count = module.kernel(
-            "mpicomm_await", (pointer, number, number, ctypes.c_uint32, number, pointer, pointer)
-        )
 
 
 class CudaBackend:
@@ -74,7 +60,9 @@ class CudaBackend:
         self.timeout_ns = int(timeout_s * 1e9)
         self.calls: Calls | None = None
         self._lock = threading.Lock()
-        self._kernels: _SignalKernels | None = None
+        self._kernels: SignalKernels | None = None
+        self._steps: MessageSteps | None = None
+        self._tables = PackTables(self)
         self._stream: Any = None
         self._completions = Completions()
         self._scratch: list[int] = []
@@ -219,21 +207,34 @@ class CudaBackend:
             wait = self._load_kernels().wait
             wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
 
-    def publish(self, word: int, count: int, stream: int) -> None:
-        """Store ``count`` at ``word``, after all earlier work of the stream. Local, stream-ordered, not capturable."""
+    def message_step(
+        self,
+        stream: int,
+        blocks: int = 1,
+        target: int = 0,
+        source: int = 0,
+        nbytes: int = 0,
+        awaited: int = 0,
+        stored: int = 0,
+        count: int = 0,
+        number: int = 0,
+        peer: int = 0,
+    ) -> None:
+        """Enqueue a step of a message; see `GpuBackend.message_step`. Local, stream-ordered, not capturable."""
         with self._context.current():
-            self._load_kernels().publish.launch(stream, word, count, self.faults.failed)
+            steps = self._steps or self._load_steps()
+            steps.launch(stream, blocks, target, source, nbytes, awaited, stored, count, number, peer)
 
-    def await_count(self, word: int, target: int, number: int, peer: int, stream: int) -> None:
-        """Hold ``stream`` until the count at ``word`` has come to ``target``. Local, stream-ordered.
+    def pack_table(self, table: PackTable) -> int:
+        """Return the address of a table on the device; see `PackTables.pointer_of`."""
+        return self._tables.pointer_of(table)
 
-        After a timeout `check` names message ``number`` from ``peer``.
-        """
+    def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
+        """Pack the regions of a table from ``memory`` to ``packed``, or unpack them. Local, stream-ordered."""
+        arguments = table.arguments(self.pack_table(table), memory, packed, unpacks=unpacks)
         with self._context.current():
-            faults, kernels = self.faults, self._load_kernels()
-            kernels.await_count.launch(
-                stream, word, target, number, peer, self.timeout_ns, faults.record, faults.failed
-            )
+            steps = self._steps or self._load_steps()
+            steps.pack(stream, arguments, blocks_for(table.units, self.multiprocessors))
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of that."""
@@ -357,8 +358,8 @@ class CudaBackend:
         return Link("NVLink" if atomics else "PCIe", rank, bool(access), bool(atomics))
 
     def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the memory of the fault page."""
-        return [self._faults.memory_use()] if self._faults else ()
+        """Return the memory of the fault page and of the tables of datatypes."""
+        return [self._faults.memory_use(), self._tables.memory_use()] if self._faults else ()
 
     def close(self) -> None:
         """Release the fault page, scratch memory, streams and the context. A second call does nothing.
@@ -392,8 +393,13 @@ class CudaBackend:
             raise HandleError(f"the communicator on GPU {self._ordinal} is freed; create another")
         return self._faults
 
-    def _load_kernels(self) -> _SignalKernels:
+    def _load_kernels(self) -> SignalKernels:
         if self._kernels is None:
             with self.loading():
-                self._kernels = self._kernels or _SignalKernels(kernels_of(self.info))
+                self._kernels = self._kernels or SignalKernels(kernels_of(self.info))
         return self._kernels
+
+    def _load_steps(self) -> MessageSteps:
+        with self.loading():
+            self._steps = self._steps or MessageSteps(kernels_of(self.info), self.faults, self.timeout_ns)
+        return self._steps

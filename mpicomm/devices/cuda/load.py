@@ -34,9 +34,13 @@ class Kernel:
         """Enqueue the kernel on ``stream`` with one thread. Local, does not block; raises `HandleError`."""
         values = [kind(argument) for kind, argument in zip(self._types, arguments, strict=True)]
         pointers = self._pointers(*map(ctypes.addressof, values))
+        self.launch_at(stream, ctypes.addressof(pointers), 1, 1)
+
+    def launch_at(self, stream: int, parameters: int, blocks: int, threads: int) -> None:
+        """Enqueue a kernel whose parameters lie at the addresses that begin at address ``parameters``."""
         try:
             # CuPy's function with ctypes' pointers, because the driver's binding takes three times as long.
-            self._launch_kernel(self._address, 1, 1, 1, 1, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+            self._launch_kernel(self._address, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
         except self._error as error:
             raise HandleError(f"cuLaunchKernel failed: {error}") from None
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES, EAGER_NBYTES
+from mpicomm.messages.description import DESCRIPTION_NBYTES, KERNEL_NBYTES
 from tests.helpers.buffered_sends import room_for_buffered_sends
 from tests.helpers.buffers import Placed, values
 from tests.helpers.communicators import array_module, communicator
@@ -19,7 +19,7 @@ from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.reductions import Array
 
 # The second last is beyond the eager limit of every MPI; the last goes in pieces.
-SIZES = (0, 1, 4097, EAGER_NBYTES // 4, EAGER_NBYTES // 4 + 1, 1 << 18, (5 << 20) + 3)
+SIZES = (0, 1, 4097, 1 << 18, KERNEL_NBYTES // 4, KERNEL_NBYTES // 4 + 1, (5 << 20) + 3)
 DTYPES = [np.dtype(code) for code in "?bhilBfdFD"]
 
 
@@ -175,7 +175,7 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
         pytest.skip("needs two ranks")
     with communicator(device, timeout_s=3) as comm, array_module(comm) as xp, comm.Dup() as child:
         double = take_for_gpu(child) if device == "cpu" else None
-        for count in (5, EAGER_NBYTES):
+        for count in (5, KERNEL_NBYTES):
 
             def place(value: int, count: int = count) -> tuple[Any, Callable[[], Array]]:
                 content = np.full(count, value, np.float32)
@@ -258,7 +258,7 @@ def test_the_memory_of_messages_is_used_again(comm: mpicomm.Communicator, xp: An
 def test_captured_messages_that_mpi_would_match_are_refused(comm: mpicomm.Communicator, xp: Any) -> None:
     if comm.device == "cpu":
         pytest.skip("there are no graphs")
-    array, stream = xp.ones(EAGER_NBYTES), xp.cuda.Stream(non_blocking=True)
+    array, stream = xp.ones(5), xp.cuda.Stream(non_blocking=True)
     with stream:
         stream.begin_capture()
         try:

@@ -7,16 +7,17 @@ import pytest
 
 from mpicomm.errors import HandleError
 from mpicomm.messages import description
-from mpicomm.messages.description import DESCRIPTION_NBYTES, EAGER_NBYTES, MOST_EXTENTS, Description, Extent
+from mpicomm.messages.description import DESCRIPTION_NBYTES, KERNEL_NBYTES, MOST_EXTENTS, Description, Extent
 
 SECRET = os.urandom(32)
 PACKET = os.urandom(132)
-DESCRIBED = Description(70, 3, PACKET, 32, 2**40, (Extent(PACKET, 2**33, 50), Extent(PACKET[::-1], 0, 20)))
+LONG = 2 * KERNEL_NBYTES
+DESCRIBED = Description(LONG + 20, 3, PACKET, 32, 2**40, (Extent(PACKET, 2**33, LONG), Extent(PACKET[::-1], 0, 20)))
 
 
 def test_a_description_comes_back() -> None:
     message = DESCRIBED.pack(SECRET)
-    assert len(message) == DESCRIPTION_NBYTES < EAGER_NBYTES
+    assert len(message) == DESCRIPTION_NBYTES
     assert Description.unpack(message, SECRET) == DESCRIBED
 
 
@@ -41,7 +42,7 @@ def test_nonsense_is_refused() -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 1 << 15, (8 << 20) + 1, 100 << 20, 10 << 30])
 def test_pieces_are_few_and_make_up_the_message(nbytes: int) -> None:
-    parts = [nbytes // 3, nbytes - nbytes // 3] if nbytes > 2 else [nbytes]
+    parts = [nbytes // 3, nbytes - nbytes // 3] if nbytes > KERNEL_NBYTES else [nbytes]
     described = Description(nbytes, 1, PACKET, 0, 5, tuple(Extent(PACKET, 0, part) for part in parts))
     pieces = list(described.pieces())
     assert len(pieces) <= description.MOST_PIECES + MOST_EXTENTS

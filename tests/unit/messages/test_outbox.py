@@ -45,17 +45,17 @@ def places(box: Outbox, described: Description) -> list[tuple[int, int]]:
 
 
 def finish(box: Outbox, described: Description) -> None:
-    """Set `done`, as the receiver does when it has copied the message."""
+    """Set the `done` words, as the receiver does when it has copied the message."""
     words = box.find(described.words)
     assert words is not None
-    array_at(words.pointer + described.line + DONE, 1, np.dtype(np.uint64))[0] = described.last
+    array_at(words.pointer + described.line + DONE, described.num_words, np.dtype(np.uint64))[:] = described.last
 
 
 def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: ThreadDevice) -> None:
     rng = random.Random(5)
     in_flight: list[Description] = []
     for number in range(400):
-        nbytes = rng.choice((40_000, 70_000, 1 << 20, 3 << 20, (5 << 20) + 1))
+        nbytes = rng.choice((1, 40_000, 70_000, 1 << 20, 3 << 20, (5 << 20) + 1))
         try:
             described = box.reserve(nbytes)
         except OutboxFullError:

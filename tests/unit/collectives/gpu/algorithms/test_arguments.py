@@ -20,7 +20,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
 from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, Side
 from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.kernels import packing, team
+from mpicomm.kernels import message, packing, team
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.team import Faults, Team
@@ -55,6 +55,7 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "direct.cu": {"mpicomm::Direct": DirectArguments, "mpicomm::Cut": Cut},
     "local_reduction.cu": {"mpicomm::LocalReduction": LocalReductionArguments},
     "pack.cu": {"mpicomm::Region": packing.RegionEntry, "mpicomm::Packing": packing.PackArguments},
+    "message.cu": {"mpicomm::MessageStep": message.MessageStep},
     "chain.cu": {"mpicomm::Place": Place, "mpicomm::Chain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": Side, "mpicomm::Sendrecv": SendrecvArguments},
 }
@@ -90,6 +91,7 @@ CONSTANTS = {
         "kPacketNbytes": packing.UNIT_NBYTES,
         "kAtOnce": packing.UNITS_AT_ONCE,
     },
+    "message.cu": {"kMessageThreads": message.MESSAGE_THREADS},
     "chain.cu": {
         "kChainThreads": chain.CHAIN_THREADS,
         "kChainSlots": chain.CHAIN_SLOTS,

@@ -1,0 +1,47 @@
+"""The tables of regions on a device, which the kernel of pack.cu reads."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.kernels.packing import PackTable
+
+
+class PackTables:
+    """The tables on one device. Each stays until the communicator is freed, because a captured graph may read it.
+
+    Equal tables are one, so that a program which makes the same datatypes again and again needs no more memory.
+    """
+
+    def __init__(self, backend: GpuBackend) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._pointers: dict[bytes, int] = {}
+
+    def pointer_of(self, table: PackTable) -> int:
+        """Return the address of a table on the device. Local; blocking while it copies a new table there."""
+        with self._lock:
+            pointer = self._pointers.get(table.content)
+            if pointer is None:
+                pointer = self._pointers[table.content] = self._copied(table.content)
+            return pointer
+
+    def memory_use(self) -> MemoryUse:
+        """Return the memory of all tables; local."""
+        return MemoryUse("datatypes", device_nbytes=sum(map(len, self._pointers)))
+
+    def _copied(self, content: bytes) -> int:
+        backend = self._backend
+        # A side stream, because the stream of the call may capture a graph.
+        with backend.loading():
+            pointer = backend.scratch(len(content)).pointer
+            host = np.frombuffer(content, np.uint8)
+            stream = backend.side_streams.take()
+            backend.copy(pointer, host.ctypes.data, len(content), stream)
+            backend.synchronize(stream)
+            backend.side_streams.give_back(stream)
+        return pointer

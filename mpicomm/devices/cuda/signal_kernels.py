@@ -1,0 +1,20 @@
+"""The kernels of signal.cu on one device."""
+
+from __future__ import annotations
+
+import ctypes
+
+from mpicomm.devices.cuda.load import KernelCache
+from mpicomm.kernels.headers import SHARED
+
+
+class SignalKernels:
+    """Both are loaded when this is made, before one can spin: loading may wait for the whole device."""
+
+    def __init__(self, kernels: KernelCache) -> None:
+        pointer = ctypes.c_void_p
+        module = kernels.module(SHARED / "signal.cu")
+        self.signal = module.kernel("mpicomm_signal", (pointer, pointer, pointer))
+        self.wait = module.kernel(
+            "mpicomm_wait_signal", (pointer, pointer, ctypes.c_uint32, ctypes.c_uint64, pointer, pointer)
+        )
