@@ -90,7 +90,7 @@ class ReceiveBuffer(abc.ABC):
 
     def _pull(self, described: Description, pointer: int, source: int, stream: int) -> None:
         """Copy a message out of its sender's outbox to host memory, and wait for that."""
-        self._rendezvous.receive(described, pointer, source, stream)
+        self._rendezvous.pull(described, pointer, source, stream)
         self.device.synchronize(stream)
         self.device.check()  # raises where the sender did not fill its outbox in time
 

@@ -91,18 +91,22 @@ class Rendezvous:
         return described, described.pack(self._secret)
 
     def receive(self, described: Description, pointer: int, source: int, stream: int) -> None:
-        """Enqueue the copy of a message of rank ``source`` to ``pointer``, and the release of its place."""
-        number, ready = described.number, self._line(described, source)
-        if is_for_kernels(described.nbytes):
-            blocks, last, place = described.num_words, described.last, self._whole(described, source)
-            if blocks > _MOST_WAITING_BLOCKS:
-                self.device.message_step(stream, awaited=ready, count=last, number=number, peer=source)
-            # `done` pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.
-            self.device.message_step(
-                stream, blocks, pointer, place, described.nbytes, ready, ready + DONE, last, number, source
-            )
+        """Enqueue the copy of a message of rank ``source`` to device memory, and the release of its place."""
+        if not is_for_kernels(described.nbytes):
+            self.pull(described, pointer, source, stream)
             return
-        count, done = described.first, 0
+        ready, place = self._line(described, source), self._whole(described, source)
+        blocks, last, number = described.num_words, described.last, described.number
+        if blocks > _MOST_WAITING_BLOCKS:
+            self.device.message_step(stream, awaited=ready, count=last, number=number, peer=source)
+        # `done` pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.
+        self.device.message_step(
+            stream, blocks, pointer, place, described.nbytes, ready, ready + DONE, last, number, source
+        )
+
+    def pull(self, described: Description, pointer: int, source: int, stream: int) -> None:
+        """As `receive`, by copy engines, which also reach memory of the host."""
+        ready, words, count, done = self._line(described, source), described.num_words, described.first, 0
         # All blocks are opened before the first wait is enqueued, because opening one may wait for the device.
         parts = [
             (self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset + start, nbytes)
@@ -110,16 +114,16 @@ class Rendezvous:
         ]
         for part, nbytes in parts:
             count += 1
-            self.device.message_step(stream, awaited=ready, count=count, number=number, peer=source)
+            self._await(described, ready, count, source, stream)
             self.device.copy(pointer + done, part, nbytes, stream)
             done += nbytes
-        # As above: the count must not be seen before the copies are over.
-        self.device.message_step(stream, stored=ready + DONE, count=count)
+        # As in `receive`: the count must not be seen before the copies are over.
+        self.device.message_step(stream, words, stored=ready + DONE, count=count)
 
     def unpack(self, described: Description, elements: Elements, source: int, stream: int) -> None:
         """As `receive`, for a message in one extent that fills ``elements``, to which a kernel unpacks it."""
         ready, place, words = self._line(described, source), self._whole(described, source), described.num_words
-        self._await_all(described, ready, source, stream)
+        self._await(described, ready, described.last, source, stream)
         self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)
         self.device.message_step(stream, words, stored=ready + DONE, count=described.last)
 
@@ -130,7 +134,7 @@ class Rendezvous:
         write the next message to the same place.
         """
         ready = self._line(described, source)
-        self._await_all(described, ready, source, stream)
+        self._await(described, ready, described.last, source, stream)
         self.device.message_step(stream, described.num_words, stored=ready + DONE, count=described.last)
 
     def withdraw(self, described: Description, stream: int) -> None:
@@ -156,9 +160,9 @@ class Rendezvous:
         """Free the outbox, after every peer's `close_peers`. A second call does nothing."""
         self._outbox.close()
 
-    def _await_all(self, described: Description, ready: int, source: int, stream: int) -> None:
-        words, last = described.num_words, described.last
-        self.device.message_step(stream, words, awaited=ready, count=last, number=described.number, peer=source)
+    def _await(self, described: Description, ready: int, count: int, source: int, stream: int) -> None:
+        words, number = described.num_words, described.number
+        self.device.message_step(stream, words, awaited=ready, count=count, number=number, peer=source)
 
     def _line(self, described: Description, source: int) -> int:
         return self._block(described.words, DONE + described.line + LINE_NBYTES, source) + described.line

@@ -157,6 +157,10 @@ class ThreadDevice:
         """Count memory as the device's. Copies from other memory read it at once, as from pageable memory."""
         self._own.append(memory)
 
+    def _owns(self, pointer: int) -> bool:
+        places = ((memory.ctypes.data, max(memory.nbytes, 1)) for memory in self._own)
+        return any(begin <= pointer < begin + nbytes for begin, nbytes in places)
+
     def enqueue(self, stream: int, act: Callable[[], object]) -> None:
         assert not self.closed, "work on a device that is closed"
         # The thread of a test has the device since it made the communicator; threads of the package must take it.
@@ -204,7 +208,7 @@ class ThreadDevice:
         array_at(pointer, nbytes, np.dtype(np.uint8))[:] = 0
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        if not any(memory.ctypes.data <= source < memory.ctypes.data + max(memory.nbytes, 1) for memory in self._own):
+        if not self._owns(source):
             self.host_copies += 1
             staged = ctypes.create_string_buffer(ctypes.string_at(source, nbytes), nbytes)
             self.enqueue(stream, lambda: ctypes.memmove(target, staged, nbytes))
@@ -224,6 +228,8 @@ class ThreadDevice:
         number: int = 0,
         peer: int = 0,
     ) -> None:
+        assert not nbytes or (self._owns(target) and self._owns(source)), "a kernel got memory of the host"
+
         def step() -> None:
             until = time.monotonic() + self._timeout_s
             while self._missed is None and awaited and (_words(awaited, blocks) < np.uint64(count)).any():
