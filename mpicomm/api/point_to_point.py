@@ -88,6 +88,9 @@ class PointToPoint(MPI.Intracomm):
                 return _send(self, buf, dest, tag)
             except BufferError:  # MPI has no type for the elements
                 return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
+        fast = self._messages.fast
+        if fast is not None and algorithm == "auto" and fast.send(_send, buf, dest, tag, stream):
+            return None
         if algorithm != "auto" and self._is_one_shot("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         sent = self._messages.sending("Send", buf, stream)
@@ -138,6 +141,11 @@ class PointToPoint(MPI.Intracomm):
                 return _recv(self, buf, source, tag, status)
             except BufferError:
                 return _recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
+        if messages.fast is not None and algorithm == "auto":
+            seen = MPI.Status() if status is None else status
+            arrived = messages.fast.receive(buf, source, tag, seen, stream)
+            if arrived is not False:
+                return None if arrived is True else messages.finish("Recv", buf, stream, arrived, seen)
         if algorithm != "auto" and self._is_one_shot("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         received = messages.receiving("Recv", buf, stream)
@@ -177,6 +185,11 @@ class PointToPoint(MPI.Intracomm):
             except BufferError:
                 sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, recvbuf)
                 return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+        if messages.fast is not None and algorithm == "auto":
+            seen = MPI.Status() if status is None else status
+            arrived = messages.fast.exchange(sendbuf, dest, sendtag, recvbuf, source, recvtag, seen, stream)
+            if arrived is not False:
+                return None if arrived is True else messages.finish("Sendrecv", recvbuf, stream, arrived, seen)
         if algorithm != "auto" and self._is_one_shot("Sendrecv", algorithm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status

@@ -14,6 +14,7 @@ from mpicomm.cluster.placement import Placement
 from mpicomm.messages.description import DESCRIPTION_NBYTES, is_cut
 from mpicomm.messages.device import MessageDevice, SideStream
 from mpicomm.messages.endpoint import Endpoint
+from mpicomm.messages.fast_path import FastPath
 from mpicomm.messages.incoming import Correct, Incoming
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.pending import PendingReceive, PendingSend
@@ -80,6 +81,8 @@ class Messages:
         secret = placement.secret if self.described else None
         self.memory = MessageMemory(placement.rank, here.timeout_s, secret, here.most_outbox_nbytes)
         self.unexpected = UnexpectedQueue(self, comm, secret)
+        self.fast = FastPath(comm, self._near, self.memory, self.unexpected) if self.described else None
+        """The way that blocking calls on device arrays try first; None where messages are not described."""
         # It is not the completer of collectives. A receive into host memory blocks its thread until the sender's device
         # has sent the data, and that may wait for a collective which this rank begins only after an earlier one is
         # complete.
@@ -164,6 +167,13 @@ class Messages:
         incoming.recv_into(buffer.spec, status)
         self._deliver(buffer.arrived(status), buffer.device, received.stream)
         _wait_for_copies(received)
+
+    def finish(self, operation: str, buf: Any, stream: Any, message: Any, status: MPI.Status) -> None:
+        """Bring a message that `FastPath` has received to host memory ``message`` into a device array, as `receive`."""
+        received = self._parse_receive(operation, buf, stream, "buf")
+        buffer = self._receive_buffer(received)
+        ctypes.memmove(buffer.pointer, _address(message), min(message.nbytes, status.Get_count(MPI.BYTE)))
+        self._deliver(buffer.arrived(status), buffer.device, received.stream)
 
     def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
         """Start to receive. The request is complete when the message is in the buffer; it may be MPI's own."""

@@ -28,27 +28,28 @@ class MessageMemory:
         self._timeout_s = timeout_s
         self._secret = secret
         self._most_nbytes = most_nbytes
-        self._rendezvous: Rendezvous | None = None
+        self.made: Rendezvous | None = None
+        """The rendezvous of the communicator, once a message has needed it."""
 
     def rendezvous(self, device: MessageDevice) -> Rendezvous:
         """Return the rendezvous of the communicator, whose device is ``device``."""
-        if self._rendezvous is None:
-            self._rendezvous = Rendezvous(device, self._rank, self._secret, self._most_nbytes)
+        if self.made is None:
+            self.made = Rendezvous(device, self._rank, self._secret, self._most_nbytes)
             release_before_finalize(self)
-        return self._rendezvous
+        return self.made
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of the outbox; the peers' blocks that this rank has opened are the peers' memory."""
-        return () if self._rendezvous is None else (self._rendezvous.memory_use(),)
+        return () if self.made is None else (self.made.memory_use(),)
 
     def close_peers(self) -> None:
         """Unmap the peers' outboxes; this rank's copies must be over. A second call does nothing."""
-        if self._rendezvous is not None:
-            self._rendezvous.close_peers()
+        if self.made is not None:
+            self.made.close_peers()
 
     def close_own(self) -> None:
         """Free this rank's outbox, after every peer's `close_peers`. A second call does nothing."""
-        rendezvous, self._rendezvous = self._rendezvous, None
+        rendezvous, self.made = self.made, None
         if rendezvous is not None:
             rendezvous.close_own()
 
@@ -58,7 +59,7 @@ class MessageMemory:
         MPI_Finalize, too, lets messages arrive that were sent before. The process may end after it, and its outbox ends
         with the process.
         """
-        rendezvous = self._rendezvous
+        rendezvous = self.made
         if rendezvous is None:
             return
         with contextlib.suppress(MpicommError):  # after an error nothing that was sent can be expected to arrive

@@ -6,16 +6,18 @@ import bisect
 import threading
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from mpi4py import MPI
 
 from mpicomm.devices.base import Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
-from mpicomm.kernels.message import MOST_MESSAGE_BLOCKS
-from mpicomm.messages.description import MOST_EXTENTS, Description, Extent, is_for_kernels
+from mpicomm.kernels.message import MOST_MESSAGE_BLOCKS, blocks_of_message
+from mpicomm.messages.description import DESCRIPTION_NBYTES, MOST_EXTENTS, Description, Extent, is_for_kernels, vary
 from mpicomm.messages.device import MessageDevice, SideStream
 
 FIRST_BLOCK_NBYTES = 32 << 20
@@ -48,7 +50,7 @@ class Block:
 
 # Compared by identity, and not frozen, because every message makes one or takes one that is idle.
 @dataclass(slots=True, eq=False)
-class _Place:
+class Place:
     """The range of a message in the outbox, and its line of words."""
 
     begin: int
@@ -60,6 +62,12 @@ class _Place:
     """The count that its words have when the message has been copied."""
     words: int = 1
     """The words of its line that are counted."""
+    pointer: int = 0
+    """The address of a range in one block; 0 before `Outbox.take_idle`."""
+    ready: int = 0
+    """The address of its line; likewise."""
+    message: list[Any] = field(default_factory=list)
+    """The packed description as MPI takes it; likewise."""
 
 
 class Outbox:
@@ -91,8 +99,8 @@ class Outbox:
         self._free: list[tuple[int, int]] = []  # sorted ranges, of which no two touch
         self._lines = list(range(MOST_IN_FLIGHT))
         self._counts = [0] * MOST_IN_FLIGHT
-        self._in_flight: list[_Place] = []
-        self._idle: defaultdict[int, list[_Place]] = defaultdict(list)  # by the bytes of their range
+        self._in_flight: list[Place] = []
+        self._idle: defaultdict[int, list[Place]] = defaultdict(list)  # by the bytes of their range
         self._look_from = _FEW  # as many messages in flight are worth a look at the counts
         self._done: npt.NDArray[np.uint8] | None = None  # the copy of the `done` words
         self._copied: Callable[[], bool] | None = None  # whether the copy that was begun is over
@@ -104,7 +112,7 @@ class Outbox:
         Raises `OutboxFullError`, or `HandleError` where memory cannot be allocated.
         """
         with self._lock:
-            room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
+            room = _room_for(nbytes)
             if room > self._most_nbytes:
                 raise self._too_small_for(room)
             if self._words is None:
@@ -113,16 +121,33 @@ class Outbox:
                 self._look()
             idle = self._idle.get(room)
             place = idle.pop() if idle else self._new_place(room, whole=whole or is_for_kernels(nbytes))
-            self._number += 1
-            first, line = self._counts[place.line], place.line
-            assert self._words is not None
-            described = Description(
-                nbytes, self._number, self._words.packet, line * LINE_NBYTES, first, _cut(place.extents, nbytes)
-            )
-            self._counts[line] = place.last = described.last
+            described = self._described(place, nbytes)
+            self._counts[place.line] = place.last = described.last
             place.words = described.num_words
             self._in_flight.append(place)
             return described
+
+    def take_idle(self, nbytes: int, secret: bytes) -> Place | None:
+        """Return an idle place for a message for kernels, with its packed description; None where there is none.
+
+        It does what `reserve` does, in a fifth of the time.
+        """
+        with self._lock:
+            if len(self._in_flight) >= self._look_from:
+                self._look()
+            idle = self._idle.get(_room_for(nbytes))
+            if not idle:
+                return None
+            place = idle.pop()
+            if not place.message:
+                self._prepare(place, nbytes, secret)
+            self._number += 1
+            first = place.last
+            vary(place.message[0], nbytes, self._number, first)
+            self._counts[place.line] = place.last = first + 1
+            place.words = blocks_of_message(nbytes)
+            self._in_flight.append(place)
+            return place
 
     def find(self, packet: bytes) -> Segment | None:
         """Return the block of this outbox with that packed handle, None for a block of a peer."""
@@ -150,13 +175,28 @@ class Outbox:
             self._in_flight.clear()
             self._idle.clear()
 
+    def _described(self, place: Place, nbytes: int) -> Description:
+        assert self._words is not None
+        self._number += 1
+        line, extents = place.line * LINE_NBYTES, _cut(place.extents, nbytes)
+        return Description(nbytes, self._number, self._words.packet, line, self._counts[place.line], extents)
+
+    def _prepare(self, place: Place, nbytes: int, secret: bytes) -> None:
+        described = self._described(place, nbytes)
+        (extent,) = place.extents
+        assert self._words is not None
+        place.pointer = self._segments[extent.packet].pointer + extent.offset
+        place.ready = self._words.segment.pointer + described.line
+        # Packed: this type matches every type that the receiver names.
+        place.message = [bytearray(described.pack(secret)), DESCRIPTION_NBYTES, MPI.PACKED]
+
     def _set_up_words(self) -> None:
         self._words = self._allocate(2 * DONE, 0)
         # Before any description names the block: a count that is not 0 would let a receiver through.
         self._device.zero(self._words.segment.pointer, 2 * DONE)
         self._done = self._device.pinned(DONE)
 
-    def _new_place(self, room: int, *, whole: bool) -> _Place:
+    def _new_place(self, room: int, *, whole: bool) -> Place:
         begin = self._take(room, whole=whole)
         if begin is None or not self._lines:
             self._reclaim()
@@ -169,7 +209,7 @@ class Outbox:
             self._release(begin, begin + room)
             what = f"free memory lies in more than {MOST_EXTENTS} blocks"
             raise OutboxFullError(what if self._lines else f"{MOST_IN_FLIGHT} messages are in flight")
-        return _Place(begin, begin + room, self._lines.pop(), extents)
+        return Place(begin, begin + room, self._lines.pop(), extents)
 
     def _take(self, room: int, *, whole: bool) -> int | None:
         for index, (begin, end) in enumerate(self._free):
@@ -289,9 +329,13 @@ class Outbox:
                 self._give_up(place)
         self._idle.clear()
 
-    def _give_up(self, place: _Place) -> None:
+    def _give_up(self, place: Place) -> None:
         self._release(place.begin, place.end)
         self._lines.append(place.line)
+
+
+def _room_for(nbytes: int) -> int:
+    return -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
 
 
 def _cut(extents: tuple[Extent, ...], nbytes: int) -> tuple[Extent, ...]:

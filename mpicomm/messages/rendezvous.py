@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from typing import Any
 
 from mpicomm.devices.base import Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES, Description, is_for_kernels
+from mpicomm.kernels.message import blocks_of_message
+from mpicomm.messages.description import (
+    DESCRIPTION_NBYTES,
+    KERNEL_NBYTES,
+    Description,
+    is_for_kernels,
+    read_for_kernel,
+)
 from mpicomm.messages.device import MessageDevice
-from mpicomm.messages.outbox import DONE, LINE_NBYTES, Outbox
+from mpicomm.messages.outbox import DONE, LINE_NBYTES, Outbox, Place
+from mpicomm.messages.plain_array import PlainArray
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for
 
@@ -79,6 +88,19 @@ class Rendezvous:
             done += piece
         return described, described.pack(self._secret)
 
+    def send_again(self, pointer: int, nbytes: int, stream: int) -> Place | None:
+        """As `send`, for a message for kernels that finds an idle place; return None, and do nothing, for others."""
+        if self._secret is None or not 0 < nbytes <= KERNEL_NBYTES:
+            return None
+        place = self._outbox.take_idle(nbytes, self._secret)
+        if place is not None:
+            self.device.message_step(stream, place.words, place.pointer, pointer, nbytes, 0, place.ready, place.last)
+        return place
+
+    def give_back(self, place: Place, stream: int) -> None:
+        """Release the place of `send_again` of a message that this rank does not send after all."""
+        self.device.message_step(stream, place.words, stored=place.ready + DONE, count=place.last)
+
     def pack(self, elements: Elements, stream: int) -> tuple[Description, bytes]:
         """As `send`, for elements of a derived datatype, which a kernel packs."""
         assert self._secret is not None
@@ -96,13 +118,24 @@ class Rendezvous:
             self.pull(described, pointer, source, stream)
             return
         ready, place = self._line(described, source), self._whole(described, source)
-        blocks, last, number = described.num_words, described.last, described.number
-        if blocks > _MOST_WAITING_BLOCKS:
-            self.device.message_step(stream, awaited=ready, count=last, number=number, peer=source)
-        # `done` pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.
-        self.device.message_step(
-            stream, blocks, pointer, place, described.nbytes, ready, ready + DONE, last, number, source
-        )
+        self._take(stream, pointer, place, described.nbytes, ready, described.last, described.number, source)
+
+    def receive_again(self, message: Any, received: PlainArray, source: int) -> int:
+        """As `receive`, for a packed description of a message for one kernel, in blocks that are open.
+
+        Return the bytes of the message; return 0, and do nothing, for all other messages.
+        """
+        assert self._secret is not None
+        found = read_for_kernel(message, self._secret)
+        if found is None or found[0] > received.nbytes:
+            return 0
+        nbytes, number, first, line, words, packet, offset = found
+        counts, block = self._opened.get(words), self._opened.get(packet)
+        if counts is None or block is None or offset + nbytes > block.nbytes or line > DONE - LINE_NBYTES:
+            return 0
+        place, ready = block.pointer + offset, counts.pointer + line
+        self._take(received.stream, received.pointer, place, nbytes, ready, first + 1, number, source)
+        return nbytes
 
     def pull(self, described: Description, pointer: int, source: int, stream: int) -> None:
         """As `receive`, by copy engines, which also reach memory of the host."""
@@ -159,6 +192,16 @@ class Rendezvous:
     def close_own(self) -> None:
         """Free the outbox, after every peer's `close_peers`. A second call does nothing."""
         self._outbox.close()
+
+    def _take(
+        self, stream: int, pointer: int, place: int, nbytes: int, ready: int, count: int, number: int, source: int
+    ) -> None:
+        """Enqueue the kernel that copies a message from its ``place``."""
+        step, blocks = self.device.message_step, blocks_of_message(nbytes)
+        if blocks > _MOST_WAITING_BLOCKS:
+            step(stream, awaited=ready, count=count, number=number, peer=source)
+        # `done` pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.
+        step(stream, blocks, pointer, place, nbytes, ready, ready + DONE, count, number, source)
 
     def _await(self, described: Description, ready: int, count: int, source: int, stream: int) -> None:
         words, number = described.num_words, described.number

@@ -26,6 +26,10 @@ class UnexpectedQueue:
         self._secret = secret
         self._queue: list[Matched] = []
 
+    def __bool__(self) -> bool:
+        """Return whether the queue holds messages."""
+        return bool(self._queue)
+
     def posted(self, source: int, tag: int) -> Posted:
         """Return the message that a receive of this source and tag receives."""
         return Posted(self, self._comm, source, tag)

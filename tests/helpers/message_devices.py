@@ -32,6 +32,7 @@ from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
 from mpicomm.errors import CollectiveTimeoutError, HandleError
 from mpicomm.kernels.packing import PackTable
+from mpicomm.messages import plain_array
 from mpicomm.session import Session
 from tests.helpers import fake_driver
 from tests.helpers.reference_packing import runs_of
@@ -67,6 +68,13 @@ class DeviceArray:
     def fill(self, value: Any, stream: int = 0) -> None:
         """Overwrite all elements, in the order of the stream."""
         self._device.enqueue(stream, lambda: np.copyto(self.memory, value))
+
+
+def _read_plain(array: DeviceArray, ordinal: int | str) -> tuple[int, int]:
+    return array.memory.ctypes.data, array.memory.nbytes
+
+
+plain_array.READERS[DeviceArray] = _read_plain
 
 
 class _Stream:

@@ -40,6 +40,8 @@ from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.packing import PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 
+_NO_CHANGE = contextlib.nullcontext()
+
 
 class CudaBackend:
     """GPU ``ordinal`` as a `GpuBackend`. Its methods are for any thread, whose current device they leave alone."""
@@ -221,7 +223,8 @@ class CudaBackend:
         peer: int = 0,
     ) -> None:
         """Enqueue a step of a message; see `GpuBackend.message_step`. Local, stream-ordered, not capturable."""
-        with self._context.current():
+        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        with _NO_CHANGE if runtime.getDevice() == self._ordinal else self._context.current():
             steps = self._steps or self._load_steps()
             steps.launch(stream, blocks, target, source, nbytes, awaited, stored, count, number, peer)
 
@@ -238,7 +241,7 @@ class CudaBackend:
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of that."""
-        with self._context.current():
+        with _NO_CHANGE if runtime.getDevice() == self._ordinal else self._context.current():
             return bool(runtime.streamIsCapturing(stream))
 
     def check(self) -> None:

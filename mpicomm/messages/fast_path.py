@@ -1,0 +1,110 @@
+"""`Send`, `Recv` and `Sendrecv` of plain arrays with few calls of Python, for the messages that programs repeat.
+
+A message takes this way where one kernel copies it and its array is a `PlainArray`. A sender also needs an idle place of
+that size in its outbox, and a receiver must have opened the sender's block. All other messages go through calls.py,
+which also raises all errors of arguments. Both ways send the same descriptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.memory import MessageMemory
+from mpicomm.messages.plain_array import PlainArray, read_plain
+from mpicomm.messages.rendezvous import Rendezvous
+from mpicomm.messages.unexpected import UnexpectedQueue
+
+Arrived = Any
+"""False where nothing was done, True where the copy of the message is enqueued. Else the host memory to which MPI has
+received the message, for `Messages.finish`."""
+
+_recv, _sendrecv = MPI.Intracomm.Recv, MPI.Intracomm.Sendrecv
+_byte, _packed = MPI.BYTE, MPI.PACKED
+
+
+class FastPath:
+    """The fast way of one communicator's messages; ``near`` are the ranks whose memory this rank opens. Local."""
+
+    def __init__(
+        self, comm: MPI.Intracomm, near: Collection[int], memory: MessageMemory, unexpected: UnexpectedQueue
+    ) -> None:
+        self._comm = comm
+        self._near = near
+        self._memory = memory
+        self._unexpected = unexpected
+
+    def send(self, send: Callable[..., Any], buf: Any, dest: int, tag: int, stream: Any) -> bool:
+        """Send ``buf`` with ``send``, which blocks until MPI has taken the message. Return whether that was done."""
+        rendezvous = self._memory.made
+        if rendezvous is None or dest not in self._near:
+            return False
+        sent = read_plain(rendezvous.device, buf, stream)
+        place = None if sent is None else rendezvous.send_again(*sent)
+        if sent is None or place is None:
+            return False
+        try:
+            send(self._comm, place.message, dest, tag)
+        except BaseException:
+            rendezvous.give_back(place, sent.stream)
+            raise
+        return True
+
+    def receive(self, buf: Any, source: int, tag: int, status: MPI.Status, stream: Any) -> Arrived:
+        """Receive into ``buf``, and fill ``status``."""
+        rendezvous = self._memory.made
+        if rendezvous is None or self._unexpected:
+            return False
+        received = read_plain(rendezvous.device, buf, stream)
+        if received is None:
+            return False
+        staging = _staging(received)
+        _recv(self._comm, staging, source, tag, status)
+        return _arrived(rendezvous, received, staging[0], status)
+
+    def exchange(
+        self,
+        sendbuf: Any,
+        dest: int,
+        sendtag: int,
+        recvbuf: Any,
+        source: int,
+        recvtag: int,
+        status: MPI.Status,
+        stream: Any,
+    ) -> Arrived:
+        """Send ``sendbuf`` and receive into ``recvbuf``, and fill ``status``."""
+        rendezvous = self._memory.made
+        if rendezvous is None or self._unexpected or dest not in self._near:
+            return False
+        sent, received = (read_plain(rendezvous.device, buf, stream) for buf in (sendbuf, recvbuf))
+        place = None if sent is None or received is None else rendezvous.send_again(*sent)
+        if sent is None or received is None or place is None:
+            return False
+        staging = _staging(received)
+        try:
+            _sendrecv(self._comm, place.message, dest, sendtag, staging, source, recvtag, status)
+        except BaseException:
+            rendezvous.give_back(place, sent.stream)
+            raise
+        return _arrived(rendezvous, received, staging[0], status)
+
+
+def _staging(received: PlainArray) -> list[Any]:
+    """Return memory for a description, or for data that fills the array."""
+    nbytes = max(received.nbytes, DESCRIPTION_NBYTES)
+    return [np.empty(nbytes, np.uint8), nbytes, _packed]
+
+
+def _arrived(rendezvous: Rendezvous, received: PlainArray, message: Any, status: MPI.Status) -> Arrived:
+    nbytes = 0
+    if status.Get_count(_byte) == DESCRIPTION_NBYTES:
+        nbytes = rendezvous.receive_again(message, received, status.source)
+    if nbytes == 0:
+        return message
+    status.Set_elements(_byte, nbytes)
+    return True
