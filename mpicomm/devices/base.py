@@ -247,6 +247,9 @@ class GpuBackend(Backend, Protocol):
     def fill_words(self, pointer: int, nbytes: int, word: int) -> None:
         """As `fill`, with a word of four bytes."""
 
+    def eager_stream(self, stream: Any, array: Any) -> int | None:
+        """Return as `stream` does, None for a stream that captures a graph; raise as `check` does."""
+
     def message_step(
         self,
         stream: int,

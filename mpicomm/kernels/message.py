@@ -44,5 +44,6 @@ MESSAGE_KERNEL = Variant(SHARED / "message.cu", "mpicomm_message", options_for(N
 
 
 def blocks_of_message(nbytes: int) -> int:
-    """Return the blocks that copy a message of ``nbytes``; sender and receiver have the same number."""
-    return max(1, min(MOST_MESSAGE_BLOCKS, -(-nbytes // _BLOCK_NBYTES)))
+    """Return the blocks that copy a message of ``nbytes``, 1 or more; sender and receiver have the same number."""
+    blocks = -(-nbytes // _BLOCK_NBYTES)
+    return blocks if blocks < MOST_MESSAGE_BLOCKS else MOST_MESSAGE_BLOCKS

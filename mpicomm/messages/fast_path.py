@@ -1,7 +1,7 @@
 """`Send`, `Recv` and `Sendrecv` of plain arrays with few calls of Python, for the messages that programs repeat.
 
-A message takes this way where one kernel copies it and its array is a `PlainArray`. A sender also needs an idle place of
-that size in its outbox, and a receiver must have opened the sender's block. All other messages go through calls.py,
+A message takes this way where one kernel copies it and its array is a `PlainArray`. A sender also needs an idle place
+of that size in its outbox, and a receiver must have opened the sender's block. All other messages go through calls.py,
 which also raises all errors of arguments. Both ways send the same descriptions.
 """
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 from mpicomm.devices.base import Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
-from mpicomm.kernels.message import MOST_MESSAGE_BLOCKS, blocks_of_message
+from mpicomm.kernels.message import MOST_MESSAGE_BLOCKS
 from mpicomm.messages.description import DESCRIPTION_NBYTES, MOST_EXTENTS, Description, Extent, is_for_kernels, vary
 from mpicomm.messages.device import MessageDevice, SideStream
 
@@ -31,7 +31,7 @@ DONE = MOST_IN_FLIGHT * LINE_NBYTES
 """The distance from a message's `ready` words to its `done` words. All `done` words lie together, because the host
 reads them with one copy."""
 _GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that few small holes are left
-_FEW = 64  # messages in flight: a look at the counts for fewer would cost each message too much
+_FEW = 32  # messages in flight: a look at the counts for fewer would cost each message too much
 
 
 class OutboxFullError(Exception):
@@ -62,12 +62,15 @@ class Place:
     """The count that its words have when the message has been copied."""
     words: int = 1
     """The words of its line that are counted."""
+    # `Outbox.take_idle` sets the rest.
+    nbytes: int = 0
+    """The bytes of the message."""
     pointer: int = 0
-    """The address of a range in one block; 0 before `Outbox.take_idle`."""
+    """The address of the range, which lies in one block."""
     ready: int = 0
-    """The address of its line; likewise."""
+    """The address of its line."""
     message: list[Any] = field(default_factory=list)
-    """The packed description as MPI takes it; likewise."""
+    """The packed description as MPI takes it."""
 
 
 class Outbox:
@@ -112,18 +115,17 @@ class Outbox:
         Raises `OutboxFullError`, or `HandleError` where memory cannot be allocated.
         """
         with self._lock:
-            room = _room_for(nbytes)
+            room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
             if room > self._most_nbytes:
                 raise self._too_small_for(room)
             if self._words is None:
                 self._set_up_words()
             if len(self._in_flight) >= self._look_from:
                 self._look()
-            idle = self._idle.get(room)
-            place = idle.pop() if idle else self._new_place(room, whole=whole or is_for_kernels(nbytes))
+            place = self._idle_place(room) or self._new_place(room, whole=whole or is_for_kernels(nbytes))
             described = self._described(place, nbytes)
             self._counts[place.line] = place.last = described.last
-            place.words = described.num_words
+            place.nbytes, place.words = 0, described.num_words  # 0: its packed description is of another message
             self._in_flight.append(place)
             return described
 
@@ -133,20 +135,20 @@ class Outbox:
         It does what `reserve` does, in a fifth of the time.
         """
         with self._lock:
-            if len(self._in_flight) >= self._look_from:
+            in_flight = self._in_flight
+            if len(in_flight) >= self._look_from:
                 self._look()
-            idle = self._idle.get(_room_for(nbytes))
+            idle = self._idle.get(-(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES)
             if not idle:
                 return None
             place = idle.pop()
-            if not place.message:
+            if place.nbytes != nbytes:
                 self._prepare(place, nbytes, secret)
-            self._number += 1
+            self._number = number = self._number + 1
             first = place.last
-            vary(place.message[0], nbytes, self._number, first)
             self._counts[place.line] = place.last = first + 1
-            place.words = blocks_of_message(nbytes)
-            self._in_flight.append(place)
+            vary(place.message[0], number, first)
+            in_flight.append(place)
             return place
 
     def find(self, packet: bytes) -> Segment | None:
@@ -183,8 +185,9 @@ class Outbox:
 
     def _prepare(self, place: Place, nbytes: int, secret: bytes) -> None:
         described = self._described(place, nbytes)
-        (extent,) = place.extents
+        (extent,) = described.extents
         assert self._words is not None
+        place.nbytes, place.words = nbytes, described.num_words
         place.pointer = self._segments[extent.packet].pointer + extent.offset
         place.ready = self._words.segment.pointer + described.line
         # Packed: this type matches every type that the receiver names.
@@ -200,6 +203,9 @@ class Outbox:
         begin = self._take(room, whole=whole)
         if begin is None or not self._lines:
             self._reclaim()
+            found = self._idle_place(room)
+            if found is not None:
+                return found
             self._give_up_idle()
             begin = self._take(room, whole=whole) if begin is None else begin
         if begin is None:
@@ -210,6 +216,10 @@ class Outbox:
             what = f"free memory lies in more than {MOST_EXTENTS} blocks"
             raise OutboxFullError(what if self._lines else f"{MOST_IN_FLIGHT} messages are in flight")
         return Place(begin, begin + room, self._lines.pop(), extents)
+
+    def _idle_place(self, room: int) -> Place | None:
+        idle = self._idle.get(room)
+        return idle.pop() if idle else None
 
     def _take(self, room: int, *, whole: bool) -> int | None:
         for index, (begin, end) in enumerate(self._free):
@@ -332,10 +342,6 @@ class Outbox:
     def _give_up(self, place: Place) -> None:
         self._release(place.begin, place.end)
         self._lines.append(place.line)
-
-
-def _room_for(nbytes: int) -> int:
-    return -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
 
 
 def _cut(extents: tuple[Extent, ...], nbytes: int) -> tuple[Extent, ...]:

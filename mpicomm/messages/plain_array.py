@@ -28,9 +28,8 @@ def read_plain(device: MessageDevice, array: Any, stream: Any) -> PlainArray | N
     found = read(array, ordinal) if read is not None else None
     if found is None:
         return None
-    device.check()
-    resolved = device.stream(stream, array)
-    return None if device.is_capturing(resolved) else PlainArray(*found, resolved)
+    resolved = device.eager_stream(stream, array)
+    return None if resolved is None else PlainArray(found[0], found[1], resolved)
 
 
 Reader = Callable[[Any, "int | str"], "tuple[int, int] | None"]

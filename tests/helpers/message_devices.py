@@ -276,6 +276,10 @@ class ThreadDevice:
     def stream(self, stream: Any, array: Any = None) -> int:
         return 0 if stream is None else int(stream)
 
+    def eager_stream(self, stream: Any, array: Any) -> int | None:
+        self.check()
+        return None if self.capturing else self.stream(stream, array)
+
     def synchronize(self, stream: int | None = None) -> None:
         for each in list(self._streams) if stream is None else [stream]:
             assert self.side_streams.mark(each).wait(60)

@@ -40,8 +40,6 @@ from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.packing import PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 
-_NO_CHANGE = contextlib.nullcontext()
-
 
 class CudaBackend:
     """GPU ``ordinal`` as a `GpuBackend`. Its methods are for any thread, whose current device they leave alone."""
@@ -162,6 +160,16 @@ class CudaBackend:
             return current
         return resolve_stream(stream, array, self._ordinal)
 
+    def eager_stream(self, stream: Any, array: Any) -> int | None:
+        """Return the address of a ``stream=`` argument; None where it captures a graph. Raises as `check` does."""
+        (self._faults or self._fault_page()).check(self.calls)
+        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        if stream is None and type(array) is cupy.ndarray and runtime.getDevice() == self._ordinal:
+            current: int = get_current_stream(self._ordinal).ptr
+            return None if runtime.streamIsCapturing(current) else current
+        resolved = self.stream(stream, array)
+        return None if self.is_capturing(resolved) else resolved
+
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses of any device or of the host. Local, stream-ordered."""
         if nbytes > 0:
@@ -223,10 +231,12 @@ class CudaBackend:
         peer: int = 0,
     ) -> None:
         """Enqueue a step of a message; see `GpuBackend.message_step`. Local, stream-ordered, not capturable."""
-        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
-        with _NO_CHANGE if runtime.getDevice() == self._ordinal else self._context.current():
-            steps = self._steps or self._load_steps()
+        steps = self._steps or self._load_steps()
+        if runtime.getDevice() == self._ordinal:
             steps.launch(stream, blocks, target, source, nbytes, awaited, stored, count, number, peer)
+        else:
+            with self._context.current():
+                steps.launch(stream, blocks, target, source, nbytes, awaited, stored, count, number, peer)
 
     def pack_table(self, table: PackTable) -> int:
         """Return the address of a table on the device; see `PackTables.pointer_of`."""
@@ -241,7 +251,7 @@ class CudaBackend:
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of that."""
-        with _NO_CHANGE if runtime.getDevice() == self._ordinal else self._context.current():
+        with self._context.current():
             return bool(runtime.streamIsCapturing(stream))
 
     def check(self) -> None:
