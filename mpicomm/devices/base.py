@@ -204,6 +204,30 @@ Calls = Callable[[], Sequence[str]]
 """Returns what each rank called, in words, where the ranks called different things; else an empty sequence."""
 
 
+class MessageStep(Protocol):
+    """Enqueues a step of a message; local, stream-ordered, not capturable."""
+
+    def __call__(
+        self,
+        stream: int,
+        blocks: int = 1,
+        target: int = 0,
+        source: int = 0,
+        nbytes: int = 0,
+        awaited: int = 0,
+        stored: int = 0,
+        count: int = 0,
+        number: int = 0,
+        peer: int = 0,
+    ) -> None:
+        """Wait until ``blocks`` words from ``awaited`` on have come to ``count``. Then copy ``nbytes`` bytes, and store
+        ``count`` in ``blocks`` words from ``stored`` on, after all earlier work of the stream.
+
+        Each part is optional: an address of 0 leaves the part out. Source and target are memory of devices. After a
+        timeout it neither copies nor stores, and `check` names message ``number`` and rank ``peer``.
+        """
+
+
 class GpuBackend(Backend, Protocol):
     """A `Backend` whose streams run kernels and can wait for memory that other processes write.
 
@@ -250,25 +274,8 @@ class GpuBackend(Backend, Protocol):
     def eager_stream(self, stream: Any, array: Any) -> int | None:
         """Return as `stream` does, None for a stream that captures a graph; raise as `check` does."""
 
-    def message_step(
-        self,
-        stream: int,
-        blocks: int = 1,
-        target: int = 0,
-        source: int = 0,
-        nbytes: int = 0,
-        awaited: int = 0,
-        stored: int = 0,
-        count: int = 0,
-        number: int = 0,
-        peer: int = 0,
-    ) -> None:
-        """Enqueue a step of a message, of which each part is optional: an address of 0 leaves the part out.
-
-        It waits until ``blocks`` words from ``awaited`` on have come to ``count``. Then it copies ``nbytes`` bytes, and
-        stores ``count`` in ``blocks`` words from ``stored`` on, after all earlier work of the stream. After a timeout
-        it neither copies nor stores, and `check` names message ``number`` and rank ``peer``.
-        """
+    def message_steps(self) -> MessageStep:
+        """Return the function that enqueues steps of messages. The first call loads their kernel, which blocks."""
 
     def pack_table(self, table: PackTable) -> int:
         """Return the address of a table on the device, which stays until `close`; blocking for a new table."""

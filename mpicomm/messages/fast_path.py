@@ -25,6 +25,7 @@ received the message, for `Messages.finish`."""
 
 _recv, _sendrecv = MPI.Intracomm.Recv, MPI.Intracomm.Sendrecv
 _byte, _packed = MPI.BYTE, MPI.PACKED
+_empty, _uint8 = np.empty, np.uint8
 
 
 class FastPath:
@@ -50,7 +51,7 @@ class FastPath:
         try:
             send(self._comm, place.message, dest, tag)
         except BaseException:
-            rendezvous.give_back(place, sent.stream)
+            rendezvous.give_back(place, sent[2])
             raise
         return True
 
@@ -81,30 +82,27 @@ class FastPath:
         rendezvous = self._memory.made
         if rendezvous is None or self._unexpected or dest not in self._near:
             return False
-        sent, received = (read_plain(rendezvous.device, buf, stream) for buf in (sendbuf, recvbuf))
-        place = None if sent is None or received is None else rendezvous.send_again(*sent)
+        received = read_plain(rendezvous.device, recvbuf, stream)
+        sent = None if received is None else read_plain(rendezvous.device, sendbuf, stream)
+        place = None if sent is None else rendezvous.send_again(*sent)
         if sent is None or received is None or place is None:
             return False
         staging = _staging(received)
         try:
             _sendrecv(self._comm, place.message, dest, sendtag, staging, source, recvtag, status)
         except BaseException:
-            rendezvous.give_back(place, sent.stream)
+            rendezvous.give_back(place, sent[2])
             raise
         return _arrived(rendezvous, received, staging[0], status)
 
 
 def _staging(received: PlainArray) -> list[Any]:
     """Return memory for a description, or for data that fills the array."""
-    nbytes = max(received.nbytes, DESCRIPTION_NBYTES)
-    return [np.empty(nbytes, np.uint8), nbytes, _packed]
+    _, nbytes, _ = received
+    room = nbytes if nbytes > DESCRIPTION_NBYTES else DESCRIPTION_NBYTES
+    return [_empty(room, _uint8), room, _packed]
 
 
 def _arrived(rendezvous: Rendezvous, received: PlainArray, message: Any, status: MPI.Status) -> Arrived:
-    nbytes = 0
-    if status.Get_count(_byte) == DESCRIPTION_NBYTES:
-        nbytes = rendezvous.receive_again(message, received, status.source)
-    if nbytes == 0:
-        return message
-    status.Set_elements(_byte, nbytes)
-    return True
+    is_described = status.Get_count(_byte) == DESCRIPTION_NBYTES
+    return message if not is_described or not rendezvous.receive_again(message, received, status) else True

@@ -17,7 +17,15 @@ from mpicomm.devices.base import Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
 from mpicomm.kernels.message import MOST_MESSAGE_BLOCKS
-from mpicomm.messages.description import DESCRIPTION_NBYTES, MOST_EXTENTS, Description, Extent, is_for_kernels, vary
+from mpicomm.messages.description import (
+    DESCRIPTION_NBYTES,
+    MOST_EXTENTS,
+    VARYING,
+    Description,
+    Extent,
+    is_for_kernels,
+    vary,
+)
 from mpicomm.messages.device import MessageDevice, SideStream
 
 FIRST_BLOCK_NBYTES = 32 << 20
@@ -135,8 +143,7 @@ class Outbox:
         It does what `reserve` does, in a fifth of the time.
         """
         with self._lock:
-            in_flight = self._in_flight
-            if len(in_flight) >= self._look_from:
+            if len(self._in_flight) >= self._look_from:
                 self._look()
             idle = self._idle.get(-(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES)
             if not idle:
@@ -147,8 +154,8 @@ class Outbox:
             self._number = number = self._number + 1
             first = place.last
             self._counts[place.line] = place.last = first + 1
-            vary(place.message[0], number, first)
-            in_flight.append(place)
+            vary(place.message[0], VARYING, number, first)
+            self._in_flight.append(place)
             return place
 
     def find(self, packet: bytes) -> Segment | None:

@@ -6,6 +6,8 @@ import ctypes
 import threading
 from typing import Any
 
+from mpi4py import MPI
+
 from mpicomm.devices.base import Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
@@ -13,16 +15,17 @@ from mpicomm.errors import HandleError, InvalidUsageError
 from mpicomm.kernels.message import blocks_of_message
 from mpicomm.messages.description import (
     DESCRIPTION_NBYTES,
-    KERNEL_NBYTES,
     Description,
     is_for_kernels,
-    read_for_kernel,
+    unpack_one,
 )
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.outbox import DONE, LINE_NBYTES, Outbox, Place
 from mpicomm.messages.plain_array import PlainArray
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for
+
+_byte = MPI.BYTE
 
 _MOST_WAITING_BLOCKS = 4
 """The blocks of a kernel that may wait. Receives on several streams wait at once, and a device full of waiting blocks
@@ -43,6 +46,7 @@ class Rendezvous:
         self.device = device
         self._rank = rank
         self._secret = secret
+        self._step = device.message_steps()
         self._outbox = Outbox(device, most_nbytes)
         self._lock = threading.Lock()  # so that two threads do not open one block twice
         self._opened: dict[bytes, Segment] = {}
@@ -77,29 +81,27 @@ class Rendezvous:
             target = self._block(extent.packet, extent.nbytes, self._rank) + extent.offset + start
             count += 1
             if by_kernel:
-                self.device.message_step(
-                    stream, described.num_words, target, pointer, nbytes, stored=ready, count=count
-                )
+                self._step(stream, described.num_words, target, pointer, nbytes, stored=ready, count=count)
                 break
             self.device.copy(target, pointer + done, piece, stream)
             # After each piece, so that the receiver copies it while the next piece goes into the outbox. Pairs with the
             # step that waits in `receive`, which keeps the receiver from copying memory that is not written yet.
-            self.device.message_step(stream, stored=ready, count=count)
+            self._step(stream, stored=ready, count=count)
             done += piece
         return described, described.pack(self._secret)
 
     def send_again(self, pointer: int, nbytes: int, stream: int) -> Place | None:
         """As `send`, for a message for kernels that finds an idle place; return None, and do nothing, for others."""
-        if self._secret is None or not 0 < nbytes <= KERNEL_NBYTES:
+        if self._secret is None or not nbytes or not is_for_kernels(nbytes):
             return None
         place = self._outbox.take_idle(nbytes, self._secret)
         if place is not None:
-            self.device.message_step(stream, place.words, place.pointer, pointer, nbytes, 0, place.ready, place.last)
+            self._step(stream, place.words, place.pointer, pointer, nbytes, 0, place.ready, place.last)
         return place
 
     def give_back(self, place: Place, stream: int) -> None:
         """Release the place of `send_again` of a message that this rank does not send after all."""
-        self.device.message_step(stream, place.words, stored=place.ready + DONE, count=place.last)
+        self._step(stream, place.words, stored=place.ready + DONE, count=place.last)
 
     def pack(self, elements: Elements, stream: int) -> tuple[Description, bytes]:
         """As `send`, for elements of a derived datatype, which a kernel packs."""
@@ -109,7 +111,7 @@ class Rendezvous:
         place = self._whole(described, self._rank)
         self.device.pack(table_for(layout), elements.address, place, stream, unpacks=False)
         ready = self._line(described, self._rank)
-        self.device.message_step(stream, described.num_words, stored=ready, count=described.last)
+        self._step(stream, described.num_words, stored=ready, count=described.last)
         return described, described.pack(self._secret)
 
     def receive(self, described: Description, pointer: int, source: int, stream: int) -> None:
@@ -120,22 +122,22 @@ class Rendezvous:
         ready, place = self._line(described, source), self._whole(described, source)
         self._take(stream, pointer, place, described.nbytes, ready, described.last, described.number, source)
 
-    def receive_again(self, message: Any, received: PlainArray, source: int) -> int:
+    def receive_again(self, message: Any, received: PlainArray, status: MPI.Status) -> bool:
         """As `receive`, for a packed description of a message for one kernel, in blocks that are open.
 
-        Return the bytes of the message; return 0, and do nothing, for all other messages.
+        Return whether it is one, and let ``status`` tell its length; do nothing for all other messages.
         """
-        assert self._secret is not None
-        found = read_for_kernel(message, self._secret)
-        if found is None or found[0] > received.nbytes:
-            return 0
-        nbytes, number, first, line, words, packet, offset = found
+        secret, number, first, nbytes, line, extents, words, packet, offset, _ = unpack_one(message)
+        pointer, capacity, stream = received
+        if secret != self._secret or extents != 1 or nbytes > capacity or not is_for_kernels(nbytes):
+            return False
         counts, block = self._opened.get(words), self._opened.get(packet)
         if counts is None or block is None or offset + nbytes > block.nbytes or line > DONE - LINE_NBYTES:
-            return 0
+            return False
         place, ready = block.pointer + offset, counts.pointer + line
-        self._take(received.stream, received.pointer, place, nbytes, ready, first + 1, number, source)
-        return nbytes
+        self._take(stream, pointer, place, nbytes, ready, first + 1, number, status.source)
+        status.Set_elements(_byte, nbytes)
+        return True
 
     def pull(self, described: Description, pointer: int, source: int, stream: int) -> None:
         """As `receive`, by copy engines, which also reach memory of the host."""
@@ -151,14 +153,14 @@ class Rendezvous:
             self.device.copy(pointer + done, part, nbytes, stream)
             done += nbytes
         # As in `receive`: the count must not be seen before the copies are over.
-        self.device.message_step(stream, words, stored=ready + DONE, count=count)
+        self._step(stream, words, stored=ready + DONE, count=count)
 
     def unpack(self, described: Description, elements: Elements, source: int, stream: int) -> None:
         """As `receive`, for a message in one extent that fills ``elements``, to which a kernel unpacks it."""
         ready, place, words = self._line(described, source), self._whole(described, source), described.num_words
         self._await(described, ready, described.last, source, stream)
         self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)
-        self.device.message_step(stream, words, stored=ready + DONE, count=described.last)
+        self._step(stream, words, stored=ready + DONE, count=described.last)
 
     def drop(self, described: Description, source: int, stream: int) -> None:
         """Release the place of a message that no rank copies, after all of it is in the outbox.
@@ -168,7 +170,7 @@ class Rendezvous:
         """
         ready = self._line(described, source)
         self._await(described, ready, described.last, source, stream)
-        self.device.message_step(stream, described.num_words, stored=ready + DONE, count=described.last)
+        self._step(stream, described.num_words, stored=ready + DONE, count=described.last)
 
     def withdraw(self, described: Description, stream: int) -> None:
         """Release the place of a message that this rank does not send after all."""
@@ -197,7 +199,7 @@ class Rendezvous:
         self, stream: int, pointer: int, place: int, nbytes: int, ready: int, count: int, number: int, source: int
     ) -> None:
         """Enqueue the kernel that copies a message from its ``place``."""
-        step, blocks = self.device.message_step, blocks_of_message(nbytes)
+        step, blocks = self._step, blocks_of_message(nbytes)
         if blocks > _MOST_WAITING_BLOCKS:
             step(stream, awaited=ready, count=count, number=number, peer=source)
         # `done` pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.
@@ -205,7 +207,7 @@ class Rendezvous:
 
     def _await(self, described: Description, ready: int, count: int, source: int, stream: int) -> None:
         words, number = described.num_words, described.number
-        self.device.message_step(stream, words, awaited=ready, count=count, number=number, peer=source)
+        self._step(stream, words, awaited=ready, count=count, number=number, peer=source)
 
     def _line(self, described: Description, source: int) -> int:
         return self._block(described.words, DONE + described.line + LINE_NBYTES, source) + described.line

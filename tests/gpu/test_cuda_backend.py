@@ -179,7 +179,7 @@ def test_a_wait_holds_its_stream(backend: CudaBackend, words: Words) -> None:
 def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
     streams, first = backend.side_streams, new_stream()
     waiting = streams.take(streams.mark(first.ptr))
-    backend.message_step(waiting, awaited=words.inbox, count=7)
+    backend.message_steps()(waiting, awaited=words.inbox, count=7)
     streams.give_back(waiting)
     other = streams.take()
     assert other != waiting  # which is still at work
@@ -187,11 +187,11 @@ def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
     streams.follow(first.ptr, first_waits)
     time.sleep(0.05)
     assert not first.done
-    backend.message_step(other, stored=words.inbox, count=6)
+    backend.message_steps()(other, stored=words.inbox, count=6)
     backend.synchronize(other)
     time.sleep(0.05)
     assert not first.done
-    backend.message_step(other, stored=words.inbox, count=8)
+    backend.message_steps()(other, stored=words.inbox, count=8)
     backend.synchronize(first.ptr)
     backend.check()
     streams.give_back(other)
@@ -217,8 +217,8 @@ def test_a_message_that_does_not_come() -> None:
     backend = CudaBackend(0, timeout_s=0.2)
     words = Words(backend)
     stream = new_stream()
-    backend.message_step(stream.ptr, awaited=words.inbox, count=1, number=77, peer=3)
-    backend.message_step(stream.ptr, stored=words.inbox, count=5)  # is not said any more
+    backend.message_steps()(stream.ptr, awaited=words.inbox, count=1, number=77, peer=3)
+    backend.message_steps()(stream.ptr, stored=words.inbox, count=5)  # is not said any more
     backend.synchronize(stream.ptr)
     with pytest.raises(CollectiveTimeoutError, match=r"message: number 77 from rank 3 .* within 0\.2") as raised:
         backend.check()

@@ -26,7 +26,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import GpuBackend, Scratch
+from mpicomm.devices.base import GpuBackend, MessageStep, Scratch
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
@@ -223,7 +223,10 @@ class ThreadDevice:
         else:
             self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
 
-    def message_step(
+    def message_steps(self) -> MessageStep:
+        return self._message_step
+
+    def _message_step(
         self,
         stream: int,
         blocks: int = 1,

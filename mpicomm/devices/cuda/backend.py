@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cuda.bindings import driver
 from cupy.cuda import get_current_stream, runtime
 
-from mpicomm.devices.base import Calls, Link, Scratch
+from mpicomm.devices.base import Calls, Link, MessageStep, Scratch
 from mpicomm.devices.cuda.arrays import allocation_of, as_cupy
 from mpicomm.devices.cuda.capture import relax, relaxed
 from mpicomm.devices.cuda.completion import Completions
@@ -37,7 +37,7 @@ from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
 from mpicomm.interrupts import uninterrupted
-from mpicomm.kernels.packing import PackTable, blocks_for
+from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.kernels.team import Faults
 
 
@@ -162,7 +162,7 @@ class CudaBackend:
 
     def eager_stream(self, stream: Any, array: Any) -> int | None:
         """Return the address of a ``stream=`` argument; None where it captures a graph. Raises as `check` does."""
-        (self._faults or self._fault_page()).check(self.calls)
+        self.check()
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
         if stream is None and type(array) is cupy.ndarray and runtime.getDevice() == self._ordinal:
             current: int = get_current_stream(self._ordinal).ptr
@@ -217,26 +217,12 @@ class CudaBackend:
             wait = self._load_kernels().wait
             wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
 
-    def message_step(
-        self,
-        stream: int,
-        blocks: int = 1,
-        target: int = 0,
-        source: int = 0,
-        nbytes: int = 0,
-        awaited: int = 0,
-        stored: int = 0,
-        count: int = 0,
-        number: int = 0,
-        peer: int = 0,
-    ) -> None:
-        """Enqueue a step of a message; see `GpuBackend.message_step`. Local, stream-ordered, not capturable."""
-        steps = self._steps or self._load_steps()
-        if runtime.getDevice() == self._ordinal:
-            steps.launch(stream, blocks, target, source, nbytes, awaited, stored, count, number, peer)
-        else:
-            with self._context.current():
-                steps.launch(stream, blocks, target, source, nbytes, awaited, stored, count, number, peer)
+    def message_steps(self) -> MessageStep:
+        """Return the function that enqueues steps of messages. The first call loads their kernel, which blocks."""
+        with self.loading():
+            if self._steps is None:
+                self._steps = MessageSteps(self._context, kernels_of(self.info), self.faults, self.timeout_ns)
+            return self._steps.launch
 
     def pack_table(self, table: PackTable) -> int:
         """Return the address of a table on the device; see `PackTables.pointer_of`."""
@@ -245,9 +231,13 @@ class CudaBackend:
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
         """Pack the regions of a table from ``memory`` to ``packed``, or unpack them. Local, stream-ordered."""
         arguments = table.arguments(self.pack_table(table), memory, packed, unpacks=unpacks)
+        kernels, blocks = kernels_of(self.info), blocks_for(table.units, self.multiprocessors)
+        kernel = kernels.find(PACK_KERNEL)
+        if kernel is None:
+            with self.loading():
+                kernel = kernels.load(PACK_KERNEL)
         with self._context.current():
-            steps = self._steps or self._load_steps()
-            steps.pack(stream, arguments, blocks_for(table.units, self.multiprocessors))
+            kernel.launch_structure(stream, arguments, blocks=blocks, threads=PACK_THREADS)
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of that."""
@@ -411,8 +401,3 @@ class CudaBackend:
             with self.loading():
                 self._kernels = self._kernels or SignalKernels(kernels_of(self.info))
         return self._kernels
-
-    def _load_steps(self) -> MessageSteps:
-        with self.loading():
-            self._steps = self._steps or MessageSteps(kernels_of(self.info), self.faults, self.timeout_ns)
-        return self._steps

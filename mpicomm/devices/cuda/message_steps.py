@@ -1,14 +1,19 @@
-"""Launches of the kernels that messages need: steps of message.cu, and pack.cu."""
+"""Launches of the kernel of message.cu."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 
+from cupy.cuda import runtime
+
+from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.load import KernelCache
 from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_STEP, MESSAGE_THREADS
-from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackArguments
 from mpicomm.kernels.team import LANES, Faults
+
+_pack_into = MESSAGE_STEP.pack_into
+_get_device = runtime.getDevice
 
 
 class _Parameters(threading.local):
@@ -21,34 +26,36 @@ class _Parameters(threading.local):
 
 
 class MessageSteps:
-    """The kernels on one device, loaded when this is made: loading may wait for the whole device."""
+    """The steps of messages on one device. Its kernel is loaded when this is made: that may wait for the device."""
 
-    def __init__(self, kernels: KernelCache, faults: Faults, timeout_ns: int) -> None:
-        self._step = kernels.load(MESSAGE_KERNEL)
-        self._pack = kernels.load(PACK_KERNEL)
+    def __init__(self, context: PrimaryContext, kernels: KernelCache, faults: Faults, timeout_ns: int) -> None:
+        self._context = context
+        self._ordinal = context.device.ordinal
+        with context.current():
+            self._launch_at = kernels.load(MESSAGE_KERNEL).launch_at
         self._parameters = _Parameters()
-        self._constants = timeout_ns, faults.record, faults.failed
+        self._limits = timeout_ns, faults.record, faults.failed
 
     def launch(
         self,
         stream: int,
-        blocks: int,
-        target: int,
-        source: int,
-        nbytes: int,
-        awaited: int,
-        stored: int,
-        count: int,
-        number: int,
-        peer: int,
+        blocks: int = 1,
+        target: int = 0,
+        source: int = 0,
+        nbytes: int = 0,
+        awaited: int = 0,
+        stored: int = 0,
+        count: int = 0,
+        number: int = 0,
+        peer: int = 0,
     ) -> None:
-        """Enqueue a step; see `GpuBackend.message_step`. The device's context must be current."""
+        """Enqueue a step; see `MessageStep` of devices/base.py. Local, stream-ordered, not capturable."""
         parameters = self._parameters
-        MESSAGE_STEP.pack_into(
-            parameters.step, 0, target, source, nbytes, awaited, stored, count, number, *self._constants, peer, 0
-        )
-        self._step.launch_at(stream, parameters.address, blocks, MESSAGE_THREADS if nbytes else LANES)
-
-    def pack(self, stream: int, arguments: PackArguments, blocks: int) -> None:
-        """Enqueue the kernel of pack.cu. The device's context must be current."""
-        self._pack.launch_structure(stream, arguments, blocks=blocks, threads=PACK_THREADS)
+        _pack_into(parameters.step, 0, target, source, nbytes, awaited, stored, count, number, *self._limits, peer, 0)
+        threads = MESSAGE_THREADS if nbytes else LANES
+        # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
+        if _get_device() == self._ordinal:
+            self._launch_at(stream, parameters.address, blocks, threads)
+        else:
+            with self._context.current():
+                self._launch_at(stream, parameters.address, blocks, threads)
