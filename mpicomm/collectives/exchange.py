@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.span import Span
 
 
@@ -23,6 +24,8 @@ class Message:
     peer: int
     span: Span
     tag: int | None
+    elements: Elements | None = None
+    """Elements of a derived datatype, which a kernel packs: ``span`` then has their bytes alone, and no address."""
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ received the message, for `Messages.finish`."""
 _recv, _sendrecv = MPI.Intracomm.Recv, MPI.Intracomm.Sendrecv
 _byte, _packed = MPI.BYTE, MPI.PACKED
 _empty, _uint8 = np.empty, np.uint8
+_SPARE_NBYTES = 64 << 10
 
 
 class FastPath:
@@ -38,6 +39,7 @@ class FastPath:
         self._near = near
         self._memory = memory
         self._unexpected = unexpected
+        self._spare: list[Any] = []  # staging memory of _SPARE_NBYTES; as many as threads receive at once
 
     def send(self, send: Callable[..., Any], buf: Any, dest: int, tag: int, stream: Any) -> bool:
         """Send ``buf`` with ``send``, which blocks until MPI has taken the message. Return whether that was done."""
@@ -63,9 +65,9 @@ class FastPath:
         received = read_plain(rendezvous.device, buf, stream)
         if received is None:
             return False
-        staging = _staging(received)
+        staging = self._staging(received[1])
         _recv(self._comm, staging, source, tag, status)
-        return _arrived(rendezvous, received, staging[0], status)
+        return self._arrived(rendezvous, received, staging[0], status)
 
     def exchange(
         self,
@@ -87,22 +89,24 @@ class FastPath:
         place = None if sent is None else rendezvous.send_again(*sent)
         if sent is None or received is None or place is None:
             return False
-        staging = _staging(received)
+        staging = self._staging(received[1])
         try:
             _sendrecv(self._comm, place.message, dest, sendtag, staging, source, recvtag, status)
         except BaseException:
             rendezvous.give_back(place, sent[2])
             raise
-        return _arrived(rendezvous, received, staging[0], status)
+        return self._arrived(rendezvous, received, staging[0], status)
 
+    def _staging(self, nbytes: int) -> list[Any]:
+        """Return memory for a description, or for data that fills an array, as MPI takes it."""
+        room = nbytes if nbytes > DESCRIPTION_NBYTES else DESCRIPTION_NBYTES
+        spare = self._spare
+        memory = spare.pop() if room <= _SPARE_NBYTES and spare else _empty(max(room, _SPARE_NBYTES), _uint8)
+        return [memory, room, _packed]
 
-def _staging(received: PlainArray) -> list[Any]:
-    """Return memory for a description, or for data that fills the array."""
-    _, nbytes, _ = received
-    room = nbytes if nbytes > DESCRIPTION_NBYTES else DESCRIPTION_NBYTES
-    return [_empty(room, _uint8), room, _packed]
-
-
-def _arrived(rendezvous: Rendezvous, received: PlainArray, message: Any, status: MPI.Status) -> Arrived:
-    is_described = status.Get_count(_byte) == DESCRIPTION_NBYTES
-    return message if not is_described or not rendezvous.receive_again(message, received, status) else True
+    def _arrived(self, rendezvous: Rendezvous, received: PlainArray, message: Any, status: MPI.Status) -> Arrived:
+        if status.Get_count(_byte) != DESCRIPTION_NBYTES or not rendezvous.receive_again(message, received, status):
+            return message
+        if message.size == _SPARE_NBYTES:
+            self._spare.append(message)
+        return True

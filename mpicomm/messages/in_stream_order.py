@@ -50,7 +50,7 @@ class InStreamOrder:
             status.Set_source(source)
             status.Set_tag(recvtag)  # MPI.ANY_TAG stays: the host does not learn the sender's tag
             nothing = source == MPI.PROC_NULL
-            nbytes = 0 if nothing else _span(parse(recvbuf, writable=True, name="recvbuf")).count
+            nbytes = 0 if nothing else parse(recvbuf, writable=True, name="recvbuf").packed_nbytes
             status.Set_elements(MPI.BYTE, nbytes)
             status.Set_cancelled(False)
 
@@ -77,10 +77,10 @@ def _operand(
     if rank == MPI.PROC_NULL:
         return None
     operand = parse(buf, writable=receives, name=name)
-    if not operand.on_device or operand.dtype is None:
-        what = "of a derived datatype" if operand.on_device else "a host array"
+    if not operand.on_device or (operand.dtype is None and operand.derived is None):
+        what = "of a datatype that only MPI knows" if operand.on_device else "a host array"
         raise InvalidUsageError(
-            f"{operation}: {name} is {what}, and messages in stream order are plain device arrays: use "
+            f"{operation}: {name} is {what}, and kernels carry messages in stream order: use a device array, or "
             'algorithm="auto" outside of CUDA graphs'
         )
     require_here(operation, operand, session)
@@ -104,8 +104,6 @@ def _message(
         peer = session.placement.node_index_of(rank)
     except InvalidUsageError as error:
         raise InvalidUsageError(f"{operation}: {str(error).replace('peer=', names[1] + '=', 1)}") from None
-    return Message(peer, _span(operand), None if tag == MPI.ANY_TAG else tag)
-
-
-def _span(operand: Operand) -> Span:
-    return Span(operand.pointer, operand.nbytes)
+    elements = None if operand.derived is None else operand.derived[0]
+    pointer = operand.pointer if elements is None else 0
+    return Message(peer, Span(pointer, operand.packed_nbytes), None if tag == MPI.ANY_TAG else tag, elements)

@@ -39,7 +39,7 @@ DONE = MOST_IN_FLIGHT * LINE_NBYTES
 """The distance from a message's `ready` words to its `done` words. All `done` words lie together, because the host
 reads them with one copy."""
 _GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that few small holes are left
-_FEW = 32  # messages in flight: a look at the counts for fewer would cost each message too much
+_FEW = 64  # messages in flight: a look at the counts for fewer would cost each message too much
 
 
 class OutboxFullError(Exception):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -38,7 +39,8 @@ from mpicomm.devices.cuda.stream_order import Enqueue, StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
+from mpicomm.mpi.packing import PackJob
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
 
@@ -47,6 +49,13 @@ MAX_CHANNELS = 128
 _MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and the blocks that receive
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # and at most this part of a device's memory
+
+
+def _packed_nbytes(message: Message | None) -> int:
+    """Return the bytes of packed memory that a message needs, 0 unless it is of a derived datatype."""
+    if message is None or message.elements is None:
+        return 0
+    return -(-message.span.count // LINE_NBYTES) * LINE_NBYTES
 
 
 class DeviceEngine:
@@ -184,8 +193,22 @@ class DeviceEngine:
         if not self._arena.has(request):
             self._board.post("the first message in the order of streams, for which all ranks set up memory")
             self._preparation.provide(request)
+        scratch = self._scratch_for(_packed_nbytes(sent) + _packed_nbytes(received))
+        before, sent = self._packed_message(sent, scratch, 0, unpacks=False)
+        after, received = self._packed_message(received, scratch, _packed_nbytes(sent), unpacks=True)
         launch = self._sendrecv.launch(sent, received, self._arena.region(request).pointers)
-        return self._plan(text, [] if launch is None else [launch], collective=False)
+        return self._plan(text, [*before, *([] if launch is None else [launch]), *after], collective=False)
+
+    def _packed_message(
+        self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool
+    ) -> tuple[list[Launch], Message | None]:
+        """Return the launch that packs or unpacks a message of derived datatypes, and the message in packed memory."""
+        if message is None or message.elements is None or scratch is None:
+            return [], message
+        pointer, elements = scratch.pointer + at, message.elements
+        job = PackJob(elements.address, elements.layout, 0)
+        launches = pack_launches(self._backend, [job], pointer, unpacks=unpacks)
+        return launches, replace(message, span=Span(pointer, message.span.count))
 
     def _plan(self, text: str, steps: Sequence[Step], *, collective: bool = True) -> Plan:
         # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
