@@ -11,7 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives import patterns
-from mpicomm.collectives.by_rank import block_of_neighbor, by_rank
+from mpicomm.collectives.by_rank import block_of_neighbor, by_rank, cut_of
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
@@ -62,6 +62,7 @@ class Call:
         self._neighborhood = neighborhood
         if operation.rooted:
             _require_root(operation, arguments.root, size)
+        self._cuts: list[tuple[int, int]] = []
         self.send, self.receive = self._read_buffers()
         if neighborhood is not None:
             self._give_blocks_to_ranks(neighborhood)
@@ -150,7 +151,9 @@ class Call:
         if self.packed is not None:
             scratch = None  # it is in use for the packed elements; reductions alone need more
         root, op = self.arguments.root, self.op or ""
-        return Buffers(self._rank, self._size, dtype, send, send_blocks, output, output_blocks, op, root, scratch)
+        return Buffers(
+            self._rank, self._size, dtype, send, send_blocks, output, output_blocks, op, root, self._cuts, scratch
+        )
 
     def _output(self, receive: Operand, send_blocks: list[Span] | None, factor: int) -> Span:
         if self.operation.reduces and send_blocks is not None:
@@ -245,6 +248,7 @@ class Call:
                 f"blocks of {room} bytes: they must be equal"
             )
         self.send, self.receive = by_rank(send, outgoing), by_rank(receive, incoming)
+        self._cuts = [(cut_of(to), cut_of(of)) for to, of in zip(outgoing, incoming, strict=True)]
 
     def _read(self, spec: Any, shape: Shape, *, writable: bool, name: str) -> Operand:
         if spec is None:

@@ -63,12 +63,14 @@ def _memory_of(job: PackJob) -> tuple[npt.NDArray[np.uint8], int]:
 
 
 def exchange(parts: Sequence[Part]) -> None:
-    """Bring each rank's data to the others; raise AssertionError where two ranks disagree on a length."""
+    """Bring each rank's data to the others; raise AssertionError where two ranks disagree on lengths."""
     found: list[tuple[Span | None, npt.NDArray[np.uint8]]] = []
     for rank, part in enumerate(parts):
         for peer, other in enumerate(parts):
-            sent, received = part.exchange.nbytes_with(peer)[0], other.exchange.nbytes_with(rank)[1]
+            sent, cut, *_ = part.exchange.agreed_with(peer)
+            *_, received, expected_cut = other.exchange.agreed_with(rank)
             assert sent == received, f"rank {rank} sends {sent} bytes where rank {peer} expects {received}"
+            assert cut == expected_cut, f"rank {rank} sends other blocks than rank {peer} expects"
             source = part.exchange.sends[peer]
             if sent and source is not None:
                 data = array_at(source.pointer, sent, np.dtype(np.uint8)).copy()

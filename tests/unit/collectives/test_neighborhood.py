@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -281,6 +282,23 @@ def test_a_rank_that_does_not_fit_itself_is_told() -> None:
     call("Neighbor_alltoallv", ([send, [2, 3]], [receive, [3, 2]]), crossed)
     with pytest.raises(InvalidUsageError, match=r"its own neighbour, .* \[16, 24\] bytes do not fit .* \[24, 16\]"):
         call("Neighbor_alltoallv", ([send, [2, 3]], [receive, [2, 3]]), crossed)
+
+
+def test_two_ranks_that_disagree_on_blocks_of_the_same_bytes_notice() -> None:
+    ring = grid([2], [True])
+    for expected, text in (([2, 1], ""), ([1, 2], "other blocks"), ([2, 2], "sends 24 bytes where"), ([3, 0], "other")):
+        parts = [
+            Part(
+                "Neighbor_alltoallv",
+                ([OnDevice(np.zeros(3)), [1, 2]], [OnDevice(np.zeros(4)), expected if rank else [2, 1]]),
+                rank,
+                2,
+                each,
+            )
+            for rank, each in enumerate(ring)
+        ]
+        with pytest.raises(AssertionError, match=text) if text else contextlib.nullcontext():
+            exchange(parts)
 
 
 def test_neighbours_may_have_types_of_their_own() -> None:
