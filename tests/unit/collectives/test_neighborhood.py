@@ -237,13 +237,14 @@ def test_blocks_stay_where_they_are_if_those_for_each_rank_are_one_run() -> None
 
 
 def test_an_all_gather_packs_its_block_once() -> None:
-    column = MPI.DOUBLE.Create_vector(3, 1, 2).Commit()
+    column = MPI.DOUBLE.Create_vector(32, 1, 2).Commit()
     packed = call(
         "Neighbor_allgather",
-        ([OnDevice(np.zeros(6)), 1, column], OnDevice(np.zeros(9))),
+        ([OnDevice(np.zeros(64)), 1, column], OnDevice(np.zeros(96))),
         Neighborhood((1, 2, 3), (1, 2, 3)),
     ).packed
-    assert packed is not None and len(packed.before) == 1 and not packed.after
+    assert packed is not None
+    assert len(packed.before) == 1 and not packed.after and packed.nbytes == 256
     column.Free()
 
 
