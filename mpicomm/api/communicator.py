@@ -272,14 +272,7 @@ class Communicator(
             numa_node=device.numa_node if device else -1,
             handle=session.kind,
             rejected=here.rejected,
-            links=tuple(
-                Link("self")
-                if rank == self.rank
-                else session.backend.link(place.device_uuid, session.kind)
-                if rank in placement.node_ranks
-                else Link("other node")
-                for rank, place in enumerate(placement.places)
-            ),
+            links=session.links(),
             memory=session.memory_use(),
         )
 
