@@ -10,7 +10,7 @@ from mpicomm import environment, log
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.roll_call import duplicate, roll_call
-from mpicomm.devices.base import Backend, GpuBackend
+from mpicomm.devices.base import Backend, GpuBackend, Link
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse, summed
@@ -143,6 +143,18 @@ class Session:
         """
         self._beside.append(member)
         self._meets_always |= opened_by_peers
+
+    def links(self) -> tuple[Link, ...]:
+        """Return how this rank reaches the memory of each rank, after `set_up`; local."""
+        placement = self.placement
+        return tuple(
+            Link("self")
+            if rank == placement.rank
+            else self.backend.link(place.device_uuid, self.kind)
+            if rank in placement.node_ranks
+            else Link("other node")
+            for rank, place in enumerate(placement.places)
+        )
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return the memory that this communicator has set up on this rank, by purpose. Local."""

@@ -16,12 +16,12 @@ from mpicomm.api.blocking import BlockingCollectives
 from mpicomm.api.by_mpi import ByMpi
 from mpicomm.api.freed import mark_freed
 from mpicomm.api.makers import CLASSES, Makers
+from mpicomm.api.neighbors import NeighborCollectives
 from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
 from mpicomm.api.probes import Probes
-from mpicomm.api.topologies import NeighborCollectives
 from mpicomm.cluster.agreement import forked
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
@@ -94,9 +94,9 @@ class Communicator(
 
     It inherits all calls of an mpi4py communicator. Communicators made from this one (``Dup``, ``Split``,
     ``Create_cart``, ...) are Communicators on the same devices, which set themselves up at their first use; those with
-    a topology have MPI's calls for it, too. Communicators with two groups are mpi4py's. Their calls on device arrays,
-    and the collectives of neighbours, go through pinned host memory. ``MPI.Win``, ``MPI.File`` and
-    ``MPI.Message.Probe`` look at their buffers after `install` alone: pass them host memory.
+    a topology have MPI's calls for it, too. Communicators with two groups are mpi4py's, and their calls on device
+    arrays go through pinned host memory. ``MPI.Win``, ``MPI.File`` and ``MPI.Message.Probe`` look at their buffers
+    after `install` alone: pass them host memory.
     """
 
     _session: Session
@@ -272,14 +272,7 @@ class Communicator(
             numa_node=device.numa_node if device else -1,
             handle=session.kind,
             rejected=here.rejected,
-            links=tuple(
-                Link("self")
-                if rank == self.rank
-                else session.backend.link(place.device_uuid, session.kind)
-                if rank in placement.node_ranks
-                else Link("other node")
-                for rank, place in enumerate(placement.places)
-            ),
+            links=session.links(),
             memory=session.memory_use(),
         )
 

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpi4py import MPI
 
+from mpicomm.api.reorder import (
+    Lists,
+    edges_of_graph,
+    edges_of_grid,
+    edges_of_lists,
+    edges_of_parts,
+    linked_well,
+    listed,
+)
 from mpicomm.api.topologies import require_matching
+from mpicomm.cluster.linked_order import Edges
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -23,7 +35,8 @@ class Makers(MPI.Intracomm):
     """mpi4py's calls that make communicators from one. All of them are *collective*, and block in MPI.
 
     They return Communicators, with a topology where MPI gives them one. A duplicate keeps the topology, a part has
-    none.
+    none. With ``reorder=True`` a process may have another rank in a communicator with a topology. On GPUs of one node
+    the ranks are ordered so that neighbours have the fastest links; elsewhere MPI decides.
     """
 
     _session: Session
@@ -73,11 +86,14 @@ class Makers(MPI.Intracomm):
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> MPI.Cartcomm:
         """Make a communicator of a Cartesian grid, a `CartCommunicator`; COMM_NULL on ranks beyond the grid."""
-        return self._adopt_part(MPI.Intracomm(self).Create_cart(dims, periods, reorder))
+        edges = partial(edges_of_grid, dims, periods, self.size)
+        with self._linked_well("Create_cart", reorder, edges) as (plain, reorder):
+            return self._adopt_part(plain.Create_cart(dims, periods, reorder))
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> MPI.Graphcomm:
         """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`."""
-        return self._adopt_part(MPI.Intracomm(self).Create_graph(index, edges, reorder))
+        with self._linked_well("Create_graph", reorder, partial(edges_of_graph, index, edges)) as (plain, reorder):
+            return self._adopt_part(plain.Create_graph(index, edges, reorder))
 
     def Create_dist_graph_adjacent(
         self,
@@ -92,13 +108,19 @@ class Makers(MPI.Intracomm):
 
         Raises `InvalidUsageError` on every rank where one rank names a neighbour that does not name it.
         """
-        plain = MPI.Intracomm(self)
-        require_matching(plain, sources, destinations)
-        return self._adopt_part(
-            plain.Create_dist_graph_adjacent(
-                sources or (), destinations or (), sourceweights, destweights, info, reorder
-            )
-        )
+        require_matching(MPI.Intracomm(self), sources, destinations)
+        lists = sources or (), destinations or (), sourceweights, destweights
+        everyone: list[Lists] = []
+
+        def edges() -> Edges:
+            mine = list(lists[0]), list(lists[1]), listed(sourceweights), listed(destweights)
+            everyone.extend(MPI.Intracomm.allgather(self, mine))
+            return edges_of_lists(everyone)
+
+        with self._linked_well("Create_dist_graph_adjacent", reorder, edges) as (plain, reorder):
+            # The lists are those of a place in the graph: the rank that takes the place passes them on.
+            passed = everyone[plain.rank] if everyone else lists
+            return self._adopt_part(plain.Create_dist_graph_adjacent(*passed, info, reorder))
 
     def Create_dist_graph(
         self,
@@ -110,8 +132,18 @@ class Makers(MPI.Intracomm):
         reorder: bool = False,
     ) -> MPI.Distgraphcomm:
         """Make a communicator of a graph of which each rank passes any edges, a `DistGraphCommunicator`."""
-        plain = MPI.Intracomm(self)
-        return self._adopt_part(plain.Create_dist_graph(sources, degrees, destinations, weights, info, reorder))
+
+        def edges() -> Edges:
+            mine = list(sources), list(degrees), list(destinations), listed(weights)
+            return edges_of_parts(MPI.Intracomm.allgather(self, mine))
+
+        with self._linked_well("Create_dist_graph", reorder, edges) as (plain, reorder):
+            return self._adopt_part(plain.Create_dist_graph(sources, degrees, destinations, weights, info, reorder))
+
+    def _linked_well(
+        self, what: str, reorder: bool, edges: Callable[[], Edges]
+    ) -> AbstractContextManager[tuple[MPI.Intracomm, bool]]:
+        return linked_well(MPI.Intracomm(self), self._session, what, reorder, edges)
 
     def _adopt_part(self, comm: AnyComm) -> AnyComm:
         """Return a communicator of some ranks as a Communicator with the topology that MPI gave it; keep COMM_NULL."""

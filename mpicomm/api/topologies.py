@@ -1,4 +1,4 @@
-"""Communicators with a topology: the collectives of neighbours, and the check of lists of neighbours."""
+"""The check of the lists of neighbours of which a communicator is made."""
 
 from __future__ import annotations
 
@@ -7,17 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.api.by_mpi import wrapped_methods
 from mpicomm.errors import InvalidUsageError
-
-
-class NeighborCollectives(MPI.Topocomm):
-    """mpi4py's collectives of neighbours. MPI carries them out, on device arrays with pinned host copies."""
-
-
-for _name, _method in wrapped_methods(MPI.Topocomm).items():
-    if not hasattr(MPI.Intracomm, _name):
-        setattr(NeighborCollectives, _name, _method)
 
 
 def require_matching(comm: MPI.Intracomm, sources: Sequence[int] | None, destinations: Sequence[int] | None) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives import patterns
+from mpicomm.collectives.by_rank import block_of_neighbor, by_rank, cut_of
+from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
@@ -38,21 +40,32 @@ class Call:
     """One collective call of one rank: read and checked. Local.
 
     ``dtype`` is None where only MPI can carry the call out: with a derived datatype, with ``MPI.BOTTOM``, or with an
-    operation or element type that the engines do not know. Raises `InvalidUsageError` and `TypeError` where mpi4py
-    raises ValueError and TypeError.
+    operation or element type that the engines do not know; and in each collective of neighbours on host arrays. Such a
+    collective needs ``neighborhood``. Raises `InvalidUsageError` and `TypeError` where mpi4py raises ValueError and
+    TypeError.
     """
 
     def __init__(
-        self, operation: Operation, arguments: Arguments, rank: int, size: int, algorithm: str = "auto"
+        self,
+        operation: Operation,
+        arguments: Arguments,
+        rank: int,
+        size: int,
+        algorithm: str = "auto",
+        neighborhood: Neighborhood | None = None,
     ) -> None:
         self.operation = operation
         self.arguments = arguments
         self._algorithm = algorithm
         self._rank = rank
         self._size = size
+        self._neighborhood = neighborhood
         if operation.rooted:
             _require_root(operation, arguments.root, size)
+        self._cuts: list[tuple[int, int]] = []
         self.send, self.receive = self._read_buffers()
+        if neighborhood is not None:
+            self._give_blocks_to_ranks(neighborhood)
         self.packed = self._packed()
         """The call on packed memory where kernels pack derived datatypes; else None."""
         if self.packed is not None:
@@ -126,7 +139,7 @@ class Call:
             given, receive = self.packed.placed(scratch.pointer)
         send = send_blocks = output = output_blocks = None
         if given is not None:
-            if operation.send == "one":
+            if operation.send == "one" and not operation.of_neighbors:
                 send = _scaled(given.whole(), factor)
             else:
                 send_blocks = [_scaled(block, factor) for block in self._input_blocks(given)]
@@ -138,7 +151,9 @@ class Call:
         if self.packed is not None:
             scratch = None  # it is in use for the packed elements; reductions alone need more
         root, op = self.arguments.root, self.op or ""
-        return Buffers(self._rank, self._size, dtype, send, send_blocks, output, output_blocks, op, root, scratch)
+        return Buffers(
+            self._rank, self._size, dtype, send, send_blocks, output, output_blocks, op, root, self._cuts, scratch
+        )
 
     def _output(self, receive: Operand, send_blocks: list[Span] | None, factor: int) -> Span:
         if self.operation.reduces and send_blocks is not None:
@@ -165,7 +180,9 @@ class Call:
             return None, buf
         has_send = rooted != "send" or at_root
         has_receive = rooted != "receive" or at_root
-        send_in_place = has_send and is_in_place(arguments.send)
+        if operation.of_neighbors:
+            _refuse_in_place(operation, arguments)
+        send_in_place = has_send and not operation.of_neighbors and is_in_place(arguments.send)
         receive_in_place = rooted == "send" and at_root and is_in_place(arguments.receive)
         if send_in_place and rooted == "receive" and not at_root:
             raise InvalidUsageError(f"{operation}: sendbuf=MPI.IN_PLACE is for the root alone: pass a buffer")
@@ -202,19 +219,55 @@ class Call:
             self.receive,
             input_in_receive=input_in_receive,
             receives=not (is_bcast and root),
-            as_bytes=operation.send == "typed",
+            as_bytes=operation.send == "typed" or operation.of_neighbors,
         )
+
+    def _give_blocks_to_ranks(self, neighborhood: Neighborhood) -> None:
+        """Turn buffers with blocks for neighbours into buffers with blocks for ranks, if kernels carry the call out.
+
+        They are bytes then, because a rank knows the element types of its neighbours alone. Raises `InvalidUsageError`
+        where this rank is its own neighbour and does not receive what it sends.
+        """
+        send, receive = self.send, self.receive
+        assert send is not None and receive is not None
+        if not (send.on_device or receive.on_device):
+            return
+        if any(operand.dtype is None and operand.derived is None for operand in (send, receive)):
+            return
+        if self.operation.send == "one":
+            sends = [block_of_neighbor(send, 0)] * len(neighborhood.destinations)
+        else:
+            sends = [block_of_neighbor(send, number) for number in range(len(neighborhood.destinations))]
+        receives = [block_of_neighbor(receive, number) for number in range(len(neighborhood.sources))]
+        outgoing = [[sends[number] for number in numbers] for numbers in neighborhood.outgoing(self._size)]
+        incoming = [[receives[number] for number in numbers] for numbers in neighborhood.incoming(self._size)]
+        sent, room = ([block.layout.nbytes for block in blocks[self._rank]] for blocks in (outgoing, incoming))
+        if sent != room:
+            raise InvalidUsageError(
+                f"{self.operation}: this rank is its own neighbour, and its blocks of {sent} bytes do not fit its "
+                f"blocks of {room} bytes: they must be equal"
+            )
+        self.send, self.receive = by_rank(send, outgoing), by_rank(receive, incoming)
+        self._cuts = [(cut_of(to), cut_of(of)) for to, of in zip(outgoing, incoming, strict=True)]
 
     def _read(self, spec: Any, shape: Shape, *, writable: bool, name: str) -> Operand:
         if spec is None:
             raise TypeError(f"{self.operation}: {name} is None: pass a buffer")
+        size, peer = self._size, "rank"
+        if self._neighborhood is not None:
+            neighbors = self._neighborhood.sources if writable else self._neighborhood.destinations
+            size, peer = len(neighbors), "neighbour"
         if shape == "typed":
-            return parse_typed(spec, size=self._size, writable=writable, name=name)
+            return parse_typed(spec, size=size, writable=writable, name=name, peer=peer)
         if shape == "vector":
-            return parse_vector(spec, size=self._size, writable=writable, name=name)
-        return parse(spec, blocks=self._size if shape == "blocks" else None, writable=writable, name=name)
+            return parse_vector(spec, size=size, writable=writable, name=name, peer=peer)
+        return parse(spec, blocks=size if shape == "blocks" else None, writable=writable, name=name, peer=peer)
 
     def _common_dtype(self) -> np.dtype[Any] | None:
+        if self.operation.of_neighbors and not self.on_device:
+            for operand in self.operands:
+                _require_type_of_mpi(self.operation, operand)
+            return None
         dtypes = [operand.dtype for operand in self.operands]
         if any(dtype is None for dtype in dtypes):  # `in` compares, and to NumPy None is float64
             return None
@@ -235,7 +288,7 @@ class Call:
         send, receive, operation = self.send, self.receive, self.operation
         if operation.send == "counted" and self.arguments.counts is None:
             raise InvalidUsageError(f"{operation}: recvcounts is needed with MPI.IN_PLACE: pass a count for each rank")
-        if self.dtype is None or send is None or receive is None:
+        if self.dtype is None or send is None or receive is None or operation.of_neighbors:
             return
         if operation.send == "counted":
             self._require_recvcounts(send, receive)
@@ -271,6 +324,22 @@ class Call:
 def is_in_place(buffer: Any) -> bool:
     """Return whether a buffer argument says that the data is in the other buffer."""
     return buffer is MPI.IN_PLACE or buffer is None  # None says the same in mpi4py
+
+
+def _refuse_in_place(operation: Operation, arguments: Arguments) -> None:
+    for name, buffer in (("sendbuf", arguments.send), ("recvbuf", arguments.receive)):
+        if buffer is MPI.IN_PLACE:
+            raise InvalidUsageError(
+                f"{operation}: {name}=MPI.IN_PLACE: neighbours exchange no data in place: pass a buffer"
+            )
+
+
+def _require_type_of_mpi(operation: Operation, operand: Operand) -> None:
+    if operand.dtype is not None and types.mpi_datatype(operand.dtype) is None:
+        raise InvalidUsageError(
+            f"{operation}: MPI carries it out on host arrays, and has no type for the {operand.dtype} of "
+            f"{operand.name}: move it as bytes with [buffer, MPI.BYTE]"
+        )
 
 
 def _require_root(operation: Operation, root: Any, size: int) -> None:

@@ -1,9 +1,9 @@
 """Collectives: which way each collective call of one communicator goes, and the engines for it.
 
 Kernels carry collectives on device arrays between ranks of one node. Host arrays go through mapped memory where that is
-faster than MPI, or where MPI lacks the element type or the operation; else to MPI itself. All other calls on device
-arrays go through pinned host copies and MPI. The choice depends only on facts that MPI requires to be the same on all
-ranks.
+faster than MPI, or where MPI lacks the element type or the operation; else to MPI itself, as do all collectives of
+neighbours. All other calls on device arrays go through pinned host copies and MPI. The choice depends only on facts
+that MPI requires to be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.crossover import measure
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.fast_path import is_plainly_mpis
+from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import Operation
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
@@ -71,6 +73,7 @@ class Collectives:
         self._host: HostEngine | None = None
         self._crossover = 0
         self._gpu: PlanCache | None = None
+        self._neighborhood: Neighborhood | None = None
 
     def run(
         self,
@@ -126,7 +129,7 @@ class Collectives:
         Local. mpi4py looks at the buffers of small calls alone, because that takes least time.
         """
         try:
-            Call(operation, Arguments(send, receive, op, root, counts), self._rank, self._size)
+            self._call(operation, Arguments(send, receive, op, root, counts), "auto")
         except InvalidUsageError as named:
             return named
         cls = BufferRefusedError if isinstance(error, BufferError) else InvalidUsageError
@@ -208,7 +211,7 @@ class Collectives:
         if operation.send == "counted" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
-        call = Call(operation, arguments, self._rank, self._size, algorithm)
+        call = self._call(operation, arguments, algorithm)
         if algorithm != "auto":
             _require_possible(call, algorithm)
         if not operation.in_mpi and (call.dtype is None or algorithm == "mpi" or self._nodes > 1):
@@ -217,6 +220,14 @@ class Collectives:
                 'of one node, and no algorithm="mpi"'
             )
         return call
+
+    def _call(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
+        if not operation.of_neighbors:
+            return Call(operation, arguments, self._rank, self._size, algorithm)
+        if self._neighborhood is None:
+            assert isinstance(self._comm, MPI.Topocomm)
+            self._neighborhood = neighborhood_of(self._comm)
+        return Call(operation, arguments, self._rank, self._size, algorithm, self._neighborhood)
 
     def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> Work | None:
         """Begin a call on device arrays that was made before; None if it was not."""
@@ -260,7 +271,7 @@ class Collectives:
             require_here(operation.name, operand, session)
         session.require_usable(operation.name)
         array = array_of(call.operands[0].spec) if call.operands else None
-        if call.dtype is None or algorithm == "mpi" or self._nodes > 1:
+        if call.dtype is None or algorithm == "mpi" or self._nodes > 1 or self._too_many_for_kernels(operation):
             resolved = session.backend.stream(stream, array)
             self._through_host(call, session, resolved)
             return resolved
@@ -277,9 +288,15 @@ class Collectives:
                 backend.synchronize(resolved)
         return resolved
 
+    def _too_many_for_kernels(self, operation: Operation) -> bool:
+        """Return whether MPI carries a collective out because of the number of ranks, also without "mpi"."""
+        return operation.of_neighbors and self._size > MAX_RANKS
+
     def _through_host(self, call: Call, session: Session, stream: int) -> None:
         """Give MPI host copies of device arrays; blocking."""
         reason = "only MPI can carry it out" if self._nodes == 1 else "the ranks are on several nodes"
+        if self._too_many_for_kernels(call.operation):
+            reason = f"kernels work between up to {MAX_RANKS} ranks"
         announce(call.operation.name, reason)
         arguments = call.arguments
         buffers = [(arguments.send, False, "sendbuf"), (arguments.receive, True, "recvbuf")]
@@ -298,7 +315,7 @@ class Collectives:
         if info is not None:
             passed = (*passed, info)
         try:
-            return getattr(MPI.Intracomm, method or operation.name)(self._comm, *passed)
+            return getattr(operation.mpi_class, method or operation.name)(self._comm, *passed)
         except REFUSALS as error:
             given = arguments.send, arguments.receive, arguments.op, arguments.root, arguments.counts
             raise self.refused(error, operation, *given) from error
@@ -394,6 +411,11 @@ def _require_possible(call: Call, algorithm: str) -> None:
                 f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out, or move '
                 "it as bytes with [buffer, MPI.BYTE]"
             )
+    elif operation.of_neighbors and not call.on_device:
+        raise InvalidUsageError(
+            f"algorithm={algorithm!r} of {operation} is for device arrays, and MPI carries it out on host arrays: "
+            "leave algorithm= out"
+        )
     elif call.dtype is None:
         raise InvalidUsageError(
             f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"

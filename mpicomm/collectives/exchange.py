@@ -65,6 +65,10 @@ class Exchange:
     move: tuple[Span, Span] | None = None
     """After the exchange this rank copies the first span to the second. Other ranks take no part in that."""
 
+    cuts: tuple[tuple[int, int], ...] = ()
+    """For each rank, how the data that goes to it and the data that comes from it are cut, as numbers; the two ranks
+    must agree on them. Empty where each rank sends one block to each."""
+
     @cached_property
     def longest_nbytes(self) -> int:
         """The most bytes that one rank sends to another, as far as this rank can know."""
@@ -78,6 +82,11 @@ class Exchange:
             place = self.reduction.output
         sent, received = (span.count if span else 0 for span in (self.sends[peer], place))
         return sent * self.dtype.itemsize, received * self.dtype.itemsize
+
+    def agreed_with(self, peer: int) -> tuple[int, int, int, int]:
+        """Return two numbers for the way to ``peer`` and two for the way back, on which both ranks must agree."""
+        (sent, received), (sent_cut, received_cut) = self.nbytes_with(peer), self.cuts[peer] if self.cuts else (0, 0)
+        return sent, sent_cut, received, received_cut
 
 
 @dataclass(frozen=True)

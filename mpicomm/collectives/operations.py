@@ -20,7 +20,8 @@ from mpicomm.collectives.patterns import Buffers, OneShot
 
 Shape = Literal["one", "blocks", "vector", "counted", "typed"]
 """How a buffer is read: one block; an equal block for each rank; a block of any count and place for each rank; blocks
-that ``recvcounts`` cuts, one after the other; a block of any datatype, count and place for each rank."""
+that ``recvcounts`` cuts, one after the other; a block of any datatype, count and place for each rank. In a collective
+of neighbours the blocks are those of the neighbours."""
 
 
 # Rows are compared by identity, because each exists once; that also makes them cheap keys of dictionaries.
@@ -43,6 +44,9 @@ class Operation:
     traffic: Literal["even", "uneven", "one-way"] = "one-way"
     """All ranks send all others as many bytes; all send to all, some more than others; or a rank mostly either sends or
     receives."""
+    of_neighbors: bool = False
+    """Whether each rank exchanges data with its neighbours in a topology alone. Its pattern gets a block for each rank,
+    as an all-to-all does; a rank that is no neighbour has an empty one. It is never in place."""
     into_all: bool = False
     """Whether all ranks have output of the same form and receive into it, so that peers may store into it."""
     two_shot: Callable[[Buffers], TwoShot] | None = None
@@ -57,7 +61,12 @@ class Operation:
     @cached_property
     def in_mpi(self) -> bool:
         """Whether MPI has the collective, so that it can carry out calls that the engines cannot."""
-        return hasattr(MPI.Intracomm, self.name)
+        return hasattr(self.mpi_class, self.name)
+
+    @property
+    def mpi_class(self) -> type[MPI.Intracomm]:
+        """mpi4py's class that has the collective, if MPI has it."""
+        return MPI.Topocomm if self.of_neighbors else MPI.Intracomm
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
@@ -109,6 +118,21 @@ BCAST = Operation(
 EXSCAN = Operation("Exscan", "one", "one", patterns.exscan, reduces=True)
 GATHER = Operation("Gather", "one", "blocks", patterns.gather, rooted="receive", copies="one_shot")
 GATHERV = Operation("Gatherv", "one", "vector", patterns.gather, rooted="receive", counts="private")
+NEIGHBOR_ALLGATHER = Operation(
+    "Neighbor_allgather", "one", "blocks", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
+)
+NEIGHBOR_ALLGATHERV = Operation(
+    "Neighbor_allgatherv", "one", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
+)
+NEIGHBOR_ALLTOALL = Operation(
+    "Neighbor_alltoall", "blocks", "blocks", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
+)
+NEIGHBOR_ALLTOALLV = Operation(
+    "Neighbor_alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
+)
+NEIGHBOR_ALLTOALLW = Operation(
+    "Neighbor_alltoallw", "typed", "typed", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
+)
 REDUCE = Operation(
     "Reduce",
     "one",
@@ -131,7 +155,8 @@ SCATTERV = Operation("Scatterv", "vector", "one", patterns.scatter, rooted="send
 OPERATIONS = {
     row.name: row
     for row in (
-        ALLGATHER, ALLGATHERV, ALLREDUCE, ALLTOALL, ALLTOALLV, ALLTOALLW, BCAST, EXSCAN, GATHER, GATHERV, REDUCE,
+        ALLGATHER, ALLGATHERV, ALLREDUCE, ALLTOALL, ALLTOALLV, ALLTOALLW, BCAST, EXSCAN, GATHER, GATHERV,
+        NEIGHBOR_ALLGATHER, NEIGHBOR_ALLGATHERV, NEIGHBOR_ALLTOALL, NEIGHBOR_ALLTOALLV, NEIGHBOR_ALLTOALLW, REDUCE,
         REDUCE_SCATTER, REDUCE_SCATTER_BLOCK, SCAN, SCATTER, SCATTERV,
     )
 }  # fmt: skip

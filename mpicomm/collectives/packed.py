@@ -8,13 +8,13 @@ meet ranks with derived datatypes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import PackJob
 
 _ALIGNED_NBYTES = 256
@@ -84,11 +84,14 @@ def _pack(operand: Operand | None, dtype: np.dtype[Any], at: int) -> tuple[Opera
         assert operand.dtype is not None
         return _rescaled(operand, operand.dtype.itemsize // dtype.itemsize, dtype), (), at
     lengths = [block.layout.nbytes for block in operand.derived]
-    *starts, end = accumulate(lengths, initial=0)
+    places, end = dict[Elements, int](), 0
+    for block, nbytes in zip(operand.derived, lengths, strict=True):
+        if block not in places:  # the same elements for several ranks are packed once
+            places[block] = end
+            end += nbytes
+    starts = [places[block] for block in operand.derived]
     jobs = tuple(
-        PackJob(block.address, block.layout, at + start)
-        for block, start in zip(operand.derived, starts, strict=True)
-        if block.layout.regions
+        PackJob(block.address, block.layout, at + start) for block, start in places.items() if block.layout.regions
     )
     if operand.counts is None:
         parts = operand.total // operand.count if operand.count else 1

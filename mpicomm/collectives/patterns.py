@@ -44,6 +44,8 @@ class Buffers:
     """The output, a block for each rank."""
     op: str = ""
     root: int = 0
+    cuts: Sequence[tuple[int, int]] = ()
+    """See `Exchange.cuts`."""
     scratch: Span | None = None
     """Memory for this rank's result of a reduce-scatter in place, see `reduce_scatter`."""
 
@@ -154,7 +156,7 @@ def alltoall(b: Buffers) -> Exchange:
     """Block r of rank s's output is block s of rank r's input; any counts and places, as in Alltoallv."""
     received = _needed(b.blocks)
     sends = received if b.send_blocks is None else b.send_blocks
-    return Exchange(b.dtype, tuple(sends), tuple(received), lands=(received[b.rank],) * b.size)
+    return Exchange(b.dtype, tuple(sends), tuple(received), lands=(received[b.rank],) * b.size, cuts=tuple(b.cuts))
 
 
 def bcast(b: Buffers) -> Exchange:

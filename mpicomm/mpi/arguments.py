@@ -79,17 +79,27 @@ class Operand:
         return Span(self.pointer, self.total)
 
 
-def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str, memory: Memory | None = None) -> Operand:
+def parse(
+    spec: Any,
+    *,
+    blocks: int | None = None,
+    writable: bool,
+    name: str,
+    memory: Memory | None = None,
+    peer: str = "rank",
+) -> Operand:
     """Read the argument ``name``; local.
 
     ``blocks`` is the number of blocks for arguments with one block per rank, such as the receive buffer of an
-    allgather. A count is the count of one block. Without a count the elements are divided evenly. ``writable`` is for
-    receive buffers. ``memory`` is the array's, if it was read before. The caller handles ``MPI.IN_PLACE`` and None.
+    allgather; ``peer`` says whose each block is, in errors. A count is the count of one block. Without a count the
+    elements are divided evenly. ``writable`` is for receive buffers. ``memory`` is the array's, if it was read before.
+    The caller handles ``MPI.IN_PLACE`` and None.
 
     Raises `TypeError` for objects that are no buffers and for counts that are no integers, `InvalidUsageError` for
     everything else.
     """
-    parts = blocks or 1
+    number = 1 if blocks is None else blocks
+    parts = max(number, 1)  # a rank without neighbours has no blocks, whatever its buffer holds
     if not isinstance(spec, (list, tuple)):
         memory = memory or read(spec, writable, name)
         dtype = memory.dtype
@@ -100,9 +110,9 @@ def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str, me
         assert dtype is not None
         count, rest = divmod(memory.nbytes // dtype.itemsize, parts)
         if rest:
-            raise _uneven(memory.nbytes // dtype.itemsize, parts, name)
+            raise _uneven(memory.nbytes // dtype.itemsize, parts, name, peer)
         return Operand(
-            name, memory.pointer, dtype, count, count * parts, None, None, memory.on_device, memory.device,
+            name, memory.pointer, dtype, count, count * number, None, None, memory.on_device, memory.device,
             memory.owner, None, _for_mpi(spec, memory), memory.by_address,
         )  # fmt: skip
     buffer, count, displ, datatype = _items(spec, name)
@@ -121,15 +131,15 @@ def parse(spec: Any, *, blocks: int | None = None, writable: bool, name: str, me
         element.require_whole_elements(name)
         count, rest = divmod(entries, parts)
         if rest:
-            raise _uneven(entries, parts, name)
+            raise _uneven(entries, parts, name, peer)
     else:
         count = _index(count, "count", name)
-        element.require_room(count, 0, parts * count, entries, name)
-    return element.operand(spec, name, start, count, parts * count, None, None)
+        element.require_room(count, 0, number * count, entries, name)
+    return element.operand(spec, name, start, count, number * count, None, None)
 
 
-def parse_vector(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
-    """Read the argument ``name`` of a vector call, with one block for each of ``size`` ranks; local.
+def parse_vector(spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank") -> Operand:
+    """Read the argument ``name`` of a vector call, with one block for each of ``size`` ranks or other peers; local.
 
     One integer as counts is the count of every block. Without counts the elements are divided evenly, and earlier ranks
     get the elements that remain. One integer as displacements is the distance between two blocks. Without displacements
@@ -144,10 +154,10 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
     element = _Element(buffer, datatype, writable, name)
     if counts is None:
         element.require_whole_elements(name)
-        share, more = divmod(element.entries, size)
+        share, more = divmod(element.entries, max(size, 1))
         each = tuple(share + (rank < more) for rank in range(size))
     elif _is_sequence(counts):
-        each = _indices(counts, size, "counts", name)
+        each = _indices(counts, size, "counts", name, peer)
     else:
         each = (_index(counts, "count", name),) * size
     if displs is None:
@@ -156,7 +166,7 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
             ends.append(ends[-1] + n)
         places = tuple(ends[:-1])
     elif _is_sequence(displs):
-        places = _indices(displs, size, "displacements", name)
+        places = _indices(displs, size, "displacements", name, peer)
     else:
         distance = _index(displs, "displacement", name)
         places = tuple(distance * rank for rank in range(size))
@@ -166,8 +176,8 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
     return element.operand(spec, name, 0, total, total, each, places)
 
 
-def parse_typed(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
-    """Read the argument ``name`` of Alltoallw, with a datatype for each of ``size`` ranks; local.
+def parse_typed(spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank") -> Operand:
+    """Read the argument ``name`` of Alltoallw, with a datatype for each of ``size`` ranks or other peers; local.
 
     Displacements are in bytes. MPI reads arguments in host memory itself. Raises as `parse` does.
     """
@@ -184,11 +194,11 @@ def parse_typed(spec: Any, *, size: int, writable: bool, name: str) -> Operand:
         memory = read(buffer, writable, name)
     if not memory.on_device:
         return Operand(name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec)
-    each = (1,) * size if counts is None else _indices(counts, size, "counts", name)
-    places = (0,) * size if displs is None else _indices(displs, size, "displacements", name)
+    each = (1,) * size if counts is None else _indices(counts, size, "counts", name, peer)
+    places = (0,) * size if displs is None else _indices(displs, size, "displacements", name, peer)
     room = memory.nbytes if memory.room is None else memory.room
     found: list[Elements] | None = []
-    for datatype, count, place in zip(require_types(datatypes, size, name), each, places, strict=True):
+    for datatype, count, place in zip(require_types(datatypes, size, name, peer), each, places, strict=True):
         if count < 0:
             raise InvalidUsageError(f"{name}: count {count} is negative: pass 0 or more")
         block = elements_at(datatype, memory.pointer, room, [(place, count)], name)
@@ -418,17 +428,17 @@ def _index(value: Any, what: str, name: str) -> int:
     return index
 
 
-def _indices(values: Any, size: int, what: str, name: str) -> tuple[int, ...]:
+def _indices(values: Any, size: int, what: str, name: str, peer: str) -> tuple[int, ...]:
     # Items before the length, as in mpi4py, so that of two errors the same one is raised.
     indices = tuple(_index(values[i], what, name) for i in range(len(values)))
     if len(indices) != size:
-        raise InvalidUsageError(f"{name}: {len(indices)} {what} for {size} ranks: pass one for each rank")
+        raise InvalidUsageError(f"{name}: {len(indices)} {what} for {size} {peer}s: pass one for each {peer}")
     return indices
 
 
-def _uneven(entries: int, blocks: int, name: str) -> InvalidUsageError:
+def _uneven(entries: int, blocks: int, name: str, peer: str) -> InvalidUsageError:
     return InvalidUsageError(
-        f"{name}: {entries} elements are no multiple of {blocks}, one block for each rank: pass a count, or use the "
+        f"{name}: {entries} elements are no multiple of {blocks}, one block for each {peer}: pass a count, or use the "
         "vector call (Allgatherv, Alltoallv, ...)"
     )
 

@@ -44,12 +44,12 @@ def _elements(layout: Layout, pointer: int, nbytes: int, displ: int, count: int,
     return Elements(pointer + displ, block)
 
 
-def require_types(types: Any, size: int, name: str) -> list[MPI.Datatype]:
-    """Return the datatypes of an argument of Alltoallw. Raises `InvalidUsageError` unless there is one per rank."""
+def require_types(types: Any, size: int, name: str, peer: str) -> list[MPI.Datatype]:
+    """Return the datatypes of an argument of Alltoallw. Raises `InvalidUsageError` unless there is one per ``peer``."""
     datatypes = list(types) if isinstance(types, Sequence) and not isinstance(types, str) else [types]
     for datatype in datatypes:
         if not isinstance(datatype, MPI.Datatype):
-            raise InvalidUsageError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype for each rank")
+            raise InvalidUsageError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype for each {peer}")
     if len(datatypes) != size:
-        raise InvalidUsageError(f"{name}: {len(datatypes)} datatypes for {size} ranks: pass one for each rank")
+        raise InvalidUsageError(f"{name}: {len(datatypes)} datatypes for {size} {peer}s: pass one for each {peer}")
     return datatypes

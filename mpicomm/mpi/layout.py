@@ -79,6 +79,17 @@ class Layout:
         return {}
 
 
+def run_of(nbytes: int) -> Layout:
+    """Return the layout of ``nbytes`` consecutive bytes."""
+    return Layout((Region(0, (), nbytes),) if nbytes else (), nbytes, None)
+
+
+def together(parts: Iterable[tuple[int, Layout]]) -> Layout:
+    """Return the layout of parts that are packed one after the other. Each is a displacement in bytes and a layout."""
+    regions = _joined(region.moved(displ) for displ, part in parts for region in part.regions)
+    return Layout(regions, 0, None)
+
+
 def layout_of(datatype: MPI.Datatype) -> Layout | None:
     """Return the layout of a datatype, None for one with a part that only MPI knows, such as a DARRAY. Local.
 

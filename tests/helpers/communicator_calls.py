@@ -27,8 +27,8 @@ _MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in _MPI_OPS} | {"avg": mpicomm.AVG}
 
 REDUCTIONS = tuple(name for name, row in OPERATIONS.items() if row.reduces)
-OF_ONE_TYPE = tuple(name for name, row in OPERATIONS.items() if row.send != "typed")
-"""The collectives of which each buffer has one datatype."""
+OF_ONE_TYPE = tuple(name for name, row in OPERATIONS.items() if row.send != "typed" and not row.of_neighbors)
+"""The collectives between all ranks of which each buffer has one datatype."""
 MOVEMENTS = tuple(name for name in OF_ONE_TYPE if not OPERATIONS[name].reduces)
 FORMS = ("plain", "counted", "typed", "displaced", "four", "fortran")
 

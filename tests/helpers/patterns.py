@@ -120,9 +120,15 @@ def scatter(rank: int, size: int, dtype: Dtype, blocks: Spans | None, output: Sp
 
 
 def alltoall(
-    rank: int, size: int, dtype: Dtype, send_blocks: Spans, blocks: Spans, operation: Operation = operations.ALLTOALLV
+    rank: int,
+    size: int,
+    dtype: Dtype,
+    send_blocks: Spans,
+    blocks: Spans,
+    operation: Operation = operations.ALLTOALLV,
+    cuts: Sequence[tuple[int, int]] = (),
 ) -> Pattern:
-    return Pattern(operation, Buffers(rank, size, dtype, send_blocks=send_blocks, blocks=blocks))
+    return Pattern(operation, Buffers(rank, size, dtype, send_blocks=send_blocks, blocks=blocks, cuts=cuts))
 
 
 def bcast(

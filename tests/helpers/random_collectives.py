@@ -11,7 +11,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.types import COVERED
-from tests.helpers.communicator_calls import FORMS, Case, Prepared, algorithms, legal_ops
+from tests.helpers.communicator_calls import FORMS, OF_ONE_TYPE, Case, Prepared, algorithms, legal_ops
 from tests.helpers.communicators import communicator
 from tests.helpers.reductions import dtype_named
 
@@ -110,7 +110,7 @@ class Player:
         return choices[int(self._rng.integers(len(choices)))]
 
     def _draw(self, number: int, size: int, mode: str) -> Case:
-        row = self._choose([row for row in OPERATIONS.values() if row.send != "typed"])
+        row = self._choose([OPERATIONS[name] for name in OF_ONE_TYPE])
         moves = not row.reduces
         name = self._choose(known(COVERED if moves else REDUCED))
         dtype, op = dtype_named(name), self._choose(legal_ops(name))

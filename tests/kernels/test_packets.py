@@ -168,6 +168,17 @@ def test_two_ranks_that_disagree_on_what_one_sends_notice(builds: Builds, expect
         machine.run()
 
 
+def test_two_ranks_that_cut_the_same_bytes_differently_notice(builds: Builds) -> None:
+    machine = Machine(builds, 2)
+    rig = PacketRig(machine, "sentinel", SMALL, timeout_s=5)
+    for rank, cut in ((0, (0, 7)), (1, (8, 0))):
+        own, other = ([Span(machine.allocate(rank, 100).address, 100), Span(0, 0)][:: 1 - 2 * rank] for _ in range(2))
+        exchanges = patterns.alltoall(rank, 2, np.dtype(np.uint8), own[::-1], other[::-1], cuts=[cut, cut])
+        rig.run(rank, exchanges, Signature("Neighbor_alltoallv", "uint8"))
+    with pytest.raises(RunFailedError, match="operation=3, sequence=1"):
+        machine.run()
+
+
 def test_a_rank_that_gives_up_leaves_what_another_was_told_before(builds: Builds) -> None:
     machine = Machine(builds, 3)
     rig = PacketRig(machine, "flagged", SMALL)

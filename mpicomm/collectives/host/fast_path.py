@@ -88,6 +88,8 @@ def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, cross
     counted, of_root, is_vector, gathers = _FACTS[operation]
     if counted and (arguments.counts is None or type(send) is not ndarray):
         return False  # the ranks have to exchange their counts, or MPI must get a copy of an input in place
+    if operation.of_neighbors and not (type(send) is type(receive) is ndarray):
+        return False  # it has to be refused, because MPI may take MPI.IN_PLACE for an address
     for buffer in (send, receive):
         if type(buffer) is ndarray:
             if buffer.base is not None and not is_host_view(buffer):

@@ -109,7 +109,9 @@ def is_mpis_request(call: Call, algorithm: str) -> bool:
 
 
 def algorithms_for(operation: Operation) -> tuple[str, ...]:
-    """Return the algorithms that a collective has on mapped memory."""
+    """Return the algorithms that a collective has on mapped memory; none where MPI carries out all calls."""
+    if operation.of_neighbors:
+        return ()
     # With two shots every rank needs memory for the data that it sends on, which is its output: so all must have one.
     names = ["one_shot"] + ["two_shot"] * (operation.into_all and operation.two_shot is not None)
     return tuple(names + ["ring"] * (operation.ring is not None))

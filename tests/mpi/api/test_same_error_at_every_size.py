@@ -21,6 +21,8 @@ LARGE = 1 << 20  # elements: mapped memory in any case
 
 def test_read_only_memory_is_the_same_error_in_every_call_at_every_size(comm_world: MPI.Intracomm) -> None:
     with mpicomm.Communicator(comm_world, device="cpu") as comm:
+        everybody = range(comm.size)
+        graph = comm.Create_dist_graph_adjacent(everybody, everybody)  # it has as many neighbours as there are ranks
         for count, (name, operation) in itertools.product((1, LARGE), OPERATIONS.items()):
             receive = np.zeros(count * comm.size)
             receive.flags.writeable = False
@@ -38,7 +40,8 @@ def test_read_only_memory_is_the_same_error_in_every_call_at_every_size(comm_wor
                 continue  # the root only reads its buffer
             for form in (name, f"I{name.lower()}", f"{name}_init"):
                 with pytest.raises(BufferRefusedError, match=r"buf is a .* that is read-only"):
-                    getattr(comm, form)(*given, **keywords)
+                    getattr(graph if operation.of_neighbors else comm, form)(*given, **keywords)
+        graph.Free()
 
 
 def test_memory_that_mpi_refuses_in_small_calls_is_the_error_of_large_calls(comm_world: MPI.Intracomm) -> None:

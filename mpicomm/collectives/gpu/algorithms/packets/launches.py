@@ -218,13 +218,14 @@ def _kind_of(arguments: PacketArguments) -> Steps:
 
 
 def _tag_of_pair(tag: int, rank: int, peer: int, exchange: Exchange) -> int:
-    """Return the number in which two ranks must agree: the call, and the bytes that go each way between them.
+    """Return the number in which two ranks must agree: the call, and the bytes that go each way and how they are cut.
 
     MPI lets ranks pass different counts. A packet that is sent and not taken would stay in its slot, and a later call
     would take it for one of its own.
     """
-    ways = exchange.nbytes_with(peer)
-    return zlib.crc32(struct.pack("<IQQ", tag, *(ways if rank < peer else reversed(ways))))
+    sent, sent_cut, received, received_cut = exchange.agreed_with(peer)
+    ways = (sent, sent_cut, received, received_cut) if rank < peer else (received, received_cut, sent, sent_cut)
+    return zlib.crc32(struct.pack("<IQQQQ", tag, *ways))
 
 
 def _ranks_of(spans: Sequence[Span | None]) -> int:

@@ -1,0 +1,121 @@
+"""The collectives of neighbours of a Communicator with a topology: blocking, nonblocking and persistent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.collectives.call import Arguments
+from mpicomm.collectives.dispatch import Collectives
+from mpicomm.collectives.operations import (
+    NEIGHBOR_ALLGATHER,
+    NEIGHBOR_ALLGATHERV,
+    NEIGHBOR_ALLTOALL,
+    NEIGHBOR_ALLTOALLV,
+    NEIGHBOR_ALLTOALLW,
+)
+
+
+class NeighborCollectives(MPI.Topocomm):
+    """mpi4py's collectives of neighbours, on host arrays and on device arrays. All of them are *collective*.
+
+    **Blocks.** The send buffer has a block for each rank to which this rank sends, the receive buffer has one for each
+    rank from which it receives, in the order in which MPI names the neighbours. In the two gathering calls all
+    neighbours get the same block. A rank may be its own neighbour and may occur several times. The block of
+    ``MPI.PROC_NULL``, beyond the edge of a grid, is left as it is. Buffers are in no call in place.
+
+    **Order.** MPI carries out calls on host arrays. A call on device arrays is stream-ordered, and one exchange of
+    kernels serves all neighbours, also in a CUDA graph. Between several nodes, between more than 8 ranks, of types that
+    only MPI knows, and with ``algorithm="mpi"``, MPI carries it out on pinned host copies; then it blocks, also in the
+    nonblocking form. ``Start`` of a persistent request on device arrays enqueues the call.
+
+    A rank without neighbours calls, too, with empty buffers of the memory that the other ranks use.
+
+    **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them.
+    `PeerError` on all ranks where device arrays of two neighbours do not have the same number of bytes for each other,
+    and where ranks call different things. `CollectiveTimeoutError` on the ranks that come, if a rank does not come in
+    time. On device arrays the next call or ``check()`` raises the last two. Waits inside MPI have no limit.
+    """
+
+    _collectives: Collectives
+
+    def Neighbor_allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """Receive a block from each neighbour, and send the same block to each."""
+        return self._collectives.run(NEIGHBOR_ALLGATHER, stream, algorithm, sendbuf, recvbuf)
+
+    def Neighbor_allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """As Neighbor_allgather, with blocks of any counts and displacements in ``recvbuf``."""
+        return self._collectives.run(NEIGHBOR_ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
+
+    def Neighbor_alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """Receive a block from each neighbour, and send another block to each."""
+        return self._collectives.run(NEIGHBOR_ALLTOALL, stream, algorithm, sendbuf, recvbuf)
+
+    def Neighbor_alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """As Neighbor_alltoall, with blocks of any counts and displacements."""
+        return self._collectives.run(NEIGHBOR_ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
+
+    def Neighbor_alltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """As Neighbor_alltoallv, with a datatype for each neighbour. Displacements are in bytes."""
+        return self._collectives.run(NEIGHBOR_ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
+
+    def Ineighbor_allgather(
+        self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Request:
+        """Start `Neighbor_allgather`; return its request."""
+        return self._collectives.start(NEIGHBOR_ALLGATHER, Arguments(sendbuf, recvbuf), stream, algorithm)
+
+    def Ineighbor_allgatherv(
+        self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Request:
+        """Start `Neighbor_allgatherv`; return its request."""
+        return self._collectives.start(NEIGHBOR_ALLGATHERV, Arguments(sendbuf, recvbuf), stream, algorithm)
+
+    def Ineighbor_alltoall(
+        self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Request:
+        """Start `Neighbor_alltoall`; return its request."""
+        return self._collectives.start(NEIGHBOR_ALLTOALL, Arguments(sendbuf, recvbuf), stream, algorithm)
+
+    def Ineighbor_alltoallv(
+        self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Request:
+        """Start `Neighbor_alltoallv`; return its request."""
+        return self._collectives.start(NEIGHBOR_ALLTOALLV, Arguments(sendbuf, recvbuf), stream, algorithm)
+
+    def Ineighbor_alltoallw(
+        self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Request:
+        """Start `Neighbor_alltoallw`; return its request."""
+        return self._collectives.start(NEIGHBOR_ALLTOALLW, Arguments(sendbuf, recvbuf), stream, algorithm)
+
+    def Neighbor_allgather_init(
+        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Prequest:
+        """Prepare `Neighbor_allgather`; return its request."""
+        return self._collectives.prepare(NEIGHBOR_ALLGATHER, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+
+    def Neighbor_allgatherv_init(
+        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Prequest:
+        """Prepare `Neighbor_allgatherv`; return its request."""
+        return self._collectives.prepare(NEIGHBOR_ALLGATHERV, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+
+    def Neighbor_alltoall_init(
+        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Prequest:
+        """Prepare `Neighbor_alltoall`; return its request."""
+        return self._collectives.prepare(NEIGHBOR_ALLTOALL, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+
+    def Neighbor_alltoallv_init(
+        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Prequest:
+        """Prepare `Neighbor_alltoallv`; return its request."""
+        return self._collectives.prepare(NEIGHBOR_ALLTOALLV, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+
+    def Neighbor_alltoallw_init(
+        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Prequest:
+        """Prepare `Neighbor_alltoallw`; return its request."""
+        return self._collectives.prepare(NEIGHBOR_ALLTOALLW, Arguments(sendbuf, recvbuf), info, stream, algorithm)

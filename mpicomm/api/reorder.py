@@ -1,0 +1,115 @@
+"""``reorder=True`` of communicators with a topology: neighbours get GPUs that are linked well."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.cluster.linked_order import Edges, best_order, cost_of
+from mpicomm.session import Session
+
+Weights = list[int] | None
+Lists = tuple[list[int], list[int], Weights, Weights]
+"""The sources and destinations of one rank of a graph, and the weights of both."""
+Parts = tuple[list[int], list[int], list[int], Weights]
+"""Edges that one rank passes: their sources, the number of edges of each source, their destinations, their weights."""
+
+
+@contextmanager
+def linked_well(
+    comm: MPI.Intracomm, session: Session, what: str, reorder: bool, edges: Callable[[], Edges]
+) -> Iterator[tuple[MPI.Intracomm, bool]]:
+    """Give a communicator of the same ranks for MPI to add a topology to, and ``reorder`` for MPI.
+
+    Collective, blocking; ``what`` is the call. ``edges`` returns those of the topology, the same on all ranks. MPI
+    decides on the order between several nodes and on the cpu, where mpicomm does not know the links.
+    """
+    costs = costs_between(comm, session, what) if reorder else None
+    if costs is None:
+        yield comm, reorder
+        return
+    order = best_order(costs, edges())
+    if order == sorted(order):
+        yield comm, False
+        return
+    moved = comm.Split(0, order.index(comm.rank))
+    assert isinstance(moved, MPI.Intracomm)
+    try:
+        yield moved, False
+    finally:
+        moved.Free()
+
+
+def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list[float]] | None:
+    """Return the costs from each rank to each; None where the links are not known. Collective, blocking."""
+    placement = session.placement
+    if len(placement.nodes) > 1 or not isinstance(placement.here.device, int):
+        return None
+    return comm.allgather([cost_of(link) for link in session.set_up(what).links()])
+
+
+def edges_of_grid(dims: Sequence[int], periods: Sequence[bool] | bool | None, size: int) -> Edges:
+    """Return the edges between neighbours of a grid; none for a grid that MPI will refuse."""
+    periodic = [bool(periods)] * len(dims) if periods is None or isinstance(periods, (bool, int)) else periods
+    if min(dims, default=1) < 1 or math.prod(dims) > size or len(periodic) != len(dims):
+        return {}
+    edges: Counter[tuple[int, int]] = Counter()
+    for place, number in itertools.product(itertools.product(*map(range, dims)), range(len(dims))):
+        beside = [*place]
+        beside[number] = (place[number] + 1) % dims[number]
+        if beside[number] or periodic[number]:
+            edges[_rank_at(place, dims), _rank_at(beside, dims)] += 1
+    return edges
+
+
+def edges_of_graph(index: Sequence[int], edges: Sequence[int]) -> Edges:
+    """Return the edges of a graph whose rank r has the neighbours up to ``edges[index[r]]``.
+
+    mpi4py also takes an index that begins with a 0 for no rank.
+    """
+    starts = [*index] if len(index) and index[0] == 0 and index[-1] == len(edges) else [0, *index]
+    spans = enumerate(itertools.pairwise(starts))
+    return Counter((rank, peer) for rank, (start, stop) in spans for peer in edges[start:stop])
+
+
+def edges_of_lists(lists: Sequence[Lists]) -> Edges:
+    """Return the edges of a graph, from the lists of all ranks."""
+    found: Counter[tuple[int, int]] = Counter()
+    for rank, (_, destinations, _, weights) in enumerate(lists):
+        for peer, weight in zip(destinations, _each(weights, destinations), strict=False):
+            found[rank, peer] += weight
+    return found
+
+
+def edges_of_parts(parts: Sequence[Parts]) -> Edges:
+    """Return the edges of a graph, from the edges that each rank passes."""
+    found: Counter[tuple[int, int]] = Counter()
+    for sources, degrees, destinations, weights in parts:
+        starts = [source for source, degree in zip(sources, degrees, strict=False) for _ in range(degree)]
+        for edge, weight in zip(zip(starts, destinations, strict=False), _each(weights, destinations), strict=False):
+            found[edge] += weight
+    return found
+
+
+def listed(weights: Any) -> Weights:
+    """Return weights as all ranks understand them, because the values of MPI's constants differ between processes."""
+    if weights is None or (isinstance(weights, int) and weights == MPI.UNWEIGHTED):
+        return None
+    return [] if isinstance(weights, int) else list(weights)
+
+
+def _each(weights: Weights, edges: list[int]) -> list[int]:
+    return [1] * len(edges) if weights is None else weights
+
+
+def _rank_at(place: Sequence[int], dims: Sequence[int]) -> int:
+    rank = 0
+    for coordinate, dim in zip(place, dims, strict=True):
+        rank = rank * dim + coordinate
+    return rank

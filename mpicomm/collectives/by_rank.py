@@ -1,0 +1,61 @@
+"""A buffer with a block for each neighbour as a buffer with a block for each rank.
+
+So a collective of neighbours is an all-to-all among all ranks, in which most pairs of ranks have no data.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mpicomm.mpi import types
+from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.derived import Elements
+from mpicomm.mpi.layout import Layout, layout_of, run_of, together
+
+
+def block_of_neighbor(operand: Operand, number: int) -> Elements:
+    """Return the elements of a block of a device buffer that kernels can read."""
+    if operand.dtype is not None:
+        span = operand.block(number)
+        return Elements(span.pointer, run_of(span.count * operand.dtype.itemsize))
+    assert operand.derived is not None
+    if operand.counts is not None:
+        return operand.derived[number]
+    assert operand.mpi_type is not None
+    element = layout_of(operand.mpi_type)
+    assert element is not None
+    return Elements(operand.pointer + number * operand.count * element.extent, element.repeated(operand.count))
+
+
+def by_rank(operand: Operand, blocks: Sequence[Sequence[Elements]]) -> Operand:
+    """Return ``operand`` as bytes, with the ``blocks`` of each rank, one after the other, as the block of that rank.
+
+    Where the blocks of each rank are one run of bytes, they stay where they are. Else they are elements of a derived
+    datatype, which kernels pack.
+    """
+    base = operand.pointer
+    # Ranks that get the same blocks, as in an all-gather, have one layout, so that these are packed once.
+    made = {tuple(of_rank): together((block.address - base, block.layout) for block in of_rank) for of_rank in blocks}
+    layouts = [made[tuple(of_rank)] for of_rank in blocks]
+    counts = tuple(layout.nbytes for layout in layouts)
+    displs, derived = tuple(layout.begin for layout in layouts), None
+    if not all(map(_is_run, layouts)):
+        derived = tuple(Elements(base, layout) for layout in layouts)
+    total = sum(counts)
+    return replace(operand, dtype=types.BYTE, count=total, total=total, counts=counts, displs=displs, derived=derived)
+
+
+def cut_of(blocks: Sequence[Elements]) -> int:
+    """Return how the data of these blocks is cut, as a number, which is 0 for one block.
+
+    Two neighbours that send as many bytes as they receive may still not mean the same blocks.
+    """
+    lengths = [block.layout.nbytes for block in blocks]
+    return zlib.crc32(struct.pack(f"<{len(lengths)}Q", *lengths)) if len(lengths) > 1 else 0
+
+
+def _is_run(layout: Layout) -> bool:
+    return not layout.regions or (len(layout.regions) == 1 and not layout.regions[0].loops)

@@ -1,0 +1,62 @@
+"""Neighborhood: the neighbours of one rank in a topology, and which block of one rank is which block of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+from mpi4py import MPI
+
+
+@dataclass(frozen=True)
+class Neighborhood:
+    """The ranks that send to this rank and those to which it sends, in the order of the blocks in its buffers.
+
+    A rank may occur several times. ``MPI.PROC_NULL`` stands for a neighbour beyond the edge of a grid: its block is in
+    the buffer, and nobody reads or writes it.
+    """
+
+    sources: tuple[int, ...]
+    destinations: tuple[int, ...]
+    crossed: bool = False
+    """Whether data that leaves a grid's rank in one direction of a dimension arrives from the other direction. A grid
+    has two blocks for each dimension. Without it the blocks between two ranks match in the order of the buffers."""
+
+    def outgoing(self, size: int) -> list[tuple[int, ...]]:
+        """Return the numbers of the blocks for each of ``size`` ranks, in the order in which they are sent. Local."""
+        return _by_rank(self.destinations, range(len(self.destinations)), size)
+
+    def incoming(self, size: int) -> list[tuple[int, ...]]:
+        """Return the numbers of the blocks from each of ``size`` ranks, in the order in which the rank sends. Local.
+
+        Each is the number of the block in the receive buffer. In a grid that is crossed, the sender has this rank in
+        the other direction of the same dimension.
+        """
+        numbers = range(len(self.sources))
+        return _by_rank(self.sources, sorted(numbers, key=lambda number: number ^ self.crossed), size)
+
+
+def neighborhood_of(comm: MPI.Topocomm) -> Neighborhood:
+    """Return the neighbours of this rank, in MPI's order. Local."""
+    sources, destinations = comm.inoutedges
+    ranks = [rank for rank in sources if rank != MPI.PROC_NULL]
+    # Where each rank occurs once, there is nothing to cross, and MPI is not asked.
+    repeated = len(set(ranks)) < len(ranks)
+    crossed = repeated and comm.Get_topology() == MPI.CART and _mpi_crosses()
+    return Neighborhood(tuple(sources), tuple(destinations), crossed)
+
+
+def _by_rank(peers: Sequence[int], numbers: Sequence[int], size: int) -> list[tuple[int, ...]]:
+    return [tuple(number for number in numbers if peers[number] == rank) for rank in range(size)]
+
+
+@cache
+def _mpi_crosses() -> bool:
+    """Return whether MPI crosses the blocks of a grid, as MPI 4 says; some MPIs match them in plain order. Local."""
+    grid = MPI.Intracomm(MPI.COMM_SELF).Create_cart([1], [True])
+    received = np.zeros(2, np.int32)
+    grid.Neighbor_alltoall(np.arange(2, dtype=np.int32), received)
+    grid.Free()
+    return int(received[0]) == 1

@@ -1,0 +1,187 @@
+"""Collectives of neighbours: the same result as MPI's own on host arrays, on whatever device the arrays are."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
+from tests.helpers.communicators import array_module, communicator, to_host
+from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi
+
+TURNS = 3
+
+
+@pytest.fixture(params=TOPOLOGIES)
+def made(request: pytest.FixtureRequest, comm: mpicomm.Communicator) -> Iterator[Any]:
+    """A Communicator with a topology."""
+    made = TOPOLOGIES[request.param](comm)
+    assert isinstance(made, mpicomm.Communicator)
+    yield made
+    made.Free()
+
+
+@pytest.fixture(params=CALLS)
+def call(request: pytest.FixtureRequest, made: Any) -> Iterator[NeighborCall]:
+    call = NeighborCall(request.param, made)
+    yield call
+    call.free()
+
+
+def check(made: Any, call: NeighborCall, turn: int, sent: Any, received: Any) -> None:
+    made.check()
+    np.testing.assert_array_equal(to_host(received), result_of_mpi(made, call, turn))
+    np.testing.assert_array_equal(to_host(sent), call.sent(turn))
+
+
+def test_blocking(made: Any, call: NeighborCall, xp: Any) -> None:
+    sent, received = xp.asarray(call.sent(0)), xp.asarray(call.nothing())
+    for turn in range(TURNS):
+        sent[...], received[...] = xp.asarray(call.sent(turn)), -1
+        getattr(made, f"Neighbor_{call.name}")(*call.arguments(sent, received))
+        check(made, call, turn, sent, received)
+
+
+def test_nonblocking(made: Any, call: NeighborCall, xp: Any) -> None:
+    sent, received = xp.asarray(call.sent(0)), xp.asarray(call.nothing())
+    for turn in range(TURNS):
+        sent[...], received[...] = xp.asarray(call.sent(turn)), -1
+        getattr(made, f"Ineighbor_{call.name}")(*call.arguments(sent, received)).Wait()
+        check(made, call, turn, sent, received)
+
+
+def test_persistent(made: Any, call: NeighborCall, xp: Any) -> None:
+    sent, received = xp.asarray(call.sent(0)), xp.asarray(call.nothing())
+    request = getattr(made, f"Neighbor_{call.name}_init")(*call.arguments(sent, received))
+    for turn in range(TURNS):
+        sent[...], received[...] = xp.asarray(call.sent(turn)), -1
+        request.Start()
+        request.Wait()
+        check(made, call, turn, sent, received)
+    request.Free()
+
+
+def test_arguments_by_name_and_by_mpi(made: Any, call: NeighborCall, xp: Any) -> None:
+    sent, received = xp.asarray(call.sent(0)), xp.asarray(call.nothing())
+    send, receive = call.arguments(sent, received)
+    getattr(made, f"Neighbor_{call.name}")(sendbuf=send, recvbuf=receive, algorithm="mpi")
+    check(made, call, 0, sent, received)
+
+
+def test_in_a_graph(made: Any, call: NeighborCall, xp: Any) -> None:
+    if xp is np:
+        pytest.skip("graphs are a GPU's")
+    sent, received = xp.asarray(call.sent(0)), xp.asarray(call.nothing())
+    collective, stream = getattr(made, f"Neighbor_{call.name}"), xp.cuda.Stream(non_blocking=True)
+    made.Allreduce(xp.zeros(1), xp.zeros(1))  # a communicator sets itself up outside of captures
+    xp.cuda.get_current_stream().synchronize()
+    with stream:
+        for known in (False, True):  # the first call of these arrays is in the first capture
+            stream.begin_capture()
+            collective(*call.arguments(sent, received))
+            graph = stream.end_capture()
+            for turn in range(TURNS):
+                sent[...], received[...] = xp.asarray(call.sent(turn)), -1
+                graph.launch(stream)
+                made.check(stream)
+                check(made, call, turn, sent, received)
+            if not known:
+                collective(*call.arguments(sent, received))
+                stream.synchronize()
+
+
+def test_large_blocks(comm: mpicomm.Communicator, xp: Any) -> None:
+    """Larger than the inboxes of the arena; some neighbours send more than others."""
+    ring: Any = comm.Create_cart([comm.size], [True])
+    counts = [1_000_000 * (rank % 2 + 1) + 7 for rank in range(comm.size)]
+    receives = [counts[rank] for rank in ring.Shift(0, 1)]
+    for turn in range(TURNS):
+        sent = np.arange(2 * counts[ring.rank]) + 10_000_000 * (10 * ring.rank + turn)
+        received, of_mpi = xp.zeros(sum(receives), np.int64), np.zeros(sum(receives), np.int64)
+        ring.Neighbor_alltoallv([xp.asarray(sent), counts[ring.rank]], [received, receives])
+        ring.check()
+        MPI.Topocomm.Neighbor_alltoallv(ring, [sent, [counts[ring.rank]] * 2], [of_mpi, receives])
+        np.testing.assert_array_equal(to_host(received), of_mpi)
+    ring.Free()
+
+
+def test_among_other_collectives_on_a_stream(comm: mpicomm.Communicator, xp: Any) -> None:
+    ring: Any = comm.Create_cart([comm.size], [True])
+    stream = None if xp is np else xp.cuda.Stream(non_blocking=True)
+    values = np.arange(comm.size) + 1
+    with contextlib.nullcontext() if stream is None else stream:
+        value, both, total = xp.full(1, ring.rank + 1), xp.zeros(2, np.int64), xp.zeros(1, np.int64)
+        for _ in range(20):
+            ring.Neighbor_allgather(value, both, stream=stream)
+            ring.Allreduce(value, total, stream=stream)
+            value[...] = (both[:1] + 2 * both[1:] + total) % 1009
+            values = (np.roll(values, 1) + 2 * np.roll(values, -1) + values.sum()) % 1009
+        ring.check(stream)
+        assert to_host(value)[0] == values[ring.rank]
+    ring.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("expected", [1, 3, 1_000_000])
+def test_two_neighbours_that_disagree_on_counts_are_told(device: str, expected: int) -> None:
+    with communicator(device, timeout_s=10) as comm, array_module(comm) as xp:
+        if xp is np:
+            pytest.skip("MPI looks at the lengths of host arrays")
+        graph: Any = comm.Create_dist_graph_adjacent([(comm.rank - 1) % comm.size], [(comm.rank + 1) % comm.size])
+        sent, total = xp.zeros(2), xp.zeros(1)
+        received = xp.full(2 if graph.rank else expected, -1.0)
+        with pytest.raises(PeerError, match=r"rank . sent data of another call|sends 16 bytes where"):
+            graph.Neighbor_alltoall(sent, received)
+            graph.check()
+            graph.Allreduce(sent[:1], total)  # a rank that had nothing to wait for is told at its next call
+            graph.check()
+        if graph.rank == 0:
+            assert (to_host(received) == -1).all()
+        graph.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_does_not_come_is_named(device: str) -> None:
+    with communicator(device, timeout_s=1.0) as comm, array_module(comm) as xp:
+        if xp is np:
+            pytest.skip("waits inside MPI have no limit")
+        ring: Any = comm.Create_cart([comm.size], [True])
+        one, both = xp.zeros(1), xp.zeros(2)
+        ring.Neighbor_allgather(one, both)
+        ring.check()
+        if ring.rank:
+            with pytest.raises(CollectiveTimeoutError, match="rank 0"):
+                ring.Neighbor_allgather(one, both)
+                ring.check()
+        MPI.COMM_WORLD.Barrier()
+        ring.Free()
+
+
+def test_refusals(comm: mpicomm.Communicator, xp: Any) -> None:
+    ring: Any = comm.Create_cart([comm.size], [True])
+    array = xp.zeros(4)
+    for form in ("Neighbor_alltoall", "Ineighbor_alltoall", "Neighbor_alltoall_init"):
+        method = getattr(ring, form)
+        for given in ((MPI.IN_PLACE, array), (array, MPI.IN_PLACE)):
+            with pytest.raises(InvalidUsageError, match=r"MPI\.IN_PLACE: neighbours exchange no data in place"):
+                method(*given)
+        with pytest.raises(TypeError, match="sendbuf is None: pass a buffer"):
+            method(None, array)
+        with pytest.raises(InvalidUsageError, match="3 elements are no multiple of 2, one block for each neighbour"):
+            method([array[:3], MPI.DOUBLE], xp.zeros(4))
+        with pytest.raises(InvalidUsageError, match="two_shot"):
+            method(array, xp.zeros(4), algorithm="two_shot")
+    with pytest.raises(InvalidUsageError, match="3 counts for 2 neighbours: pass one for each neighbour"):
+        ring.Neighbor_alltoallv([array, [1, 1, 1]], xp.zeros(4))
+    if xp is np:
+        with pytest.raises(InvalidUsageError, match="is for device arrays, and MPI carries it out on host arrays"):
+            ring.Neighbor_alltoall(array, xp.zeros(4), algorithm="one_shot")
+        with pytest.raises(InvalidUsageError, match="stream"):
+            ring.Neighbor_alltoall(array, xp.zeros(4), stream=1)
+    ring.Free()

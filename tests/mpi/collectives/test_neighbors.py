@@ -1,0 +1,32 @@
+"""Calls of neighbours on device arrays as exchanges, which the engine of the host carries out in the place of kernels.
+
+Memory of the host stands for memory of GPUs, so that the order in which blocks match is compared with MPI's own.
+"""
+
+from __future__ import annotations
+
+import pytest
+from mpi4py import MPI
+
+from mpicomm.collectives.neighborhood import neighborhood_of
+from tests.helpers.host_engines import CALL, engine_of
+from tests.helpers.simulated_neighbors import OnDevice, Part
+from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_same_result_as_mpi(comm_world: MPI.Intracomm, topology: str) -> None:
+    comm = TOPOLOGIES[topology](comm_world)
+    with engine_of(comm_world) as (engine, _, _):
+        for turn, name in enumerate(CALLS):
+            call = NeighborCall(name, comm)
+            expected = result_of_mpi(comm, call, turn)
+            sent, received = OnDevice(call.sent(turn)), OnDevice(call.nothing())
+            given = call.arguments(sent, received)
+            part = Part(f"Neighbor_{call.name}", given, comm.rank, comm.size, neighborhood_of(comm))
+            engine.run([part.exchange], CALL)
+            part.unpack()
+            assert received.memory.tolist() == expected.tolist(), name
+            assert sent.memory.tolist() == call.sent(turn).tolist()
+            call.free()
+    comm.Free()
