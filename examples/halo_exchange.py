@@ -23,7 +23,7 @@ else:
     xp, rows, columns = cupy, 1024, 1024
 
 dims = MPI.Compute_dims(comm.size, 2)
-grid = comm.Create_cart(dims, periods=[True, True])  # what flows out at one side comes in at the other
+grid: Any = comm.Create_cart(dims, periods=[True, True])  # what flows out at one side comes in at the other
 
 
 def part(row: int, column: int, height: int, width: int) -> MPI.Datatype:
