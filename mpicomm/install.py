@@ -7,7 +7,13 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.api.communicator import Communicator, named
+from mpicomm.api.communicator import (
+    CartCommunicator,
+    Communicator,
+    DistGraphCommunicator,
+    GraphCommunicator,
+    named,
+)
 from mpicomm.api.replacements import replace, replacements
 from mpicomm.session import Session
 
@@ -21,13 +27,33 @@ class InstalledCommunicator(Communicator):
     handle = MPI.Intracomm.handle  # type: ignore[assignment]
 
 
+class InstalledCartCommunicator(InstalledCommunicator, CartCommunicator):
+    """An InstalledCommunicator of a Cartesian grid."""
+
+
+class InstalledGraphCommunicator(InstalledCommunicator, GraphCommunicator):
+    """An InstalledCommunicator of a graph."""
+
+
+class InstalledDistGraphCommunicator(InstalledCommunicator, DistGraphCommunicator):
+    """An InstalledCommunicator of a graph of which each rank knows its neighbours."""
+
+
+InstalledCommunicator._classes = {
+    MPI.UNDEFINED: InstalledCommunicator,
+    MPI.CART: InstalledCartCommunicator,
+    MPI.GRAPH: InstalledGraphCommunicator,
+    MPI.DIST_GRAPH: InstalledDistGraphCommunicator,
+}
+
+
 def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: float | None = None) -> Communicator:
     """Put a `Communicator` in the place of ``MPI.COMM_WORLD``, and return it. Collective over all ranks, blocking.
 
     Call it before other modules are imported: a module that has imported ``COMM_WORLD`` before keeps MPI's own. The
     Communicator has MPI's handle of COMM_WORLD: it equals COMM_WORLD, has its attributes, and cannot be freed. All
-    communicators that are made from it are Communicators, too. Their ``handle`` is MPI's, as such programs expect.
-    ``MPI.COMM_SELF`` is replaced likewise.
+    communicators that are made from it are Communicators, too. Their ``handle`` is MPI's, as such programs expect, and
+    ``MPI.Comm.fromhandle`` gives them back. ``MPI.COMM_SELF`` is replaced likewise.
 
     ``MPI.Request.Waitall`` then takes any mixture of requests, ``MPI.Prequest.Startall`` the persistent requests of a
     Communicator. ``MPI.Win`` and ``MPI.File`` refuse device memory, and ``MPI.Attach_buffer`` takes host memory in the

@@ -13,9 +13,10 @@ from mpi4py import MPI
 
 from mpicomm import environment
 from mpicomm.api.blocking import BlockingCollectives
+from mpicomm.api.by_handle import remember
 from mpicomm.api.by_mpi import ByMpi
 from mpicomm.api.freed import mark_freed
-from mpicomm.api.makers import CLASSES, Makers
+from mpicomm.api.makers import Makers
 from mpicomm.api.neighbors import NeighborCollectives
 from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.persistent import PersistentCollectives
@@ -117,7 +118,7 @@ class Communicator(
             raise InvalidUsageError(f"comm={comm!r} is no intracommunicator: pass MPI.COMM_WORLD or one made from it")
         plain = MPI.Intracomm(comm)
         session = Session.create(plain, device, handle, timeout_s)
-        made: Any = CLASSES[plain.Get_topology()] if cls is Communicator else cls
+        made: Any = cls._classes[plain.Get_topology()] if cls is Communicator else cls
         self: Self = MPI.Intracomm.__new__(
             made, duplicate(plain, "Communicator", environment.usable_timeout_s(timeout_s))
         )
@@ -150,6 +151,7 @@ class Communicator(
     def _begin(self, session: Session) -> None:
         self._session = session
         self._gpu = session.gpu
+        remember(self)
         self._collectives = Collectives(self, session)
         self._messages = Messages(self, session.placement, session.gpu)
         self._in_stream_order = InStreamOrder(self._collectives, session)
@@ -326,11 +328,9 @@ class DistGraphCommunicator(Communicator, NeighborCollectives, MPI.Distgraphcomm
     """A Communicator of a graph of which each rank knows its neighbours, with the calls of ``MPI.Distgraphcomm``."""
 
 
-CLASSES.update(
-    {
-        MPI.UNDEFINED: Communicator,
-        MPI.CART: CartCommunicator,
-        MPI.GRAPH: GraphCommunicator,
-        MPI.DIST_GRAPH: DistGraphCommunicator,
-    }
-)
+Communicator._classes = {
+    MPI.UNDEFINED: Communicator,
+    MPI.CART: CartCommunicator,
+    MPI.GRAPH: GraphCommunicator,
+    MPI.DIST_GRAPH: DistGraphCommunicator,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from mpi4py import MPI
 
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 AnyComm = TypeVar("AnyComm", bound=MPI.Intracomm)
 
-CLASSES: dict[int, type[MPI.Intracomm]] = {}
-"""The class of Communicators by MPI's number of their topology. `communicator` fills it, because it imports this."""
-
 
 class Makers(MPI.Intracomm):
     """mpi4py's calls that make communicators from one. All of them are *collective*, and block in MPI.
@@ -40,6 +37,8 @@ class Makers(MPI.Intracomm):
     """
 
     _session: Session
+    _classes: ClassVar[dict[int, type[MPI.Intracomm]]] = {}
+    """The classes of the communicators that are made from one, by MPI's number of their topology."""
 
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator; the duplicate has its own memory."""
@@ -151,7 +150,7 @@ class Makers(MPI.Intracomm):
             return comm
         topology = comm.Get_topology()
         keeps_class = topology == MPI.UNDEFINED and not isinstance(self, MPI.Topocomm)
-        made: AnyComm = self._adopt(comm, type(self) if keeps_class else CLASSES[topology])
+        made: AnyComm = self._adopt(comm, type(self) if keeps_class else self._classes[topology])
         return made
 
     def _adopt(self, comm: MPI.Intracomm, cls: Any, ranks: Sequence[int] | None = None) -> Any:

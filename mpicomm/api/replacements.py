@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.api.by_handle import known_as
 from mpicomm.api.by_mpi import ByMpi, Wrapped, on_host_copies, wrap
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of, read
@@ -58,6 +59,8 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     yield MPI.Message, "Probe", classmethod(_matched_probe("Mprobe", MPI.Message.Probe))
     yield MPI.Message, "Iprobe", classmethod(_matched_probe("Improbe", MPI.Message.Iprobe))
     yield MPI.Intracomm, "Create_intercomm", _create_intercomm
+    for name in ("fromhandle", "fromint", "f2py"):
+        yield MPI.Comm, name, classmethod(_from_number(getattr(MPI.Comm, name)))
     for owner, name in _LOCAL:
         yield owner, name, _on_copies(owner, getattr(owner, name))
     for cls in (MPI.Win, MPI.File):
@@ -113,6 +116,14 @@ def _matched_probe(method: str, original: Callable[..., Any]) -> Callable[..., A
         return getattr(comm, method)(*arguments, **keywords)
 
     return probe
+
+
+def _from_number(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def made(cls: type[MPI.Comm], number: int) -> Any:
+        return known_as(original(number))
+
+    return made
 
 
 @functools.wraps(_create)

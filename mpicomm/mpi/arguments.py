@@ -198,9 +198,7 @@ def parse_typed(spec: Any, *, size: int, writable: bool, name: str, peer: str = 
     places = (0,) * size if displs is None else _indices(displs, size, "displacements", name, peer)
     room = memory.nbytes if memory.room is None else memory.room
     found: list[Elements] | None = []
-    for datatype, count, place in zip(require_types(datatypes, size, name, peer), each, places, strict=True):
-        if count < 0:
-            raise InvalidUsageError(f"{name}: count {count} is negative: pass 0 or more")
+    for datatype, count, place in zip(require_types(datatypes, each, name, peer), each, places, strict=True):
         block = elements_at(datatype, memory.pointer, room, [(place, count)], name)
         found = None if block is None or found is None else [*found, *block]
     return Operand(

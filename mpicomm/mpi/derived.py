@@ -9,7 +9,8 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.layout import Layout, layout_of
+from mpicomm.mpi.committed import is_committed
+from mpicomm.mpi.layout import Layout, known_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,12 @@ def elements_at(
     They lie in the ``nbytes`` bytes at ``pointer``, which are the argument ``name``. Local. Raises `InvalidUsageError`
     for a datatype that is not committed, and for elements that leave the buffer.
     """
-    layout = layout_of(datatype)
+    known = known_of(datatype)
+    known.committed = known.committed or is_committed(datatype)
+    if not known.committed:
+        which = datatype.name or f"of {datatype.size} bytes and extent {datatype.extent}"
+        raise InvalidUsageError(f"{name}: the datatype {which} is not committed: call its Commit() first")
+    layout = known.layout
     if layout is None:
         return None
     return tuple(_elements(layout, pointer, nbytes, displ, count, name) for displ, count in blocks)
@@ -44,12 +50,27 @@ def _elements(layout: Layout, pointer: int, nbytes: int, displ: int, count: int,
     return Elements(pointer + displ, block)
 
 
-def require_types(types: Any, size: int, name: str, peer: str) -> list[MPI.Datatype]:
-    """Return the datatypes of an argument of Alltoallw. Raises `InvalidUsageError` unless there is one per ``peer``."""
+def require_types(types: Any, counts: Sequence[int], name: str, peer: str) -> list[MPI.Datatype]:
+    """Return the datatypes of an argument of Alltoallw; any datatype stands for DATATYPE_NULL without elements.
+
+    Raises `InvalidUsageError` unless each ``peer`` has a datatype and a count of 0 or more.
+    """
     datatypes = list(types) if isinstance(types, Sequence) and not isinstance(types, str) else [types]
     for datatype in datatypes:
         if not isinstance(datatype, MPI.Datatype):
             raise InvalidUsageError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype for each {peer}")
-    if len(datatypes) != size:
-        raise InvalidUsageError(f"{name}: {len(datatypes)} datatypes for {size} {peer}s: pass one for each {peer}")
+    if len(datatypes) != len(counts):
+        raise InvalidUsageError(
+            f"{name}: {len(datatypes)} datatypes for {len(counts)} {peer}s: pass one for each {peer}"
+        )
+    for number, (datatype, count) in enumerate(zip(datatypes, counts, strict=True)):
+        if count < 0:
+            raise InvalidUsageError(f"{name}: count {count} is negative: pass 0 or more")
+        if datatype == MPI.DATATYPE_NULL:
+            if count > 0:
+                raise InvalidUsageError(
+                    f"{name}: the datatype for {peer} {number} is MPI.DATATYPE_NULL, but its count is {count}: pass "
+                    "another datatype or count 0"
+                )
+            datatypes[number] = MPI.BYTE
     return datatypes

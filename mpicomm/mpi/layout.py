@@ -90,21 +90,35 @@ def together(parts: Iterable[tuple[int, Layout]]) -> Layout:
     return Layout(regions, 0, None)
 
 
-def layout_of(datatype: MPI.Datatype) -> Layout | None:
-    """Return the layout of a datatype, None for one with a part that only MPI knows, such as a DARRAY. Local.
+@dataclass
+class Known:
+    """What was found out about a datatype."""
 
-    It is made once per datatype, and MPI drops it with the datatype.
+    layout: Layout | None
+    """None for a datatype with a part that only MPI knows, such as a DARRAY."""
+    committed: bool
+    """False also where nobody has asked MPI."""
+
+
+def known_of(datatype: MPI.Datatype) -> Known:
+    """Return what is known of a datatype. Local.
+
+    The layout is made once per datatype, and MPI drops all with the datatype.
     """
     if datatype.is_predefined:
-        return _decoded(datatype)
+        return Known(_decoded(datatype), True)
     key = _key()
     known: Any = datatype.Get_attr(key)
     if known is None:
-        known = _decoded(datatype)
-        if known is not None:
-            datatype.Set_attr(key, known)
-    assert known is None or isinstance(known, Layout)
+        known = Known(_decoded(datatype), False)
+        datatype.Set_attr(key, known)
+    assert isinstance(known, Known)
     return known
+
+
+def layout_of(datatype: MPI.Datatype) -> Layout | None:
+    """Return the layout of a datatype; None where `known_of` knows none. Local."""
+    return known_of(datatype).layout
 
 
 _keys: list[int] = []

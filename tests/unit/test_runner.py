@@ -65,6 +65,28 @@ with mpicomm.Communicator() as duplicate:
     run(tmp_path, program, "one", "-x")
 
 
+def test_communicators_come_back_from_the_numbers_that_mpi_knows_them_by(tmp_path: Path) -> None:
+    program = """
+import mpicomm
+grid = C.Create_cart([C.size], [True])
+graph = C.Create_dist_graph_adjacent([C.rank], [C.rank])
+for comm in (C, MPI.COMM_SELF, C.Dup(), C.Split(0), grid, grid.Sub([True]), grid.Dup(), grid.Split(0), graph):
+    assert isinstance(comm, mpicomm.Communicator)
+    assert comm.handle == MPI.Intracomm(comm).handle and comm.describe().handle == "memfd"
+    assert MPI.Comm.fromhandle(comm.handle) is comm
+    assert MPI.Comm.f2py(comm.py2f()) is comm
+    if comm.toint() != -1:
+        assert MPI.Comm.fromint(comm.toint()) is comm
+freed = C.Dup()
+handle = freed.handle
+freed.Free()
+others = [MPI.Intracomm(C).Dup() for _ in range(3)]
+assert all(type(MPI.Comm.fromhandle(each.handle)) is MPI.Intracomm for each in others)
+assert MPI.Comm.fromhandle(MPI.COMM_NULL.handle) == MPI.COMM_NULL
+"""
+    run(tmp_path, program)
+
+
 def test_modules_of_the_program_bind_the_communicator(tmp_path: Path) -> None:
     (tmp_path / "library.py").write_text(
         "from mpi4py import MPI\ndef size(comm=MPI.COMM_WORLD):\n    return type(comm).__name__, comm.size\n"
@@ -243,6 +265,7 @@ import numpy as np
 from mpi4py import MPI
 import mpicomm
 names = [(MPI, "COMM_WORLD"), (MPI, "COMM_SELF"), (MPI, "Attach_buffer"), (MPI.Request, "Waitall"), (MPI.Win, "Put")]
+names += [(MPI.Comm, "fromhandle")]
 before = [getattr(*each) for each in names]
 first = mpicomm.install(device="cpu", timeout_s=10)
 assert first is MPI.COMM_WORLD is mpicomm.install()
