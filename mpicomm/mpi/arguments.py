@@ -213,8 +213,8 @@ def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
     Raises `InvalidUsageError` where MPI has no type for them.
     """
     is_list = isinstance(spec, (list, tuple))
-    # The types of Alltoallw are a sequence.
-    if is_list and any(isinstance(_first(item), (MPI.Datatype, str)) for item in spec[1:]):
+    # The last of three or four items is the type. The types of Alltoallw are a sequence, which may be empty.
+    if is_list and (spec[-1] is not None if len(spec) > 2 else isinstance(_first(spec[-1]), (MPI.Datatype, str))):
         return [buffer, *spec[1:]]
     datatype = None if dtype is None else types.mpi_datatype(dtype)
     if datatype is None:

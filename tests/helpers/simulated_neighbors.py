@@ -38,22 +38,29 @@ class OnDevice:
 
 
 class Part:
-    """One rank's part of a call, packed and ready to be exchanged."""
+    """One rank's part of a call that was read."""
 
-    def __init__(self, operation: str, buffers: Sequence[Any], rank: int, size: int, neighbors: Neighborhood) -> None:
-        self.call = Call(OPERATIONS[operation], Arguments(*buffers), rank, size, neighborhood=neighbors)
-        self.scratch = np.full(max(1, self.call.scratch_nbytes), 0xDB, np.uint8)
-        scratch = Span(self.scratch.ctypes.data, 0) if self.call.scratch_nbytes else None
-        if self.call.packed is not None:
-            for job in self.call.packed.before:
-                packed = pack(job.layout, *_memory_of(job))
-                self.scratch[job.packed : job.packed + packed.size] = packed
-        self.exchange: Exchange = self.call.operation.one_shot(self.call.buffers(scratch))
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self._scratch = np.full(max(1, call.scratch_nbytes), 0xDB, np.uint8)
+        scratch = Span(self._scratch.ctypes.data, 0) if call.scratch_nbytes else None
+        self.exchange: Exchange = call.operation.one_shot(call.buffers(scratch))
+
+    @classmethod
+    def of(cls, operation: str, buffers: Sequence[Any], rank: int, size: int, neighbors: Neighborhood) -> Part:
+        """Read a call of the operation of that name."""
+        return cls(Call(OPERATIONS[operation], Arguments(*buffers), rank, size, neighborhood=neighbors))
+
+    def pack(self) -> None:
+        """Bring data that has to be packed to scratch memory."""
+        for job in self.call.packed.before if self.call.packed is not None else ():
+            packed = pack(job.layout, *_memory_of(job))
+            self._scratch[job.packed : job.packed + packed.size] = packed
 
     def unpack(self) -> None:
         """Bring packed data to its places."""
         for job in self.call.packed.after if self.call.packed is not None else ():
-            unpack(job.layout, self.scratch[job.packed : job.packed + job.layout.nbytes], *_memory_of(job))
+            unpack(job.layout, self._scratch[job.packed : job.packed + job.layout.nbytes], *_memory_of(job))
 
 
 def _memory_of(job: PackJob) -> tuple[npt.NDArray[np.uint8], int]:
@@ -64,6 +71,8 @@ def _memory_of(job: PackJob) -> tuple[npt.NDArray[np.uint8], int]:
 
 def exchange(parts: Sequence[Part]) -> None:
     """Bring each rank's data to the others; raise AssertionError where two ranks disagree on lengths."""
+    for part in parts:
+        part.pack()
     found: list[tuple[Span | None, npt.NDArray[np.uint8]]] = []
     for rank, part in enumerate(parts):
         for peer, other in enumerate(parts):

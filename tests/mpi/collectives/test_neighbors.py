@@ -23,7 +23,8 @@ def test_same_result_as_mpi(comm_world: MPI.Intracomm, topology: str) -> None:
             expected = result_of_mpi(comm, call, turn)
             sent, received = OnDevice(call.sent(turn)), OnDevice(call.nothing())
             given = call.arguments(sent, received)
-            part = Part(f"Neighbor_{call.name}", given, comm.rank, comm.size, neighborhood_of(comm))
+            part = Part.of(f"Neighbor_{call.name}", given, comm.rank, comm.size, neighborhood_of(comm))
+            part.pack()
             engine.run([part.exchange], CALL)
             part.unpack()
             assert received.memory.tolist() == expected.tolist(), name

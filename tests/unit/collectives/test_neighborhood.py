@@ -165,7 +165,7 @@ def test_equal_blocks(topology: str, operation: str, columns: bool) -> None:
             send, receive = OnDevice(content), OnDevice(into)
             buffers = [send, [receive, MPI.INT32_T]]
         arrays.append((receive, columns and rank % 2))
-        parts.append(Part(operation, buffers, rank, size, each))
+        parts.append(Part.of(operation, buffers, rank, size, each))
     exchange(parts)
     room = {(rank, block): count for rank, each in enumerate(neighbors) for block in range(len(each.sources))}
     for rank, expected in expected_of(neighbors, room, same=same).items():
@@ -210,7 +210,7 @@ def test_blocks_of_any_counts_and_places(topology: str, operation: str) -> None:
         given = [OnDevice(content[-1]), rank % 4] if same else argument(send, [sent[rank, b] for b in range(outdegree)])
         arrays.append(receive)
         parts.append(
-            Part(operation, (given, argument(receive, [rooms[rank, b] for b in range(indegree)])), rank, size, each)
+            Part.of(operation, (given, argument(receive, [rooms[rank, b] for b in range(indegree)])), rank, size, each)
         )
     exchange(parts)
     for rank, blocks in expected_of(neighbors, rooms, same=same).items():
@@ -220,7 +220,7 @@ def test_blocks_of_any_counts_and_places(topology: str, operation: str) -> None:
 
 def call(operation: str, buffers: Sequence[Any], neighbors: Neighborhood) -> Call:
     """The call of rank 0 of 4."""
-    return Part(operation, buffers, 0, 4, neighbors).call
+    return Part.of(operation, buffers, 0, 4, neighbors).call
 
 
 def test_blocks_stay_where_they_are_if_those_for_each_rank_are_one_run() -> None:
@@ -289,7 +289,7 @@ def test_two_ranks_that_disagree_on_blocks_of_the_same_bytes_notice() -> None:
     ring = grid([2], [True])
     for expected, text in (([2, 1], ""), ([1, 2], "other blocks"), ([2, 2], "sends 24 bytes where"), ([3, 0], "other")):
         parts = [
-            Part(
+            Part.of(
                 "Neighbor_alltoallv",
                 ([OnDevice(np.zeros(3)), [1, 2]], [OnDevice(np.zeros(4)), expected if rank else [2, 1]]),
                 rank,
@@ -307,7 +307,7 @@ def test_neighbours_may_have_types_of_their_own() -> None:
     neighbors = graph([(0, 1), (1, 0)], 3)
     got = [OnDevice(np.zeros(2, np.int64)), OnDevice(np.zeros(4, np.float32)), OnDevice(np.zeros(0, np.int8))]
     given = [OnDevice(np.ones(4, np.float32)), OnDevice(np.arange(2)), OnDevice(np.zeros(3))]
-    parts = [Part("Neighbor_alltoall", (given[r], got[r]), r, 3, neighbors[r]) for r in range(3)]
+    parts = [Part.of("Neighbor_alltoall", (given[r], got[r]), r, 3, neighbors[r]) for r in range(3)]
     assert len({part.call.signature for part in parts}) == 1
     exchange(parts)
     assert got[0].memory.tolist() == [0, 1] and got[1].memory.tolist() == [1.0] * 4
