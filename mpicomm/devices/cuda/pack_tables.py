@@ -36,10 +36,10 @@ class PackTables:
 
     def _copied(self, content: bytes) -> int:
         backend = self._backend
+        pointer = backend.scratch(len(content)).pointer
+        host = np.frombuffer(content, np.uint8)
         # A side stream, because the stream of the call may capture a graph.
         with backend.loading():
-            pointer = backend.scratch(len(content)).pointer
-            host = np.frombuffer(content, np.uint8)
             stream = backend.side_streams.take()
             backend.copy(pointer, host.ctypes.data, len(content), stream)
             backend.synchronize(stream)
