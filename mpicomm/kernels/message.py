@@ -37,7 +37,8 @@ MESSAGE_STEP = struct.Struct("=" + "".join({8: "Q", 4: "I"}[ctypes.sizeof(field[
 
 MOST_MESSAGE_BLOCKS = 32
 """The blocks of a step, and so the words that a message needs for each side."""
-_BLOCK_NBYTES = 16 << 10
+BLOCK_NBYTES = 16 << 10
+"""The bytes that a block copies, if there are not too many for `MOST_MESSAGE_BLOCKS`."""
 
 MESSAGE_KERNEL = Variant(SHARED / "message.cu", "mpicomm_message", options_for(None))
 """Carries out a step of a message."""
@@ -45,5 +46,5 @@ MESSAGE_KERNEL = Variant(SHARED / "message.cu", "mpicomm_message", options_for(N
 
 def blocks_of_message(nbytes: int) -> int:
     """Return the blocks that copy a message of ``nbytes``, 1 or more; sender and receiver have the same number."""
-    blocks = -(-nbytes // _BLOCK_NBYTES)
+    blocks = -(-nbytes // BLOCK_NBYTES)
     return blocks if blocks < MOST_MESSAGE_BLOCKS else MOST_MESSAGE_BLOCKS

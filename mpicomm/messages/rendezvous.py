@@ -12,7 +12,8 @@ from mpicomm.devices.base import Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
-from mpicomm.kernels.message import blocks_of_message
+from mpicomm.kernels.message import BLOCK_NBYTES, blocks_of_message
+from mpicomm.messages import description
 from mpicomm.messages.description import (
     DESCRIPTION_NBYTES,
     Description,
@@ -92,7 +93,7 @@ class Rendezvous:
 
     def send_again(self, pointer: int, nbytes: int, stream: int) -> Place | None:
         """As `send`, for a message for kernels that finds an idle place; return None, and do nothing, for others."""
-        if self._secret is None or not nbytes or not is_for_kernels(nbytes):
+        if self._secret is None or not 0 < nbytes <= description.KERNEL_NBYTES:
             return None
         place = self._outbox.take_idle(nbytes, self._secret)
         if place is not None:
@@ -129,7 +130,7 @@ class Rendezvous:
         """
         secret, number, first, nbytes, line, extents, words, packet, offset, _ = unpack_one(message)
         pointer, capacity, stream = received
-        if secret != self._secret or extents != 1 or nbytes > capacity or not is_for_kernels(nbytes):
+        if secret != self._secret or extents != 1 or nbytes > capacity or nbytes > description.KERNEL_NBYTES:
             return False
         counts, block = self._opened.get(words), self._opened.get(packet)
         if counts is None or block is None or offset + nbytes > block.nbytes or line > DONE - LINE_NBYTES:
@@ -199,7 +200,7 @@ class Rendezvous:
         self, stream: int, pointer: int, place: int, nbytes: int, ready: int, count: int, number: int, source: int
     ) -> None:
         """Enqueue the kernel that copies a message from its ``place``."""
-        step, blocks = self._step, blocks_of_message(nbytes)
+        step, blocks = self._step, 1 if nbytes < BLOCK_NBYTES else blocks_of_message(nbytes)
         if blocks > _MOST_WAITING_BLOCKS:
             step(stream, awaited=ready, count=count, number=number, peer=source)
         # `done` pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.

@@ -162,7 +162,8 @@ class CudaBackend:
 
     def eager_stream(self, stream: Any, array: Any) -> int | None:
         """Return the address of a ``stream=`` argument; None where it captures a graph. Raises as `check` does."""
-        self.check()
+        if self._faults is None or self._faults.error is not None or self._faults.record.state:
+            self.check()
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
         if stream is None and type(array) is cupy.ndarray and runtime.getDevice() == self._ordinal:
             current: int = get_current_stream(self._ordinal).ptr

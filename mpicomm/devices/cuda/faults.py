@@ -62,10 +62,12 @@ class FaultPage:
             call(driver.cuStreamSynchronize, stream)
             on_failure.pop_all()
         self._address = address
-        self._record: Any = FaultRecord.from_address(address)
+        self.record: Any = FaultRecord.from_address(address)
+        """The record as the host reads it; None after `close`."""
         self._calls: Sequence[str] | None = None
-        self._error: CollectiveTimeoutError | PeerError | None = None
-        self._record.failed = self._failed
+        self.error: CollectiveTimeoutError | PeerError | None = None
+        """The error of `fail`."""
+        self.record.failed = self._failed
         self.faults = Faults(pointer, self._failed)
 
     def check(self, calls: Calls | None = None) -> None:
@@ -73,15 +75,15 @@ class FaultPage:
 
         Local; does not wait for the device. ``calls`` gives the text of a `PeerError`.
         """
-        if self._error is not None:
-            raise _without_traceback(self._error)
+        if self.error is not None:
+            raise _without_traceback(self.error)
         # A record without its last field does not count yet: its kernel still runs, and the next check sees it.
-        if self._record is None or self._record.state != _WRITTEN:
+        if self.record is None or self.record.state != _WRITTEN:
             return
         # An acquire: pairs with the store_release of `state` in report_fault. It orders the loads of the fields behind
         # the load of the state that publishes them.
         fence()
-        record = self._record
+        record = self.record
         where = f"number {record.sequence} from rank {record.peer}"
         if self._calls is None:  # once, because it may wait for other ranks to say what they call
             self._calls = calls() if calls and record.operation in (EXCHANGE, MISMATCH) else ()
@@ -97,7 +99,7 @@ class FaultPage:
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Let every check raise an error of the same class and text, which no kernel has reported; local."""
-        self._error = _without_traceback(error)
+        self.error = _without_traceback(error)
 
     def memory_use(self) -> MemoryUse:
         """Return the memory of the page and of the word."""
@@ -105,8 +107,8 @@ class FaultPage:
 
     def close(self) -> None:
         """Free the page; no kernel that has its address may run. A second call does nothing."""
-        if self._record is not None:
-            self._record = None
+        if self.record is not None:
+            self.record = None
             with contextlib.suppress(DriverShutDownError), self._context.current():
                 call(driver.cuMemFree, self._failed)
                 call(driver.cuMemFreeHost, self._address)

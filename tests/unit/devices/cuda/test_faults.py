@@ -24,4 +24,4 @@ def test_an_error_is_raised_by_every_check_and_keeps_no_frames(
         assert info.value.ranks == (2,)
         caught.append(info.value)
     assert caught[0] is not caught[1]
-    assert page._error is not None and page._error.__traceback__ is None
+    assert page.error is not None and page.error.__traceback__ is None
