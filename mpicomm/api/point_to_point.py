@@ -38,20 +38,20 @@ _ALGORITHMS = ("auto", "one_shot", "copy_engine")
 class PointToPoint(MPI.Intracomm):
     """mpi4py's point-to-point calls on arrays of the host or of a GPU, in any mixture. Local, as in MPI.
 
-    MPI matches all messages, by source and tag. Up to 32 KiB of a device array are eager: the data goes through pinned
-    host memory and MPI. A longer message is a rendezvous: MPI carries a description of it, the sender's GPU copies the
-    data into its outbox, and the receiver's GPU copies it from there, piece by piece. Long messages are eager, too, if
-    they go to another node, if the ranks do not open memory by IPC handles, and if the outbox is full: it takes 1/64 of
-    the GPU's memory at most, and a message leaves it when it is received.
+    MPI matches all messages, by source and tag. Between GPUs of one node a message of a device array is described: MPI
+    carries a description of it, the sender's GPU copies the data into its outbox, and the receiver's GPU copies it from
+    there. Kernels pack and unpack derived datatypes. Messages are eager, which means that the data goes through pinned
+    host memory and MPI, if they go to another node, if the ranks do not open memory by IPC handles, if only MPI knows
+    the datatype, and if the outbox is full: it takes 1/64 of the GPU's memory at most, and a message leaves it when it
+    is received.
 
     ``stream`` orders the copies of device arrays, as for collectives. Without it each buffer has the current stream of
     the library that it comes from.
 
-    `Send`, `Bsend` and `Rsend` return when MPI has taken the message. Of a long message that is the description, so
-    they seldom wait for the receiver. `Ssend` returns when the message is matched. After a send, later work of the
-    stream may overwrite the array. `Recv` and `Sendrecv` return when a message is matched: then the data is there for
-    later work of the stream, and in a host array at once. A request is complete when the host and all streams may use
-    the array.
+    `Send`, `Bsend` and `Rsend` return when MPI has taken the message, or its description, so they seldom wait for the
+    receiver. `Ssend` returns when the message is matched. After a send, later work of the stream may overwrite the
+    array. `Recv` and `Sendrecv` return when a message is matched: then the data is there for later work of the stream,
+    and in a host array at once. A request is complete when the host and all streams may use the array.
 
     With ``algorithm="one_shot"`` kernels match the messages of `Send`, `Recv` and `Sendrecv`, in stream order, without
     MPI: those from one rank to another by their order in the streams of the two ranks. Device arrays in a stream that
@@ -68,8 +68,8 @@ class PointToPoint(MPI.Intracomm):
     request, else in the next call, or ``check()``. Before the match MPI waits. Where two ranks name different lengths
     or tags to kernels, the next call, or ``check()``, raises `PeerError`.
 
-    On a communicator of GPUs a description may arrive in a host array, too. So there `Irecv` into an array of more than
-    about a KiB returns a generalized request.
+    On a communicator of GPUs a description may arrive in a host array, too. So there `Irecv` into a host array returns
+    a generalized request.
     """
 
     _messages: Messages

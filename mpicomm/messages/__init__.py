@@ -1,10 +1,11 @@
 """Messages: the point-to-point calls of a communicator on GPU arrays, in any mixture with host arrays.
 
-MPI matches every message by source and tag. How the data travels depends on its length:
+MPI matches every message by source and tag. How the data travels depends on the ranks:
 
-- *Eager*: a short message of a GPU array is copied into pinned host memory, and MPI carries the data.
-- *Rendezvous*: the sender copies a long message into its *outbox*, memory of its GPU that peers open, and MPI carries
-  only a *description* of where the data lies. The receiver's GPU copies the data out of the outbox, piece by piece.
+- *Described*: between GPUs of one node the sender copies the message into its *outbox*, memory of its GPU that peers
+  open, and MPI carries only a *description* of where the data lies. The receiver's GPU copies the data out of the
+  outbox.
+- *Eager*: every other message of a GPU array is copied into pinned host memory, and MPI carries the data.
 
 A receiver learns which of the two it meets when MPI has received. So MPI never gets a GPU array: it receives into host
 memory that stands for the array, and a receive into a host array, too, has to look for a description.
@@ -13,6 +14,7 @@ memory that stands for the array, and a receive into a host array, too, has to l
 - `send_buffer`, `receive_buffer`, `pending`: the host memory that MPI gets for a buffer, and calls in flight.
 - `description`, `outbox`, `rendezvous`, `memory`: the rendezvous, from the copy into the outbox to its teardown.
 - `incoming`, `matched`, `unexpected`, `self_messages`: messages that a probe has matched before they are received.
+- `fast_path`, `plain_array`: blocking calls on known arrays, with few calls of Python.
 - `in_stream_order`: messages that kernels match, without MPI and the host.
 - `device`: the operations of a GPU that messages need.
 """

@@ -17,7 +17,7 @@ from mpicomm.devices.handle import PACKET_NBYTES
 from mpicomm.errors import HandleError
 from mpicomm.kernels.message import blocks_of_message
 
-KERNEL_NBYTES = 4 << 20
+KERNEL_NBYTES = 16 << 20
 """The longest message that kernels copy, in one extent. Copy engines take longer to start, and carry more a second."""
 MOST_EXTENTS = 8
 MOST_PIECES = 4

@@ -25,8 +25,7 @@ received the message, for `Messages.finish`."""
 
 _recv, _sendrecv = MPI.Intracomm.Recv, MPI.Intracomm.Sendrecv
 _byte, _packed = MPI.BYTE, MPI.PACKED
-_empty, _uint8 = np.empty, np.uint8
-_SPARE_NBYTES = 64 << 10
+_LEAST_SPARE_NBYTES = 64 << 10
 
 
 class FastPath:
@@ -39,7 +38,9 @@ class FastPath:
         self._near = near
         self._memory = memory
         self._unexpected = unexpected
-        self._spare: list[Any] = []  # staging memory of _SPARE_NBYTES; as many as threads receive at once
+        # Staging memory that holds nothing any more: as many arrays as threads receive at once. The system provides no
+        # pages for the parts that no message has filled.
+        self._spare: list[Any] = []
 
     def send(self, send: Callable[..., Any], buf: Any, dest: int, tag: int, stream: Any) -> bool:
         """Send ``buf`` with ``send``, which blocks until MPI has taken the message. Return whether that was done."""
@@ -100,13 +101,13 @@ class FastPath:
     def _staging(self, nbytes: int) -> list[Any]:
         """Return memory for a description, or for data that fills an array, as MPI takes it."""
         room = nbytes if nbytes > DESCRIPTION_NBYTES else DESCRIPTION_NBYTES
-        spare = self._spare
-        memory = spare.pop() if room <= _SPARE_NBYTES and spare else _empty(max(room, _SPARE_NBYTES), _uint8)
+        memory = self._spare.pop() if self._spare else None
+        if memory is None or memory.size < room:
+            memory = np.empty(max(room, _LEAST_SPARE_NBYTES), np.uint8)
         return [memory, room, _packed]
 
     def _arrived(self, rendezvous: Rendezvous, received: PlainArray, message: Any, status: MPI.Status) -> Arrived:
         if status.Get_count(_byte) != DESCRIPTION_NBYTES or not rendezvous.receive_again(message, received, status):
             return message
-        if message.size == _SPARE_NBYTES:
-            self._spare.append(message)
+        self._spare.append(message)
         return True

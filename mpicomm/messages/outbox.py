@@ -39,6 +39,7 @@ DONE = MOST_IN_FLIGHT * LINE_NBYTES
 """The distance from a message's `ready` words to its `done` words. All `done` words lie together, because the host
 reads them with one copy."""
 _GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that few small holes are left
+_FEW_PLACES = 4
 _FEW = 64  # messages in flight: a look at the counts for fewer would cost each message too much
 
 
@@ -112,7 +113,9 @@ class Outbox:
         self._counts = [0] * MOST_IN_FLIGHT
         self._in_flight: list[Place] = []
         self._idle: defaultdict[int, list[Place]] = defaultdict(list)  # by the bytes of their range
+        self._in_flight_nbytes = 0
         self._look_from = _FEW  # as many messages in flight are worth a look at the counts
+        self._look_from_nbytes = FIRST_BLOCK_NBYTES // 2  # and so are messages of as many bytes
         self._done: npt.NDArray[np.uint8] | None = None  # the copy of the `done` words
         self._copied: Callable[[], bool] | None = None  # whether the copy that was begun is over
         self._number = 0
@@ -128,13 +131,11 @@ class Outbox:
                 raise self._too_small_for(room)
             if self._words is None:
                 self._set_up_words()
-            if len(self._in_flight) >= self._look_from:
-                self._look()
+            self._look_if_many()
             place = self._idle_place(room) or self._new_place(room, whole=whole or is_for_kernels(nbytes))
             described = self._described(place, nbytes)
-            self._counts[place.line] = place.last = described.last
             place.nbytes, place.words = 0, described.num_words  # 0: its packed description is of another message
-            self._in_flight.append(place)
+            self._begin(place, described.last)
             return described
 
     def take_idle(self, nbytes: int, secret: bytes) -> Place | None:
@@ -143,8 +144,7 @@ class Outbox:
         It does what `reserve` does, in a fifth of the time.
         """
         with self._lock:
-            if len(self._in_flight) >= self._look_from:
-                self._look()
+            self._look_if_many()
             idle = self._idle.get(-(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES)
             if not idle:
                 return None
@@ -153,9 +153,8 @@ class Outbox:
                 self._prepare(place, nbytes, secret)
             self._number = number = self._number + 1
             first = place.last
-            self._counts[place.line] = place.last = first + 1
             vary(place.message[0], VARYING, number, first)
-            self._in_flight.append(place)
+            self._begin(place, first + 1)
             return place
 
     def find(self, packet: bytes) -> Segment | None:
@@ -200,6 +199,11 @@ class Outbox:
         # Packed: this type matches every type that the receiver names.
         place.message = [bytearray(described.pack(secret)), DESCRIPTION_NBYTES, MPI.PACKED]
 
+    def _begin(self, place: Place, last: int) -> None:
+        self._counts[place.line] = place.last = last
+        self._in_flight.append(place)
+        self._in_flight_nbytes += place.end - place.begin
+
     def _set_up_words(self) -> None:
         self._words = self._allocate(2 * DONE, 0)
         # Before any description names the block: a count that is not 0 would let a receiver through.
@@ -208,6 +212,8 @@ class Outbox:
 
     def _new_place(self, room: int, *, whole: bool) -> Place:
         begin = self._take(room, whole=whole)
+        if begin is None and self._total_nbytes + room <= min(_FEW_PLACES * room, self._most_nbytes):
+            begin = self._grow(room, whole=whole)  # a wait for so few places would be a wait for most messages
         if begin is None or not self._lines:
             self._reclaim()
             found = self._idle_place(room)
@@ -253,7 +259,7 @@ class Outbox:
 
     def _grow(self, room: int, *, whole: bool) -> int:
         """Allocate the bytes that are missing behind the last block; at least double the outbox: so blocks are few."""
-        total = self._blocks[-1].end if self._blocks else 0
+        total = self._total_nbytes
         touches = not whole and self._free and self._free[-1][1] == total
         tail = total - self._free[-1][0] if touches else 0
         wanted = max(room - tail, total, FIRST_BLOCK_NBYTES)
@@ -290,8 +296,10 @@ class Outbox:
             Extent(block.packet, start - block.begin, stop - start) for block, start, stop in parts if start < stop
         )
 
-    def _look(self) -> None:
+    def _look_if_many(self) -> None:
         """Begin a copy of the `done` words, or use the one that was begun if it is over. It does not wait."""
+        if len(self._in_flight) < self._look_from and self._in_flight_nbytes < self._look_from_nbytes:
+            return
         if self._copied is None:
             self._begin_copy()
         elif self._copied():
@@ -337,8 +345,14 @@ class Outbox:
             else:
                 self._give_up(place)
         self._in_flight = left
+        self._in_flight_nbytes = sum(place.end - place.begin for place in left)
         # So the looks together cost each message a bounded time, however many messages stay in flight.
         self._look_from = max(_FEW, 2 * len(left))
+        self._look_from_nbytes = max(self._total_nbytes // 2, 2 * self._in_flight_nbytes)
+
+    @property
+    def _total_nbytes(self) -> int:
+        return self._blocks[-1].end if self._blocks else 0
 
     def _give_up_idle(self) -> None:
         for places in self._idle.values():

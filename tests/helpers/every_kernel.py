@@ -144,9 +144,9 @@ def signals(comm: mpicomm.Communicator) -> None:
 
 
 def messages(comm: mpicomm.Communicator) -> None:
-    """Send around the ring, in pieces."""
+    """Send around the ring: by one block, by several, and by copy engines."""
     following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    for count in (9001, 5_000_001):
+    for count in (2, 9001, 300_001, 5_000_001):
         sent, received = cupy.full(count, comm.rank, np.int32), cupy.zeros(count, np.int32)
         comm.Sendrecv(sent, following, 0, received, previous, 0)
         assert (received.get() == previous).all()
@@ -156,6 +156,25 @@ def messages(comm: mpicomm.Communicator) -> None:
         time.sleep(0.001)  # the thread that completes requests looks too
         request.Wait()
         assert (received.get() == 10 + previous).all()
+
+
+def datatypes(comm: mpicomm.Communicator) -> None:
+    """Send columns around the ring, and exchange them with both neighbours in a grid that is a ring."""
+    following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    for rows in (3, 5000):
+        columns = MPI.INT32_T.Create_vector(rows, 3, 8).Commit()
+        sent, received = cupy.full((rows, 8), comm.rank, np.int32), cupy.full((rows, 8), -1, np.int32)
+        comm.Sendrecv([sent, 1, columns], following, 0, [received, 1, columns], previous)
+        expected = np.full((rows, 8), -1, np.int32)
+        expected[:, :3] = previous
+        check([(received, expected)])
+        ring = comm.Create_cart([comm.size], [True])
+        places, types = ([1, 1], [0, 16]), [columns, columns]
+        ring.Neighbor_alltoallw([sent, places, types], [received, places, types])
+        expected[:, 4:7] = following
+        check([(received, expected)])
+        ring.Free()
+        columns.Free()
 
 
 def large_messages() -> None:
@@ -258,6 +277,7 @@ def main() -> None:
         symmetric(comm)
         signals(comm)
         messages(comm)
+        datatypes(comm)
         in_stream_order(comm)
         collect_on_a_bare_thread(comm)
         comm.check()
