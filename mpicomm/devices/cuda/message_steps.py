@@ -13,7 +13,6 @@ from mpicomm.kernels.message import MESSAGE_KERNEL, MESSAGE_STEP, MESSAGE_THREAD
 from mpicomm.kernels.team import LANES, Faults
 
 _pack_into = MESSAGE_STEP.pack_into
-_get_device = runtime.getDevice
 
 
 class _Parameters(threading.local):
@@ -54,7 +53,7 @@ class MessageSteps:
         _pack_into(parameters.step, 0, target, source, nbytes, awaited, stored, count, number, *self._limits, peer, 0)
         threads = MESSAGE_THREADS if nbytes else LANES
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
-        if _get_device() == self._ordinal:
+        if runtime.getDevice() == self._ordinal:
             self._launch_at(stream, parameters.address, blocks, threads)
         else:
             with self._context.current():
