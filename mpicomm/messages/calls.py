@@ -23,6 +23,7 @@ from mpicomm.messages.send_buffer import SendBuffer, by_rendezvous, eager, eager
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of, is_host_view
 from mpicomm.mpi.host_copies import announce
 from mpicomm.mpi.location import parse_on_device
@@ -268,6 +269,8 @@ class Messages:
         return Endpoint(operation, host_calls.for_mpi(operand), operand, self._device(operation))
 
     def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
+        if not self.described:
+            require_host_addresses(buf, operand.name)  # MPI would get them
         device = self._device(operation)
         resolved = device.stream(stream, array_of(buf))
         blocks = operand.by_address and stream is None
@@ -283,8 +286,10 @@ class Messages:
         device, operand = sent.device, sent.operand
         if stream is None or device is None or operand is None:
             return SendBuffer(sent.spec)
+        if dest < 0:  # MPI.PROC_NULL, or no rank, for which MPI raises
+            return SendBuffer([_NOTHING, 0, MPI.BYTE])
         nbytes = operand.packed_nbytes
-        if nbytes and dest >= 0:  # not MPI.PROC_NULL
+        if nbytes:
             if dest not in self._near:
                 announce("Send", "the ranks are on several nodes")
             elif not self.described:

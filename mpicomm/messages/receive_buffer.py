@@ -16,11 +16,14 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.errors import HandleError
 from mpicomm.messages.description import DESCRIPTION_NBYTES, Description
 from mpicomm.messages.endpoint import Endpoint
+from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.self_messages import unpack
 from mpicomm.mpi.buffers import read
+from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.host_copies import through_host
 
 
@@ -149,21 +152,15 @@ class StagedHostReceive(StagedReceive):
 
 
 class DerivedReceive(StagedReceive):
-    """A receive of elements of a derived datatype, into memory of the host or of a device.
+    """A receive of elements of a derived datatype.
 
-    A kernel unpacks a described message that fills all elements of a device array. Every other message comes into the
-    staging memory, packed, and MPI puts its elements where the datatype says.
+    The message comes into the staging memory, packed, and MPI puts its elements where the datatype says.
     """
 
-    def _deliver_eager(self, nbytes: int) -> Delivery:
-        return Delivery(lambda stream: self._unpack(nbytes, stream), blocks=True)
+    def _deliver_eager(self, nbytes: int) -> Delivery | None:
+        return Delivery(lambda stream: self._unpack(nbytes, stream), blocks=True) if nbytes else None
 
     def _deliver_described(self, described: Description, source: int) -> Delivery:
-        derived = self._operand.derived
-        if derived is not None and len(described.extents) == 1 and described.nbytes == self._operand.packed_nbytes:
-            (elements,) = derived
-            return Delivery(lambda stream: self._rendezvous.unpack(described, elements, source, stream))
-
         def pull_and_unpack(stream: int) -> None:
             self._pull(described, self.pointer, source, stream)
             self._unpack(described.nbytes, stream)
@@ -175,6 +172,47 @@ class DerivedReceive(StagedReceive):
         through_host(self.device, stream, lambda spec: unpack(packed, spec), [(operand.spec, True, operand.name)])
 
 
+class DerivedDeviceReceive(DerivedReceive):
+    """A receive of elements of a derived datatype into device memory, which kernels unpack.
+
+    Where the outbox has no room for a message that needs it, MPI unpacks a host copy of the array.
+    """
+
+    def __init__(self, endpoint: Endpoint, elements: Elements, rendezvous: Rendezvous) -> None:
+        super().__init__(endpoint, elements.layout.nbytes, rendezvous)
+        self._elements = elements
+
+    def _deliver_eager(self, nbytes: int) -> Delivery | None:
+        def copy(place: int, stream: int) -> None:
+            self.device.copy(place, self.pointer, nbytes, stream)
+
+        def unpack_part(stream: int) -> None:
+            try:
+                self._rendezvous.unpack_part(nbytes, lambda place: copy(place, stream), self._elements, stream)
+            except (OutboxFullError, HandleError):
+                self._unpack(nbytes, stream)
+            self.device.synchronize(stream)  # because the staging memory goes with this object
+
+        return Delivery(unpack_part, blocks=True) if nbytes else None
+
+    def _deliver_described(self, described: Description, source: int) -> Delivery:
+        nbytes, elements = described.nbytes, self._elements
+        if len(described.extents) == 1 and nbytes == elements.layout.nbytes:
+            return Delivery(lambda stream: self._rendezvous.unpack(described, elements, source, stream))
+        by_host = super()._deliver_described(described, source)
+
+        def unpack_part(stream: int) -> None:
+            def fill(place: int) -> None:
+                self._rendezvous.pull(described, place, source, stream)
+
+            try:
+                self._rendezvous.unpack_part(nbytes, fill, elements, stream)
+            except OutboxFullError:
+                by_host.enqueue(stream)
+
+        return Delivery(unpack_part, blocks=True)
+
+
 def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool = False) -> ReceiveBuffer:
     """Return the receive buffer of an endpoint. With ``replace`` the same call sends the content of the buffer."""
     operand = endpoint.operand
@@ -182,6 +220,8 @@ def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool 
         return HostReceive(endpoint, 0, rendezvous)
     if operand.dtype is not None:
         capacity = operand.nbytes
+    elif operand.derived is not None and operand.packed_nbytes and rendezvous.describes:
+        return DerivedDeviceReceive(endpoint, operand.derived[0], rendezvous)
     elif operand.mpi_type is not None and operand.mpi_type != MPI.BYTE:
         return DerivedReceive(endpoint, operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF), rendezvous)
     else:  # a host array whose element type MPI may know, and NumPy does not; MPI.BYTE stands for it in a specification

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
@@ -162,6 +163,22 @@ class Rendezvous:
         self._await(described, ready, described.last, source, stream)
         self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)
         self._step(stream, words, stored=ready + DONE, count=described.last)
+
+    def unpack_part(self, nbytes: int, fill: Callable[[int], None], elements: Elements, stream: int) -> None:
+        """Unpack the first ``nbytes`` bytes of ``elements``, which ``fill`` enqueues a copy of to an address.
+
+        They go through a place of this rank's outbox. Raises as `send` does.
+        """
+        layout = elements.layout
+        described = self._outbox.reserve(layout.nbytes, whole=True)
+        place, ready = self._whole(described, self._rank), self._line(described, self._rank)
+        try:
+            if nbytes < layout.nbytes:  # the other elements keep their values, because a kernel unpacks all
+                self.device.pack(table_for(layout), elements.address, place, stream, unpacks=False)
+            fill(place)
+            self.device.pack(table_for(layout), elements.address, place, stream, unpacks=True)
+        finally:
+            self._step(stream, described.num_words, stored=ready + DONE, count=described.last)
 
     def drop(self, described: Description, source: int, stream: int) -> None:
         """Release the place of a message that no rank copies, after all of it is in the outbox.

@@ -18,9 +18,9 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.bottom import require_host_addresses
+from mpicomm.mpi.bottom import device_addressed
 from mpicomm.mpi.buffers import BufferRefusedError, Memory, no_buffer, read
-from mpicomm.mpi.derived import Elements, elements_at, require_types
+from mpicomm.mpi.derived import Elements, Room, elements_at, require_types
 from mpicomm.mpi.span import Span
 
 
@@ -118,6 +118,8 @@ def parse(
     buffer, count, displ, datatype = _items(spec, name)
     if isinstance(count, (list, tuple)) and len(spec) < 4:
         count, displ = _pair(count, name)
+    if buffer is MPI.BOTTOM:
+        memory = _memory_of_bottom(spec)
     element = _Element(buffer, datatype, writable, name, memory)
     start = 0 if displ is None else _index(displ, "displacement", name)
     entries = (element.entries if count is None else element.room) - start
@@ -151,7 +153,8 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str, peer: str =
     buffer, counts, displs, datatype = _items(spec, name) if is_list else (spec, None, None, None)
     if isinstance(counts, tuple) and len(spec) < 4:  # a list means counts, as in mpi4py
         counts, displs = _pair(counts, name)
-    element = _Element(buffer, datatype, writable, name)
+    memory = _memory_of_bottom(spec) if buffer is MPI.BOTTOM else None
+    element = _Element(buffer, datatype, writable, name, memory)
     if counts is None:
         element.require_whole_elements(name)
         share, more = divmod(element.entries, max(size, 1))
@@ -189,22 +192,33 @@ def parse_typed(spec: Any, *, size: int, writable: bool, name: str, peer: str = 
         counts = displs = None
     elif len(spec) == 3:
         counts, displs = _pair(counts, name)
-    memory = Memory(0, 0, None, False, None, None)
+    memory = _memory_of_bottom(spec)
     if buffer is not MPI.BOTTOM and buffer is not None:
         memory = read(buffer, writable, name)
     if not memory.on_device:
         return Operand(name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec)
     each = (1,) * size if counts is None else _indices(counts, size, "counts", name, peer)
     places = (0,) * size if displs is None else _indices(displs, size, "displacements", name, peer)
-    room = memory.nbytes if memory.room is None else memory.room
+    room = _room_of(memory, name, bottom=buffer is MPI.BOTTOM)
     found: list[Elements] | None = []
     for datatype, count, place in zip(require_types(datatypes, each, name, peer), each, places, strict=True):
-        block = elements_at(datatype, memory.pointer, room, [(place, count)], name)
+        block = elements_at(datatype, room, [(place, count)])
         found = None if block is None or found is None else [*found, *block]
     return Operand(
         name, memory.pointer, None, sum(each), sum(each), each, places, True, memory.device, memory.owner, None, spec,
         memory.by_address, None if found is None else tuple(found),
     )  # fmt: skip
+
+
+def _memory_of_bottom(spec: Any) -> Memory:
+    """Return the memory of an argument with MPI.BOTTOM, in which the addresses are those of a GPU or of the host."""
+    device = device_addressed(spec)
+    return Memory(0, 0, None, device is not None, device, None, by_address=device is not None)
+
+
+def _room_of(memory: Memory, name: str, *, bottom: bool) -> Room:
+    nbytes = memory.nbytes if memory.room is None else memory.room
+    return Room(name, memory.pointer, nbytes, memory.device if bottom else None)
 
 
 def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
@@ -288,7 +302,7 @@ class _Element:
         if self.bottom or self.absent:
             if datatype is None:
                 raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
-            self.memory = Memory(0, 0, None, False, None, None)
+            self.memory = memory or Memory(0, 0, None, False, None, None)
         else:
             self.memory = memory or read(buffer, writable, name)
         self.mpi_type: MPI.Datatype | None = None
@@ -359,8 +373,7 @@ class _Element:
         if dtype is None and memory.on_device and self.mpi_type is not None:
             blocks = [(start, total)] if counts is None or displs is None else list(zip(displs, counts, strict=True))
             places = [(place * self.extent, n) for place, n in blocks]
-            room = memory.nbytes if memory.room is None else memory.room
-            derived = elements_at(self.mpi_type, memory.pointer, room, places, name)
+            derived = elements_at(self.mpi_type, _room_of(memory, name, bottom=self.bottom), places)
         return Operand(
             name, pointer, dtype, count, total, counts, displs, memory.on_device, memory.device,
             memory.owner, self.mpi_type, _for_mpi(spec, memory), memory.by_address, derived,
@@ -369,7 +382,6 @@ class _Element:
 
 def _items(spec: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any, Any, Any]:
     """Return the buffer, counts, displacements and datatype of a specification, None for each that is missing."""
-    require_host_addresses(spec, name)
     if len(spec) == 2:
         buffer, second = spec
         if isinstance(second, (MPI.Datatype, str)):

@@ -1,4 +1,4 @@
-"""MPI.BOTTOM: addresses are in the arguments beside it. MPI would crash at one of device memory."""
+"""MPI.BOTTOM: addresses are in the arguments beside it. MPI would crash at an address of device memory."""
 
 from __future__ import annotations
 
@@ -12,17 +12,56 @@ from mpicomm.devices import where
 from mpicomm.errors import InvalidUsageError
 
 
+def device_addressed(spec: Any) -> int | None:
+    """Return the ordinal of a GPU in whose memory the argument ``spec``, MPI.BOTTOM, names an address. Local.
+
+    Return None where it names addresses of the host alone, and for every other argument.
+    """
+    found = _first_on_device(spec)
+    return None if found is None else found[1]
+
+
 def require_host_addresses(spec: Any, name: str) -> None:
     """Raise `InvalidUsageError` if the argument ``name`` is MPI.BOTTOM with addresses of device memory. Local."""
+    found = _first_on_device(spec)
+    if found is not None:
+        address, device = found
+        raise InvalidUsageError(
+            f"{name}: MPI.BOTTOM beside address {address:#x}, which lies on GPU {device}, and only MPI can carry this "
+            "call out, which cannot access it: pass the array itself, and displacements from its start"
+        )
+
+
+def require_device_addresses(address: int, nbytes: int, device: int, name: str) -> None:
+    """Raise `InvalidUsageError` unless ``nbytes`` bytes from ``address`` on are memory of that GPU. Local."""
+    place = where.place_of(address)
+    if place is None or place.managed or place.device != device:
+        lies = "in host memory" if place is None or place.managed else f"on GPU {place.device}"
+        raise InvalidUsageError(
+            f"{name}: MPI.BOTTOM beside address {address:#x}, which lies {lies}, and another address on GPU {device}: "
+            "let all addresses lie in memory of one kind"
+        )
+    if nbytes > place.nbytes:
+        raise InvalidUsageError(
+            f"{name}: MPI.BOTTOM: {nbytes} bytes at address {address:#x} on GPU {device} go beyond their allocation, "
+            f"which ends {place.nbytes} bytes behind the address: pass other counts or datatypes"
+        )
+
+
+def lies_together(address: int, nbytes: int) -> bool:
+    """Return whether ``nbytes`` bytes from ``address`` on lie in one allocation of a GPU. Local."""
+    place = where.place_of(address)
+    return place is not None and nbytes <= place.nbytes
+
+
+def _first_on_device(spec: Any) -> tuple[int, int] | None:
     if not isinstance(spec, (list, tuple)) or not spec or spec[0] is not MPI.BOTTOM or not where.has_driver():
-        return
+        return None
     for address in _addresses(list(_flat(spec[1:]))):
         device = where.lies_on_device(address)
         if device is not None:
-            raise InvalidUsageError(
-                f"{name}: MPI.BOTTOM beside address {address:#x}, which lies on GPU {device}: MPI cannot access it: "
-                "pass the array itself, and displacements from its start"
-            )
+            return address, device
+    return None
 
 
 def _addresses(items: list[Any]) -> Iterator[int]:

@@ -9,8 +9,9 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.bottom import lies_together, require_device_addresses
 from mpicomm.mpi.committed import is_committed
-from mpicomm.mpi.layout import Layout, known_of
+from mpicomm.mpi.layout import Layout, Region, ends_of, known_of
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,46 @@ class Elements:
     layout: Layout
 
 
-def elements_at(
-    datatype: MPI.Datatype, pointer: int, nbytes: int, blocks: Sequence[tuple[int, int]], name: str
-) -> tuple[Elements, ...] | None:
+@dataclass(frozen=True)
+class Room:
+    """The memory of the argument ``name`` in which elements must lie."""
+
+    name: str
+    pointer: int
+    nbytes: int
+    device: int | None = None
+    """The GPU for MPI.BOTTOM, whose elements lie at any addresses of that GPU; else None."""
+
+    def require(self, address: int, count: int, block: Layout) -> None:
+        """Raise `InvalidUsageError` where ``count`` elements at ``address``, laid out as ``block``, leave the room."""
+        if self.device is not None:
+            for region in block.regions:
+                self._require_on_device(address, region, self.device)
+            return
+        begin, end = (address - self.pointer + each for each in (block.begin, block.end))
+        if block.regions and (begin < 0 or end > self.nbytes):
+            raise InvalidUsageError(
+                f"{self.name}: {count} elements of the datatype reach from byte {begin} to byte {end} of a buffer of "
+                f"{self.nbytes} bytes: pass a larger buffer or another count"
+            )
+
+    def _require_on_device(self, address: int, region: Region, device: int) -> None:
+        begin, end = ends_of(region)
+        if region.loops and not lies_together(address + begin, end - begin):
+            (count, stride), *inner = region.loops  # the runs of one loop may lie in several allocations
+            for number in range(count):
+                part = Region(region.offset + number * stride, tuple(inner), region.run_nbytes)
+                self._require_on_device(address, part, device)
+            return
+        require_device_addresses(address + begin, end - begin, device, self.name)
+
+
+def elements_at(datatype: MPI.Datatype, room: Room, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...] | None:
     """Return the elements of each block, which is a displacement in bytes and a count; None for an uncovered type.
 
-    They lie in the ``nbytes`` bytes at ``pointer``, which are the argument ``name``. Local. Raises `InvalidUsageError`
-    for a datatype that is not committed, and for elements that leave the buffer.
+    Local. Raises `InvalidUsageError` for a datatype that is not committed, and for elements that leave the room.
     """
+    name = room.name
     known = known_of(datatype)
     known.committed = known.committed or is_committed(datatype)
     if not known.committed:
@@ -37,17 +70,12 @@ def elements_at(
     layout = known.layout
     if layout is None:
         return None
-    return tuple(_elements(layout, pointer, nbytes, displ, count, name) for displ, count in blocks)
-
-
-def _elements(layout: Layout, pointer: int, nbytes: int, displ: int, count: int, name: str) -> Elements:
-    block = layout.repeated(count)
-    if block.regions and (displ + block.begin < 0 or displ + block.end > nbytes):
-        raise InvalidUsageError(
-            f"{name}: {count} elements of the datatype reach from byte {displ + block.begin} to byte "
-            f"{displ + block.end} of a buffer of {nbytes} bytes: pass a larger buffer or another count"
-        )
-    return Elements(pointer + displ, block)
+    found = []
+    for displ, count in blocks:
+        block = layout.repeated(count)
+        room.require(room.pointer + displ, count, block)
+        found.append(Elements(room.pointer + displ, block))
+    return tuple(found)
 
 
 def require_types(types: Any, counts: Sequence[int], name: str, peer: str) -> list[MPI.Datatype]:

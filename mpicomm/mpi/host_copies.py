@@ -16,6 +16,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import parse, with_buffer
+from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import Memory, array_of, read
 
 _named: set[str] = set()
@@ -62,7 +63,10 @@ class HostCopies:
         The copy is stream-ordered: it holds the data after `ready`.
         """
         array = array_of(spec)
-        if array is None or array is MPI.IN_PLACE or array is MPI.BOTTOM:
+        if array is None or array is MPI.IN_PLACE:
+            return spec
+        if array is MPI.BOTTOM:
+            require_host_addresses(spec, name)
             return spec
         if not read(array, writable, name).on_device:
             return spec

@@ -54,12 +54,12 @@ class Layout:
     @cached_property
     def begin(self) -> int:
         """The first byte that the element touches, from the address of the buffer on; 0 without bytes."""
-        return min((_ends(region)[0] for region in self.regions), default=0)
+        return min((ends_of(region)[0] for region in self.regions), default=0)
 
     @cached_property
     def end(self) -> int:
         """The byte behind the last one that the element touches; 0 without bytes."""
-        return max((_ends(region)[1] for region in self.regions), default=0)
+        return max((ends_of(region)[1] for region in self.regions), default=0)
 
     def repeated(self, count: int) -> Layout:
         """Return the layout of ``count`` elements that follow each other."""
@@ -159,7 +159,8 @@ def _decoded(datatype: MPI.Datatype) -> Layout | None:
 Regions = tuple[Region, ...]
 
 
-def _ends(region: Region) -> tuple[int, int]:
+def ends_of(region: Region) -> tuple[int, int]:
+    """Return the first byte that a region touches and the byte behind the last, from the address of the buffer on."""
     reaches = [(count - 1) * stride for count, stride in region.loops]
     first = region.offset + sum(reach for reach in reaches if reach < 0)
     return first, region.offset + sum(reach for reach in reaches if reach > 0) + region.run_nbytes

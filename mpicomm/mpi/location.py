@@ -9,7 +9,7 @@ from numpy import ndarray
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
-from mpicomm.mpi.bottom import require_host_addresses
+from mpicomm.mpi.bottom import device_addressed
 from mpicomm.mpi.buffers import array_of, is_host_export, is_host_view, read
 
 _bottom = MPI.BOTTOM
@@ -19,6 +19,8 @@ _in_place = MPI.IN_PLACE
 def is_on_device(spec: Any) -> bool:
     """Return whether a buffer argument, an array or a specification with one, is a device array. Local."""
     array = array_of(spec)
+    if array is _bottom:
+        return device_addressed(spec) is not None
     return not _is_plainly_host(array) and read(array, False, "buf").on_device
 
 
@@ -28,9 +30,9 @@ def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
     MPI understands arguments in host memory itself. Raises as `parse` does.
     """
     array = array_of(spec)
+    if array is _bottom:
+        return None if device_addressed(spec) is None else parse(spec, writable=writable, name=name)
     if _is_plainly_host(array):
-        if array is _bottom:
-            require_host_addresses(spec, name)
         return None
     memory = read(array, writable, name)
     return parse(spec, writable=writable, name=name, memory=memory) if memory.on_device else None
@@ -39,7 +41,7 @@ def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:
 def _is_plainly_host(array: Any) -> bool:
     if type(array) is ndarray:
         return array.base is None or is_host_view(array)
-    return array is None or array is _bottom or array is _in_place or is_host_export(array)
+    return array is None or array is _in_place or is_host_export(array)
 
 
 def refuse_stream(operation: str, stream: Any) -> None:

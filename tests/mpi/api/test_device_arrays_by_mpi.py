@@ -227,37 +227,37 @@ def test_a_capture_is_refused(rig: Rig, made: Any) -> None:
         rig.device.capturing = False
 
 
-def test_device_addresses_in_datatypes_are_refused(rig: Rig, made: Any) -> None:
+def test_calls_that_only_mpi_carries_out_refuse_device_addresses(rig: Rig, made: Any) -> None:
     array, host = rig.of(rig.rank, 4), np.zeros(4, np.int32)
     address, of_host = array.memory.ctypes.data, MPI.Get_address(host)
-    on_device = [
-        MPI.INT32_T.Create_hindexed([4], [address]).Commit(),
-        MPI.Datatype.Create_struct([4, 4], [of_host, address], [MPI.INT32_T] * 2).Commit(),
-    ]
-    for datatype in on_device:
-        bottom = [MPI.BOTTOM, 1, datatype]
-        several = [MPI.BOTTOM, ([0] * rig.size, [0] * rig.size), [datatype] * rig.size]
-        calls = [
-            (rig.comm.Send, (bottom, MPI.PROC_NULL)),
-            (rig.comm.Irecv, (bottom, MPI.PROC_NULL)),
-            (rig.comm.Bcast, (bottom,)),
-            (made.Allgather, (bottom, host)),
-            (rig.comm.Alltoallw, (several, several)),
-        ]
-        for call, arguments in calls:
-            with pytest.raises(InvalidUsageError, match=r"MPI\.BOTTOM beside address"):
-                call(*arguments)
-        datatype.Free()
-    ones, types = [1] * rig.size, [MPI.INT32_T] * rig.size
+    datatype = MPI.INT32_T.Create_hindexed([4], [address]).Commit()
     places = [address + 4 * peer for peer in range(rig.size)]
-    for call, spec in (
-        (rig.comm.Alltoallw, [MPI.BOTTOM, (ones, places), types]),
-        (made.Neighbor_alltoallw, [MPI.BOTTOM, ([1, 1], [of_host, address]), [MPI.INT32_T] * 2]),
-        (rig.comm.Alltoallv, [MPI.BOTTOM, (ones, np.array(places)), MPI.BYTE]),
-        (made.Alltoallv, [MPI.BOTTOM, ones, [place // 4 for place in places], "i"]),
+    for call, *arguments in (
+        (made.Send, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
+        (made.Allgather, [MPI.BOTTOM, 1, datatype], host),
+        (made.Alltoallv, *[[MPI.BOTTOM, [1] * rig.size, [place // 4 for place in places], "i"]] * 2),
     ):
         with pytest.raises(InvalidUsageError, match=r"MPI\.BOTTOM beside address"):
-            call(spec, spec)
+            call(*arguments)
+    datatype.Free()
     datatype = MPI.INT32_T.Create_hindexed([4], [of_host]).Commit()
     rig.comm.Bcast([MPI.BOTTOM, 1, datatype])
     datatype.Free()
+
+
+def test_addresses_of_the_host_and_of_a_device_are_refused_together(rig: Rig) -> None:
+    array, host = rig.of(rig.rank, 4), np.zeros(4, np.int32)
+    address, of_host = array.memory.ctypes.data, MPI.Get_address(host)
+    mixed = MPI.Datatype.Create_struct([4, 4], [of_host, address], [MPI.INT32_T] * 2).Commit()
+    long = MPI.INT32_T.Create_hindexed([5], [address]).Commit()
+    for datatype, text in ((mixed, "lies in host memory, and another address on GPU 0"), (long, "beyond their alloc")):
+        several = [MPI.BOTTOM, ([1] * rig.size, [0] * rig.size), [datatype] * rig.size]
+        for call, *arguments in (
+            (rig.comm.Send, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
+            (rig.comm.Irecv, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
+            (rig.comm.Bcast, [MPI.BOTTOM, 1, datatype]),
+            (rig.comm.Alltoallw, several, several),
+        ):
+            with pytest.raises(InvalidUsageError, match=text):
+                call(*arguments)
+        datatype.Free()

@@ -182,3 +182,24 @@ def test_in_a_graph(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype
             comm.check(stream)
             expected = np.where(np.arange(2000) % 2 == 0, repeat, repeat * (comm.rank == 0))
             np.testing.assert_array_equal(to_host(array), expected)
+
+
+@pytest.mark.parametrize("method", ["Alltoallw", "Ialltoallw"])
+def test_absolute_addresses(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype], method: str) -> None:
+    sent = [xp.full(3, 10 * comm.rank + peer, np.int32) for peer in range(comm.size)]
+    received = [xp.zeros(3, np.int32) for _ in range(comm.size)]
+    types = [
+        [committed(made, MPI.INT32_T.Create_hindexed([3], [address_of(array)])) for array in arrays]
+        for arrays in (sent, received)
+    ]
+    counts = [1] * comm.size, [0] * comm.size
+    request = getattr(comm, method)([MPI.BOTTOM, counts, types[0]], [MPI.BOTTOM, counts, types[1]])
+    if request is not None:
+        request.Wait()
+    for peer, array in enumerate(received):
+        assert (to_host(array) == 10 * peer + comm.rank).all()
+
+
+def address_of(array: Any) -> int:
+    address: int = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+    return address
