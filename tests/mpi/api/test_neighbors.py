@@ -146,6 +146,27 @@ def test_two_neighbours_that_disagree_on_counts_are_told(device: str, expected: 
 
 
 @pytest.mark.mpi(min_size=2)
+def test_nothing_is_unpacked_where_neighbours_disagree(device: str) -> None:
+    with communicator(device, timeout_s=10) as comm, array_module(comm) as xp:
+        if xp is np:
+            pytest.skip("MPI looks at the lengths of host arrays")
+        graph: Any = comm.Create_dist_graph_adjacent([(comm.rank - 1) % comm.size], [(comm.rank + 1) % comm.size])
+        short, long = (MPI.INT32_T.Create_vector(rows, 1, 2).Commit() for rows in (500, 600))
+        sent, received, total = xp.zeros(1200, np.int32), xp.full(1200, -1, np.int32), xp.zeros(1, np.int32)
+        expected = long if graph.rank == 0 else short
+        with pytest.raises(PeerError):
+            graph.Neighbor_alltoallw([sent, ([1], [0]), [short]], [received, ([1], [0]), [expected]])
+            graph.check()
+            graph.Allreduce(sent[:1], total)
+            graph.check()
+        if graph.rank == 0:
+            assert (to_host(received) == -1).all()
+        graph.Free()
+        short.Free()
+        long.Free()
+
+
+@pytest.mark.mpi(min_size=2)
 def test_a_rank_that_does_not_come_is_named(device: str) -> None:
     with communicator(device, timeout_s=1.0) as comm, array_module(comm) as xp:
         if xp is np:
