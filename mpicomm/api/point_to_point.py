@@ -324,6 +324,10 @@ class PointToPoint(MPI.Intracomm):
     def _blocking_send(
         self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any
     ) -> None:
+        fast = self._messages.fast
+        # The user's buffer of a buffered send has room for the data, and may have none for a description.
+        if fast is not None and send is not _bsend and fast.send(send, buf, dest, tag, stream):
+            return
         sent = self._sending(operation, buf, stream)
         if sent is not None:
             self._messages.send(send, sent, dest, tag)

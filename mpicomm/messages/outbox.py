@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -313,7 +314,7 @@ class Outbox:
             if self._copied is None:
                 self._begin_copy()
             while self._copied is not None and not self._copied():
-                pass
+                time.sleep(0)  # lets other threads of the program run
             self._use_copy()
 
     def _begin_copy(self) -> None:
