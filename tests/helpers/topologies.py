@@ -122,8 +122,18 @@ class NeighborCall:
         return [array, [1] * len(peers), [4 * number for number in range(len(peers))], [self._column] * len(peers)]
 
 
-def result_of_mpi(comm: MPI.Topocomm, call: NeighborCall, turn: int) -> Array:
-    """This rank's receive buffer after MPI's own call on host arrays. Collective."""
+def result_of_mpi(comm: MPI.Topocomm, call: NeighborCall, turn: int, form: str = "Neighbor_{}") -> Array:
+    """This rank's receive buffer after MPI's own call on host arrays. Collective.
+
+    ``form`` is of the method's name, because in Open MPI the blocks of a rank that occurs several times come in another
+    order where the call does not block.
+    """
     received = call.nothing()
-    getattr(MPI.Topocomm, f"Neighbor_{call.name}")(comm, *call.arguments(call.sent(turn), received))
+    request = getattr(MPI.Topocomm, form.format(call.name))(comm, *call.arguments(call.sent(turn), received))
+    if isinstance(request, MPI.Prequest):
+        request.Start()
+    if request is not None:
+        request.Wait()
+    if isinstance(request, MPI.Prequest):
+        request.Free()
     return received

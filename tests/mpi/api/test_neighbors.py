@@ -39,9 +39,11 @@ def call(request: pytest.FixtureRequest, made: Any) -> Iterator[NeighborCall]:
     call.free()
 
 
-def check(made: Any, call: NeighborCall, turn: int, sent: Any, received: Any) -> None:
+def check(made: Any, call: NeighborCall, turn: int, sent: Any, received: Any, form: str = "Neighbor_{}") -> None:
+    """Compare with MPI's call on host arrays; on a GPU all forms do what the blocking one does."""
     made.check()
-    np.testing.assert_array_equal(to_host(received), result_of_mpi(made, call, turn))
+    form = form if isinstance(received, np.ndarray) else "Neighbor_{}"
+    np.testing.assert_array_equal(to_host(received), result_of_mpi(made, call, turn, form))
     np.testing.assert_array_equal(to_host(sent), call.sent(turn))
 
 
@@ -58,7 +60,7 @@ def test_nonblocking(made: Any, call: NeighborCall, xp: Any) -> None:
     for turn in range(TURNS):
         sent[...], received[...] = xp.asarray(call.sent(turn)), -1
         getattr(made, f"Ineighbor_{call.name}")(*call.arguments(sent, received)).Wait()
-        check(made, call, turn, sent, received)
+        check(made, call, turn, sent, received, "Ineighbor_{}")
 
 
 def test_persistent(made: Any, call: NeighborCall, xp: Any) -> None:
@@ -68,7 +70,7 @@ def test_persistent(made: Any, call: NeighborCall, xp: Any) -> None:
         sent[...], received[...] = xp.asarray(call.sent(turn)), -1
         request.Start()
         request.Wait()
-        check(made, call, turn, sent, received)
+        check(made, call, turn, sent, received, "Neighbor_{}_init")
     request.Free()
 
 
