@@ -13,7 +13,6 @@ from mpicomm.kernels.variant import Variant
 PACK_THREADS = 256
 LOOPS = 4
 UNIT_NBYTES = 16  # kPacketNbytes in bytes.cuh
-UNITS_AT_ONCE = 4  # kAtOnce
 
 
 class RegionEntry(ctypes.Structure):
@@ -62,5 +61,8 @@ PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))
 
 
 def blocks_for(units: int, multiprocessors: int) -> int:
-    """Return the blocks of a launch that moves so many units: eight fill a multiprocessor."""
-    return max(1, min(8 * multiprocessors, -(-units // (PACK_THREADS * UNITS_AT_ONCE))))
+    """Return the blocks of a launch that moves so many units, at least one for each thread.
+
+    Eight blocks fill a multiprocessor. A launch of fewer would wait for memory most of the time.
+    """
+    return max(1, min(8 * multiprocessors, -(-units // PACK_THREADS)))

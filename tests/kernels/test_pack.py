@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mpicomm.kernels.packing import PACK_KERNEL, PackArguments
+from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackArguments, blocks_for
 from mpicomm.mpi.layout import Layout, Region
 from mpicomm.mpi.packing import PackJob, table_of
 from tests.helpers.reference_packing import pack, unpack
@@ -32,6 +33,21 @@ LAYOUTS = {
 @pytest.mark.parametrize("offset", [0, 1, 8])
 def test_packs_and_unpacks(builds: Builds, name: str, offset: int) -> None:
     check(builds, LAYOUTS[name], offset)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("name", ["columns of doubles", "many regions"])
+def test_any_number_of_blocks_moves_all(builds: Builds, name: str, blocks: int) -> None:
+    check(builds, LAYOUTS[name], 0, blocks=blocks)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_a_small_launch_has_a_thread_for_each_unit_and_a_large_one_fills_the_device(multiprocessors: int) -> None:
+    full = 8 * multiprocessors
+    for units in (1, 255, 256, 257, PACK_THREADS * full - 1, PACK_THREADS * full, 1 << 40):
+        blocks = blocks_for(units, multiprocessors)
+        assert 1 <= blocks <= full
+        assert blocks == full or (blocks - 1) * PACK_THREADS < units <= blocks * PACK_THREADS
 
 
 def test_several_jobs_go_in_one_launch(builds: Builds) -> None:
@@ -62,15 +78,18 @@ def test_a_mistake_is_seen(builds: Builds, change: Change) -> None:
             check(builds, regions, 0, [change])
 
 
-def check(builds: Builds, regions: Sequence[Region], offset: int, changes: Sequence[Change] = ()) -> None:
+def check(
+    builds: Builds, regions: Sequence[Region], offset: int, changes: Sequence[Change] = (), *, blocks: int = 2
+) -> None:
     machine, rng, layout = Machine(builds, 1), np.random.default_rng(5), _layout(regions)
     memory, other = (rng.integers(0, 256, 8192, np.uint8) for _ in range(2))
     source, back = machine.place(0, memory, offset=offset), machine.place(0, other, offset=offset)
     packed = machine.place(0, np.zeros(layout.nbytes, np.uint8), offset=offset)
-    _launch(builds, machine, [PackJob(source.address, layout, 0)], packed.address, unpacks=False, changes=changes)
+    how: dict[str, Any] = {"changes": changes, "blocks": blocks}
+    _launch(builds, machine, [PackJob(source.address, layout, 0)], packed.address, unpacks=False, **how)
     expected = pack(layout, memory, 0)
     assert np.array_equal(packed.bytes, expected)
-    _launch(builds, machine, [PackJob(back.address, layout, 0)], packed.address, unpacks=True, changes=changes)
+    _launch(builds, machine, [PackJob(back.address, layout, 0)], packed.address, unpacks=True, **how)
     unpack(layout, expected, other, 0)
     assert np.array_equal(back.bytes, other)
 
@@ -87,11 +106,12 @@ def _launch(
     *,
     unpacks: bool,
     changes: Sequence[Change] = (),
+    blocks: int = 2,
 ) -> None:
     table = table_of(jobs)
     entries = machine.place(0, np.frombuffer(table.content, np.uint8))
     arguments = PackArguments(
         regions=entries.address, packed=packed, units=table.units, num_regions=table.num_regions, unpacks=unpacks
     )
-    machine.launch(0, kernel_of(builds, PACK_KERNEL, changes), [arguments], blocks=2, threads=32)
+    machine.launch(0, kernel_of(builds, PACK_KERNEL, changes), [arguments], blocks=blocks, threads=32)
     machine.run()
