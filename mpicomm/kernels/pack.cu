@@ -9,6 +9,7 @@
 // No unit is moved by two threads, and kernels ahead of this one are over when it begins. So it needs no flags.
 
 #include "bytes.cuh"
+#include "faults.cuh"
 
 namespace mpicomm {
 
@@ -31,6 +32,7 @@ struct Packing {
   const Region* regions;
   u8* memory;
   u8* packed;
+  const u32* failed;  // the word of Faults
   u64 units;
   u32 num_regions;
   u32 unpacks;
@@ -116,6 +118,10 @@ MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
   const u64 share = beside ? blockDim.x : (x.units + gridDim.x - 1) / gridDim.x;
   const u64 step = beside ? static_cast<u64>(gridDim.x) * blockDim.x : blockDim.x;
   const u64 begin = blockIdx.x * share, end = beside || begin + share > x.units ? x.units : begin + share;
+  // After a failure packed memory may hold other data, which must not get into the user's memory. Pairs with the store
+  // in report_fault: a wait of this stream was an earlier kernel, so its store is there. The load is in flight during
+  // the first loads of data.
+  const u32 failed = x.unpacks ? mpicomm::load_relaxed(x.failed) : mpicomm::kClear;
   u32 region = 0;
   // All loads come before the first store, so that kAtOnce loads are in flight at once.
   for (u64 first = begin + threadIdx.x; first < end; first += kAtOnce * step) {
@@ -130,6 +136,7 @@ MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
       units[i] = mpicomm::unit_of(x, x.regions[region], number);
       packets[i] = mpicomm::load_unit(units[i].from, units[i].nbytes);
     }
+    if (failed != mpicomm::kClear) return;
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) {
       if (units[i].nbytes != 0) mpicomm::store_unit(units[i].to, packets[i], units[i].nbytes);

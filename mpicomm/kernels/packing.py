@@ -36,6 +36,7 @@ class PackArguments(ctypes.Structure):
         ("regions", ctypes.c_uint64),
         ("memory", ctypes.c_uint64),
         ("packed", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
         ("units", ctypes.c_uint64),
         ("num_regions", ctypes.c_uint32),
         ("unpacks", ctypes.c_uint32),
@@ -50,10 +51,10 @@ class PackTable:
     num_regions: int
     units: int
 
-    def arguments(self, regions: int, memory: int, packed: int, *, unpacks: bool) -> PackArguments:
+    def arguments(self, regions: int, memory: int, packed: int, failed: int, *, unpacks: bool) -> PackArguments:
         """Return the argument of a launch: the table lies at ``regions``; the regions lie from ``memory`` on, and their
-        packed memory from ``packed`` on."""
-        return PackArguments(regions, memory, packed, self.units, self.num_regions, unpacks)
+        packed memory from ``packed`` on. Once the word at ``failed`` is not 0, the launch unpacks nothing."""
+        return PackArguments(regions, memory, packed, failed, self.units, self.num_regions, unpacks)
 
 
 PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackArguments, blocks_for
+from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, blocks_for
 from mpicomm.mpi.layout import Layout, Region
 from mpicomm.mpi.packing import PackJob, table_of
 from tests.helpers.reference_packing import pack, unpack
@@ -78,10 +78,36 @@ def test_a_mistake_is_seen(builds: Builds, change: Change) -> None:
             check(builds, regions, 0, [change])
 
 
+def test_nothing_is_unpacked_after_a_failure(builds: Builds) -> None:
+    after_a_failure(builds)
+
+
+def test_unpacking_after_a_failure_is_seen(builds: Builds) -> None:
+    with pytest.raises(AssertionError):
+        after_a_failure(builds, [Change("pack.cu", "if (failed != mpicomm::kClear) return;", "")])
+
+
+def test_packing_goes_on_after_a_failure(builds: Builds) -> None:
+    check(builds, LAYOUTS["a run"], 0, failed=True, unpacked=False)
+
+
+def after_a_failure(builds: Builds, changes: Sequence[Change] = ()) -> None:
+    for regions in LAYOUTS.values():
+        check(builds, regions, 0, changes, failed=True, unpacked=False)
+
+
 def check(
-    builds: Builds, regions: Sequence[Region], offset: int, changes: Sequence[Change] = (), *, blocks: int = 2
+    builds: Builds,
+    regions: Sequence[Region],
+    offset: int,
+    changes: Sequence[Change] = (),
+    *,
+    blocks: int = 2,
+    failed: bool = False,
+    unpacked: bool = True,
 ) -> None:
     machine, rng, layout = Machine(builds, 1), np.random.default_rng(5), _layout(regions)
+    machine.failed[0].view(np.uint32)[:] = failed
     memory, other = (rng.integers(0, 256, 8192, np.uint8) for _ in range(2))
     source, back = machine.place(0, memory, offset=offset), machine.place(0, other, offset=offset)
     packed = machine.place(0, np.zeros(layout.nbytes, np.uint8), offset=offset)
@@ -90,7 +116,8 @@ def check(
     expected = pack(layout, memory, 0)
     assert np.array_equal(packed.bytes, expected)
     _launch(builds, machine, [PackJob(back.address, layout, 0)], packed.address, unpacks=True, **how)
-    unpack(layout, expected, other, 0)
+    if unpacked:
+        unpack(layout, expected, other, 0)
     assert np.array_equal(back.bytes, other)
 
 
@@ -110,8 +137,6 @@ def _launch(
 ) -> None:
     table = table_of(jobs)
     entries = machine.place(0, np.frombuffer(table.content, np.uint8))
-    arguments = PackArguments(
-        regions=entries.address, packed=packed, units=table.units, num_regions=table.num_regions, unpacks=unpacks
-    )
+    arguments = table.arguments(entries.address, 0, packed, machine.failed[0].address, unpacks=unpacks)
     machine.launch(0, kernel_of(builds, PACK_KERNEL, changes), [arguments], blocks=blocks, threads=32)
     machine.run()
