@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from dataclasses import dataclass
 
 from mpicomm.kernels.headers import SHARED
@@ -22,11 +23,20 @@ class RegionEntry(ctypes.Structure):
         ("memory", ctypes.c_uint64),
         ("packed", ctypes.c_uint64),
         ("first_unit", ctypes.c_uint64),
+        ("list", ctypes.c_uint64),
         ("run_nbytes", ctypes.c_uint32),
         ("run_units", ctypes.c_uint32),
+        ("listed", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
         ("counts", ctypes.c_uint32 * LOOPS),
         ("strides", ctypes.c_int64 * LOOPS),
+        ("packed_strides", ctypes.c_uint64 * LOOPS),
     ]
+
+
+ENTRY = struct.Struct(f"=4Q4I{LOOPS}I{LOOPS}q{LOOPS}Q")
+"""Packs a `RegionEntry`, much faster than ctypes fills one."""
+ENTRY_NBYTES = ctypes.sizeof(RegionEntry)
 
 
 class PackArguments(ctypes.Structure):
@@ -45,7 +55,7 @@ class PackArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PackTable:
-    """Regions as the kernel reads them: ``content`` is an array of `RegionEntry`."""
+    """Regions as the kernel reads them: ``content`` is an array of `RegionEntry`, and the lists of loops behind it."""
 
     content: bytes
     num_regions: int
