@@ -281,7 +281,10 @@ class GpuBackend(Backend, Protocol):
         """Return the address of a table on the device, which stays until `close`; blocking for a new table."""
 
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
-        """Pack the regions of a table, which lie from ``memory`` on, to ``packed``, or unpack them; stream-ordered."""
+        """Pack the regions of a table, which lie from ``memory`` on, to ``packed``, or unpack them; stream-ordered.
+
+        Nothing is unpacked once a wait of this device has run out of time.
+        """
 
     def is_capturing(self, stream: int) -> bool:
         """Return whether ``stream`` captures a graph, so that its work becomes part of that."""

@@ -1,14 +1,19 @@
-// Packs and unpacks memory of any layout: runs of bytes that nested loops visit, as MPI's datatypes describe them. In
-// packed memory the runs follow each other.
+// Packs and unpacks memory of any layout: runs of bytes that nested loops visit, as MPI's datatypes describe them.
 //
-// A region is one run and its loops. Its runs are cut into units of up to 16 bytes, which lie in one run. A thread
-// moves several units at a time. It searches for the region of a unit from its last region on, and finds the place in
-// the region by one division for each loop. Neighbouring threads move neighbouring units of the packed memory, so that
-// a warp touches whole lines there.
+// A region is one run and its loops. A loop has a stride in memory and a stride in packed memory, because the runs of
+// other regions may lie between its own runs there: the fields of an array of structures are one region each. The
+// places of one loop of a region may be listed instead, as those of an indexed datatype. All regions together fill
+// packed memory, each byte once.
+//
+// The runs of a region are cut into units of up to 16 bytes, which lie in one run. A thread moves several units at a
+// time. It searches for the region of a unit from its last region on, and finds the place in the region by one division
+// for each loop. Neighbouring threads move neighbouring units of a region, so that a warp touches whole lines of packed
+// memory where the runs of the region follow each other.
 //
 // No unit is moved by two threads, and kernels ahead of this one are over when it begins. So it needs no flags.
 
 #include "bytes.cuh"
+#include "faults.cuh"
 
 namespace mpicomm {
 
@@ -21,16 +26,21 @@ struct Region {
   u64 memory;      // where the first run lies, from Packing::memory on
   u64 packed;      // where it lies in packed memory
   u64 first_unit;  // the units of all regions before this one
+  u64 list;        // where the places of the listed loop lie, in bytes from the first region on
   u32 run_nbytes;
   u32 run_units;
+  u32 listed;  // the loop whose places are listed, kLoops where none are
+  u32 unused;
   u32 counts[kLoops];  // the innermost loop first; 1 for a loop that there is not
-  i64 strides[kLoops];
+  i64 strides[kLoops];  // in memory; 0 for the listed loop
+  u64 packed_strides[kLoops];
 };
 
 struct Packing {
   const Region* regions;
   u8* memory;
   u8* packed;
+  const u32* failed;  // the word of Faults
   u64 units;
   u32 num_regions;
   u32 unpacks;
@@ -60,18 +70,24 @@ MPICOMM_DEVICE u32 region_of(const Packing& x, u64 number, u32 from) {
   return low;
 }
 
+MPICOMM_DEVICE const i64* list_of(const Packing& x, const Region& region) {
+  return reinterpret_cast<const i64*>(reinterpret_cast<u64>(x.regions) + region.list);
+}
+
 MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u64 number) {
   // The host cuts regions so that 32 bits hold the number of a unit: a division of 64 bits takes four times as long.
   const u32 unit = static_cast<u32>(number - region.first_unit);
   u32 run = unit / region.run_units;
   const u32 begin = (unit - run * region.run_units) * kPacketNbytes;
-  u8* const packed = x.packed + region.packed + static_cast<u64>(run) * region.run_nbytes + begin;
+  u8* packed = x.packed + region.packed + begin;
   u8* memory = x.memory + region.memory + begin;
 #pragma unroll
   for (u32 loop = 0; loop < kLoops; ++loop) {
     if (region.counts[loop] == 1) break;
-    const u32 rest = run / region.counts[loop];
-    memory += static_cast<i64>(run - rest * region.counts[loop]) * region.strides[loop];
+    const u32 rest = run / region.counts[loop], round = run - rest * region.counts[loop];
+    memory += round * region.strides[loop];
+    if (loop == region.listed) memory += list_of(x, region)[round];
+    packed += round * region.packed_strides[loop];
     run = rest;
   }
   const u32 left = region.run_nbytes - begin;
@@ -116,6 +132,10 @@ MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
   const u64 share = beside ? blockDim.x : (x.units + gridDim.x - 1) / gridDim.x;
   const u64 step = beside ? static_cast<u64>(gridDim.x) * blockDim.x : blockDim.x;
   const u64 begin = blockIdx.x * share, end = beside || begin + share > x.units ? x.units : begin + share;
+  // After a failure packed memory may hold other data, which must not get into the user's memory. Pairs with the store
+  // in report_fault: a wait of this stream was an earlier kernel, so its store is there. The load is in flight during
+  // the first loads of data.
+  const u32 failed = x.unpacks ? mpicomm::load_relaxed(x.failed) : mpicomm::kClear;
   u32 region = 0;
   // All loads come before the first store, so that kAtOnce loads are in flight at once.
   for (u64 first = begin + threadIdx.x; first < end; first += kAtOnce * step) {
@@ -130,6 +150,7 @@ MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
       units[i] = mpicomm::unit_of(x, x.regions[region], number);
       packets[i] = mpicomm::load_unit(units[i].from, units[i].nbytes);
     }
+    if (failed != mpicomm::kClear) return;
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) {
       if (units[i].nbytes != 0) mpicomm::store_unit(units[i].to, packets[i], units[i].nbytes);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 from dataclasses import dataclass
 
 from mpicomm.kernels.headers import SHARED
@@ -13,7 +14,6 @@ from mpicomm.kernels.variant import Variant
 PACK_THREADS = 256
 LOOPS = 4
 UNIT_NBYTES = 16  # kPacketNbytes in bytes.cuh
-UNITS_AT_ONCE = 4  # kAtOnce
 
 
 class RegionEntry(ctypes.Structure):
@@ -23,11 +23,20 @@ class RegionEntry(ctypes.Structure):
         ("memory", ctypes.c_uint64),
         ("packed", ctypes.c_uint64),
         ("first_unit", ctypes.c_uint64),
+        ("list", ctypes.c_uint64),
         ("run_nbytes", ctypes.c_uint32),
         ("run_units", ctypes.c_uint32),
+        ("listed", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
         ("counts", ctypes.c_uint32 * LOOPS),
         ("strides", ctypes.c_int64 * LOOPS),
+        ("packed_strides", ctypes.c_uint64 * LOOPS),
     ]
+
+
+ENTRY = struct.Struct(f"=4Q4I{LOOPS}I{LOOPS}q{LOOPS}Q")
+"""Packs a `RegionEntry`, much faster than ctypes fills one."""
+ENTRY_NBYTES = ctypes.sizeof(RegionEntry)
 
 
 class PackArguments(ctypes.Structure):
@@ -37,6 +46,7 @@ class PackArguments(ctypes.Structure):
         ("regions", ctypes.c_uint64),
         ("memory", ctypes.c_uint64),
         ("packed", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
         ("units", ctypes.c_uint64),
         ("num_regions", ctypes.c_uint32),
         ("unpacks", ctypes.c_uint32),
@@ -45,16 +55,16 @@ class PackArguments(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PackTable:
-    """Regions as the kernel reads them: ``content`` is an array of `RegionEntry`."""
+    """Regions as the kernel reads them: ``content`` is an array of `RegionEntry`, and the lists of loops behind it."""
 
     content: bytes
     num_regions: int
     units: int
 
-    def arguments(self, regions: int, memory: int, packed: int, *, unpacks: bool) -> PackArguments:
+    def arguments(self, regions: int, memory: int, packed: int, failed: int, *, unpacks: bool) -> PackArguments:
         """Return the argument of a launch: the table lies at ``regions``; the regions lie from ``memory`` on, and their
-        packed memory from ``packed`` on."""
-        return PackArguments(regions, memory, packed, self.units, self.num_regions, unpacks)
+        packed memory from ``packed`` on. Once the word at ``failed`` is not 0, the launch unpacks nothing."""
+        return PackArguments(regions, memory, packed, failed, self.units, self.num_regions, unpacks)
 
 
 PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))
@@ -62,5 +72,8 @@ PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))
 
 
 def blocks_for(units: int, multiprocessors: int) -> int:
-    """Return the blocks of a launch that moves so many units: eight fill a multiprocessor."""
-    return max(1, min(8 * multiprocessors, -(-units // (PACK_THREADS * UNITS_AT_ONCE))))
+    """Return the blocks of a launch that moves so many units, at least one for each thread.
+
+    Eight blocks fill a multiprocessor. A launch of fewer would wait for memory most of the time.
+    """
+    return max(1, min(8 * multiprocessors, -(-units // PACK_THREADS)))

@@ -11,7 +11,8 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.bottom import lies_together, require_device_addresses
 from mpicomm.mpi.committed import is_committed
-from mpicomm.mpi.layout import Layout, Region, ends_of, known_of
+from mpicomm.mpi.layout import Layout, known_of
+from mpicomm.mpi.regions import Region
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,9 @@ class Room:
             )
 
     def _require_on_device(self, address: int, region: Region, device: int) -> None:
-        begin, end = ends_of(region)
+        begin, end = region.ends
         if region.loops and not lies_together(address + begin, end - begin):
-            (count, stride), *inner = region.loops  # the runs of one loop may lie in several allocations
-            for number in range(count):
-                part = Region(region.offset + number * stride, tuple(inner), region.run_nbytes)
+            for part in region.parts():  # the runs of one loop may lie in several allocations
                 self._require_on_device(address, part, device)
             return
         require_device_addresses(address + begin, end - begin, device, self.name)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from mpicomm.kernels.packing import LOOPS, UNIT_NBYTES, PackTable, RegionEntry
-from mpicomm.mpi.layout import Layout, Region
+from mpicomm.kernels.packing import ENTRY, ENTRY_NBYTES, LOOPS, UNIT_NBYTES, PackTable
+from mpicomm.mpi.layout import Layout
+from mpicomm.mpi.regions import Loop, Region
 
 _MOST_UNITS = 1 << 31  # the kernel counts the units of a region in 32 bits
 _MOST_RUN_NBYTES = 1 << 30
@@ -31,42 +31,69 @@ def table_for(layout: Layout) -> PackTable:
 
 def table_of(jobs: Iterable[PackJob]) -> PackTable:
     """Return the table that packs or unpacks all of ``jobs`` in one launch. Local."""
-    entries: list[RegionEntry] = []
-    units = 0
-    for job in jobs:
-        packed = job.packed
-        for region in job.layout.regions:
-            for part in _parts(region):
-                entries.append(_entry(part, job.memory, packed, units))
-                units += math.prod(count for count, _ in part.loops) * entries[-1].run_units
-                packed += part.nbytes
-    return PackTable(b"".join(map(bytes, entries)), len(entries), units)
+    parts = [(job, part) for job in jobs for region in job.layout.regions for part in _parts(region)]
+    lists, entries, units = _Lists(ENTRY_NBYTES * len(parts)), [], 0
+    for job, part in parts:
+        entries.append(_entry(part, job, units, lists))
+        units += part.runs * _run_units(part)
+    return PackTable(b"".join([*entries, *lists.places]), len(entries), units)
+
+
+class _Lists:
+    """The lists of a table, which lie from offset ``end`` on. Equal lists are one."""
+
+    def __init__(self, end: int) -> None:
+        self.places: dict[bytes, int] = {}
+        self._end = end
+
+    def offset_of(self, places: bytes) -> int:
+        """Return the offset of a list from the begin of the table."""
+        found = self.places.setdefault(places, self._end)
+        if found == self._end:
+            self._end += len(places)
+        return found
+
+
+def _run_units(region: Region) -> int:
+    return -(-region.run_nbytes // UNIT_NBYTES)
 
 
 def _parts(region: Region) -> Iterator[Region]:
     """Cut a region into regions that the kernel can address, in the same order."""
-    if region.run_nbytes > _MOST_RUN_NBYTES and not region.loops:
-        for start in range(0, region.run_nbytes, _MOST_RUN_NBYTES):
-            yield Region(region.offset + start, (), min(_MOST_RUN_NBYTES, region.run_nbytes - start))
-        return
-    units = math.prod(count for count, _ in region.loops) * -(-region.run_nbytes // UNIT_NBYTES)
-    if len(region.loops) <= LOOPS and units < _MOST_UNITS and region.run_nbytes <= _MOST_RUN_NBYTES:
+    fits = region.run_nbytes <= _MOST_RUN_NBYTES
+    if len(region.loops) <= LOOPS and region.runs * _run_units(region) < _MOST_UNITS and fits:
         yield region
-        return
-    (count, stride), *inner = region.loops
-    for number in range(count):
-        yield from _parts(Region(region.offset + number * stride, tuple(inner), region.run_nbytes))
+    elif not region.loops:
+        for start in range(0, region.run_nbytes, _MOST_RUN_NBYTES):
+            yield replace(region.moved(start, start), run_nbytes=min(_MOST_RUN_NBYTES, region.run_nbytes - start))
+    else:
+        rounds = region.loops[0].rounds
+        step = 1 if len(region.loops) > LOOPS or not fits else -(-rounds // 2)
+        for start in range(0, rounds, step):
+            yield from _parts(_rounds(region, start, min(start + step, rounds)))
 
 
-def _entry(region: Region, memory: int, packed: int, first_unit: int) -> RegionEntry:
-    entry = RegionEntry(
-        memory=(memory + region.offset) % (1 << 64),
-        packed=packed,
-        first_unit=first_unit,
-        run_nbytes=region.run_nbytes,
-        run_units=-(-region.run_nbytes // UNIT_NBYTES),
-        counts=(1,) * LOOPS,
+def _rounds(region: Region, start: int, stop: int) -> Region:
+    """Return some rounds of the outermost loop of a region."""
+    loop, *inner = region.loops
+    places, offset = b"", start * loop.stride
+    if loop.places:
+        some_places = loop.listed()[start:stop]
+        offset = int(some_places[0])
+        places = (some_places - offset).tobytes()
+    some = [Loop(stop - start, loop.stride, loop.packed, places)] if stop - start > 1 else []
+    return replace(region.moved(offset, start * loop.packed), loops=(*some, *inner))
+
+
+def _entry(region: Region, job: PackJob, first_unit: int, lists: _Lists) -> bytes:
+    listed, found = LOOPS, 0
+    counts, strides, packed_strides = [1] * LOOPS, [0] * LOOPS, [0] * LOOPS
+    for place, loop in enumerate(reversed(region.loops)):
+        counts[place], strides[place], packed_strides[place] = loop.rounds, loop.stride, loop.packed
+        if loop.places:
+            listed, found = place, lists.offset_of(loop.places)
+    return ENTRY.pack(
+        *((job.memory + region.offset) % (1 << 64), job.packed + region.packed, first_unit, found),
+        *(region.run_nbytes, _run_units(region), listed, 0),
+        *(*counts, *strides, *packed_strides),
     )
-    for place, (count, stride) in enumerate(reversed(region.loops)):
-        entry.counts[place], entry.strides[place] = count, stride
-    return entry

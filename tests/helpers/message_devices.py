@@ -263,6 +263,8 @@ class ThreadDevice:
         self.packed += 1
 
         def move() -> None:
+            if unpacks and self._missed is not None:
+                return
             for start, place, nbytes in runs_of(table):
                 mine, other = memory + start, packed + place
                 ctypes.memmove(mine if unpacks else other, other if unpacks else mine, nbytes)

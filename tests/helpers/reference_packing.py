@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import struct
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,35 +13,52 @@ from mpicomm.kernels.packing import PackTable, RegionEntry
 from mpicomm.mpi.layout import Layout
 
 Bytes = npt.NDArray[np.uint8]
+_PLACE = struct.Struct("=q")
 
 
 def pack(layout: Layout, memory: Bytes, at: int) -> Bytes:
-    """Return the packed bytes of a layout whose buffer begins at index ``at`` of ``memory``."""
-    runs = [memory[at + start : at + stop] for start, stop in _runs(layout)]
-    return np.concatenate([np.empty(0, np.uint8), *runs])
+    """Return the packed bytes of a layout whose buffer begins at index ``at`` of ``memory``.
+
+    Its runs must fill packed memory, each byte once.
+    """
+    packed, times = np.zeros(layout.nbytes, np.uint8), np.zeros(layout.nbytes, np.uint8)
+    for start, place, nbytes in _runs(layout):
+        packed[place : place + nbytes] = memory[at + start : at + start + nbytes]
+        times[place : place + nbytes] += 1
+    assert (times == 1).all()
+    return packed
 
 
 def unpack(layout: Layout, packed: Bytes, memory: Bytes, at: int) -> None:
     """Put packed bytes where a layout says."""
-    taken = 0
-    for start, stop in _runs(layout):
-        memory[at + start : at + stop] = packed[taken : taken + stop - start]
-        taken += stop - start
+    for start, place, nbytes in _runs(layout):
+        memory[at + start : at + start + nbytes] = packed[place : place + nbytes]
 
 
-def _runs(layout: Layout) -> Iterator[tuple[int, int]]:
+def _runs(layout: Layout) -> Iterator[tuple[int, int, int]]:
+    """Yield the runs of a layout: where each lies in memory and in packed memory, and its bytes."""
     for region in layout.regions:
-        for place in itertools.product(*(range(count) for count, _ in region.loops)):
-            strides = (stride for _, stride in region.loops)
-            start = region.offset + sum(index * stride for index, stride in zip(place, strides, strict=True))
-            yield start, start + region.run_nbytes
+        rounds = [
+            [
+                (loop.listed().tolist()[number] if loop.places else number * loop.stride, number * loop.packed)
+                for number in range(loop.rounds)
+            ]
+            for loop in region.loops
+        ]
+        for place in itertools.product(*rounds):
+            start, packed = (sum(offsets) for offsets in zip(*place, (region.offset, region.packed), strict=True))
+            yield start, packed, region.run_nbytes
 
 
 def runs_of(table: PackTable) -> Iterator[tuple[int, int, int]]:
     """Yield the runs of a table: where each lies in memory and in packed memory, and its bytes."""
     entries = (RegionEntry * table.num_regions).from_buffer_copy(table.content)
     for entry in entries:
-        counts, strides = list(entry.counts)[::-1], list(entry.strides)[::-1]
-        for number, place in enumerate(itertools.product(*map(range, counts))):
-            start = entry.memory + sum(index * stride for index, stride in zip(place, strides, strict=True))
-            yield start, entry.packed + number * entry.run_nbytes, entry.run_nbytes
+        for numbers in itertools.product(*map(range, list(entry.counts))):
+            start, packed = entry.memory, entry.packed
+            for loop, number in enumerate(numbers):
+                start += number * entry.strides[loop]
+                packed += number * entry.packed_strides[loop]
+                if loop == entry.listed:
+                    start += _PLACE.unpack_from(table.content, entry.list + _PLACE.size * number)[0]
+            yield start % (1 << 64), packed, entry.run_nbytes

@@ -122,6 +122,16 @@ class NeighborCall:
         return [array, [1] * len(peers), [4 * number for number in range(len(peers))], [self._column] * len(peers)]
 
 
+def waits_in_open_mpi(comm: MPI.Topocomm, name: str) -> bool:
+    """Return whether Open MPI 5.0.11 itself waits for ever in a call, or fails. Collective.
+
+    It does where a rank has neighbours in one direction alone.
+    """
+    sources, destinations = comm.inoutedges
+    one_way = comm.allreduce(bool(sources) != bool(destinations), MPI.LOR)
+    return "Open MPI" in MPI.Get_library_version() and one_way and name in ("allgather", "alltoall")
+
+
 def result_of_mpi(comm: MPI.Topocomm, call: NeighborCall, turn: int, form: str = "Neighbor_{}") -> Array:
     """This rank's receive buffer after MPI's own call on host arrays. Collective.
 

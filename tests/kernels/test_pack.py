@@ -3,28 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
-from mpicomm.kernels.packing import PACK_KERNEL, PackArguments
-from mpicomm.mpi.layout import Layout, Region
+from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, blocks_for
+from mpicomm.mpi import packing
+from mpicomm.mpi.layout import Layout
 from mpicomm.mpi.packing import PackJob, table_of
 from tests.helpers.reference_packing import pack, unpack
+from tests.helpers.regions import layout as in_turn
+from tests.helpers.regions import region
 from tests.kernels.build import Builds, Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
 
+_rng = np.random.default_rng(9)
+_ANYWHERE = (64 * _rng.permutation(100)).tolist()
+_NEAR = (20 * _rng.permutation(5)).tolist()
+
 LAYOUTS = {
-    "a run": [Region(3, (), 1000)],
-    "columns of doubles": [Region(8, ((50, 80),), 8)],
-    "columns of halves": [Region(2, ((333, 6),), 2)],
-    "a block of four dimensions": [Region(16, ((2, 4096), (3, 1024), (4, 256), (5, 48)), 16)],
-    "more loops than the kernel has": [Region(0, ((2, 4000), (2, 2000), (2, 1000), (2, 500), (3, 40)), 12)],
-    "runs that are no multiple of 16": [Region(5, ((20, 100),), 37)],
-    "backwards": [Region(4000, ((30, -100),), 24)],
-    "many regions": [Region(64 * number + number % 7, (), 1 + number % 50) for number in range(60)],
-    "regions with loops": [Region(8, ((10, 64),), 4), Region(2048, ((3, 400), (2, 100)), 40)],
+    "a run": in_turn(region(3, (), 1000)),
+    "columns of doubles": in_turn(region(8, ((50, 80),), 8)),
+    "columns of halves": in_turn(region(2, ((333, 6),), 2)),
+    "a block of four dimensions": in_turn(region(16, ((2, 4096), (3, 1024), (4, 256), (5, 48)), 16)),
+    "more loops than the kernel has": in_turn(region(0, ((2, 4000), (2, 2000), (2, 1000), (2, 500), (3, 40)), 12)),
+    "runs that are no multiple of 16": in_turn(region(5, ((20, 100),), 37)),
+    "backwards": in_turn(region(4000, ((30, -100),), 24)),
+    "many regions": in_turn(*(region(64 * number + number % 7, (), 1 + number % 50) for number in range(60))),
+    "regions with loops": in_turn(region(8, ((10, 64),), 4), region(2048, ((3, 400), (2, 100)), 40)),
+    "a list": in_turn(region(8, (_ANYWHERE,), 24)),
+    "a list of long runs": in_turn(region(3, ([900, 0, -1, 3000],), 900)),
+    "several lists": in_turn(region(8, (_ANYWHERE,), 24), region(40, (_ANYWHERE[::-1],), 5), region(45, (_NEAR,), 1)),
+    "a list within a loop": in_turn(region(8, ((20, 112), _NEAR), 16)),
+    "a list around loops": in_turn(region(8, ([1000, 0, 5200], (2, 400), (3, 96)), 40)),
+    "a list between loops": in_turn(region(8, ((3, 2000), [700, 300, 0, 40], (2, 20)), 16)),
+    "an array of structures": Layout(
+        (
+            region(0, ((100, 64),), 24, 0, (44,)),
+            region(32, ((100, 64),), 16, 24, (44,)),
+            region(51, ((100, 64),), 4, 40, (44,)),
+        ),
+        0,
+        None,
+    ),
+    "listed structures of columns": Layout(
+        (
+            region(0, ((2, 40), _ANYWHERE[:50]), 8, 0, (1200, 24)),
+            region(16, ((2, 40), _ANYWHERE[:50], (2, 16)), 8, 8, (1200, 24, 8)),
+        ),
+        0,
+        None,
+    ),
 }
 
 
@@ -34,9 +65,24 @@ def test_packs_and_unpacks(builds: Builds, name: str, offset: int) -> None:
     check(builds, LAYOUTS[name], offset)
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("name", ["columns of doubles", "many regions", "several lists", "an array of structures"])
+def test_any_number_of_blocks_moves_all(builds: Builds, name: str, blocks: int) -> None:
+    check(builds, LAYOUTS[name], 0, blocks=blocks)
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 132])
+def test_a_small_launch_has_a_thread_for_each_unit_and_a_large_one_fills_the_device(multiprocessors: int) -> None:
+    full = 8 * multiprocessors
+    for units in (1, 255, 256, 257, PACK_THREADS * full - 1, PACK_THREADS * full, 1 << 40):
+        blocks = blocks_for(units, multiprocessors)
+        assert 1 <= blocks <= full
+        assert blocks == full or (blocks - 1) * PACK_THREADS < units <= blocks * PACK_THREADS
+
+
 def test_several_jobs_go_in_one_launch(builds: Builds) -> None:
     machine, rng = Machine(builds, 1), np.random.default_rng(7)
-    layouts = [_layout(LAYOUTS[name]) for name in ("columns of doubles", "many regions", "a run")]
+    layouts = [LAYOUTS[name] for name in ("columns of doubles", "many regions", "a run")]
     memory = [rng.integers(0, 256, 8192, np.uint8) for _ in layouts]
     places = [machine.place(0, each) for each in memory]
     starts = np.cumsum([0, *(layout.nbytes for layout in layouts)])
@@ -50,33 +96,76 @@ def test_several_jobs_go_in_one_launch(builds: Builds) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        Change("pack.cu", "run * region.run_nbytes", "run * region.run_units"),
+        Change("pack.cu", "round * region.packed_strides[loop]", "round * region.run_units"),
         Change("pack.cu", "region.strides[loop]", "region.strides[0]"),
+        Change("pack.cu", "region.packed_strides[loop]", "region.packed_strides[0]"),
+        Change("pack.cu", "list_of(x, region)[round]", "list_of(x, region)[0]"),
+        Change("pack.cu", "loop == region.listed", "loop == 0"),
+        Change("pack.cu", "(x.regions) + region.list", "(x.regions) + x.regions->list"),
         Change("pack.cu", "left < kPacketNbytes ? left : kPacketNbytes", "kPacketNbytes"),
         Change("pack.cu", "first_unit <= number", "first_unit < number"),
     ],
 )
 def test_a_mistake_is_seen(builds: Builds, change: Change) -> None:
     with pytest.raises(AssertionError):
-        for regions in LAYOUTS.values():
-            check(builds, regions, 0, [change])
+        for layout in LAYOUTS.values():
+            check(builds, layout, 0, [change])
 
 
-def check(builds: Builds, regions: Sequence[Region], offset: int, changes: Sequence[Change] = ()) -> None:
-    machine, rng, layout = Machine(builds, 1), np.random.default_rng(5), _layout(regions)
+@pytest.mark.parametrize("most_units", [1, 5, 64])
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_regions_beyond_the_limits_of_the_kernel_are_cut(
+    builds: Builds, monkeypatch: pytest.MonkeyPatch, name: str, most_units: int
+) -> None:
+    whole = table_of([PackJob(0, LAYOUTS[name], 0)])
+    monkeypatch.setattr(packing, "_MOST_UNITS", most_units + 1)
+    monkeypatch.setattr(packing, "_MOST_RUN_NBYTES", 16 * most_units)
+    cut = table_of([PackJob(0, LAYOUTS[name], 0)])
+    assert cut.units == whole.units and cut.num_regions >= -(-whole.units // most_units)
+    check(builds, LAYOUTS[name], 0)
+
+
+def test_nothing_is_unpacked_after_a_failure(builds: Builds) -> None:
+    after_a_failure(builds)
+
+
+def test_unpacking_after_a_failure_is_seen(builds: Builds) -> None:
+    with pytest.raises(AssertionError):
+        after_a_failure(builds, [Change("pack.cu", "if (failed != mpicomm::kClear) return;", "")])
+
+
+def test_packing_goes_on_after_a_failure(builds: Builds) -> None:
+    check(builds, LAYOUTS["several lists"], 0, failed=True, unpacked=False)
+
+
+def after_a_failure(builds: Builds, changes: Sequence[Change] = ()) -> None:
+    for layout in LAYOUTS.values():
+        check(builds, layout, 0, changes, failed=True, unpacked=False)
+
+
+def check(
+    builds: Builds,
+    layout: Layout,
+    offset: int,
+    changes: Sequence[Change] = (),
+    *,
+    blocks: int = 2,
+    failed: bool = False,
+    unpacked: bool = True,
+) -> None:
+    machine, rng = Machine(builds, 1), np.random.default_rng(5)
+    machine.failed[0].view(np.uint32)[:] = failed
     memory, other = (rng.integers(0, 256, 8192, np.uint8) for _ in range(2))
     source, back = machine.place(0, memory, offset=offset), machine.place(0, other, offset=offset)
     packed = machine.place(0, np.zeros(layout.nbytes, np.uint8), offset=offset)
-    _launch(builds, machine, [PackJob(source.address, layout, 0)], packed.address, unpacks=False, changes=changes)
+    how: dict[str, Any] = {"changes": changes, "blocks": blocks}
+    _launch(builds, machine, [PackJob(source.address, layout, 0)], packed.address, unpacks=False, **how)
     expected = pack(layout, memory, 0)
     assert np.array_equal(packed.bytes, expected)
-    _launch(builds, machine, [PackJob(back.address, layout, 0)], packed.address, unpacks=True, changes=changes)
-    unpack(layout, expected, other, 0)
+    _launch(builds, machine, [PackJob(back.address, layout, 0)], packed.address, unpacks=True, **how)
+    if unpacked:
+        unpack(layout, expected, other, 0)
     assert np.array_equal(back.bytes, other)
-
-
-def _layout(regions: Sequence[Region]) -> Layout:
-    return Layout(tuple(regions), 0, None)
 
 
 def _launch(
@@ -87,11 +176,10 @@ def _launch(
     *,
     unpacks: bool,
     changes: Sequence[Change] = (),
+    blocks: int = 2,
 ) -> None:
     table = table_of(jobs)
     entries = machine.place(0, np.frombuffer(table.content, np.uint8))
-    arguments = PackArguments(
-        regions=entries.address, packed=packed, units=table.units, num_regions=table.num_regions, unpacks=unpacks
-    )
-    machine.launch(0, kernel_of(builds, PACK_KERNEL, changes), [arguments], blocks=2, threads=32)
+    arguments = table.arguments(entries.address, 0, packed, machine.failed[0].address, unpacks=unpacks)
+    machine.launch(0, kernel_of(builds, PACK_KERNEL, changes), [arguments], blocks=blocks, threads=32)
     machine.run()

@@ -15,6 +15,6 @@ def pack_launches(backend: GpuBackend, jobs: Sequence[PackJob], packed: int, *, 
     table = table_of(jobs)
     if table.units == 0:
         return []
-    arguments = table.arguments(backend.pack_table(table), 0, packed, unpacks=unpacks)
+    arguments = table.arguments(backend.pack_table(table), 0, packed, backend.faults.failed, unpacks=unpacks)
     blocks = blocks_for(table.units, backend.multiprocessors)
     return [Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)]

@@ -230,8 +230,11 @@ class CudaBackend:
         return self._tables.pointer_of(table)
 
     def pack(self, table: PackTable, memory: int, packed: int, stream: int, *, unpacks: bool) -> None:
-        """Pack the regions of a table from ``memory`` to ``packed``, or unpack them. Local, stream-ordered."""
-        arguments = table.arguments(self.pack_table(table), memory, packed, unpacks=unpacks)
+        """Pack the regions of a table from ``memory`` to ``packed``, or unpack them. Local, stream-ordered.
+
+        Nothing is unpacked once a wait of this device has run out of time.
+        """
+        arguments = table.arguments(self.pack_table(table), memory, packed, self.faults.failed, unpacks=unpacks)
         kernels, blocks = kernels_of(self.info), blocks_for(table.units, self.multiprocessors)
         kernel = kernels.find(PACK_KERNEL)
         if kernel is None:

@@ -17,7 +17,7 @@ from tests.helpers.host_engines import CALL, engine_of
 from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.message_rigs import Rig
 from tests.helpers.simulated_neighbors import Part
-from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi
+from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi, waits_in_open_mpi
 
 
 class Engine:
@@ -80,6 +80,8 @@ FORMS = (blocking, nonblocking, persistent)
 
 def check_all(made: Any, **how: str) -> None:
     for turn, name in enumerate(CALLS):
+        if waits_in_open_mpi(made, name):
+            continue
         call = NeighborCall(name, made)
         for form in FORMS:
             sent, received = (DeviceArray(made.gpu, content) for content in (call.sent(turn), call.nothing()))
@@ -90,7 +92,8 @@ def check_all(made: Any, **how: str) -> None:
 
 def test_every_form_goes_to_the_engine(made: Any, engine: Engine) -> None:
     check_all(made)
-    assert engine.calls == len(CALLS) * len(FORMS)
+    carried_out = sum(not waits_in_open_mpi(made, name) for name in CALLS)
+    assert engine.calls == carried_out * len(FORMS)
 
 
 def test_mpi_carries_out_what_it_is_asked_to(made: Any, engine: Engine) -> None:

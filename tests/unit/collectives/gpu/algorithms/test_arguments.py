@@ -89,7 +89,6 @@ CONSTANTS = {
         "kPackThreads": packing.PACK_THREADS,
         "kLoops": packing.LOOPS,
         "kPacketNbytes": packing.UNIT_NBYTES,
-        "kAtOnce": packing.UNITS_AT_ONCE,
     },
     "message.cu": {"kMessageThreads": message.MESSAGE_THREADS},
     "chain.cu": {

@@ -1,0 +1,249 @@
+"""Regions of memory: runs of bytes that nested loops visit; how they repeat, and how neighbours join to fewer regions.
+
+The functions take regions in the order of packed memory, which begins at byte 0 with them, and return them so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.kernels.packing import ENTRY_NBYTES
+
+Places = npt.NDArray[np.int64]
+
+_PLACE_NBYTES = 8
+"""The bytes of a place in the list of a loop."""
+
+
+class Loop(NamedTuple):
+    """A loop of two rounds or more. Each round lies ``stride`` bytes behind the round before, or at a listed place."""
+
+    rounds: int
+    stride: int
+    """The distance of two rounds in memory; 0 where the places are listed."""
+    packed: int
+    """The distance of two rounds in packed memory."""
+    places: bytes = b""
+    """The bytes from the region's offset to each round, as int64; empty without a list. Bytes compare fast."""
+
+    def listed(self) -> Places:
+        """Return the places in the list."""
+        return np.frombuffer(self.places, np.int64)
+
+
+@dataclass(frozen=True)
+class Region:
+    """Runs of consecutive bytes at the places that nested loops visit. At most one of the loops has a list."""
+
+    offset: int
+    """Bytes from the address of the buffer to the first run; it may be negative."""
+    loops: tuple[Loop, ...]
+    """The outermost loop first."""
+    run_nbytes: int
+    packed: int = 0
+    """Bytes from the begin of packed memory to the first run."""
+
+    @property
+    def runs(self) -> int:
+        """The number of runs."""
+        return math.prod(loop.rounds for loop in self.loops)
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all runs."""
+        return self.run_nbytes * self.runs
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The first byte of all runs, and the byte behind the last one, from the address of the buffer on."""
+        first = last = self.offset
+        for loop in self.loops:
+            reach = (loop.rounds - 1) * loop.stride
+            low, high = (min(reach, 0), max(reach, 0))
+            if loop.places:
+                low, high = int(loop.listed().min()), int(loop.listed().max())
+            first, last = first + low, last + high
+        return first, last + self.run_nbytes
+
+    def parts(self) -> Iterator[Region]:
+        """Yield the region of each round of the outermost loop."""
+        loop, *inner = self.loops
+        places = loop.listed().tolist() if loop.places else [number * loop.stride for number in range(loop.rounds)]
+        for number, place in enumerate(places):
+            at, packed = self.offset + place, self.packed + number * loop.packed
+            yield replace(self, offset=at, packed=packed, loops=tuple(inner))
+
+    def moved(self, offset: int, packed: int) -> Region:
+        """Return the region ``offset`` bytes farther on, and ``packed`` bytes farther on in packed memory."""
+        return replace(self, offset=self.offset + offset, packed=self.packed + packed)
+
+
+Regions = tuple[Region, ...]
+
+
+def packed_nbytes(regions: Iterable[Region]) -> int:
+    """Return the bytes of regions in packed memory."""
+    return sum(region.nbytes for region in regions)
+
+
+def repeated(regions: Regions, count: int, stride: int) -> Regions:
+    """Return ``count`` copies of regions at equal distances."""
+    if count == 0 or not regions:
+        return ()
+    nbytes = packed_nbytes(regions)
+    if count == 1 or len(regions) == 1:
+        return tuple(_looped(region, count, stride, nbytes) for region in regions)
+    first, *middle, last = regions
+    next_first = first.moved(stride, nbytes)
+    if not _is_continued(last, next_first):
+        return tuple(_looped(region, count, stride, nbytes) for region in regions)
+    between = [*middle, replace(last, run_nbytes=last.run_nbytes + first.run_nbytes)]
+    counts = [count] * len(middle) + [count - 1]
+    loops = [_looped(region, n, stride, nbytes) for region, n in zip(between, counts, strict=True)]
+    return (first, *loops, last.moved((count - 1) * stride, (count - 1) * nbytes))
+
+
+def placed(regions: Regions, places: Places) -> Regions:
+    """Return copies of regions, one at each place, which is a displacement in bytes."""
+    steps = np.diff(places)
+    if (steps == steps[:1]).all():
+        copies = repeated(regions, len(places), int(steps[0]) if len(steps) else 0)
+        return tuple(region.moved(int(places[0]), 0) for region in copies)
+    nbytes = packed_nbytes(regions)
+    listed = [_listed(region, places, nbytes) for region in regions]
+    made = tuple(region for region in listed if region is not None)
+    if len(made) == len(regions):
+        return made
+    return tuple(region.moved(place, n * nbytes) for n, place in enumerate(places.tolist()) for region in regions)
+
+
+def at_blocks(element: Regions, extent: int, displs: Sequence[int], counts: Sequence[int], unit: int) -> Regions:
+    """Return blocks of elements. Each block has a displacement, in units of ``unit`` bytes, and a count."""
+    lengths = np.array(counts, np.int64)
+    places = np.array(displs, np.int64)[lengths > 0] * unit
+    lengths = lengths[lengths > 0]
+    if not len(places) or not element:
+        return ()
+    begins = np.flatnonzero(np.append(True, places[1:] != (places + lengths * extent)[:-1]))
+    places, lengths = places[begins], np.add.reduceat(lengths, begins)
+    # Blocks of different lengths are cut to blocks of one length, where that makes the shorter table.
+    common = int(np.gcd.reduce(lengths))
+    parts, changes = lengths // common, np.flatnonzero(np.diff(lengths)) + 1
+    saved = ENTRY_NBYTES * len(element) * len(changes)
+    if _PLACE_NBYTES * (int(parts.sum()) - len(parts)) < saved:
+        numbers = np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)
+        places, changes = np.repeat(places, parts) + numbers * (common * extent), changes[:0]
+        lengths = np.full(len(places), common)
+    bounds = [0, *changes.tolist(), len(places)]
+    made: list[Region] = []
+    packed = 0
+    for start, stop in pairwise(bounds):
+        block = repeated(element, int(lengths[start]), extent)
+        made += (region.moved(0, packed) for region in placed(block, places[start:stop]))
+        packed += packed_nbytes(block) * (stop - start)
+    return joined(made)
+
+
+def joined(regions: Iterable[Region]) -> Regions:
+    """Join neighbouring regions to runs, loops and lists, where they are that."""
+    runs: list[Region] = []
+    for region in regions:
+        if runs and _is_continued(runs[-1], region):
+            runs[-1] = replace(runs[-1], run_nbytes=runs[-1].run_nbytes + region.run_nbytes)
+        else:
+            runs.append(region)
+    made: list[Region] = []
+    for alike in _alike(runs):
+        for region in _as_one(alike) if len(alike) > 1 else alike:
+            longer = _longer(made[-1], region) if made else None
+            if longer is None:
+                made.append(region)
+            else:
+                made[-1] = longer
+    return tuple(made)
+
+
+def _is_continued(last: Region, region: Region) -> bool:
+    """Return whether a run goes on with another run, in memory and in packed memory."""
+    if last.loops or region.loops:
+        return False
+    return (last.offset + last.run_nbytes, last.packed + last.run_nbytes) == (region.offset, region.packed)
+
+
+def _looped(region: Region, count: int, stride: int, packed: int) -> Region:
+    """Return ``count`` copies of a region as one region, with as few loops as possible."""
+    if count == 1:
+        return region
+    if not region.loops and stride == packed == region.run_nbytes:
+        return replace(region, run_nbytes=region.run_nbytes * count)
+    if region.loops and not region.loops[0].places:
+        outer = region.loops[0]
+        if (outer.rounds * outer.stride, outer.rounds * outer.packed) == (stride, packed):  # it goes on where it ends
+            longer = outer._replace(rounds=outer.rounds * count)
+            return replace(region, loops=(longer, *region.loops[1:]))
+    return replace(region, loops=(Loop(count, stride, packed), *region.loops))
+
+
+def _listed(region: Region, places: Places, packed: int) -> Region | None:
+    """Return copies of a region at listed places as one region; None where it would have several lists."""
+    loops = region.loops
+    if any(loop.places for loop in loops):
+        inner = loops[0]
+        # A short list becomes part of the list around it. A long one is cheaper as several regions with one list.
+        short = _PLACE_NBYTES * inner.rounds <= ENTRY_NBYTES
+        if not inner.places or not short or inner.rounds * inner.packed != packed:
+            return None
+        loops, packed = loops[1:], inner.packed
+        places = (places[:, None] + inner.listed()).ravel()
+    first = int(places[0])
+    loop = Loop(len(places), 0, packed, (places - first).tobytes())
+    return replace(region, offset=region.offset + first, loops=(loop, *loops))
+
+
+def _alike(regions: Sequence[Region]) -> Iterable[list[Region]]:
+    """Yield groups of regions that differ only in their places, at equal distances in packed memory."""
+    group: list[Region] = []
+    for region in regions:
+        if group:
+            last = group[-1]
+            step = region.packed - last.packed
+            same = region.run_nbytes == last.run_nbytes and region.loops == last.loops
+            if not same or (len(group) > 1 and step != last.packed - group[-2].packed):
+                yield group
+                group = []
+        group.append(region)
+    if group:
+        yield group
+
+
+def _as_one(alike: Sequence[Region]) -> Sequence[Region]:
+    """Return regions that are alike as one region, where one region can have the list of their places."""
+    places = np.array([region.offset for region in alike], np.int64) - alike[0].offset
+    packed, steps = alike[1].packed - alike[0].packed, np.diff(places)
+    if (steps == steps[0]).all():
+        return [_looped(alike[0], len(alike), int(steps[0]), packed)]
+    listed = _listed(alike[0], places, packed)
+    return alike if listed is None else [listed]
+
+
+def _longer(last: Region, region: Region) -> Region | None:
+    """Return the region of two where the second goes on with the outermost loop of the first; else None."""
+    if not last.loops or last.loops[0].places or last.run_nbytes != region.run_nbytes:
+        return None
+    outer, inner = last.loops[0], last.loops[1:]
+    more = 1
+    if region.loops != inner:
+        if not region.loops or region.loops[1:] != inner or region.loops[0][1:] != outer[1:]:
+            return None
+        more = region.loops[0].rounds
+    there = (last.offset + outer.rounds * outer.stride, last.packed + outer.rounds * outer.packed)
+    if there != (region.offset, region.packed):
+        return None
+    return replace(last, loops=(outer._replace(rounds=outer.rounds + more), *inner))

@@ -1,0 +1,162 @@
+"""Layouts have as few regions, loops and lists as possible, so that the kernel's tables are short and made quickly."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpicomm.kernels.packing import ENTRY_NBYTES
+from mpicomm.mpi.layout import Layout, layout_of, together
+from mpicomm.mpi.packing import table_for
+from mpicomm.mpi.regions import Region
+from tests.helpers.regions import region
+
+_CUBE = [10, 20, 30]
+
+
+def _layout(datatype: MPI.Datatype, count: int = 1) -> Layout:
+    layout = layout_of(datatype)
+    assert layout is not None
+    datatype.Free()
+    return layout.repeated(count)
+
+
+def _regions(datatype: MPI.Datatype, count: int = 1) -> tuple[Region, ...]:
+    return _layout(datatype, count).regions
+
+
+def _freed(part: MPI.Datatype, made: MPI.Datatype) -> MPI.Datatype:
+    part.Free()
+    return made
+
+
+def _structures(extent: int, second: int, of_second: MPI.Datatype) -> MPI.Datatype:
+    """A structure of a double and another field."""
+    fields = MPI.Datatype.Create_struct([1, 1], [0, second], [MPI.DOUBLE, of_second])
+    return _freed(fields, fields.Create_resized(0, extent))
+
+
+def _irregular(count: int) -> list[int]:
+    places: list[int] = np.cumsum(np.random.default_rng(1).integers(2, 9, count)).tolist()
+    return places
+
+
+def test_loops() -> None:
+    part = MPI.DOUBLE.Create_subarray(_CUBE, [4, 5, 6], [1, 2, 3])
+    assert _regions(part) == (region(8 * (600 + 60 + 3), ((4, 4800), (5, 240)), 48),)
+    rows = MPI.DOUBLE.Create_subarray(_CUBE, [10, 5, 30], [0, 2, 0])
+    assert _regions(rows) == (region(8 * 60, ((10, 4800),), 1200),)
+    assert _regions(MPI.DOUBLE.Create_subarray(_CUBE, [2, 20, 30], [1, 0, 0])) == (region(4800, (), 9600),)
+    assert _regions(MPI.FLOAT.Create_vector(5, 2, 2)) == (region(0, (), 40),)
+    assert _regions(MPI.FLOAT.Create_vector(5, 1, 2)) == (region(0, ((5, 8),), 4),)
+    assert _regions(MPI.FLOAT.Create_indexed([1, 1, 1], [0, 3, 6])) == (region(0, ((3, 12),), 4),)
+    assert _regions(MPI.FLOAT.Create_resized(0, 4), 7) == (region(0, (), 28),)
+    assert _regions(MPI.FLOAT.Create_resized(0, 8), 7) == (region(0, ((7, 8),), 4),)
+
+
+def test_a_loop_goes_on_with_the_next_region() -> None:
+    vector = MPI.FLOAT.Create_vector(5, 1, 2)
+    once = MPI.Datatype.Create_struct([1, 1], [0, 40], [vector, MPI.FLOAT])
+    twice = MPI.Datatype.Create_struct([1, 1], [0, 40], [vector, vector])
+    vector.Free()
+    assert _regions(once) == (region(0, ((6, 8),), 4),)
+    assert _regions(twice) == (region(0, ((10, 8),), 4),)
+
+
+def test_equal_blocks_at_irregular_places_are_a_list() -> None:
+    assert _regions(MPI.FLOAT.Create_indexed_block(2, [9, 0, 5])) == (region(36, ([0, -36, -16],), 8),)
+    assert _regions(MPI.FLOAT.Create_hindexed_block(1, [0, 5, 30])) == (region(0, ([0, 5, 30],), 4),)
+    assert _regions(MPI.FLOAT.Create_indexed([3, 3, 3], [0, 4, 9])) == (region(0, ([0, 16, 36],), 12),)
+    fields = MPI.Datatype.Create_struct([1] * 3, [0, 5, 30], [MPI.FLOAT] * 3)
+    assert _regions(fields) == (region(0, ([0, 5, 30],), 4),)
+    row = MPI.FLOAT.Create_vector(3, 1, 2)
+    rows = _freed(row, row.Create_hindexed_block(1, [0, 50, 300]))
+    assert _regions(rows) == (region(0, ([0, 50, 300], (3, 8)), 4),)
+
+
+def test_a_list_is_repeated_by_a_loop() -> None:
+    block = MPI.FLOAT.Create_indexed_block(1, [0, 5, 2])
+    assert _regions(_freed(block, block.Create_resized(0, 64)), 9) == (region(0, ((9, 64), [0, 20, 8]), 4),)
+
+
+def test_a_list_of_short_lists_is_one_list() -> None:
+    inner = MPI.FLOAT.Create_indexed_block(1, [0, 5, 2])
+    outer = _freed(inner, inner.Create_hindexed_block(1, [0, 100, 50]))
+    places = [outer + inner for outer in (0, 100, 50) for inner in (0, 20, 8)]
+    assert _regions(outer) == (region(0, (places,), 4),)
+
+
+def test_long_lists_in_a_list_are_regions_with_one_list_in_the_table() -> None:
+    inner = MPI.FLOAT.Create_indexed_block(1, _irregular(1000))
+    layout = _layout(_freed(inner, inner.Create_hindexed_block(1, [0, 60000, 30000])))
+    assert len(layout.regions) == 3
+    assert len(table_for(layout).content) == 3 * ENTRY_NBYTES + 8 * 1000
+
+
+def test_blocks_that_touch_are_one_run() -> None:
+    assert _regions(MPI.FLOAT.Create_indexed_block(2, [0, 2, 4])) == (region(0, (), 24),)
+    assert _regions(MPI.FLOAT.Create_indexed_block(1, [0, 1, 8, 9, 11, 12])) == (region(0, ([0, 32, 44],), 8),)
+
+
+def test_blocks_of_many_lengths_are_cut_to_one_length_where_they_are_short() -> None:
+    short = MPI.DOUBLE.Create_indexed([1, 3, 2], [0, 3, 9])
+    assert _regions(short) == (region(0, ([0, 24, 32, 40, 72, 80],), 8),)
+    long = MPI.DOUBLE.Create_indexed([100, 301, 200], [0, 300, 900])
+    assert [each.nbytes for each in _regions(long)] == [800, 2408, 1600]
+
+
+def test_each_field_of_an_array_of_structures_is_a_region() -> None:
+    expected = (region(0, ((1000, 32),), 8, 0, (12,)), region(16, ((1000, 32),), 4, 8, (12,)))
+    assert _regions(_structures(32, 16, MPI.FLOAT), 1000) == expected
+    structure = _structures(32, 16, MPI.FLOAT)
+    assert _regions(_freed(structure, structure.Create_contiguous(10)), 100) == expected
+    structure = _structures(32, 16, MPI.FLOAT)
+    rows = _freed(structure, structure.Create_vector(5, 2, 3))
+    assert _regions(rows) == (
+        region(0, ((5, 96), (2, 32)), 8, 0, (24, 12)),
+        region(16, ((5, 96), (2, 32)), 4, 8, (24, 12)),
+    )
+    structure = _structures(32, 16, MPI.FLOAT)
+    assert _regions(_freed(structure, structure.Create_indexed_block(1, [0, 5, 2]))) == (
+        region(0, ([0, 160, 64],), 8, 0, (12,)),
+        region(16, ([0, 160, 64],), 4, 8, (12,)),
+    )
+
+
+def test_the_last_field_of_a_structure_may_touch_the_first_one_of_the_next() -> None:
+    assert _regions(_structures(24, 20, MPI.FLOAT), 10) == (
+        region(0, (), 8),
+        region(20, ((9, 24),), 12, 8, (12,)),
+        region(236, (), 4, 116),
+    )
+
+
+def test_parts_in_turn() -> None:
+    column = _layout(MPI.FLOAT.Create_vector(3, 1, 2))
+    assert together([(100, column), (124, column)]).regions == (region(100, ((6, 8),), 4),)
+    assert together([(100, column), (0, column)]).regions == (region(100, ((2, -100), (3, 8)), 4),)
+
+
+@pytest.mark.timeout(20)
+def test_a_million_blocks_are_one_region_and_a_list() -> None:
+    layout = _layout(MPI.INT.Create_indexed_block(1, _irregular(1_000_000)))
+    table = table_for(layout)
+    assert len(layout.regions) == table.num_regions == 1
+    assert len(table.content) == ENTRY_NBYTES + 8_000_000
+
+
+@pytest.mark.timeout(20)
+def test_a_million_blocks_of_many_lengths_are_one_region_and_a_list() -> None:
+    lengths = np.random.default_rng(2).integers(0, 5, 1_000_000)
+    places = np.cumsum(lengths) - lengths + 2 * np.arange(len(lengths))
+    layout = _layout(MPI.INT.Create_indexed(lengths.tolist(), places.tolist()))
+    assert layout.nbytes == 4 * int(lengths.sum())
+    assert len(table_for(layout).content) == ENTRY_NBYTES + 2 * layout.nbytes
+
+
+@pytest.mark.timeout(20)
+def test_a_million_structures_are_a_region_for_each_field() -> None:
+    layout = _layout(_structures(32, 16, MPI.FLOAT), 1_000_000)
+    assert layout.nbytes == 12_000_000
+    assert len(table_for(layout).content) == 2 * ENTRY_NBYTES
