@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -27,7 +28,7 @@ from mpicomm.messages.description import (
     is_for_kernels,
     vary,
 )
-from mpicomm.messages.device import MessageDevice, SideStream
+from mpicomm.messages.device import MessageDevice
 
 FIRST_BLOCK_NBYTES = 32 << 20
 BLOCK_NBYTES = 2 << 20
@@ -40,7 +41,7 @@ DONE = MOST_IN_FLIGHT * LINE_NBYTES
 """The distance from a message's `ready` words to its `done` words. All `done` words lie together, because the host
 reads them with one copy."""
 _GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that few small holes are left
-_FEW_PLACES = 4
+_FEW_PLACES = 8
 _FEW = 64  # messages in flight: a look at the counts for fewer would cost each message too much
 
 
@@ -119,6 +120,7 @@ class Outbox:
         self._look_from_nbytes = FIRST_BLOCK_NBYTES // 2  # and so are messages of as many bytes
         self._done: npt.NDArray[np.uint8] | None = None  # the copy of the `done` words
         self._copied: Callable[[], bool] | None = None  # whether the copy that was begun is over
+        self._stream = 0  # of the copies
         self._number = 0
 
     def reserve(self, nbytes: int, *, whole: bool = False) -> Description:
@@ -132,7 +134,6 @@ class Outbox:
                 raise self._too_small_for(room)
             if self._words is None:
                 self._set_up_words()
-            self._look_if_many()
             place = self._idle_place(room) or self._new_place(room, whole=whole or is_for_kernels(nbytes))
             described = self._described(place, nbytes)
             place.nbytes, place.words = 0, described.num_words  # 0: its packed description is of another message
@@ -145,11 +146,9 @@ class Outbox:
         It does what `reserve` does, in a fifth of the time.
         """
         with self._lock:
-            self._look_if_many()
-            idle = self._idle.get(-(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES)
-            if not idle:
+            place = self._idle_place(-(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES)
+            if place is None:
                 return None
-            place = idle.pop()
             if place.nbytes != nbytes:
                 self._prepare(place, nbytes, secret)
             self._number = number = self._number + 1
@@ -176,6 +175,8 @@ class Outbox:
     def close(self) -> None:
         """Free all blocks; every peer must have closed them. A second call does nothing."""
         with self._lock:
+            with contextlib.suppress(HandleError):  # a device that has failed copies no more
+                self._await_copy()  # which reads a block and writes into memory of the host
             while self._segments:
                 self._segments.popitem()[1].close()
             self._words = self._done = self._copied = None
@@ -204,12 +205,18 @@ class Outbox:
         self._counts[place.line] = place.last = last
         self._in_flight.append(place)
         self._in_flight_nbytes += place.end - place.begin
+        # So early that the copy is over when the idle places are used up.
+        if self._copied is None and (
+            len(self._in_flight) >= self._look_from or self._in_flight_nbytes >= self._look_from_nbytes
+        ):
+            self._begin_copy()
 
     def _set_up_words(self) -> None:
         self._words = self._allocate(2 * DONE, 0)
         # Before any description names the block: a count that is not 0 would let a receiver through.
         self._device.zero(self._words.segment.pointer, 2 * DONE)
         self._done = self._device.pinned(DONE)
+        self._stream = self._device.side_streams.take()  # which the device destroys with all others
 
     def _new_place(self, room: int, *, whole: bool) -> Place:
         begin = self._take(room, whole=whole)
@@ -233,6 +240,9 @@ class Outbox:
 
     def _idle_place(self, room: int) -> Place | None:
         idle = self._idle.get(room)
+        if not idle and self._copied is not None and self._copied():
+            self._use_copy()
+            idle = self._idle.get(room)
         return idle.pop() if idle else None
 
     def _take(self, room: int, *, whole: bool) -> int | None:
@@ -297,15 +307,6 @@ class Outbox:
             Extent(block.packet, start - block.begin, stop - start) for block, start, stop in parts if start < stop
         )
 
-    def _look_if_many(self) -> None:
-        """Begin a copy of the `done` words, or use the one that was begun if it is over. It does not wait."""
-        if len(self._in_flight) < self._look_from and self._in_flight_nbytes < self._look_from_nbytes:
-            return
-        if self._copied is None:
-            self._begin_copy()
-        elif self._copied():
-            self._use_copy()
-
     def _reclaim(self) -> None:
         """Release the places of messages that are copied by now. It waits for a copy, and for no work of the user."""
         if self._words is None or not self._in_flight:
@@ -313,19 +314,21 @@ class Outbox:
         for _ in range(1 if self._copied is None else 2):  # the copy that was begun may be old
             if self._copied is None:
                 self._begin_copy()
-            while self._copied is not None and not self._copied():
-                time.sleep(0)  # lets other threads of the program run
+            self._await_copy()
             self._use_copy()
 
+    def _await_copy(self) -> None:
+        while self._copied is not None and not self._copied():
+            time.sleep(0)  # lets other threads of the program run
+
     def _begin_copy(self) -> None:
+        """Begin to copy the `done` words to the host, on a stream that has no other work. It does not wait."""
         assert self._words is not None and self._done is not None
-        device = self._device
-        with SideStream(device.side_streams) as stream:
-            # Pairs with the receivers' stores of `done` in message.cu: they come after the loads of the message. So
-            # work that is enqueued after the host has seen the copy may overwrite a message whose `done` is in it. A
-            # message whose `done` is not there yet keeps its place.
-            device.copy(self._done.ctypes.data, self._words.segment.pointer + DONE, DONE, stream)
-            self._copied = device.completion(stream)
+        # Pairs with the receivers' stores of `done` in message.cu: they come after the loads of the message. So work
+        # that is enqueued after the host has seen the copy may overwrite a message whose `done` is in it. A message
+        # whose `done` is not there yet keeps its place.
+        self._device.copy(self._done.ctypes.data, self._words.segment.pointer + DONE, DONE, self._stream)
+        self._copied = self._device.completion(self._stream)
 
     def _use_copy(self) -> None:
         assert self._done is not None
