@@ -35,7 +35,12 @@ LAYOUTS = {
     "regions with loops": in_turn(region(8, ((10, 64),), 4), region(2048, ((3, 400), (2, 100)), 40)),
     "a list": in_turn(region(8, (_ANYWHERE,), 24)),
     "a list of long runs": in_turn(region(3, ([900, 0, -1, 3000],), 900)),
-    "several lists": in_turn(region(8, (_ANYWHERE,), 24), region(40, (_ANYWHERE[::-1],), 5), region(45, (_NEAR,), 1)),
+    "several lists": in_turn(
+        region(8, (_ANYWHERE,), 24),
+        region(32, (_ANYWHERE,), 8),
+        region(40, (_ANYWHERE[::-1],), 5),
+        region(45, (_NEAR,), 1),
+    ),
     "a list within a loop": in_turn(region(8, ((20, 112), _NEAR), 16)),
     "a list around loops": in_turn(region(8, ([1000, 0, 5200], (2, 400), (3, 96)), 40)),
     "a list between loops": in_turn(region(8, ((3, 2000), [700, 300, 0, 40], (2, 20)), 16)),

@@ -149,6 +149,30 @@ def test_vectors_of_counts(comm: mpicomm.Communicator, xp: Any, made: list[MPI.D
     np.testing.assert_array_equal(to_host(got), taken)
 
 
+def test_structures_meet_lists(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
+    """The root has an array of structures, the other ranks have the fields at irregular places; each byte is right."""
+    count = 3000
+    structure = MPI.Datatype.Create_struct([1, 1, 3], [0, 12, 20], [MPI.DOUBLE, MPI.INT32_T, MPI.INT16_T])
+    made.append(structure)
+    element = committed(made, structure.Create_resized(0, 32))
+    order = np.random.default_rng(3).permutation(count)
+    listed = committed(made, structure.Create_hindexed_block(1, (40 * order).tolist()))
+    taken = np.r_[0:8, 12:16, 20:26]
+    for repeat in range(2):
+        for root in range(comm.size):
+            sent = np.random.default_rng([root, repeat]).integers(0, 256, (count, 32)).astype(np.uint8)
+            if comm.rank == root:
+                array = xp.asarray(sent)
+                comm.Bcast([array, count, element], root)
+                np.testing.assert_array_equal(to_host(array), sent)
+            else:
+                array = xp.full((count, 40), 7, np.uint8)
+                comm.Bcast([array, 1, listed], root)
+                expected = np.full((count, 40), 7, np.uint8)
+                expected[order[:, None], taken] = sent[:, taken]
+                np.testing.assert_array_equal(to_host(array), expected)
+
+
 def test_elements_that_leave_the_array_are_refused(
     comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]
 ) -> None:

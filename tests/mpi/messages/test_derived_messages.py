@@ -66,6 +66,22 @@ def test_kernels_pack_and_unpack(rig: Rig, on_device: Any, count: int, sender: s
     assert rig.device.host_copies == 0
 
 
+def test_structures_meet_lists(rig: Rig, on_device: Any) -> None:
+    count = 2000
+    order, taken = np.random.default_rng(4).permutation(count), np.r_[0:8, 12:16]
+    fields = MPI.Datatype.Create_struct([1, 1], [0, 12], [MPI.DOUBLE, MPI.INT32_T])
+    structures, listed = fields.Create_resized(0, 24), fields.Create_hindexed_block(1, (24 * order).tolist())
+    with committed(fields, structures, listed):
+        sent = [np.random.default_rng(rank).integers(0, 256, (count, 24)).astype(np.uint8) for rank in range(9)]
+        received = on_device(np.full((count, 24), 7, np.uint8))
+        spec = [on_device(sent[rig.rank]), count, structures]
+        rig.comm.Sendrecv(spec, rig.right, 0, [received, 1, listed], rig.left, 0)
+        expected = np.full((count, 24), 7, np.uint8)
+        expected[order[:, None], taken] = sent[rig.left][:, taken]
+        assert (received.get() == expected).all()
+    assert rig.device.packed == 2 and rig.device.host_copies == 0
+
+
 @pytest.mark.parametrize("host", ["sender", "receiver"])
 def test_one_side_is_in_host_memory(rig: Rig, on_device: Any, host: str) -> None:
     for count in (2, 300, 9000):
