@@ -19,8 +19,9 @@ from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector, require_separate
+from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.mpi.ops import check_legal, op_name
+from mpicomm.mpi.overlap import require_separate
 from mpicomm.mpi.span import Span
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
+from mpicomm.collectives.algorithm_argument import require_known, require_possible
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.exchange import Message
@@ -25,7 +26,6 @@ from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import Operation
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.kernels.team import MAX_RANKS
-from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
@@ -207,13 +207,13 @@ class Collectives:
 
     def _read(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
         if algorithm != "auto":
-            _require_known(operation, algorithm)
+            require_known(operation, algorithm)
         if operation.send == "counted" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
         call = self._call(operation, arguments, algorithm)
         if algorithm != "auto":
-            _require_possible(call, algorithm)
+            require_possible(call, algorithm)
         if not operation.in_mpi and (call.dtype is None or algorithm == "mpi" or self._nodes > 1):
             raise InvalidUsageError(
                 f"{operation} is not MPI's: it takes plain element types and predefined operations, between the ranks "
@@ -384,44 +384,6 @@ class Collectives:
         if failed:
             return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
         return self._board.testimony() if self._board else ""
-
-
-def _require_known(operation: Operation, algorithm: str) -> None:
-    """Raise for an algorithm that there is not, or not for this collective."""
-    from mpicomm.collectives.gpu.algorithms import registry  # here, because few programs name an algorithm
-
-    known = ("auto", "mpi", *registry.NAMES)
-    if algorithm not in known:
-        raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(known)}")
-    if algorithm != "mpi" and algorithm not in registry.names_for(operation):
-        possible = ", ".join(registry.operations_for(algorithm))
-        raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
-
-
-def _require_possible(call: Call, algorithm: str) -> None:
-    """Raise where the algorithm that the caller names lacks the type, the operation, or the place of the buffers."""
-    operation = call.operation
-    if algorithm == "mpi":
-        if call.op == "avg":
-            raise InvalidUsageError(
-                f'algorithm="mpi": MPI has no AVG for {operation}: leave algorithm= out, or use SUM'
-            )
-        if call.dtype is not None and types.mpi_datatype(call.dtype) is None:
-            raise InvalidUsageError(
-                f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out, or move '
-                "it as bytes with [buffer, MPI.BYTE]"
-            )
-    elif operation.of_neighbors and not call.on_device:
-        raise InvalidUsageError(
-            f"algorithm={algorithm!r} of {operation} is for device arrays, and MPI carries it out on host arrays: "
-            "leave algorithm= out"
-        )
-    elif call.dtype is None:
-        raise InvalidUsageError(
-            f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
-        )
-    elif not call.on_device and algorithm not in selection.algorithms_for(operation):
-        raise InvalidUsageError(f'algorithm="{algorithm}" of {operation} is for device arrays: use "one_shot"')
 
 
 def require_here(operation: str, operand: Operand, session: Session) -> None:

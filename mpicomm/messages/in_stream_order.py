@@ -9,7 +9,8 @@ from mpi4py import MPI
 from mpicomm.collectives.dispatch import Collectives, MessageCall, require_here
 from mpicomm.collectives.exchange import Message
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, parse, require_separate
+from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.overlap import require_separate
 from mpicomm.mpi.span import Span
 from mpicomm.session import Session
 

@@ -12,7 +12,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.bottom import lies_together, require_device_addresses
 from mpicomm.mpi.committed import is_committed
 from mpicomm.mpi.layout import Layout, known_of
-from mpicomm.mpi.regions import Region
+from mpicomm.mpi.regions import Region, rounds_of
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class Room:
     def _require_on_device(self, address: int, region: Region, device: int) -> None:
         begin, end = region.ends
         if region.loops and not lies_together(address + begin, end - begin):
-            for part in region.parts():  # the runs of one loop may lie in several allocations
-                self._require_on_device(address, part, device)
+            for number in range(region.loops[0].rounds):  # each may lie in another allocation
+                self._require_on_device(address, rounds_of(region, number, number + 1), device)
             return
         require_device_addresses(address + begin, end - begin, device, self.name)
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from mpicomm.kernels.packing import ENTRY, ENTRY_NBYTES, LOOPS, UNIT_NBYTES, PackTable
 from mpicomm.mpi.layout import Layout
-from mpicomm.mpi.regions import Loop, Region
+from mpicomm.mpi.regions import Region, rounds_of
 
 _MOST_UNITS = 1 << 31  # the kernel counts the units of a region in 32 bits
 _MOST_RUN_NBYTES = 1 << 30
@@ -70,19 +70,7 @@ def _parts(region: Region) -> Iterator[Region]:
         rounds = region.loops[0].rounds
         step = 1 if len(region.loops) > LOOPS or not fits else -(-rounds // 2)
         for start in range(0, rounds, step):
-            yield from _parts(_rounds(region, start, min(start + step, rounds)))
-
-
-def _rounds(region: Region, start: int, stop: int) -> Region:
-    """Return some rounds of the outermost loop of a region."""
-    loop, *inner = region.loops
-    places, offset = b"", start * loop.stride
-    if loop.places:
-        some_places = loop.listed()[start:stop]
-        offset = int(some_places[0])
-        places = (some_places - offset).tobytes()
-    some = [Loop(stop - start, loop.stride, loop.packed, places)] if stop - start > 1 else []
-    return replace(region.moved(offset, start * loop.packed), loops=(*some, *inner))
+            yield from _parts(rounds_of(region, start, min(start + step, rounds)))
 
 
 def _entry(region: Region, job: PackJob, first_unit: int, lists: _Lists) -> bytes:

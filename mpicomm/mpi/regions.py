@@ -6,7 +6,7 @@ The functions take regions in the order of packed memory, which begins at byte 0
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -72,14 +72,6 @@ class Region:
             first, last = first + low, last + high
         return first, last + self.run_nbytes
 
-    def parts(self) -> Iterator[Region]:
-        """Yield the region of each round of the outermost loop."""
-        loop, *inner = self.loops
-        places = loop.listed().tolist() if loop.places else [number * loop.stride for number in range(loop.rounds)]
-        for number, place in enumerate(places):
-            at, packed = self.offset + place, self.packed + number * loop.packed
-            yield replace(self, offset=at, packed=packed, loops=tuple(inner))
-
     def moved(self, offset: int, packed: int) -> Region:
         """Return the region ``offset`` bytes farther on, and ``packed`` bytes farther on in packed memory."""
         return replace(self, offset=self.offset + offset, packed=self.packed + packed)
@@ -91,6 +83,18 @@ Regions = tuple[Region, ...]
 def packed_nbytes(regions: Iterable[Region]) -> int:
     """Return the bytes of regions in packed memory."""
     return sum(region.nbytes for region in regions)
+
+
+def rounds_of(region: Region, start: int, stop: int) -> Region:
+    """Return some rounds of the outermost loop of a region."""
+    loop, *inner = region.loops
+    places, offset = b"", start * loop.stride
+    if loop.places:
+        some_places = loop.listed()[start:stop]
+        offset = int(some_places[0])
+        places = (some_places - offset).tobytes()
+    some = [Loop(stop - start, loop.stride, loop.packed, places)] if stop - start > 1 else []
+    return replace(region.moved(offset, start * loop.packed), loops=(*some, *inner))
 
 
 def repeated(regions: Regions, count: int, stride: int) -> Regions:

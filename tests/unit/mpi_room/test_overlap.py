@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, overlaps, parse, parse_vector, require_separate
+from mpicomm.mpi.arguments import Operand, parse, parse_vector
+from mpicomm.mpi.overlap import overlaps, require_separate
 
 
 def operand_of(spec: Any, size: int | None = None) -> Operand:

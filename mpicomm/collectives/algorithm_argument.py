@@ -1,0 +1,47 @@
+"""The checks of the argument ``algorithm`` of a collective call."""
+
+from __future__ import annotations
+
+from mpicomm.collectives.call import Call
+from mpicomm.collectives.host import selection
+from mpicomm.collectives.operations import Operation
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import types
+
+
+def require_known(operation: Operation, algorithm: str) -> None:
+    """Raise for an algorithm that there is not, or not for this collective."""
+    from mpicomm.collectives.gpu.algorithms import registry  # here, because few programs name an algorithm
+
+    known = ("auto", "mpi", *registry.NAMES)
+    if algorithm not in known:
+        raise InvalidUsageError(f"algorithm={algorithm!r} is unknown: use one of {', '.join(known)}")
+    if algorithm != "mpi" and algorithm not in registry.names_for(operation):
+        possible = ", ".join(registry.operations_for(algorithm))
+        raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
+
+
+def require_possible(call: Call, algorithm: str) -> None:
+    """Raise where the algorithm that the caller names lacks the type, the operation, or the place of the buffers."""
+    operation = call.operation
+    if algorithm == "mpi":
+        if call.op == "avg":
+            raise InvalidUsageError(
+                f'algorithm="mpi": MPI has no AVG for {operation}: leave algorithm= out, or use SUM'
+            )
+        if call.dtype is not None and types.mpi_datatype(call.dtype) is None:
+            raise InvalidUsageError(
+                f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out, or move '
+                "it as bytes with [buffer, MPI.BYTE]"
+            )
+    elif operation.of_neighbors and not call.on_device:
+        raise InvalidUsageError(
+            f"algorithm={algorithm!r} of {operation} is for device arrays, and MPI carries it out on host arrays: "
+            "leave algorithm= out"
+        )
+    elif call.dtype is None:
+        raise InvalidUsageError(
+            f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
+        )
+    elif not call.on_device and algorithm not in selection.algorithms_for(operation):
+        raise InvalidUsageError(f'algorithm="{algorithm}" of {operation} is for device arrays: use "one_shot"')
