@@ -32,6 +32,7 @@ ROOMS = [
     {"collectives"},
     {"collectives.host", "collectives.gpu.algorithms"},
     {"collectives.gpu"},
+    {"collectives.algorithm_argument"},
     {"collectives.dispatch"},
     {"messages"},
     {"api"},
