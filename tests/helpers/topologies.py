@@ -122,14 +122,13 @@ class NeighborCall:
         return [array, [1] * len(peers), [4 * number for number in range(len(peers))], [self._column] * len(peers)]
 
 
-def waits_in_open_mpi(comm: MPI.Topocomm, name: str) -> bool:
-    """Return whether Open MPI 5.0.11 itself waits for ever in a call, or fails. Collective.
+def fails_in_open_mpi(comm: MPI.Topocomm, name: str) -> bool:
+    """Return whether Open MPI 5.0.11 itself waits for ever in a call, or raises. Collective.
 
-    It does where a rank has neighbours in one direction alone.
+    It does where a rank receives from no neighbour, or sends to none.
     """
-    sources, destinations = comm.inoutedges
-    one_way = comm.allreduce(bool(sources) != bool(destinations), MPI.LOR)
-    return "Open MPI" in MPI.Get_library_version() and one_way and name in ("allgather", "alltoall")
+    alone = comm.allreduce(not all(comm.inoutedges), MPI.LOR)
+    return "Open MPI" in MPI.Get_library_version() and alone and name in ("allgather", "alltoall")
 
 
 def result_of_mpi(comm: MPI.Topocomm, call: NeighborCall, turn: int, form: str = "Neighbor_{}") -> Array:

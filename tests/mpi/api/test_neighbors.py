@@ -13,7 +13,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
 from tests.helpers.communicators import array_module, communicator, to_host
-from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi, waits_in_open_mpi
+from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
 
 TURNS = 3
 
@@ -29,8 +29,8 @@ def made(request: pytest.FixtureRequest, comm: mpicomm.Communicator) -> Iterator
 
 @pytest.fixture(params=CALLS)
 def call(request: pytest.FixtureRequest, made: Any) -> Iterator[NeighborCall]:
-    if waits_in_open_mpi(made, request.param):
-        pytest.skip("Open MPI 5.0.11 waits for ever in it where a rank has neighbours in one direction alone")
+    if fails_in_open_mpi(made, request.param):
+        pytest.skip("Open MPI 5.0.11 fails in it where a rank receives from no neighbour, or sends to none")
     call = NeighborCall(request.param, made)
     yield call
     call.free()

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpicomm.collectives.neighborhood import neighborhood_of
 from tests.helpers.host_engines import CALL, engine_of
 from tests.helpers.simulated_neighbors import OnDevice, Part
-from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi
+from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
@@ -19,6 +19,8 @@ def test_same_result_as_mpi(comm_world: MPI.Intracomm, topology: str) -> None:
     comm = TOPOLOGIES[topology](comm_world)
     with engine_of(comm_world) as (engine, _, _):
         for turn, name in enumerate(CALLS):
+            if fails_in_open_mpi(comm, name):
+                continue
             call = NeighborCall(name, comm)
             expected = result_of_mpi(comm, call, turn)
             sent, received = OnDevice(call.sent(turn)), OnDevice(call.nothing())
