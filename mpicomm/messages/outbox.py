@@ -141,9 +141,9 @@ class Outbox:
             return described
 
     def take_idle(self, nbytes: int, secret: bytes) -> Place | None:
-        """Return an idle place for a message for kernels, with its packed description; None where there is none.
+        """Give a message that kernels copy an idle place with its packed description; return None if none is idle.
 
-        It does what `reserve` does, in a fifth of the time.
+        It takes a fifth of the time of `reserve`.
         """
         with self._lock:
             place = self._idle_place(-(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES)
@@ -255,7 +255,7 @@ class Outbox:
         return None
 
     def _start_in(self, begin: int, end: int, room: int) -> int | None:
-        """Return where a range of ``room`` bytes lies in one block, between two places; None where there is none."""
+        """Find ``room`` bytes of one block in the free range from ``begin`` to ``end``; return None if there are none."""
         parts = ((max(begin, block.begin), min(end, block.end)) for block in self._blocks)
         return next((start for start, stop in parts if stop - start >= room), None)
 

@@ -102,7 +102,10 @@ class Rendezvous:
         return place
 
     def give_back(self, place: Place, stream: int) -> None:
-        """Release the place of `send_again` of a message that this rank does not send after all."""
+        """Release the place of `send_again` of a message that this rank does not send after all.
+
+        The copy into the place comes earlier in the same stream, so that nothing has to wait for it.
+        """
         self._step(stream, place.words, stored=place.ready + DONE, count=place.last)
 
     def pack(self, elements: Elements, stream: int) -> tuple[Description, bytes]:
@@ -162,12 +165,13 @@ class Rendezvous:
         ready, place, words = self._line(described, source), self._whole(described, source), described.num_words
         self._await(described, ready, described.last, source, stream)
         self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)
+        # As in `receive`: the count must not be seen before the kernel has read the message.
         self._step(stream, words, stored=ready + DONE, count=described.last)
 
     def unpack_part(self, nbytes: int, fill: Callable[[int], None], elements: Elements, stream: int) -> None:
-        """Unpack the first ``nbytes`` bytes of ``elements``, which ``fill`` enqueues a copy of to an address.
+        """Unpack a message of ``nbytes`` bytes, which may be shorter than ``elements``, through this rank's outbox.
 
-        They go through a place of this rank's outbox. Raises as `send` does.
+        ``fill`` enqueues the copy of the message to an address. Raises as `send` does.
         """
         layout = elements.layout
         described = self._outbox.reserve(layout.nbytes, whole=True)
@@ -178,6 +182,8 @@ class Rendezvous:
             fill(place)
             self.device.pack(table_for(layout), elements.address, place, stream, unpacks=True)
         finally:
+            # The place is this rank's own, so that this rank also stores `done`: it comes after all use of the place in
+            # the same stream, and pairs with the read of the counts in Outbox. Without it the place would be lost.
             self._step(stream, described.num_words, stored=ready + DONE, count=described.last)
 
     def drop(self, described: Description, source: int, stream: int) -> None:

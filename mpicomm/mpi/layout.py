@@ -72,7 +72,7 @@ def together(parts: Iterable[tuple[int, Layout]]) -> Layout:
 
 @dataclass
 class Known:
-    """What was found out about a datatype."""
+    """The layout of a datatype, and whether MPI has said that the datatype is committed."""
 
     layout: Layout | None
     """None for a datatype with a part that only MPI knows, such as a DARRAY."""
