@@ -255,7 +255,7 @@ class Outbox:
         return None
 
     def _start_in(self, begin: int, end: int, room: int) -> int | None:
-        """Find ``room`` bytes of one block in the free range from ``begin`` to ``end``; return None if there are none."""
+        """Find ``room`` bytes of one block in the free range from ``begin`` to ``end``; return None without them."""
         parts = ((max(begin, block.begin), min(end, block.end)) for block in self._blocks)
         return next((start for start, stop in parts if stop - start >= room), None)
 
