@@ -210,21 +210,23 @@ class MessageStep(Protocol):
     def __call__(
         self,
         stream: int,
-        blocks: int = 1,
-        target: int = 0,
-        source: int = 0,
-        nbytes: int = 0,
-        awaited: int = 0,
-        stored: int = 0,
-        count: int = 0,
-        number: int = 0,
-        peer: int = 0,
+        blocks: int,
+        target: int,
+        source: int,
+        nbytes: int,
+        ready: int,
+        done: int,
+        awaits: int,
+        sent: int,
+        taken: int,
+        peer: int,
+        /,
     ) -> None:
-        """Wait until ``blocks`` words from ``awaited`` on have come to ``count``. Then copy ``nbytes`` bytes, and store
-        ``count`` in ``blocks`` words from ``stored`` on, after all earlier work of the stream.
+        """Wait until the words from ``ready`` on are ``awaits`` ahead of those from ``done`` on. Then copy ``nbytes``
+        bytes, and add ``sent`` to the former and ``taken`` to the latter, after all earlier work of the stream.
 
-        Each part is optional: an address of 0 leaves the part out. Source and target are memory of devices. After a
-        timeout it neither copies nor stores, and `check` names message ``number`` and rank ``peer``.
+        Each part is optional: a 0 leaves it out. There are `MESSAGE_WORDS` words of each kind. Source and target are
+        memory of devices. After a timeout it neither copies nor counts, and `check` names rank ``peer``.
         """
 
 
@@ -274,8 +276,12 @@ class GpuBackend(Backend, Protocol):
     def eager_stream(self, stream: Any, array: Any) -> int | None:
         """Return as `stream` does, None for a stream that captures a graph; raise as `check` does."""
 
-    def message_steps(self) -> MessageStep:
-        """Return the function that enqueues steps of messages. The first call loads their kernel, which blocks."""
+    def message_step(self, *, repeated: bool = False) -> MessageStep:
+        """Return a function that enqueues steps of messages. The first call loads their kernel, which blocks.
+
+        A ``repeated`` step is mostly the same each time, which makes it faster. Its function serves one thread at a
+        time, and a step may only be enqueued when the last one cannot wait any more.
+        """
 
     def pack_table(self, table: PackTable) -> int:
         """Return the address of a table on the device, which stays until `close`; blocking for a new table."""

@@ -1,15 +1,17 @@
-// A step of a message from one rank to another: waits for counts, copies bytes, stores counts. Each part is optional.
+// A step of a message from one rank to another: waits for counts, copies bytes, adds to counts. Each part is optional.
 //
-// The data of a message lies in memory of the sender, see messages/outbox.py. A message has words for counts there:
-// `ready` words, which the sender stores, and `done` words, which the receiver stores. The host chooses the counts,
-// because MPI has matched the message there: so no captured graph can hold this kernel.
+// The data of a message lies in memory of the sender, see messages/outbox.py. A message has a line of counts there:
+// `ready` words, which the sender adds to, and `done` words, which the receiver adds to. All words of a kind have the
+// same count between two messages, and `ready` and `done` are equal then. So a message with the same place, arrays and
+// ranks as an earlier one has the same step, which a graph can launch again.
 //
-// A step of several blocks copies a part of the bytes with each block, and has a word for each block. Sender and
+// A step of several blocks copies a part of the bytes with each block, and shares the words among its blocks. Sender and
 // receiver cut alike, because the parts depend on the number of bytes and of blocks alone. So a block of the receiver
 // waits for the one block of the sender that has written its part, and the blocks of a kernel need not meet.
 //
-// A kernel waits only for kernels of other ranks that have been enqueued: MPI brings the description of a message
-// after the sender has enqueued its step.
+// A kernel waits only for kernels that other ranks have enqueued or enqueue at once: a sender has given MPI the
+// description of the message, and waits for nothing between that and its step. No captured graph can hold this kernel,
+// because MPI has matched the message on the host.
 
 #include "bytes.cuh"
 #include "faults.cuh"
@@ -18,32 +20,36 @@ namespace mpicomm {
 
 // The host's copies of this structure and these constants are in message.py; a test compares them.
 constexpr u32 kMessageThreads = 512;
+constexpr u32 kMessageWords = 32;  // of each kind, which is also the most blocks of a step
 
 struct MessageStep {
   u8* target;
   const u8* source;
-  u64 nbytes;          // 0 where nothing is copied
-  const u64* awaited;  // a word for each block, null where the step does not wait
-  u64* stored;         // a word for each block, null where the step stores nothing
-  u64 count;           // the count that `awaited` must reach and that `stored` becomes
-  u64 number;          // of the message, for the fault record
+  u64 nbytes;  // 0 where nothing is copied
+  u64* ready;  // kMessageWords words
+  u64* done;   // kMessageWords words
   u64 timeout_ns;
   FaultRecord* record;
   const u32* failed;
+  u32 awaits;  // by how much `ready` is ahead of `done` when the data is there; 0 where the step does not wait
+  u32 sent;    // is added to `ready`
+  u32 taken;   // is added to `done`
   u32 peer;
-  u32 unused;
 };
 
 MPICOMM_DEVICE void carry(const MessageStep& x) {
   const u32 block = blockIdx.x;
   bool ok = true;
-  if (threadIdx.x == 0 && x.awaited != nullptr) {
-    const Watch watch{{x.record, x.failed}, x.timeout_ns, kMessage, x.number, block, x.peer};
+  if (threadIdx.x == 0 && x.awaits != 0) {
+    // The last message of this line has come to an end: its receiver's store is in the sender's memory, because the
+    // sender uses a line again when it has seen that store there. So this count cannot be an old one.
+    const u64 count = load_relaxed(x.done + block) + x.awaits;
+    const Watch watch{{x.record, x.failed}, x.timeout_ns, kMessage, count, block, x.peer};
     // Pairs with the release below, of the other rank: this block, and later work of this stream, read the bytes that
     // the other rank's block has written. With a plain load they could read the bytes of an earlier message. The
     // difference is signed, as for every flag: later pieces of the message may have come, too.
-    const u64* const word = x.awaited + block;
-    ok = spin_until([=] { return static_cast<long long>(load_acquire(word) - x.count) >= 0; }, watch);
+    const u64* const word = x.ready + block;
+    ok = spin_until([=] { return static_cast<long long>(load_acquire(word) - count) >= 0; }, watch);
   }
   // All threads leave or none: a thread that went on alone would wait at the next barrier for ever. The barrier also
   // orders the loads of the whole block after the acquire of thread 0.
@@ -55,9 +61,11 @@ MPICOMM_DEVICE void carry(const MessageStep& x) {
     const u64 some = x.nbytes - begin < part ? x.nbytes - begin : part;
     copy_bytes(x.target + begin, x.source + begin, some, threadIdx.x, blockDim.x);
   }
-  // Orders the copies of the whole block before the release of thread 0, which would publish its own copies alone.
+  // Orders the copies of the whole block before the releases below, which would each publish one thread's copies alone.
   __syncthreads();
-  if (threadIdx.x == 0 && x.stored != nullptr) {
+  // Each block adds to the word of its number, which says that its part is there, and to some that no block waits for:
+  // a message with more blocks may use the line next.
+  if (threadIdx.x < kMessageWords && threadIdx.x % gridDim.x == block) {
     // After a failed wait `ready` must not say that this rank's data is right. And `done` must not say that a message
     // was taken, because the sender would use its memory again. Pairs with the store in report_fault: a wait of this
     // stream was an earlier kernel, so its store is there.
@@ -66,7 +74,11 @@ MPICOMM_DEVICE void carry(const MessageStep& x) {
     // A plain store could arrive before them, and the receiver would copy the bytes of an earlier message. `done` pairs
     // with the copy by which the sender's host reads these words (Outbox in messages/outbox.py). It says that the loads
     // of the message are over: if it came earlier, the next message would overwrite data that is still being read.
-    store_release(x.stored + block, x.count);
+    // No other thread writes these words meanwhile, so a load and a store add to them.
+    u64* const ready = x.ready + threadIdx.x;
+    u64* const done = x.done + threadIdx.x;
+    if (x.sent != 0) store_release(ready, load_relaxed(ready) + x.sent);
+    if (x.taken != 0) store_release(done, load_relaxed(done) + x.taken);
   }
 }
 

@@ -9,8 +9,10 @@ from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.variant import Variant
 
-# A constant and a structure of message.cu; a test compares them.
+# Constants and a structure of message.cu; a test compares them.
 MESSAGE_THREADS = 512
+MESSAGE_WORDS = 32
+"""The words of a message for each side, which is also the most blocks of a step."""
 
 
 class MessageStep(ctypes.Structure):
@@ -20,25 +22,23 @@ class MessageStep(ctypes.Structure):
         ("target", ctypes.c_uint64),
         ("source", ctypes.c_uint64),
         ("nbytes", ctypes.c_uint64),
-        ("awaited", ctypes.c_uint64),
-        ("stored", ctypes.c_uint64),
-        ("count", ctypes.c_uint64),
-        ("number", ctypes.c_uint64),
+        ("ready", ctypes.c_uint64),
+        ("done", ctypes.c_uint64),
         ("timeout_ns", ctypes.c_uint64),
         ("record", ctypes.c_uint64),
         ("failed", ctypes.c_uint64),
+        ("awaits", ctypes.c_uint32),
+        ("sent", ctypes.c_uint32),
+        ("taken", ctypes.c_uint32),
         ("peer", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
     ]
 
 
 MESSAGE_STEP = struct.Struct("=" + "".join({8: "Q", 4: "I"}[ctypes.sizeof(field[1])] for field in MessageStep._fields_))
 """Packs a `MessageStep`, in a fifth of the time in which ctypes fills one."""
 
-MOST_MESSAGE_BLOCKS = 32
-"""The blocks of a step, and so the words that a message needs for each side."""
 BLOCK_NBYTES = 16 << 10
-"""The bytes that a block copies, if there are not too many for `MOST_MESSAGE_BLOCKS`."""
+"""The bytes that a block copies, if there are not too many for `MESSAGE_WORDS`."""
 
 MESSAGE_KERNEL = Variant(SHARED / "message.cu", "mpicomm_message", options_for(None))
 """Carries out a step of a message."""
@@ -47,4 +47,4 @@ MESSAGE_KERNEL = Variant(SHARED / "message.cu", "mpicomm_message", options_for(N
 def blocks_of_message(nbytes: int) -> int:
     """Return the blocks that copy a message of ``nbytes``, 1 or more; sender and receiver have the same number."""
     blocks = -(-nbytes // BLOCK_NBYTES)
-    return blocks if blocks < MOST_MESSAGE_BLOCKS else MOST_MESSAGE_BLOCKS
+    return blocks if blocks < MESSAGE_WORDS else MESSAGE_WORDS

@@ -25,15 +25,12 @@ MOST_PIECES = 4
 # several times as fast as the copy across the link, so overlapping the two copies pays for long pieces only.
 LEAST_PIECE_NBYTES = 32 << 20
 
-_HEAD = struct.Struct(f"<{SECRET_NBYTES}sQQQQH{PACKET_NBYTES}s")
+_HEAD = struct.Struct(f"<{SECRET_NBYTES}sQQH{PACKET_NBYTES}s")
 _EXTENT = struct.Struct(f"<{PACKET_NBYTES}sQQ")
-# The fast path calls these functions of `struct`, because they take a fifth of the time of `pack` and `unpack`.
+# The fast path calls this function of `struct`, because it takes a fifth of the time of `unpack`.
 unpack_one = struct.Struct(_HEAD.format + _EXTENT.format[1:]).unpack_from
-"""Unpacks a description with one extent: secret, number, first, nbytes, line, the number of extents, words, packet,
-offset, and nbytes again."""
-vary = struct.Struct("<QQ").pack_into
-"""Changes number and first of a packed description, `VARYING` bytes after its start."""
-VARYING = SECRET_NBYTES
+"""Unpacks a description with one extent: secret, nbytes, line, the number of extents, words, packet, offset, and nbytes
+again."""
 DESCRIPTION_NBYTES = -(-(_HEAD.size + MOST_EXTENTS * _EXTENT.size) // 32) * 32
 """The length of every description.
 
@@ -67,29 +64,26 @@ class Extent:
 
 @dataclass(slots=True)
 class Description:
-    """Message ``number`` of a sender, which lies in ``extents`` of the sender's outbox.
+    """A message, which lies in ``extents`` of the sender's outbox.
 
-    The message has `ready` and `done` words, ``line`` bytes into the parts for them of the block whose packed handle is
-    ``words``. The sender counts up from ``first``: kernels have a `ready` word for each of their blocks, and add 1 to
-    it. Copy engines have one word, and add 1 for each piece. The receiver sets the `done` words to the last value of
-    the `ready` words when it has copied the message.
+    It has a line of `ready` words and a line of `done` words, ``line`` bytes into the parts for them of the block whose
+    packed handle is ``words``. The sender adds 1 to the `ready` words when the message is there; copy engines add 1 for
+    each piece. The receiver adds as much to the `done` words when it has copied the message.
     """
 
     nbytes: int
-    number: int
     words: bytes
     line: int
-    first: int
     extents: tuple[Extent, ...]
 
     @property
-    def last(self) -> int:
-        """The value of the `ready` words when all of the message is in the outbox."""
-        return self.first + (1 if is_for_kernels(self.nbytes) else sum(1 for _ in self.pieces()))
+    def counts(self) -> int:
+        """How much sender and receiver add to the words."""
+        return 1 if is_for_kernels(self.nbytes) else sum(1 for _ in self.pieces())
 
     @property
-    def num_words(self) -> int:
-        """How many `ready` words the message has, and how many `done` words."""
+    def blocks(self) -> int:
+        """The blocks of the step that copies the message into the outbox."""
         return blocks_of_message(self.nbytes) if is_for_kernels(self.nbytes) else 1
 
     def pieces(self) -> Iterator[tuple[Extent, int, int]]:
@@ -105,7 +99,7 @@ class Description:
 
     def pack(self, secret: bytes) -> bytes:
         """Return the description as a message of `DESCRIPTION_NBYTES` bytes."""
-        head = _HEAD.pack(secret, self.number, self.first, self.nbytes, self.line, len(self.extents), self.words)
+        head = _HEAD.pack(secret, self.nbytes, self.line, len(self.extents), self.words)
         extents = b"".join(_EXTENT.pack(extent.packet, extent.offset, extent.nbytes) for extent in self.extents)
         return (head + extents).ljust(DESCRIPTION_NBYTES, b"\0")
 
@@ -114,16 +108,16 @@ class Description:
         """Return the description that a message is, None for data. Raises `HandleError` for a damaged description."""
         if len(message) != DESCRIPTION_NBYTES or not hmac.compare_digest(message[:SECRET_NBYTES], secret):
             return None
-        _, number, first, nbytes, line, count, words = _HEAD.unpack_from(message)
+        _, nbytes, line, count, words = _HEAD.unpack_from(message)
         if not 1 <= count <= MOST_EXTENTS:
-            raise HandleError(f"the description of message {number} has {count} extents, not 1 to {MOST_EXTENTS}")
+            raise HandleError(f"the description of a message has {count} extents, not 1 to {MOST_EXTENTS}")
         if is_for_kernels(nbytes) and count != 1:
-            raise HandleError(f"the description of message {number} of {nbytes} bytes has {count} extents, not 1")
+            raise HandleError(f"the description of a message of {nbytes} bytes has {count} extents, not 1")
         extents = _extents(message, count)
         total = sum(extent.nbytes for extent in extents)
         if total != nbytes:
-            raise HandleError(f"the description of message {number} has extents of {total} bytes, not {nbytes}")
-        return cls(nbytes, number, words, line, first, extents)
+            raise HandleError(f"the description of a message of {nbytes} bytes has extents of {total} bytes")
+        return cls(nbytes, words, line, extents)
 
 
 def _extents(message: bytes, count: int) -> tuple[Extent, ...]:

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mpicomm.messages.description import DESCRIPTION_NBYTES
 from mpicomm.messages.memory import MessageMemory
-from mpicomm.messages.plain_array import PlainArray, read_plain
+from mpicomm.messages.plain_array import PlainArray, read_both, read_plain
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.unexpected import UnexpectedQueue
 
@@ -40,7 +40,7 @@ class FastPath:
         self._unexpected = unexpected
         # Staging memory that holds nothing any more: as many arrays as threads receive at once. The system provides no
         # pages for the parts that no message has filled.
-        self._spare: list[Any] = []
+        self._spare: list[list[Any]] = []
 
     def send(self, send: Callable[..., Any], buf: Any, dest: int, tag: int, stream: Any) -> bool:
         """Send ``buf`` with ``send``, which blocks until MPI has taken the message. Return whether that was done."""
@@ -48,14 +48,22 @@ class FastPath:
         if rendezvous is None or dest not in self._near:
             return False
         sent = read_plain(rendezvous.device, buf, stream)
-        place = None if sent is None else rendezvous.send_again(*sent)
-        if sent is None or place is None:
+        if sent is None:
+            return False
+        address, nbytes, ordered = sent
+        place = rendezvous.take_place(nbytes)
+        if place is None:
             return False
         try:
             send(self._comm, place.message, dest, tag)
-        except BaseException:
-            rendezvous.give_back(place, sent[2])
+        except Exception:
+            rendezvous.put_back(place)  # MPI has refused the message
             raise
+        except BaseException:
+            rendezvous.fill(place, address, nbytes, ordered)  # a Ctrl-C may come after MPI has sent the message
+            raise
+        # After MPI's call, so that the receiver works at the same time. Its kernel waits for this one.
+        rendezvous.fill(place, address, nbytes, ordered)
         return True
 
     def receive(self, buf: Any, source: int, tag: int, status: MPI.Status, stream: Any) -> Arrived:
@@ -68,7 +76,7 @@ class FastPath:
             return False
         staging = self._staging(received[1])
         _recv(self._comm, staging, source, tag, status)
-        return self._arrived(rendezvous, received, staging[0], status)
+        return self._arrived(rendezvous, received, staging, status)
 
     def exchange(
         self,
@@ -85,29 +93,38 @@ class FastPath:
         rendezvous = self._memory.made
         if rendezvous is None or self._unexpected or dest not in self._near:
             return False
-        received = read_plain(rendezvous.device, recvbuf, stream)
-        sent = None if received is None else read_plain(rendezvous.device, sendbuf, stream)
-        place = None if sent is None else rendezvous.send_again(*sent)
-        if sent is None or received is None or place is None:
+        both = read_both(rendezvous.device, sendbuf, recvbuf, stream)
+        if both is None:
             return False
+        (address, nbytes, ordered), received = both
+        place = rendezvous.take_place(nbytes)
+        if place is None:
+            return False
+        # Before MPI's call, which returns when both messages are matched: what this rank receives may depend on what it
+        # sends here.
+        rendezvous.fill(place, address, nbytes, ordered)
         staging = self._staging(received[1])
         try:
             _sendrecv(self._comm, place.message, dest, sendtag, staging, source, recvtag, status)
-        except BaseException:
-            rendezvous.give_back(place, sent[2])
+        except Exception as error:
+            # MPI has refused the message, unless the other one was too long.
+            if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
+                rendezvous.give_back(place, ordered)
             raise
-        return self._arrived(rendezvous, received, staging[0], status)
+        return self._arrived(rendezvous, received, staging, status)
 
     def _staging(self, nbytes: int) -> list[Any]:
         """Return memory for a description, or for data that fills an array, as MPI takes it."""
         room = nbytes if nbytes > DESCRIPTION_NBYTES else DESCRIPTION_NBYTES
-        memory = self._spare.pop() if self._spare else None
-        if memory is None or memory.size < room:
-            memory = np.empty(max(room, _LEAST_SPARE_NBYTES), np.uint8)
-        return [memory, room, _packed]
+        staging = self._spare.pop() if self._spare else None
+        if staging is None or staging[0].size < room:
+            return [np.empty(max(room, _LEAST_SPARE_NBYTES), np.uint8), room, _packed]
+        staging[1] = room
+        return staging
 
-    def _arrived(self, rendezvous: Rendezvous, received: PlainArray, message: Any, status: MPI.Status) -> Arrived:
+    def _arrived(self, rendezvous: Rendezvous, received: PlainArray, staging: list[Any], status: MPI.Status) -> Arrived:
+        message = staging[0]
         if status.Get_count(_byte) != DESCRIPTION_NBYTES or not rendezvous.receive_again(message, received, status):
             return message
-        self._spare.append(message)
+        self._spare.append(staging)
         return True

@@ -15,18 +15,16 @@ import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
-from mpicomm.devices.base import Segment
+from mpicomm.devices.base import MessageStep, Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
-from mpicomm.kernels.message import MOST_MESSAGE_BLOCKS
+from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages.description import (
     DESCRIPTION_NBYTES,
     MOST_EXTENTS,
-    VARYING,
     Description,
     Extent,
     is_for_kernels,
-    vary,
 )
 from mpicomm.messages.device import MessageDevice
 
@@ -36,12 +34,13 @@ BLOCK_NBYTES = 2 << 20
 MOST_IN_FLIGHT = 1024
 PART = 64
 """The outbox takes no more than this part of the device's memory."""
-LINE_NBYTES = 8 * MOST_MESSAGE_BLOCKS
+LINE_NBYTES = 8 * MESSAGE_WORDS
 DONE = MOST_IN_FLIGHT * LINE_NBYTES
 """The distance from a message's `ready` words to its `done` words. All `done` words lie together, because the host
 reads them with one copy."""
 _GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that few small holes are left
 _FEW_PLACES = 8
+_PATIENCE_S = 2e-4  # about as long as it takes to allocate memory, and to open it on the other rank
 _FEW = 64  # messages in flight: a look at the counts for fewer would cost each message too much
 
 
@@ -69,10 +68,10 @@ class Place:
     line: int
     extents: tuple[Extent, ...]
     """The whole range."""
-    last: int = 0
+    last: int
     """The count that its words have when the message has been copied."""
-    words: int = 1
-    """The words of its line that are counted."""
+    blocks: int = 1
+    """The blocks of the step that copies the message here, and so the words that say when it is copied from here."""
     # `Outbox.take_idle` sets the rest.
     nbytes: int = 0
     """The bytes of the message."""
@@ -82,6 +81,8 @@ class Place:
     """The address of its line."""
     message: list[Any] = field(default_factory=list)
     """The packed description as MPI takes it."""
+    step: MessageStep | None = None
+    """Copies the message here."""
 
 
 class Outbox:
@@ -112,7 +113,7 @@ class Outbox:
         self._segments: dict[bytes, Segment] = {}
         self._free: list[tuple[int, int]] = []  # sorted ranges, of which no two touch
         self._lines = list(range(MOST_IN_FLIGHT))
-        self._counts = [0] * MOST_IN_FLIGHT
+        self._counts = [0] * MOST_IN_FLIGHT  # of the lines that no place has
         self._in_flight: list[Place] = []
         self._idle: defaultdict[int, list[Place]] = defaultdict(list)  # by the bytes of their range
         self._in_flight_nbytes = 0
@@ -121,7 +122,6 @@ class Outbox:
         self._done: npt.NDArray[np.uint8] | None = None  # the copy of the `done` words
         self._copied: Callable[[], bool] | None = None  # whether the copy that was begun is over
         self._stream = 0  # of the copies
-        self._number = 0
 
     def reserve(self, nbytes: int, *, whole: bool = False) -> Description:
         """Give a message its place: in one block if it is for kernels, or ``whole``.
@@ -136,8 +136,8 @@ class Outbox:
                 self._set_up_words()
             place = self._idle_place(room) or self._new_place(room, whole=whole or is_for_kernels(nbytes))
             described = self._described(place, nbytes)
-            place.nbytes, place.words = 0, described.num_words  # 0: its packed description is of another message
-            self._begin(place, described.last)
+            place.nbytes, place.blocks = 0, described.blocks  # 0: its packed description is of another message
+            self._begin(place, described.counts, place.end - place.begin)
             return described
 
     def take_idle(self, nbytes: int, secret: bytes) -> Place | None:
@@ -146,16 +146,23 @@ class Outbox:
         It takes a fifth of the time of `reserve`.
         """
         with self._lock:
-            place = self._idle_place(-(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES)
+            room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
+            idle = self._idle.get(room)
+            place = idle.pop() if idle else self._idle_place(room)
             if place is None:
                 return None
             if place.nbytes != nbytes:
                 self._prepare(place, nbytes, secret)
-            self._number = number = self._number + 1
-            first = place.last
-            vary(place.message[0], VARYING, number, first)
-            self._begin(place, first + 1)
+            self._begin(place, 1, room)
             return place
+
+    def put_back(self, place: Place) -> None:
+        """Make the place of a message idle that this rank does not send, and for which nothing is enqueued."""
+        with self._lock:
+            place.last -= 1
+            self._in_flight.remove(place)
+            self._in_flight_nbytes -= place.end - place.begin
+            self._idle[place.end - place.begin].append(place)
 
     def find(self, packet: bytes) -> Segment | None:
         """Return the block of this outbox with that packed handle, None for a block of a peer."""
@@ -164,7 +171,7 @@ class Outbox:
     def is_drained(self) -> bool:
         """Return whether the receivers have copied all messages."""
         with self._lock:
-            self._reclaim()
+            self._look()
             return not self._in_flight
 
     def memory_use(self) -> MemoryUse:
@@ -187,27 +194,27 @@ class Outbox:
 
     def _described(self, place: Place, nbytes: int) -> Description:
         assert self._words is not None
-        self._number += 1
         line, extents = place.line * LINE_NBYTES, _cut(place.extents, nbytes)
-        return Description(nbytes, self._number, self._words.packet, line, self._counts[place.line], extents)
+        return Description(nbytes, self._words.packet, line, extents)
 
     def _prepare(self, place: Place, nbytes: int, secret: bytes) -> None:
         described = self._described(place, nbytes)
         (extent,) = described.extents
         assert self._words is not None
-        place.nbytes, place.words = nbytes, described.num_words
+        place.nbytes, place.blocks = nbytes, described.blocks
         place.pointer = self._segments[extent.packet].pointer + extent.offset
         place.ready = self._words.segment.pointer + described.line
         # Packed: this type matches every type that the receiver names.
-        place.message = [bytearray(described.pack(secret)), DESCRIPTION_NBYTES, MPI.PACKED]
+        place.message = [described.pack(secret), DESCRIPTION_NBYTES, MPI.PACKED]
 
-    def _begin(self, place: Place, last: int) -> None:
-        self._counts[place.line] = place.last = last
-        self._in_flight.append(place)
-        self._in_flight_nbytes += place.end - place.begin
+    def _begin(self, place: Place, counts: int, room: int) -> None:
+        place.last += counts
+        in_flight = self._in_flight
+        in_flight.append(place)
+        self._in_flight_nbytes += room
         # So early that the copy is over when the idle places are used up.
         if self._copied is None and (
-            len(self._in_flight) >= self._look_from or self._in_flight_nbytes >= self._look_from_nbytes
+            len(in_flight) >= self._look_from or self._in_flight_nbytes >= self._look_from_nbytes
         ):
             self._begin_copy()
 
@@ -216,6 +223,7 @@ class Outbox:
         # Before any description names the block: a count that is not 0 would let a receiver through.
         self._device.zero(self._words.segment.pointer, 2 * DONE)
         self._done = self._device.pinned(DONE)
+        self._done[:] = 0  # a look copies some lines alone, and no other line may seem to be over
         self._stream = self._device.side_streams.take()  # which the device destroys with all others
 
     def _new_place(self, room: int, *, whole: bool) -> Place:
@@ -223,8 +231,7 @@ class Outbox:
         if begin is None and self._total_nbytes + room <= min(_FEW_PLACES * room, self._most_nbytes):
             begin = self._grow(room, whole=whole)  # a wait for so few places would be a wait for most messages
         if begin is None or not self._lines:
-            self._reclaim()
-            found = self._idle_place(room)
+            found = self._await_place(room)
             if found is not None:
                 return found
             self._give_up_idle()
@@ -236,7 +243,8 @@ class Outbox:
             self._release(begin, begin + room)
             what = f"free memory lies in more than {MOST_EXTENTS} blocks"
             raise OutboxFullError(what if self._lines else f"{MOST_IN_FLIGHT} messages are in flight")
-        return Place(begin, begin + room, self._lines.pop(), extents)
+        line = self._lines.pop()
+        return Place(begin, begin + room, line, extents, self._counts[line])
 
     def _idle_place(self, room: int) -> Place | None:
         idle = self._idle.get(room)
@@ -307,9 +315,26 @@ class Outbox:
             Extent(block.packet, start - block.begin, stop - start) for block, start, stop in parts if start < stop
         )
 
-    def _reclaim(self) -> None:
-        """Release the places of messages that are copied by now. It waits for a copy, and for no work of the user."""
-        if self._words is None or not self._in_flight:
+    def _await_place(self, room: int) -> Place | None:
+        """Return an idle place, and wait for one as long as the receivers take messages; None where they take none.
+
+        A program that enqueues messages faster than its GPU copies them is held up here, because it would else fill all
+        of the memory.
+        """
+        until = time.monotonic() + _PATIENCE_S
+        while time.monotonic() < until:
+            left = len(self._in_flight)
+            self._look()
+            place = self._idle_place(room)
+            if place is not None:
+                return place
+            if len(self._in_flight) < left:
+                until = time.monotonic() + _PATIENCE_S
+        return None
+
+    def _look(self) -> None:
+        """Make the places idle whose messages are copied by now. It waits for a copy, and for no work of the user."""
+        if not self._in_flight:
             return
         for _ in range(1 if self._copied is None else 2):  # the copy that was begun may be old
             if self._copied is None:
@@ -327,22 +352,22 @@ class Outbox:
         # Pairs with the receivers' stores of `done` in message.cu: they come after the loads of the message. So work
         # that is enqueued after the host has seen the copy may overwrite a message whose `done` is in it. A message
         # whose `done` is not there yet keeps its place.
-        self._device.copy(self._done.ctypes.data, self._words.segment.pointer + DONE, DONE, self._stream)
+        lines = [place.line for place in self._in_flight]
+        begin, end = min(lines) * LINE_NBYTES, (max(lines) + 1) * LINE_NBYTES
+        words = self._words.segment.pointer + DONE
+        self._device.copy(self._done.ctypes.data + begin, words + begin, end - begin, self._stream)
         self._copied = self._device.completion(self._stream)
 
     def _use_copy(self) -> None:
         assert self._done is not None
         self._copied = None
-        done = self._done.view(np.uint64).reshape(MOST_IN_FLIGHT, MOST_MESSAGE_BLOCKS)
-        lines = [place.line for place in self._in_flight]
-        # A message that was sent after the copy was begun has a count that is not there.
-        lasts = np.array([place.last for place in self._in_flight], np.uint64)
-        counted = np.array([place.words for place in self._in_flight])
-        others = np.arange(MOST_MESSAGE_BLOCKS) >= counted[:, None]
-        over = ((done[lines] == lasts[:, None]) | others).all(axis=1).tolist()
+        # Plain numbers, because NumPy takes longer for a few words of each place.
+        done = self._done.data.cast("Q")
         left = []
-        for place, is_over in zip(self._in_flight, over, strict=True):
-            if not is_over:
+        for place in self._in_flight:
+            first, words, last = place.line * MESSAGE_WORDS, place.blocks, place.last
+            # A message that was sent after the copy was begun has a count that is not there.
+            if done[first] != last or (words > 1 and done[first : first + words].tolist().count(last) < words):
                 left.append(place)
             elif len(place.extents) == 1:
                 self._idle[place.end - place.begin].append(place)
@@ -367,6 +392,7 @@ class Outbox:
     def _give_up(self, place: Place) -> None:
         self._release(place.begin, place.end)
         self._lines.append(place.line)
+        self._counts[place.line] = place.last
 
 
 def _cut(extents: tuple[Extent, ...], nbytes: int) -> tuple[Extent, ...]:

@@ -24,6 +24,22 @@ def read_plain(device: MessageDevice, array: Any, stream: Any) -> PlainArray | N
     return None if found is None or resolved is None else (*found, resolved)
 
 
+def read_both(device: MessageDevice, first: Any, second: Any, stream: Any) -> tuple[PlainArray, PlainArray] | None:
+    """Return two plain arrays, None unless both are; as `read_plain`."""
+    read = READERS.get(type(first))
+    if read is None or type(first) is not type(second):
+        one = read_plain(device, first, stream)
+        other = None if one is None else read_plain(device, second, stream)
+        return None if one is None or other is None else (one, other)
+    # One class has one current stream.
+    ordinal = device.device
+    one_place, other_place = read(first, ordinal), read(second, ordinal)
+    if one_place is None or other_place is None:
+        return None
+    resolved = device.eager_stream(stream, first)
+    return None if resolved is None else ((*one_place, resolved), (*other_place, resolved))
+
+
 Reader = Callable[[Any, "int | str"], "tuple[int, int] | None"]
 """Returns the address and the bytes of an array on the GPU with that ordinal, None for any other array."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.devices.base import Segment
+from mpicomm.devices.base import MessageStep, Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
@@ -29,9 +29,13 @@ from mpicomm.mpi.packing import table_for
 
 _byte = MPI.BYTE
 
-_MOST_WAITING_BLOCKS = 4
-"""The blocks of a kernel that may wait. Receives on several streams wait at once, and a device full of waiting blocks
-could not begin the send that another rank waits for. So a larger kernel follows a step of one block that waits."""
+_MOST_REPEATED = 4096
+"""As many places of peers have a step that is ready to be enqueued again."""
+
+
+def _receiving_blocks(nbytes: int) -> int:
+    # The cut of the sender; the usual short message needs no call.
+    return 1 if nbytes < BLOCK_NBYTES else blocks_of_message(nbytes)
 
 
 class Rendezvous:
@@ -48,10 +52,11 @@ class Rendezvous:
         self.device = device
         self._rank = rank
         self._secret = secret
-        self._step = device.message_steps()
+        self._step = device.message_step()
         self._outbox = Outbox(device, most_nbytes)
         self._lock = threading.Lock()  # so that two threads do not open one block twice
         self._opened: dict[bytes, Segment] = {}
+        self._repeated: dict[int, MessageStep | None] = {}  # by the address of the place; None after the first message
         self._closed = False
 
     @property
@@ -77,36 +82,39 @@ class Rendezvous:
         assert self._secret is not None
         by_kernel = is_for_kernels(nbytes)
         described = self._outbox.reserve(nbytes)
-        ready = self._line(described, self._rank)
-        count, done = described.first, 0
+        ready, sent = self._line(described, self._rank), 0
         for extent, start, piece in described.pieces():
             target = self._block(extent.packet, extent.nbytes, self._rank) + extent.offset + start
-            count += 1
             if by_kernel:
-                self._step(stream, described.num_words, target, pointer, nbytes, stored=ready, count=count)
+                self._step(stream, described.blocks, target, pointer, nbytes, ready, 0, 0, 1, 0, 0)
                 break
-            self.device.copy(target, pointer + done, piece, stream)
+            self.device.copy(target, pointer + sent, piece, stream)
             # After each piece, so that the receiver copies it while the next piece goes into the outbox. Pairs with the
             # step that waits in `receive`, which keeps the receiver from copying memory that is not written yet.
-            self._step(stream, stored=ready, count=count)
-            done += piece
+            self._step(stream, 1, 0, 0, 0, ready, 0, 0, 1, 0, 0)
+            sent += piece
         return described, described.pack(self._secret)
 
-    def send_again(self, pointer: int, nbytes: int, stream: int) -> Place | None:
-        """As `send`, for a message for kernels that finds an idle place; return None, and do nothing, for others."""
+    def take_place(self, nbytes: int) -> Place | None:
+        """Give a message for kernels an idle place; return None, and do nothing, for others."""
         if self._secret is None or not 0 < nbytes <= description.KERNEL_NBYTES:
             return None
-        place = self._outbox.take_idle(nbytes, self._secret)
-        if place is not None:
-            self._step(stream, place.words, place.pointer, pointer, nbytes, 0, place.ready, place.last)
-        return place
+        return self._outbox.take_idle(nbytes, self._secret)
+
+    def fill(self, place: Place, pointer: int, nbytes: int, stream: int) -> None:
+        """Enqueue the copy of a message into its place."""
+        step = place.step
+        if step is None:
+            step = place.step = self.device.message_step(repeated=True)
+        step(stream, place.blocks, place.pointer, pointer, nbytes, place.ready, 0, 0, 1, 0, 0)
+
+    def put_back(self, place: Place) -> None:
+        """Release the place of a message that is not filled, and that this rank does not send."""
+        self._outbox.put_back(place)
 
     def give_back(self, place: Place, stream: int) -> None:
-        """Release the place of `send_again` of a message that this rank does not send after all.
-
-        The copy into the place comes earlier in the same stream, so that nothing has to wait for it.
-        """
-        self._step(stream, place.words, stored=place.ready + DONE, count=place.last)
+        """Release the place of a message that this rank does not send, but has filled in the same stream."""
+        self._step(stream, place.blocks, 0, 0, 0, 0, place.ready + DONE, 0, 0, 1, 0)
 
     def pack(self, elements: Elements, stream: int) -> tuple[Description, bytes]:
         """As `send`, for elements of a derived datatype, which a kernel packs."""
@@ -116,7 +124,7 @@ class Rendezvous:
         place = self._whole(described, self._rank)
         self.device.pack(table_for(layout), elements.address, place, stream, unpacks=False)
         ready = self._line(described, self._rank)
-        self._step(stream, described.num_words, stored=ready, count=described.last)
+        self._step(stream, 1, 0, 0, 0, ready, 0, 0, described.counts, 0, 0)
         return described, described.pack(self._secret)
 
     def receive(self, described: Description, pointer: int, source: int, stream: int) -> None:
@@ -124,15 +132,16 @@ class Rendezvous:
         if not is_for_kernels(described.nbytes):
             self.pull(described, pointer, source, stream)
             return
-        ready, place = self._line(described, source), self._whole(described, source)
-        self._take(stream, pointer, place, described.nbytes, ready, described.last, described.number, source)
+        ready, place, nbytes = self._line(described, source), self._whole(described, source), described.nbytes
+        # `taken` pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.
+        self._step(stream, _receiving_blocks(nbytes), pointer, place, nbytes, ready, ready + DONE, 1, 0, 1, source)
 
     def receive_again(self, message: Any, received: PlainArray, status: MPI.Status) -> bool:
         """As `receive`, for a packed description of a message for one kernel, in blocks that are open.
 
         Return whether it is one, and let ``status`` tell its length; do nothing for all other messages.
         """
-        secret, number, first, nbytes, line, extents, words, packet, offset, _ = unpack_one(message)
+        secret, nbytes, line, extents, words, packet, offset, _ = unpack_one(message)
         pointer, capacity, stream = received
         if secret != self._secret or extents != 1 or nbytes > capacity or nbytes > description.KERNEL_NBYTES:
             return False
@@ -140,33 +149,34 @@ class Rendezvous:
         if counts is None or block is None or offset + nbytes > block.nbytes or line > DONE - LINE_NBYTES:
             return False
         place, ready = block.pointer + offset, counts.pointer + line
-        self._take(stream, pointer, place, nbytes, ready, first + 1, number, status.source)
+        step = self._repeated.get(place) or self._next_step(place)
+        step(stream, _receiving_blocks(nbytes), pointer, place, nbytes, ready, ready + DONE, 1, 0, 1, status.source)
         status.Set_elements(_byte, nbytes)
         return True
 
     def pull(self, described: Description, pointer: int, source: int, stream: int) -> None:
         """As `receive`, by copy engines, which also reach memory of the host."""
-        ready, words, count, done = self._line(described, source), described.num_words, described.first, 0
+        ready, awaits, copied = self._line(described, source), 0, 0
         # All blocks are opened before the first wait is enqueued, because opening one may wait for the device.
         parts = [
             (self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset + start, nbytes)
             for extent, start, nbytes in described.pieces()
         ]
         for part, nbytes in parts:
-            count += 1
-            self._await(described, ready, count, source, stream)
-            self.device.copy(pointer + done, part, nbytes, stream)
-            done += nbytes
+            awaits += 1
+            self._step(stream, described.blocks, 0, 0, 0, ready, ready + DONE, awaits, 0, 0, source)
+            self.device.copy(pointer + copied, part, nbytes, stream)
+            copied += nbytes
         # As in `receive`: the count must not be seen before the copies are over.
-        self._step(stream, words, stored=ready + DONE, count=count)
+        self._step(stream, 1, 0, 0, 0, 0, ready + DONE, 0, 0, awaits, source)
 
     def unpack(self, described: Description, elements: Elements, source: int, stream: int) -> None:
         """As `receive`, for a message in one extent that fills ``elements``, to which a kernel unpacks it."""
-        ready, place, words = self._line(described, source), self._whole(described, source), described.num_words
-        self._await(described, ready, described.last, source, stream)
+        ready, place, counts = self._line(described, source), self._whole(described, source), described.counts
+        self._step(stream, described.blocks, 0, 0, 0, ready, ready + DONE, counts, 0, 0, source)
         self.device.pack(table_for(elements.layout), elements.address, place, stream, unpacks=True)
         # As in `receive`: the count must not be seen before the kernel has read the message.
-        self._step(stream, words, stored=ready + DONE, count=described.last)
+        self._step(stream, 1, 0, 0, 0, 0, ready + DONE, 0, 0, counts, source)
 
     def unpack_part(self, nbytes: int, fill: Callable[[int], None], elements: Elements, stream: int) -> None:
         """Unpack a message of ``nbytes`` bytes, which may be shorter than ``elements``, through this rank's outbox.
@@ -175,16 +185,16 @@ class Rendezvous:
         """
         layout = elements.layout
         described = self._outbox.reserve(layout.nbytes, whole=True)
-        place, ready = self._whole(described, self._rank), self._line(described, self._rank)
+        place, ready, counts = self._whole(described, self._rank), self._line(described, self._rank), described.counts
         try:
             if nbytes < layout.nbytes:  # the other elements keep their values, because a kernel unpacks all
                 self.device.pack(table_for(layout), elements.address, place, stream, unpacks=False)
             fill(place)
             self.device.pack(table_for(layout), elements.address, place, stream, unpacks=True)
         finally:
-            # The place is this rank's own, so that this rank also stores `done`: it comes after all use of the place in
-            # the same stream, and pairs with the read of the counts in Outbox. Without it the place would be lost.
-            self._step(stream, described.num_words, stored=ready + DONE, count=described.last)
+            # The place is this rank's own, so that this rank counts for sender and receiver: after all use of the place
+            # in the same stream. Pairs with the read of the counts in Outbox; without it the place would be lost.
+            self._step(stream, 1, 0, 0, 0, ready, ready + DONE, 0, counts, counts, self._rank)
 
     def drop(self, described: Description, source: int, stream: int) -> None:
         """Release the place of a message that no rank copies, after all of it is in the outbox.
@@ -192,9 +202,8 @@ class Rendezvous:
         Before that the sender's stream may still write there, and another stream, which does not wait for that one, may
         write the next message to the same place.
         """
-        ready = self._line(described, source)
-        self._await(described, ready, described.last, source, stream)
-        self._step(stream, described.num_words, stored=ready + DONE, count=described.last)
+        ready, counts = self._line(described, source), described.counts
+        self._step(stream, described.blocks, 0, 0, 0, ready, ready + DONE, counts, 0, counts, source)
 
     def withdraw(self, described: Description, stream: int) -> None:
         """Release the place of a message that this rank does not send after all."""
@@ -219,19 +228,15 @@ class Rendezvous:
         """Free the outbox, after every peer's `close_peers`. A second call does nothing."""
         self._outbox.close()
 
-    def _take(
-        self, stream: int, pointer: int, place: int, nbytes: int, ready: int, count: int, number: int, source: int
-    ) -> None:
-        """Enqueue the kernel that copies a message from its ``place``."""
-        step, blocks = self._step, 1 if nbytes < BLOCK_NBYTES else blocks_of_message(nbytes)
-        if blocks > _MOST_WAITING_BLOCKS:
-            step(stream, awaited=ready, count=count, number=number, peer=source)
-        # `done` pairs with the sender's read of the counts in Outbox, after which the sender reuses the place.
-        step(stream, blocks, pointer, place, nbytes, ready, ready + DONE, count, number, source)
-
-    def _await(self, described: Description, ready: int, count: int, source: int, stream: int) -> None:
-        words, number = described.num_words, described.number
-        self._step(stream, words, awaited=ready, count=count, number=number, peer=source)
+    def _next_step(self, place: int) -> MessageStep:
+        """Return the function that takes a message from ``place``: one for repeated steps from the second time on."""
+        if place not in self._repeated:
+            if len(self._repeated) == _MOST_REPEATED:
+                self._repeated.clear()
+            self._repeated[place] = None
+            return self._step
+        step = self._repeated[place] = self.device.message_step(repeated=True)
+        return step
 
     def _line(self, described: Description, source: int) -> int:
         return self._block(described.words, DONE + described.line + LINE_NBYTES, source) + described.line

@@ -22,6 +22,7 @@ import cupy
 from cuda.bindings import driver
 
 from mpicomm.devices.cuda.backend import CudaBackend
+from mpicomm.messages.outbox import LINE_NBYTES
 
 MIB = 1 << 20
 KINDS: list[Kind] = ["ipc", "fd", "staged"]
@@ -36,11 +37,12 @@ def backend() -> Iterator[CudaBackend]:
 
 
 class Words:
-    """The three words of one direction of signals, in one allocation."""
+    """The three words of one direction of signals, and two lines of words of messages, in one allocation."""
 
     def __init__(self, backend: CudaBackend) -> None:
-        self.segment = backend.allocate("ipc", 24)
-        backend.zero(self.segment.pointer, 24)
+        self.segment = backend.allocate("ipc", 256 + 2 * LINE_NBYTES)
+        backend.zero(self.segment.pointer, self.segment.nbytes)
+        self.lines = self.segment.pointer + 256
         self.sent, self.inbox, self.expected = (self.segment.pointer + offset for offset in (0, 8, 16))
         self._view = backend.view(self.segment, (3,), np.dtype(np.uint64))
 
@@ -179,7 +181,8 @@ def test_a_wait_holds_its_stream(backend: CudaBackend, words: Words) -> None:
 def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
     streams, first = backend.side_streams, new_stream()
     waiting = streams.take(streams.mark(first.ptr))
-    backend.message_steps()(waiting, awaited=words.inbox, count=7)
+    step = backend.message_step()
+    step(waiting, 1, 0, 0, 0, words.lines, words.lines + LINE_NBYTES, 7, 0, 0, 0)
     streams.give_back(waiting)
     other = streams.take()
     assert other != waiting  # which is still at work
@@ -187,11 +190,11 @@ def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
     streams.follow(first.ptr, first_waits)
     time.sleep(0.05)
     assert not first.done
-    backend.message_steps()(other, stored=words.inbox, count=6)
+    step(other, 1, 0, 0, 0, words.lines, 0, 0, 6, 0, 0)
     backend.synchronize(other)
     time.sleep(0.05)
     assert not first.done
-    backend.message_steps()(other, stored=words.inbox, count=8)
+    step(other, 1, 0, 0, 0, words.lines, 0, 0, 1, 0, 0)
     backend.synchronize(first.ptr)
     backend.check()
     streams.give_back(other)
@@ -213,17 +216,19 @@ def test_a_thread_without_a_device_asks_whether_work_is_done() -> None:
     backend.close()
 
 
-def test_a_message_that_does_not_come() -> None:
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_message_that_does_not_come(repeated: bool) -> None:
     backend = CudaBackend(0, timeout_s=0.2)
     words = Words(backend)
     stream = new_stream()
-    backend.message_steps()(stream.ptr, awaited=words.inbox, count=1, number=77, peer=3)
-    backend.message_steps()(stream.ptr, stored=words.inbox, count=5)  # is not said any more
+    step = backend.message_step(repeated=repeated)
+    step(stream.ptr, 1, 0, 0, 0, words.lines, words.lines + LINE_NBYTES, 1, 0, 0, 3)
+    step(stream.ptr, 1, 0, 0, 0, words.lines, 0, 0, 5, 0, 0)  # is not said any more
     backend.synchronize(stream.ptr)
-    with pytest.raises(CollectiveTimeoutError, match=r"message: number 77 from rank 3 .* within 0\.2") as raised:
+    with pytest.raises(CollectiveTimeoutError, match=r"message: number 1 from rank 3 .* within 0\.2") as raised:
         backend.check()
     assert raised.value.ranks == (3,)
-    assert words.counts() == [0, 0, 0]
+    assert not backend.view(words.segment, (words.segment.nbytes,), np.dtype(np.uint8)).any()
     words.segment.close()
     backend.close()
 

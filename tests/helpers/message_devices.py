@@ -31,6 +31,7 @@ from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
 from mpicomm.errors import CollectiveTimeoutError, HandleError
+from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.kernels.packing import PackTable
 from mpicomm.messages import plain_array
 from mpicomm.session import Session
@@ -223,36 +224,41 @@ class ThreadDevice:
         else:
             self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
 
-    def message_steps(self) -> MessageStep:
+    def message_step(self, *, repeated: bool = False) -> MessageStep:
         return self._message_step
 
     def _message_step(
         self,
         stream: int,
-        blocks: int = 1,
-        target: int = 0,
-        source: int = 0,
-        nbytes: int = 0,
-        awaited: int = 0,
-        stored: int = 0,
-        count: int = 0,
-        number: int = 0,
-        peer: int = 0,
+        blocks: int,
+        target: int,
+        source: int,
+        nbytes: int,
+        ready: int,
+        done: int,
+        awaits: int,
+        sent: int,
+        taken: int,
+        peer: int,
+        /,
     ) -> None:
         assert not nbytes or (self._owns(target) and self._owns(source)), "a kernel got memory of the host"
 
         def step() -> None:
             until = time.monotonic() + self._timeout_s
-            while self._missed is None and awaited and (_words(awaited, blocks) < np.uint64(count)).any():
+            count = _words(done)[0] + np.uint64(awaits) if awaits else 0
+            while self._missed is None and awaits and (_words(ready)[:blocks] < count).any():
                 if time.monotonic() > until:
-                    self._missed = f"message: number {number} from rank {peer} did not come", peer
+                    self._missed = f"message: number {count} from rank {peer} did not come", peer
                 time.sleep(1e-4)
             fence()
             if self._missed is None:
                 ctypes.memmove(target, source, nbytes)
                 fence()
-                if stored:
-                    _words(stored, blocks)[:] = count
+                if sent:
+                    _words(ready)[:] += np.uint64(sent)
+                if taken:
+                    _words(done)[:] += np.uint64(taken)
 
         self.enqueue(stream, step)
 
@@ -308,8 +314,8 @@ class ThreadDevice:
             assert all(segment.content is None for segment in self._segments), "memory was left"
 
 
-def _words(pointer: int, count: int) -> npt.NDArray[np.uint64]:
-    return array_at(pointer, count, np.dtype(np.uint64))
+def _words(pointer: int) -> npt.NDArray[np.uint64]:
+    return array_at(pointer, MESSAGE_WORDS, np.dtype(np.uint64))
 
 
 def on_threads(

@@ -218,12 +218,14 @@ class CudaBackend:
             wait = self._load_kernels().wait
             wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
 
-    def message_steps(self) -> MessageStep:
-        """Return the function that enqueues steps of messages. The first call loads their kernel, which blocks."""
-        with self.loading():
-            if self._steps is None:
-                self._steps = MessageSteps(self._context, kernels_of(self.info), self.faults, self.timeout_ns)
-            return self._steps.launch
+    def message_step(self, *, repeated: bool = False) -> MessageStep:
+        """Return a function that enqueues steps of messages. The first call loads their kernel, which blocks."""
+        if self._steps is None:
+            with self.loading():
+                self._steps = self._steps or MessageSteps(
+                    self._context, kernels_of(self.info), self.faults, self.timeout_ns
+                )
+        return self._steps.repeated() if repeated else self._steps.step
 
     def pack_table(self, table: PackTable) -> int:
         """Return the address of a table on the device; see `PackTables.pointer_of`."""

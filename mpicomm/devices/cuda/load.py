@@ -24,7 +24,7 @@ class Kernel:
         from cupy.cuda import driver as cupy_driver  # not above: tests import this module without CuPy
 
         self._function = function
-        self._address = int(function)
+        self.address = int(function)
         self._types = types
         self._pointers = ctypes.c_void_p * len(types)
         # CuPy's function with ctypes' pointers, because the driver's binding takes three times as long.
@@ -40,7 +40,7 @@ class Kernel:
     def launch_at(self, stream: int, parameters: int, blocks: int, threads: int) -> None:
         """Enqueue a kernel whose parameters lie at the addresses that begin at address ``parameters``."""
         try:
-            self._launch_kernel(self._address, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
+            self._launch_kernel(self.address, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
         except self._error as error:
             raise HandleError(f"cuLaunchKernel failed: {error}") from None
 

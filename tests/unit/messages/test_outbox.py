@@ -11,6 +11,7 @@ import pytest
 
 from mpicomm.devices.host import array_at
 from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import outbox
 from mpicomm.messages.description import Description
 from mpicomm.messages.device import MessageDevice
@@ -48,7 +49,8 @@ def finish(box: Outbox, described: Description) -> None:
     """Set the `done` words, as the receiver does when it has copied the message."""
     words = box.find(described.words)
     assert words is not None
-    array_at(words.pointer + described.line + DONE, described.num_words, np.dtype(np.uint64))[:] = described.last
+    done = array_at(words.pointer + described.line + DONE, MESSAGE_WORDS, np.dtype(np.uint64))
+    done += np.uint64(described.counts)
 
 
 def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: ThreadDevice) -> None:
@@ -86,13 +88,29 @@ def test_what_is_not_received_keeps_its_place(box: Outbox) -> None:
     assert not box.is_drained()
 
 
-def test_counts_go_on_where_the_last_message_has_left_them(box: Outbox) -> None:
-    seen: dict[int, int] = {}
-    for number in range(2000):
-        described = box.reserve(100_000)
-        assert described.first == seen.get(described.line, 0) and described.number == number + 1
-        seen[described.line] = described.last
+def test_a_line_that_is_used_again_waits_for_its_next_message(box: Outbox) -> None:
+    first, *others = (box.reserve(100_000) for _ in range(3))
+    for described in (first, *others):
         finish(box, described)
+    assert box.is_drained()
+    for _ in range(2000):
+        described = box.reserve(100_000)
+        assert not box.is_drained()
+        finish(box, described)
+        assert box.is_drained()
+
+
+def test_a_place_that_is_put_back_serves_the_next_message(box: Outbox) -> None:
+    finish(box, box.reserve(100_000))
+    assert box.is_drained()
+    for _ in range(3):
+        place = box.take_idle(100_000, bytes(32))
+        assert place is not None
+        box.put_back(place)
+        assert box.is_drained()
+    assert place is not None and box.take_idle(100_000, bytes(32)) is place and not box.is_drained()
+    array_at(place.ready + DONE, MESSAGE_WORDS, np.dtype(np.uint64))[:] += np.uint64(1)
+    assert box.is_drained()
 
 
 def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
