@@ -39,7 +39,7 @@ DONE = MOST_IN_FLIGHT * LINE_NBYTES
 """The distance from a message's `ready` words to its `done` words. All `done` words lie together, because the host
 reads them with one copy."""
 _GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that few small holes are left
-_FEW_PLACES = 8
+_FEW_PLACES = 16
 _PATIENCE_S = 2e-4  # about as long as it takes to allocate memory, and to open it on the other rank
 _FEW = 64  # messages in flight: a look at the counts for fewer would cost each message too much
 

@@ -28,7 +28,7 @@ class MessageSteps:
 
     def __init__(self, context: PrimaryContext, kernels: KernelCache, faults: Faults, timeout_ns: int) -> None:
         self._context = context
-        self._ordinal = context.device.ordinal
+        self.ordinal = context.device.ordinal
         with context.current():
             self.kernel = kernels.load(MESSAGE_KERNEL)
         self._arguments = _Arguments()
@@ -45,7 +45,7 @@ class MessageSteps:
     def in_context(self, enqueue: Callable[[int, tuple[int, ...]], None], stream: int, step: tuple[int, ...]) -> None:
         """Call ``enqueue`` with this device's context current."""
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
-        if runtime.getDevice() == self._ordinal:
+        if runtime.getDevice() == self.ordinal:
             enqueue(stream, step)
         else:
             with self._context.current():
@@ -76,18 +76,22 @@ class RepeatedStep:
 
     def __init__(self, steps: MessageSteps) -> None:
         self._steps = steps
+        self._ordinal = steps.ordinal
         self._last: tuple[int, ...] = ()
         self._graph: LaunchGraph | None = None
+        self._launch: Callable[[int], None]
 
     def __call__(self, stream: int, *step: int) -> None:
         """Enqueue a step; see `MessageStep` of devices/base.py."""
-        self._steps.in_context(self._enqueue, stream, step)
+        if step == self._last and runtime.getDevice() == self._ordinal:  # with as few calls of Python as possible
+            self._launch(stream)
+        else:
+            self._steps.in_context(self._enqueue, stream, step)
 
     def _enqueue(self, stream: int, step: tuple[int, ...]) -> None:
         if step != self._last:
             self._change(step)
-        assert self._graph is not None
-        self._graph.launch(stream)
+        self._launch(stream)
 
     def _change(self, step: tuple[int, ...]) -> None:
         self._last = ()
@@ -97,6 +101,7 @@ class RepeatedStep:
             # Relaxed, because another stream of this thread may capture a graph.
             with relaxed():
                 self._graph = graph = LaunchGraph(self._steps.kernel, MESSAGE_STEP.size, len(launches))
+            self._launch = graph.launch
         for index, launch in enumerate(launches):
             graph.change(index, *launch)
         self._last = step
