@@ -19,7 +19,7 @@ BLOCKS = 3
 class Outboxes(WordsRig):
     """Every rank sends words to the next rank through one place of its own memory, which is used again and again."""
 
-    def __init__(self, builds: Builds, size: int, changes: Sequence[Change] = ()) -> None:
+    def __init__(self, builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
         super().__init__(builds, size, (), changes)
         self.places, self.targets = ([self.machine.allocate(rank, WORDS * 8) for rank in range(size)] for _ in range(2))
         self.ready, self.done, self.seen = (
@@ -27,6 +27,7 @@ class Outboxes(WordsRig):
         )
         for seen in self.seen:
             seen.view(np.int64)[:] = -1  # no receiver has to be done with the place before the first message
+        self._timeout_s = timeout_s
         self._step = builds.kernel(MESSAGE_KERNEL.source, MESSAGE_KERNEL.entry, changes=changes)
 
     def enqueue(self, rank: int, number: int, *, nap_us: int) -> None:
@@ -62,18 +63,18 @@ class Outboxes(WordsRig):
         sent: int = 0,
         taken: int = 0,
         blocks: int = BLOCKS,
-        timeout_s: float = 20,
+        timeout_s: float = 0,
         nap_us: int = 0,
     ) -> None:
         faults = self.machine.faults[rank]
         nbytes = WORDS * 8 if target else 0
-        limits = int(timeout_s * 1e9), faults.record, faults.failed
+        limits = int((timeout_s or self._timeout_s) * 1e9), faults.record, faults.failed
         step = MessageStep(target, source, nbytes, ready, done, *limits, awaits, sent, taken, peer)
         self.machine.launch(rank, self._step, [step], blocks=blocks, threads=64, nap_us=nap_us)
 
 
-def run(builds: Builds, size: int, changes: Sequence[Change] = ()) -> None:
-    outboxes = Outboxes(builds, size, changes)
+def run(builds: Builds, size: int, changes: Sequence[Change] = (), timeout_s: float = 20) -> None:
+    outboxes = Outboxes(builds, size, changes, timeout_s)
     outboxes.run(ROUNDS)
     for rank in range(size):
         assert list(outboxes.ready[rank].view(np.uint64)) == [ROUNDS] * MESSAGE_WORDS
@@ -109,7 +110,7 @@ def test_no_race(watched_builds: Builds) -> None:
 )  # fmt: skip
 def test_race_is_seen(watched_builds: Builds, change: Change) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        run(watched_builds, 3, [change])
+        run(watched_builds, 3, [change], timeout_s=1)
 
 
 def test_sender_that_is_missing_is_named_and_nothing_more_is_said(builds: Builds) -> None:
