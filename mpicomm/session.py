@@ -24,7 +24,9 @@ from mpicomm.symmetric.signals import SignalPads
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-_NODE_TAG = 1  # keeps the messages of a node's group apart from those of the whole communicator
+# They keep the messages of a group apart from those of the whole communicator.
+_NODE_TAG = 1
+_CLIQUE_TAG = 2
 
 
 class Session:
@@ -40,9 +42,11 @@ class Session:
     backend: HostBackend | GpuBackend
     """This rank's device. It is there after `gpu` or `set_up`; no property, as every call on known arrays reads it."""
     group: Group
-    """All ranks. It is there after `set_up`, as are the two below."""
+    """All ranks. It is there after `set_up`, as are the three below."""
     node: Group
     """The ranks of this node: the same object as `group` where all ranks are on one node."""
+    clique: Group
+    """The ranks that one engine serves: the same object as `node` where kernels serve all ranks of the node."""
     pads: SignalPads
 
     def __init__(
@@ -52,8 +56,8 @@ class Session:
         self.mappings = Mappings()
         """The symmetric arrays that are open."""
         self._comm = comm
-        self._private: MPI.Intracomm | None = None  # carries the messages of the groups; this session frees it
-        self._groups: tuple[Group, ...] = ()  # `group`, and `node` where it is another one; none before `set_up`
+        self._private: MPI.Intracomm | None = None  # this session frees it
+        self._groups: tuple[Group, ...] = ()  # those that are different objects; none before `set_up`
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
         self._meets_always = False
@@ -100,7 +104,7 @@ class Session:
         return not (self._missed or any(group.broken for group in self._groups))
 
     def set_up(self, what: str) -> Session:
-        """Return this session with `backend`, `group`, `node` and `pads`. Collective the first time, else local.
+        """Return this session with its device and groups. Collective the first time, else local.
 
         ``what`` names the call in errors. A failure raises the same error on all ranks.
         """
@@ -111,6 +115,12 @@ class Session:
             with _freed_on_failure(private, group), self._opened_on_all_ranks(group):
                 self._join(private, group)
         return self
+
+    @property
+    def private(self) -> MPI.Intracomm:
+        """The communicator that carries messages of mpicomm alone, after `set_up`."""
+        assert self._private is not None
+        return self._private
 
     def require_gpu(self, operation: str) -> None:
         """Raise `InvalidUsageError` where the communicator is on the cpu: on all its ranks. Local."""
@@ -186,9 +196,8 @@ class Session:
         """Raise if the communicator was freed or an earlier error broke it; after `set_up`. Local and cheap."""
         if self._freed:
             self._require_unfreed(what)
-        self.group.require_whole(what)
-        if self.node is not self.group:
-            self.node.require_whole(what)
+        for group in self._groups:
+            group.require_whole(what)
         self.backend.check()
 
     def close(self) -> None:
@@ -276,7 +285,9 @@ class Session:
         self.pads = SignalPads(self.node, self.backend, self.kind)
         self._beside.append(self.pads)
         self._private = private
-        self._groups = (group,) if self.node is group else (group, self.node)
+        members = self.placement.clique_ranks
+        self.clique = self.node if len(members) == self.node.size else group.subgroup(members, tag=_CLIQUE_TAG)
+        self._groups = tuple({id(each): each for each in (group, self.node, self.clique)}.values())
         release_before_finalize(self)
 
     def _node_of(self, group: Group) -> Group:

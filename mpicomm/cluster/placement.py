@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import operator
 import os
 import secrets
@@ -10,6 +11,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 from mpicomm import environment
@@ -18,6 +20,7 @@ from mpicomm.devices.base import DeviceInfo, GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import NO_DEVICE, HostBackend
 from mpicomm.errors import BackendUnavailableError, InvalidUsageError
+from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.log import logger
 
 SECRET_NBYTES = 32
@@ -84,6 +87,19 @@ class Placement:
             (index, ranks) for index, ranks in enumerate(self.nodes) if rank in ranks
         )
         self.local_rank = self.node_ranks.index(rank)
+
+    @cached_property
+    def cliques(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each clique: of a node, or of a part of a node that has more ranks than kernels serve."""
+        on_gpus = isinstance(self.here.device, int)
+        return tuple(
+            tuple(part) for ranks in self.nodes for part in parts_of(ranks, MAX_RANKS if on_gpus else len(ranks))
+        )
+
+    @property
+    def clique_ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's clique."""
+        return next(ranks for ranks in self.cliques if self.rank in ranks)
 
     @property
     def here(self) -> RankPlace:
@@ -233,6 +249,13 @@ def assign_devices(visible: Sequence[Sequence[bytes]], given: Sequence[bytes], l
         users[uuids[ordinal]] += 1
         ordinals.append(ordinal)
     return ordinals
+
+
+def parts_of(ranks: Sequence[int], most: int) -> list[list[int]]:
+    """Cut ranks into as few parts as possible, in order, of at most ``most`` ranks each and about equally many."""
+    count = -(-len(ranks) // most)
+    bounds = [len(ranks) * part // count for part in range(count + 1)]
+    return [list(ranks[start:stop]) for start, stop in itertools.pairwise(bounds)]
 
 
 def _announce(placement: Placement, *, automatic: bool) -> None:

@@ -1,9 +1,9 @@
 """Collectives: which way each collective call of one communicator goes, and the engines for it.
 
-Kernels carry collectives on device arrays between ranks of one node. Host arrays go through mapped memory where that is
-faster than MPI, or where MPI lacks the element type or the operation; else to MPI itself, as do all collectives of
-neighbours. All other calls on device arrays go through pinned host copies and MPI. The choice depends only on facts
-that MPI requires to be the same on all ranks.
+Kernels carry collectives on device arrays, and between cliques an engine of room `internode`. Host arrays go through
+mapped memory where that is faster than MPI, or where MPI lacks the element type or the operation; else to MPI itself,
+as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI. The choice
+depends only on facts that MPI requires to be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
 
+from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.algorithm_argument import require_known, require_possible
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Arguments, Call, is_in_place
@@ -25,6 +26,9 @@ from mpicomm.collectives.host.fast_path import is_plainly_mpis
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import Operation
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.internode.host import HostCliques
+from mpicomm.internode.layout import Layout
+from mpicomm.internode.mpi_transfers import Transfers
 from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
@@ -67,10 +71,12 @@ class Collectives:
         self._session = session
         self._rank = placement.rank
         self._size = len(placement.places)
+        self._layout = Layout(placement.cliques, self._rank)
         self._nodes = len(placement.nodes)
         self._completer = Completer()
-        self._board: Board | None = None
+        self._boards: dict[Group, Board] = {}
         self._host: HostEngine | None = None
+        self._host_cliques: HostCliques | None = None
         self._crossover = 0
         self._gpu: PlanCache | None = None
         self._neighborhood: Neighborhood | None = None
@@ -108,7 +114,12 @@ class Collectives:
         refuse_stream(operation.name, stream)
         if selection.is_mpis(call, algorithm, self._size, self._nodes, crossover):
             self._mpi(operation, call.arguments)
-        elif algorithm == "auto" and not self._crossover and selection.depends_on_crossover(call, self._size):
+        elif (
+            algorithm == "auto"
+            and not self._crossover
+            and self._nodes == 1
+            and selection.depends_on_crossover(call, self._size)
+        ):
             self._crossover = measure(self._comm, self._on_host(operation.name))
             self.run(operation, stream, algorithm, send, receive, op, root, counts)
         else:
@@ -214,10 +225,10 @@ class Collectives:
         call = self._call(operation, arguments, algorithm)
         if algorithm != "auto":
             require_possible(call, algorithm)
-        if not operation.in_mpi and (call.dtype is None or algorithm == "mpi" or self._nodes > 1):
+        if not operation.in_mpi and (call.dtype is None or algorithm == "mpi"):
             raise InvalidUsageError(
-                f"{operation} is not MPI's: it takes plain element types and predefined operations, between the ranks "
-                'of one node, and no algorithm="mpi"'
+                f"{operation} is not MPI's: it takes plain element types and predefined operations, and no "
+                'algorithm="mpi"'
             )
         return call
 
@@ -250,7 +261,6 @@ class Collectives:
         if selection.is_mpis_request(call, algorithm):  # in place, where MPI has to be given a copy each time
             self._mpi(operation, call.arguments)
         else:
-            selection.is_mpis(call, algorithm, self._size, self._nodes, 0)  # it raises where neither can
             self._run_on_host(call, algorithm)
         work = Work(lambda: True, lambda: None)
         # MPICH ends a program that waits for an open generalized request beside a null one, so this one is complete.
@@ -333,6 +343,9 @@ class Collectives:
 
     def _run_on_host(self, call: Call, algorithm: str) -> None:
         """Carry out a call on host arrays through mapped memory; blocking."""
+        if self._nodes > 1:
+            self._between_hosts(call.operation.name).run(call, algorithm)
+            return
         engine = self._on_host(call.operation.name)
         scratch = engine.scratch(call.scratch_nbytes)
         engine.run(selection.schedule(call, algorithm, self._size, scratch), call.signature)
@@ -345,7 +358,8 @@ class Collectives:
             try:
                 session = self._session.set_up(operation)
                 session.require_usable(operation)
-                self._host = session.keep(HostEngine(session.node, self._shared_board(session)))
+                board = self._shared_board(session, session.node)
+                self._host = session.keep(HostEngine(session.node, board))
             except CollectiveTimeoutError as error:
                 text = str(error).removeprefix(f"{operation}: ")
                 raise CollectiveTimeoutError(
@@ -354,6 +368,16 @@ class Collectives:
                 ) from error
         return self._host
 
+    def _between_hosts(self, operation: str) -> HostCliques:
+        if self._host_cliques is None:
+            session = self._session.set_up(operation)
+            layout = Layout(session.placement.nodes, self._rank)
+            # On all nodes together: where one fails, the others would wait for its messages.
+            session.group.agree(f"{operation}: set-up", lambda: self._on_host(operation))
+            transfers = Transfers(session.private, session.placement.here.timeout_s)
+            self._host_cliques = HostCliques(layout, self._on_host(operation), transfers)
+        return self._host_cliques
+
     def _on_gpu(self, operation: str) -> PlanCache:
         if self._gpu is None:
             from mpicomm.collectives.gpu.engine import DeviceEngine
@@ -361,29 +385,29 @@ class Collectives:
 
             session = self._session.set_up(operation)
             backend = session.gpu(operation)
-            board = self._shared_board(session)
+            board = self._shared_board(session, session.clique)
             with backend.loading():  # it allocates and waits, which a thread that captures a graph may not otherwise
                 most_nbytes = session.placement.here.most_shared_nbytes
-                engine = session.keep(DeviceEngine(session.node, backend, session.kind, board, most_nbytes))
+                engine = session.keep(DeviceEngine(session.clique, backend, session.kind, board, most_nbytes))
             self._gpu = PlanCache(session, engine)
         return self._gpu
 
-    def _shared_board(self, session: Session) -> Board:
-        if self._board is None:
-            self._board = session.keep(Board(session.node))
+    def _shared_board(self, session: Session, group: Group) -> Board:
+        if group not in self._boards:
+            self._boards[group] = session.keep(Board(group))
             session.awaited_elsewhere = self._awaited_elsewhere
-            session.group.testimony = session.node.testimony = self._testimony
-        return self._board
+            session.group.testimony = session.node.testimony = session.clique.testimony = self._testimony
+        return self._boards[group]
 
     def _awaited_elsewhere(self) -> bool:
-        return self._board is not None and bool(self._board.ahead())
+        return any(board.ahead() for board in self._boards.values())
 
     def _testimony(self) -> str:
         """Return why ranks that are not gone may not come to an exchange, and the way out; local."""
         failed = self._host and self._host.broken
         if failed:
             return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
-        return self._board.testimony() if self._board else ""
+        return next((said for board in self._boards.values() if (said := board.testimony())), "")
 
 
 def require_here(operation: str, operand: Operand, session: Session) -> None:

@@ -33,6 +33,7 @@ ROOMS = [
     {"collectives.host", "collectives.gpu.algorithms"},
     {"collectives.gpu"},
     {"collectives.algorithm_argument"},
+    {"internode"},
     {"collectives.dispatch"},
     {"messages"},
     {"api"},
@@ -44,7 +45,7 @@ ROOMS = [
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 
 MPI_USERS = {"mpi", "cluster", "session", "messages", "api", "install", "__main__", "cli", "bench"} | {
-    name for name in ROOM if name.startswith("collectives")
+    name for name in ROOM if name.startswith(("collectives", "internode"))
 }
 CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/")
 # They are used as any user of the package would be.

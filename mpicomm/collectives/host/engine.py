@@ -87,14 +87,17 @@ class HostEngine:
         """
         for exchange in exchanges:
             if exchange.reduction is not None:
-                self._reducer(exchange.reduction.op, exchange.dtype)
+                self.require_reduction(exchange.reduction.op, exchange.dtype)
 
         def work() -> None:
-            with np.errstate(all="ignore"):
-                for exchange in exchanges:
-                    self._carry_out(exchange)
+            for exchange in exchanges:
+                self.carry_out(exchange)
 
-        self._call(work, signature)
+        self.call(work, signature)
+
+    def require_reduction(self, op: str, dtype: np.dtype[Any]) -> None:
+        """Raise `InvalidUsageError` for a reduction that is not defined; local."""
+        self._reducer(op, dtype)
 
     def scratch(self, nbytes: int) -> Span | None:
         """Return memory that only this rank uses, valid until the next call; None for 0 bytes. Local."""
@@ -119,7 +122,11 @@ class HostEngine:
         """Free this rank's arena; local, after every peer's `close_peers`."""
         self._channels.close_own()
 
-    def _call(self, work: Callable[[], None], signature: Signature) -> None:
+    def call(self, work: Callable[[], None], signature: Signature) -> None:
+        """Run ``work``, this rank's part of a call, which makes exchanges by `carry_out`. Collective, blocking.
+
+        Where ``work`` raises `CollectiveTimeoutError` or `PeerError` on one rank, all ranks raise it: see `run`.
+        """
         require_own_process(signature.operation)
         if not self._open:
             raise InvalidUsageError(f"{signature.operation}: the communicator was freed; create another")
@@ -132,12 +139,15 @@ class HostEngine:
         text, self._channels.hash32 = _described(signature)
         self._board.post(text)
         try:
-            if self._channels.verdict.there():
-                raise GivenUp
-            work()
+            self.require_not_given_up()
+            with np.errstate(all="ignore"):
+                work()
         except (LateRank, DifferentCall, DifferentSize, GivenUp) as reason:
             verdict = self._channels.verdict
             self._broken = verdict.read() or verdict.give(self._judge(reason, text))
+            raise self._broken from None
+        except (CollectiveTimeoutError, PeerError) as error:
+            self._broken = self._channels.verdict.give(error)
             raise self._broken from None
         except BaseException as error:
             # Above all a KeyboardInterrupt: the peers would wait for the chunks that this rank does not send or read.
@@ -146,7 +156,13 @@ class HostEngine:
             self._broken = self._channels.verdict.give(left)
             raise
 
-    def _carry_out(self, exchange: Exchange) -> None:
+    def require_not_given_up(self) -> None:
+        """Leave the `call`, by an exception that it handles, where another rank of the node has given it up. Local."""
+        if self._channels.verdict.there():
+            raise GivenUp
+
+    def carry_out(self, exchange: Exchange) -> None:
+        """Carry out this rank's part of an exchange, in a `call`. Collective, blocking."""
         itemsize = exchange.dtype.itemsize
         # Chunks of whole elements, so that every chunk can be reduced. Elements larger than a slot are cut anywhere.
         step = self._slot_nbytes // itemsize * itemsize or self._slot_nbytes

@@ -87,19 +87,11 @@ def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -
 
 
 def is_mpis(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -> bool:
-    """Return whether MPI carries out a blocking call on host arrays; local, with the same answer on all ranks.
-
-    Raises `InvalidUsageError` if neither MPI nor mapped memory can carry it out.
-    """
+    """Return whether MPI carries out a blocking call on host arrays; local, with the same answer on all ranks."""
     if call.dtype is None or algorithm == "mpi":
         return True
     if algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op):
         return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size, crossover) or nodes > 1
-    if nodes > 1:
-        raise InvalidUsageError(
-            f"{call.operation} of {call.dtype} works between the ranks of one node, but these are on {nodes} nodes: "
-            "leave algorithm= out and pass a type and an operation that MPI has, or split the communicator by node"
-        )
     return False
 
 

@@ -1,0 +1,61 @@
+"""Layout: the cliques of a communicator, and which ranks of different cliques talk to each other. Pure functions.
+
+A *clique* is a set of ranks that map each other's memory and that one engine serves. A *rail* is made of the ranks with
+the same index in their cliques: each of them uses its own network card, so traffic along all rails uses all cards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+
+class Layout:
+    """The cliques of all ranks, and this rank among them. All ranks have the same one, but for ``rank``."""
+
+    def __init__(self, cliques: Sequence[Sequence[int]], rank: int) -> None:
+        self.cliques = tuple(tuple(ranks) for ranks in cliques)
+        self.rank = rank
+        self._places = {
+            each: (number, index) for number, ranks in enumerate(self.cliques) for index, each in enumerate(ranks)
+        }
+        self.size = len(self._places)
+        """The number of ranks."""
+        self.number, self.index = self._places[rank]
+        """The number of this rank's clique, and this rank's index in the clique."""
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The ranks of this rank's clique."""
+        return self.cliques[self.number]
+
+    @cached_property
+    def rails(self) -> int:
+        """The number of rails: the ranks of the smallest clique."""
+        return min(len(ranks) for ranks in self.cliques)
+
+    @cached_property
+    def others(self) -> tuple[int, ...]:
+        """The numbers of the other cliques, from the next one on, so that not all ranks begin with the same clique."""
+        count = len(self.cliques)
+        return tuple((self.number + step) % count for step in range(1, count))
+
+    def clique_of(self, rank: int) -> int:
+        """Return the number of a rank's clique."""
+        return self._places[rank][0]
+
+    def index_of(self, rank: int) -> int:
+        """Return a rank's index in its clique."""
+        return self._places[rank][1]
+
+    def partner(self, rank: int, clique: int) -> int:
+        """Return the rank of a clique that exchanges data with ``rank`` on behalf of its clique.
+
+        It has the same index where the clique has so many ranks. In smaller cliques a rank serves several others.
+        """
+        ranks = self.cliques[clique]
+        return ranks[self.index_of(rank) % len(ranks)]
+
+    def served(self, clique: int) -> list[int]:
+        """Return the ranks of a clique that have this rank for their partner."""
+        return [rank for rank in self.cliques[clique] if self.partner(rank, self.number) == self.rank]

@@ -1,0 +1,113 @@
+"""Steps: what one rank does for a collective over several cliques. They know neither devices nor engines."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import Buffers
+
+_ALIGNED_NBYTES = 256
+
+
+@dataclass(frozen=True)
+class Local:
+    """A collective of this rank's clique; ``buffers`` count its ranks by their index in the clique."""
+
+    operation: Operation
+    buffers: Buffers
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Bytes that go to a rank of another clique, or come from it."""
+
+    rank: int
+    pointer: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Wire:
+    """Parcels between cliques. Two ranks exchange any number of parcels, in the same order on both sides."""
+
+    sends: tuple[Parcel, ...] = ()
+    receives: tuple[Parcel, ...] = ()
+
+    def without_empty(self) -> Wire:
+        """Return the parcels that have bytes: both ranks of a parcel know its length."""
+        return Wire(tuple(p for p in self.sends if p.nbytes), tuple(p for p in self.receives if p.nbytes))
+
+
+@dataclass(frozen=True)
+class Combine:
+    """Reduce ``sources`` arrays of ``count`` elements in this rank's memory, in their order, into ``output``.
+
+    The arrays begin ``stride`` bytes after each other. The result is divided by ``divisor`` and rounded to ``result``.
+    One source is converted.
+    """
+
+    op: str
+    dtype: np.dtype[Any]
+    source: int
+    stride: int
+    sources: int
+    count: int
+    output: int
+    result: np.dtype[Any]
+    divisor: int = 1
+
+
+@dataclass(frozen=True)
+class Move:
+    """Copy bytes within this rank's memory."""
+
+    target: int
+    source: int
+    nbytes: int
+
+
+Step = Local | Wire | Combine | Move
+
+
+class Room:
+    """Scratch memory of one call from an address on, which its schedule takes piece by piece.
+
+    A schedule is a pure function of its arguments, so a run with any address tells how many bytes it needs.
+    """
+
+    def __init__(self, start: int = 0) -> None:
+        self._start = start
+        self.nbytes = 0
+        """The bytes that were taken."""
+
+    def take(self, nbytes: int) -> int:
+        """Return the address of memory that nothing else of the call uses."""
+        address = self._start + self.nbytes
+        self.nbytes += _aligned(nbytes)
+        return address
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Scratch memory for ``number`` arrays of one length, which begin ``stride`` bytes after each other."""
+
+    start: int
+    stride: int
+    number: int
+
+    @classmethod
+    def take(cls, room: Room, number: int, nbytes: int) -> Slots:
+        """Take slots of ``nbytes`` bytes each from the scratch memory."""
+        stride = _aligned(nbytes)
+        return cls(room.take(number * stride), stride, number)
+
+    def __getitem__(self, index: int) -> int:
+        return self.start + index * self.stride
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNED_NBYTES) * _ALIGNED_NBYTES

@@ -1,0 +1,153 @@
+"""Schedules over several cliques carried out on arrays, one for each rank, without devices and without MPI."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.host.reduction import Reducer
+from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.patterns import Buffers
+from mpicomm.internode.layout import Layout
+from mpicomm.internode.schedules import Schedule, pieces
+from mpicomm.internode.steps import Combine, Local, Move, Room, Step, Wire
+from mpicomm.mpi.span import Span
+from mpicomm.mpi.types import is_narrow
+
+POISON = 0xDB
+_GUARD = 512
+
+
+class Memory:
+    """One rank's memory, in which a pointer is an index of its bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = np.full(_GUARD, POISON, np.uint8)
+
+    def place(self, content: npt.NDArray[Any]) -> Span:
+        """Put an array behind all others, between bytes that nobody may touch."""
+        start = self.bytes.size
+        raw = np.frombuffer(content.tobytes(), np.uint8)
+        self.bytes = np.concatenate([self.bytes, raw, np.full(_GUARD - raw.size % 256, POISON, np.uint8)])
+        return Span(start, content.size)
+
+    def scratch(self, nbytes: int) -> int:
+        return self.place(np.full(nbytes, POISON, np.uint8)).pointer
+
+    def view(self, pointer: int, count: int, dtype: Any) -> npt.NDArray[Any]:
+        if count == 0:
+            return np.empty(0, dtype)
+        assert pointer >= _GUARD, "an address that no buffer has"
+        view: npt.NDArray[Any] = self.bytes[pointer : pointer + count * np.dtype(dtype).itemsize].view(dtype)
+        return view
+
+
+class Cluster:
+    """The memories of all ranks of some cliques."""
+
+    def __init__(self, cliques: Sequence[Sequence[int]]) -> None:
+        size = sum(map(len, cliques))
+        self.layouts = [Layout(cliques, rank) for rank in range(size)]
+        self.memories = [Memory() for _ in range(size)]
+        self._mail: dict[tuple[int, int], collections.deque[npt.NDArray[np.uint8]]] = collections.defaultdict(
+            collections.deque
+        )
+        self.wires: collections.Counter[int] = collections.Counter()
+        """The number of times that each rank has exchanged parcels."""
+        self.sent_nbytes: collections.Counter[int] = collections.Counter()
+        """The bytes that each rank has sent to other cliques."""
+
+    def run(self, operation: Operation, schedule: Schedule, buffers: Callable[[int], Buffers]) -> None:
+        """Carry out a collective whose memory ``buffers`` gives for each rank."""
+        works = []
+        for rank, (layout, memory) in enumerate(zip(self.layouts, self.memories, strict=True)):
+            steps: list[Step] = []
+            for piece in pieces(operation, buffers(rank)):
+                needed = Room()
+                list(schedule(piece, layout, needed))
+                steps += schedule(piece, layout, Room(memory.scratch(needed.nbytes)))
+            works.append(self._rank(rank, iter(steps)))
+        waiting: list[Any] = [next(work, None) for work in works]
+        while any(each is not None for each in waiting):
+            ready = [rank for rank, each in enumerate(waiting) if each is not None and self._can_go_on(rank, waiting)]
+            assert ready, f"the ranks wait for each other: {waiting}"
+            exchanges = {rank: waiting[rank] for rank in ready if isinstance(waiting[rank], Exchange)}
+            self._exchange(exchanges)
+            for rank in ready:
+                waiting[rank] = next(works[rank], None)
+        assert not any(self._mail.values()), "parcels that no rank receives"
+
+    def _rank(self, rank: int, steps: Iterator[Step]) -> Iterator[Exchange | Wire]:
+        memory = self.memories[rank]
+        for step in steps:
+            if isinstance(step, Move):
+                memory.view(step.target, step.nbytes, "u1")[:] = memory.view(step.source, step.nbytes, "u1").copy()
+            elif isinstance(step, Combine):
+                combine(memory, step)
+            elif isinstance(step, Local):
+                yield step.operation.one_shot(step.buffers)
+            else:
+                wire = step.without_empty()
+                self.wires[rank] += bool(wire.sends or wire.receives)
+                for parcel in wire.sends:
+                    assert parcel.rank not in self.layouts[rank].ranks
+                    data = memory.view(parcel.pointer, parcel.nbytes, "u1").copy()
+                    self._mail[rank, parcel.rank].append(data)
+                    self.sent_nbytes[rank] += parcel.nbytes
+                yield wire
+                for parcel in wire.receives:
+                    data = self._mail[parcel.rank, rank].popleft()
+                    assert data.size == parcel.nbytes
+                    memory.view(parcel.pointer, parcel.nbytes, "u1")[:] = data
+
+    def _can_go_on(self, rank: int, waiting: Sequence[Any]) -> bool:
+        work = waiting[rank]
+        if isinstance(work, Wire):
+            needed = collections.Counter(parcel.rank for parcel in work.receives)
+            return all(len(self._mail[source, rank]) >= count for source, count in needed.items())
+        return all(isinstance(waiting[mate], Exchange) for mate in self.layouts[rank].ranks)
+
+    def _exchange(self, exchanges: dict[int, Exchange]) -> None:
+        before = {rank: self.memories[rank].bytes.copy() for rank in exchanges}
+
+        def sent(source: int, index: int) -> npt.NDArray[Any]:
+            exchange, span = exchanges[source], exchanges[source].sends[index]
+            assert span is not None
+            end = span.pointer + span.count * exchange.dtype.itemsize
+            return before[source][span.pointer : end].view(exchange.dtype)
+
+        for rank, exchange in exchanges.items():
+            layout, memory = self.layouts[rank], self.memories[rank]
+            reduction = exchange.reduction
+            for peer, span in enumerate(exchange.receives):
+                if span is not None and span.count and not (reduction and peer in reduction.sources):
+                    memory.view(span.pointer, span.count, exchange.dtype)[:] = sent(layout.ranks[peer], layout.index)
+            if reduction and reduction.output.count:
+                own = reduction.own
+                assert own is not None
+                raw = before[rank][own.pointer : own.pointer + own.count * exchange.dtype.itemsize]
+                parts = [
+                    raw.view(exchange.dtype) if peer == layout.index else sent(layout.ranks[peer], layout.index)
+                    for peer in reduction.sources
+                ]
+                output = memory.view(reduction.output.pointer, reduction.output.count, exchange.dtype)
+                Reducer(reduction.op, exchange.dtype).reduce(parts, output)
+
+
+def combine(memory: Memory, step: Combine) -> None:
+    """Do what `Combine` says."""
+    if step.count == 0:
+        return
+    parts = [memory.view(step.source + i * step.stride, step.count, step.dtype) for i in range(step.sources)]
+    narrow = is_narrow(step.dtype) or is_narrow(step.result)
+    wide = np.dtype(np.float32) if narrow else step.dtype
+    total = np.empty(step.count, wide)
+    Reducer(step.op, wide).reduce([part.astype(wide) for part in parts], total)
+    if step.divisor != 1:
+        total = total / wide.type(step.divisor)
+    memory.view(step.output, step.count, step.result)[:] = total.astype(step.result)
