@@ -16,6 +16,8 @@ _LOCAL_IDS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_L
 processes of a job step that only launches the ranks."""
 HANDLES = ("auto", "ipc", "fd", "fabric", "staged")
 """The values of ``handle=``: "auto", and each ``Kind`` of `mpicomm.devices.handle` except that for host memory."""
+INTERNODE = ("nccl", "mpi", "staged")
+"""The engines that move device memory between groups of ranks, the best one first."""
 
 
 def device(argument: int | str) -> int | str:
@@ -96,6 +98,14 @@ def bind_cpu() -> bool:
     if value not in ("0", "1"):
         raise InvalidUsageError(f"MPICOMM_BIND_CPU={value!r}: use 1 to bind, 0 not to")
     return value == "1"
+
+
+def internode() -> str:
+    """Return MPICOMM_INTERNODE: the engine that moves device memory between groups of ranks, or "auto"."""
+    value = os.environ.get("MPICOMM_INTERNODE", "auto")
+    if value not in ("auto", *INTERNODE):
+        raise InvalidUsageError(f"MPICOMM_INTERNODE={value!r}: use {', '.join(INTERNODE)} or auto")
+    return value
 
 
 def debug() -> str:

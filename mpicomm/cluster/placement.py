@@ -127,6 +127,16 @@ class Placement:
             )
         return self.node_ranks.index(rank)
 
+    def clique_index_of(self, rank: int) -> int:
+        """Return the index of ``rank`` in the clique; raises `InvalidUsageError` where it is no rank of this clique."""
+        self.node_index_of(rank)
+        if rank not in self.clique_ranks:
+            raise InvalidUsageError(
+                f"peer={rank} is in another group of this node: kernels reach the ranks {list(self.clique_ranks)}; use "
+                "MPI's calls for the others"
+            )
+        return self.clique_ranks.index(rank)
+
     def subset(self, ranks: Sequence[int]) -> Placement:
         """Return the placement of a communicator of some of these ranks, this one among them; local."""
         return Placement([self.places[rank] for rank in ranks], list(ranks).index(self.rank))

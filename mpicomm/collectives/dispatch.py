@@ -29,7 +29,6 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.internode.host import HostCliques
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.mpi_transfers import Transfers
-from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
@@ -39,7 +38,16 @@ from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, Per
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.engine import DeviceEngine
     from mpicomm.collectives.gpu.plan_cache import PlanCache
+    from mpicomm.internode.gpu.engine import CliquesEngine
+
+
+class InternodeEngine(NamedTuple):
+    """The engine between cliques, and why better ones do not work."""
+
+    name: str
+    rejected: dict[str, str]
 
 
 class MessageCall(NamedTuple):
@@ -80,6 +88,8 @@ class Collectives:
         self._crossover = 0
         self._gpu: PlanCache | None = None
         self._neighborhood: Neighborhood | None = None
+        self.internode: InternodeEngine | None = None
+        """The engine that moves device memory between cliques, once a call has needed it."""
 
     def run(
         self,
@@ -185,12 +195,10 @@ class Collectives:
         return PersistentRequest.of(begin)
 
     def barrier(self, stream: Any) -> None:
-        """Hold a stream of this rank's GPU until the streams of all ranks of the node have come here."""
+        """Hold a stream of this rank's GPU until the streams of all ranks have come here."""
         session = self._session.set_up("Barrier")
         if not isinstance(session.backend.device, int):
             refuse_stream("Barrier", stream)
-        if self._nodes > 1:
-            raise InvalidUsageError(f"Barrier(stream=) works between the ranks of one node; these are on {self._nodes}")
         engine = self._on_gpu("Barrier").engine
         engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
 
@@ -281,7 +289,7 @@ class Collectives:
             require_here(operation.name, operand, session)
         session.require_usable(operation.name)
         array = array_of(call.operands[0].spec) if call.operands else None
-        if call.dtype is None or algorithm == "mpi" or self._nodes > 1 or self._too_many_for_kernels(operation):
+        if call.dtype is None or algorithm == "mpi":
             resolved = session.backend.stream(stream, array)
             self._through_host(call, session, resolved)
             return resolved
@@ -298,16 +306,9 @@ class Collectives:
                 backend.synchronize(resolved)
         return resolved
 
-    def _too_many_for_kernels(self, operation: Operation) -> bool:
-        """Return whether MPI carries a collective out because of the number of ranks, also without "mpi"."""
-        return operation.of_neighbors and self._size > MAX_RANKS
-
     def _through_host(self, call: Call, session: Session, stream: int) -> None:
         """Give MPI host copies of device arrays; blocking."""
-        reason = "only MPI can carry it out" if self._nodes == 1 else "the ranks are on several nodes"
-        if self._too_many_for_kernels(call.operation):
-            reason = f"kernels work between up to {MAX_RANKS} ranks"
-        announce(call.operation.name, reason)
+        announce(call.operation.name, "only MPI can carry it out, or algorithm= asks for it")
         arguments = call.arguments
         buffers = [(arguments.send, False, "sendbuf"), (arguments.receive, True, "recvbuf")]
         through_host(
@@ -386,11 +387,32 @@ class Collectives:
             session = self._session.set_up(operation)
             backend = session.gpu(operation)
             board = self._shared_board(session, session.clique)
-            with backend.loading():  # it allocates and waits, which a thread that captures a graph may not otherwise
-                most_nbytes = session.placement.here.most_shared_nbytes
-                engine = session.keep(DeviceEngine(session.clique, backend, session.kind, board, most_nbytes))
-            self._gpu = PlanCache(session, engine)
+            most_nbytes = session.placement.here.most_shared_nbytes
+
+            def make() -> DeviceEngine:
+                with (
+                    backend.loading()
+                ):  # it allocates and waits, which a thread that captures a graph may not otherwise
+                    return session.keep(DeviceEngine(session.clique, backend, session.kind, board, most_nbytes))
+
+            self._gpu = PlanCache(
+                session, make() if len(self._layout.cliques) == 1 else self._of_cliques(session, make)
+            )
         return self._gpu
+
+    def _of_cliques(self, session: Session, make: Callable[[], DeviceEngine]) -> CliquesEngine:
+        """Return an engine for all cliques, on top of one that ``make`` makes for this rank's clique. Collective."""
+        from mpicomm.internode.gpu.choose_carrier import choose_carrier
+        from mpicomm.internode.gpu.engine import CliquesEngine
+
+        made: list[DeviceEngine] = []
+        # On all cliques together: where one fails, the others would wait for its parcels.
+        session.group.agree("collectives: set-up", lambda: made.append(make()))
+        backend = session.gpu("collectives")
+        uuids = tuple(place.device_uuid for place in session.placement.places)
+        choice = choose_carrier(session.group, session.private, backend, uuids, made[0].give_up)
+        self.internode = InternodeEngine(choice.carrier.name, choice.rejected)
+        return session.keep(CliquesEngine(self._layout, made[0], backend, choice.carrier))
 
     def _shared_board(self, session: Session, group: Group) -> Board:
         if group not in self._boards:

@@ -190,6 +190,9 @@ class SideStreams(Protocol):
     def passed(self, mark: Any) -> bool:
         """Return whether the work before a mark is done."""
 
+    def wait(self, mark: Any) -> None:
+        """Block until the work before a mark is done."""
+
     def follow(self, stream: int, mark: Any) -> None:
         """Let later work on ``stream`` wait for a mark."""
 

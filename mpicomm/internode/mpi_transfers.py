@@ -33,9 +33,6 @@ class Transfer(Protocol):
     def sending(self) -> set[int]:
         """Return the ranks that have not taken their data. Local."""
 
-    def close(self) -> None:
-        """Let later work see the data; local."""
-
     def give_up(self) -> None:
         """Leave the parcels to themselves: a rank does not come. Local."""
 
@@ -43,7 +40,8 @@ class Transfer(Protocol):
 class Transfers:
     """The transfers of one communicator over ``comm``, which carries the messages of its groups, too.
 
-    A message carries the hash of its call in its tag, so ranks in different calls notice.
+    A message carries the hash of its call in its tag, so ranks in different calls notice. All messages of a call have
+    one tag, so they must be sent and received in the same order.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout_s: float) -> None:
@@ -105,7 +103,6 @@ class Transfers:
                     ranks=missing,
                 )
             )
-        transfer.close()
 
     def _is_elsewhere(self, rank: int, call: Signature) -> bool:
         """Return whether a rank has sent a message of another call before its message of this one."""
@@ -159,9 +156,6 @@ class Direct:
     def sending(self) -> set[int]:
         """See `Transfer`."""
         return {message.rank for message in self._sends}
-
-    def close(self) -> None:
-        """See `Transfer`; MPI has put the data where it belongs."""
 
     def give_up(self) -> None:
         """Keep the requests, because MPI may still write to their memory; see `Transfer`."""

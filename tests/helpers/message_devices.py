@@ -114,6 +114,9 @@ class _SideStreams:
     def passed(self, mark: threading.Event) -> bool:
         return mark.is_set()
 
+    def wait(self, mark: threading.Event) -> None:
+        mark.wait()
+
     def follow(self, stream: int, mark: threading.Event) -> None:
         self._device.enqueue(stream, mark.wait)
 

@@ -119,7 +119,8 @@ class Cluster:
             exchange, span = exchanges[source], exchanges[source].sends[index]
             assert span is not None
             end = span.pointer + span.count * exchange.dtype.itemsize
-            return before[source][span.pointer : end].view(exchange.dtype)
+            data: npt.NDArray[Any] = before[source][span.pointer : end].view(exchange.dtype)
+            return data
 
         for rank, exchange in exchanges.items():
             layout, memory = self.layouts[rank], self.memories[rank]

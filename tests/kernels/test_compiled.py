@@ -18,6 +18,7 @@ from mpicomm.collectives.gpu.algorithms.copies.arguments import local_reduction_
 from mpicomm.collectives.gpu.algorithms.direct.arguments import direct_kernel  # noqa: E402
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, packet_kernel  # noqa: E402
 from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
+from mpicomm.kernels.combine import combine_kernel  # noqa: E402
 from mpicomm.kernels.packing import PACK_KERNEL  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from mpicomm.kernels.variant import Variant  # noqa: E402
@@ -54,6 +55,10 @@ BANDWIDTH += [
 ]
 BANDWIDTH += [chain_kernel(reduction) for reduction in (None, ("int8", "sum"), WIDEST)]
 BANDWIDTH += [direct_kernel(), PACK_KERNEL]
+BANDWIDTH += [
+    combine_kernel(reduction, result)
+    for reduction, result in ((("float32", "sum"), "bfloat16"), (("bfloat16", "max"), "bfloat16"), (WIDEST, WIDEST[0]))
+]
 BANDWIDTH += [
     local_reduction_kernel(reduction)
     for reduction in (("float32", "sum"), ("bfloat16", "avg"), ("float8_e4m3fn", "sum"), WIDEST)

@@ -26,19 +26,20 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, se
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import Preparation
+from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import Plan, launching
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
-from mpicomm.devices.base import GpuBackend, Scratch, slowest_gb_s
+from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.stream_order import Enqueue, StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import InvalidUsageError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
 from mpicomm.mpi.packing import PackJob
 from mpicomm.mpi.span import Span
@@ -121,7 +122,7 @@ class DeviceEngine:
         self._preparation = Preparation(self.tuning, self._node, self._arena, board, calls)
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
         self._sendrecv = SendrecvPlanner(team, sendrecv_memory(node.size, channels))
-        self._scratch: list[Scratch] = []
+        self._scratch = GrowingScratch(backend)
         self._kernels = kernels_of(backend.info)
         self._plans: WeakSet[Plan] = WeakSet()  # the callers who enqueue plans keep them
         self._open = True
@@ -134,7 +135,7 @@ class DeviceEngine:
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> Plan:
         """Return this rank's part of a call that was read; ``mappings`` are the symmetric arrays. See `prepare`."""
-        scratch = self._scratch_for(call.scratch_nbytes)
+        scratch = self._scratch.of(call.scratch_nbytes)
         packed = call.packed
         if packed is None or scratch is None:
             return self.prepare(GpuCall.of(call, mappings, scratch), asked)
@@ -164,15 +165,15 @@ class DeviceEngine:
             self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
         return plan
 
-    def _scratch_for(self, nbytes: int) -> Span | None:
-        """Return memory of this rank alone, None for 0 bytes; all calls share it, in stream order. Local."""
-        if nbytes == 0:
-            return None
-        if not self._scratch or self._scratch[-1].nbytes < nbytes:
-            # Smaller ones are kept, because a captured graph may use them. By powers of two all of them together have
-            # at most twice the bytes of the largest.
-            self._scratch.append(self._backend.scratch(1 << (nbytes - 1).bit_length()))
-        return Span(self._scratch[-1].pointer, 0)
+    def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
+        """Return a plan of this rank alone, in which no rank waits for another; ``text`` is its call. Local."""
+        self._require_open(text)
+        return self._plan(text, steps, collective=False)
+
+    def give_up(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """Let every later `check` of the backend raise an error, and kernels of all ranks leave. Local, any thread."""
+        self._backend.fail(error)
+        self._arena.abort()
 
     def prepare_barrier(self) -> Plan:
         """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local."""
@@ -193,7 +194,7 @@ class DeviceEngine:
         if not self._arena.has(request):
             self._board.post("the first message in the order of streams, for which all ranks set up memory")
             self._preparation.provide(request)
-        scratch = self._scratch_for(_packed_nbytes(sent) + _packed_nbytes(received))
+        scratch = self._scratch.of(_packed_nbytes(sent) + _packed_nbytes(received))
         before, sent = self._packed_message(sent, scratch, 0, unpacks=False)
         after, received = self._packed_message(received, scratch, _packed_nbytes(sent), unpacks=True)
         launch = self._sendrecv.launch(sent, received, self._arena.region(request).pointers)
@@ -278,7 +279,7 @@ class DeviceEngine:
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's arena and scratch memory; local."""
         yield from self._arena.memory_use()
-        yield MemoryUse("scratch", device_nbytes=sum(scratch.nbytes for scratch in self._scratch))
+        yield MemoryUse("scratch", device_nbytes=self._scratch.nbytes)
 
     def close_peers(self) -> None:
         """Unmap the peers' arenas; local. This rank's work must be over; the engine cannot be used any more."""

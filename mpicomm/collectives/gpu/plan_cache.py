@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from mpi4py import MPI
@@ -14,18 +14,49 @@ from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.layout import layout_of
 
 if TYPE_CHECKING:
-    from mpicomm.collectives.gpu.engine import DeviceEngine
-    from mpicomm.collectives.gpu.plan import Plan
+    from mpicomm.collectives.call import Call
+    from mpicomm.collectives.exchange import Message
     from mpicomm.session import Session
+    from mpicomm.symmetric.registry import Mappings
 
 _MOST = 1024  # plans that are kept
 _PLAIN = frozenset((int, str, type(None)))  # types whose values are keys; no subclasses, because True is one of int
 
 
+class AnyPlan(Protocol):
+    """A call that an engine can enqueue again and again."""
+
+    text: str
+    """The call in words."""
+
+    @property
+    def is_old(self) -> bool:
+        """Whether the call has to be planned again."""
+
+
+class Engine(Protocol):
+    """An engine for device arrays: `DeviceEngine`, or one that several cliques have together."""
+
+    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
+        """See `DeviceEngine.prepare_call`."""
+
+    def prepare_barrier(self) -> AnyPlan:
+        """See `DeviceEngine.prepare_barrier`."""
+
+    def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> AnyPlan:
+        """See `DeviceEngine.prepare_messages`."""
+
+    def enqueue(self, plan: Any, stream: int, *, again: bool = False) -> bool:
+        """See `DeviceEngine.enqueue`."""
+
+    def completion(self) -> Callable[[], bool]:
+        """See `DeviceEngine.completion`."""
+
+
 class KnownCall(NamedTuple):
     """A call that was made before."""
 
-    plan: Plan
+    plan: AnyPlan
     op: MPI.Op | None
     """The operation. It is kept because its id is part of the key, and no other object has that id while it lives."""
     by_output: bool
@@ -41,7 +72,7 @@ class PlanCache:
     layout. The handle of a derived datatype is no key, because MPI may give it to another datatype.
     """
 
-    def __init__(self, session: Session, engine: DeviceEngine) -> None:
+    def __init__(self, session: Session, engine: Engine) -> None:
         self._session = session
         self.engine = engine
         self._calls: dict[Hashable, KnownCall] = {}
@@ -90,7 +121,7 @@ class PlanCache:
 
     def add(
         self,
-        plan: Plan,
+        plan: AnyPlan,
         call: tuple[Operation | str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None],
         *,
         by_output: bool,

@@ -35,6 +35,11 @@ class SideStreams:
         with self._context.current():
             return is_over(driver.cuEventQuery, mark.ptr)
 
+    def wait(self, mark: LocalEvent) -> None:
+        """Block until the work before a mark is done."""
+        with self._context.current():
+            call(driver.cuEventSynchronize, mark.ptr)
+
     def follow(self, stream: int, mark: LocalEvent) -> None:
         """Let later work on ``stream`` wait for a mark."""
         with self._context.current():

@@ -92,7 +92,8 @@ def reducing_case(
         memory = cluster.memories[rank]
         send = memory.place(inputs[rank])
         length = counts[rank] if total != count else count
-        output = send if in_place else memory.place(np.zeros(length, dtype))
+        output: Span | None = send if in_place else memory.place(np.zeros(length, dtype))
+        assert output is not None
         output = Span(output.pointer, length)
         if operation.rooted and rank != root:
             output = None
@@ -144,7 +145,8 @@ def moving_case(operation: Operation, cliques: Sequence[Sequence[int]], algorith
         return (count + 5 * source + (7 * target if operation.receive == operation.send else 0)) % 23
 
     def data(source: int, target: int) -> Array:
-        return np.arange(counts(source, target), dtype=dtype) + np.uint16(1000 * source + 50 * target)
+        block: Array = np.arange(counts(source, target)).astype(dtype) + np.uint16(1000 * source + 50 * target)
+        return block
 
     to_all = operation.send == "one"
     wanted: list[list[Array]] = []

@@ -20,7 +20,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
 from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, Side
 from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.kernels import message, packing, team
+from mpicomm.kernels import combine, message, packing, team
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.team import Faults, Team
@@ -54,6 +54,7 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "packets.cu": {"mpicomm::Packets": PacketArguments, "mpicomm::FlaggedInboxes": FlaggedInboxes},
     "direct.cu": {"mpicomm::Direct": DirectArguments, "mpicomm::Cut": Cut},
     "local_reduction.cu": {"mpicomm::LocalReduction": LocalReductionArguments},
+    "combine.cu": {"mpicomm::Combination": combine.CombineArguments},
     "pack.cu": {"mpicomm::Region": packing.RegionEntry, "mpicomm::Packing": packing.PackArguments},
     "message.cu": {"mpicomm::MessageStep": message.MessageStep},
     "chain.cu": {"mpicomm::Place": Place, "mpicomm::Chain": ChainArguments},
@@ -85,6 +86,7 @@ CONSTANTS = {
     },
     "direct.cu": {"kDirectThreads": direct.DIRECT_THREADS},
     "local_reduction.cu": {"kReductionThreads": local_reduction.REDUCTION_THREADS},
+    "combine.cu": {"kCombineThreads": combine.COMBINE_THREADS},
     "pack.cu": {
         "kPackThreads": packing.PACK_THREADS,
         "kLoops": packing.LOOPS,
@@ -118,7 +120,9 @@ def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: 
             lines.append(f"static_assert(__INTADDR__(&static_cast<{cpp}*>(nullptr)->{field[0]}) == {offset});")
     source = tmp_path / "check.cu"
     source.write_text("\n".join(lines))
-    compile_kernel(source, (9, 0), (*options_for(("float32", "sum")), "-DMPICOMM_RANKS=4", *INCLUDES))
+    compile_kernel(
+        source, (9, 0), (*options_for(("float32", "sum")), "-DMPICOMM_RANKS=4", "-DMPICOMM_RESULT=float32", *INCLUDES)
+    )
 
 
 @pytest.mark.parametrize("steps", ["one", "few", "laps"])

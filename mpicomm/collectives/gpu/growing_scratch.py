@@ -1,0 +1,29 @@
+"""GrowingScratch: scratch memory of one rank that all calls share, in stream order."""
+
+from __future__ import annotations
+
+from mpicomm.devices.base import GpuBackend, Scratch
+from mpicomm.mpi.span import Span
+
+
+class GrowingScratch:
+    """Memory that grows by powers of two. All of it lives as long as this object."""
+
+    def __init__(self, backend: GpuBackend) -> None:
+        self._backend = backend
+        self._parts: list[Scratch] = []
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all memory."""
+        return sum(part.nbytes for part in self._parts)
+
+    def of(self, nbytes: int) -> Span | None:
+        """Return memory of at least ``nbytes`` bytes, None for 0 bytes. Local."""
+        if nbytes == 0:
+            return None
+        if not self._parts or self._parts[-1].nbytes < nbytes:
+            # Smaller parts are kept, because a captured graph may use them. By powers of two all of them together have
+            # at most twice the bytes of the largest.
+            self._parts.append(self._backend.scratch(1 << (nbytes - 1).bit_length()))
+        return Span(self._parts[-1].pointer, 0)

@@ -1,0 +1,45 @@
+"""BesideStream: a stream beside the caller's, also while that one captures a graph."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cupy
+from cupy.cuda import runtime
+
+from mpicomm.devices.cuda.capture import capture_of, relaxed, takes_part
+
+
+class BesideStream:
+    """A stream for work beside a caller's stream, which forks to it and joins it by events. The device must be current.
+
+    Each capture has another stream. A stream that was forked into a capture remains part of that capture until the
+    capture ends, even if it has joined again. Until then it can neither run anything nor be forked into another
+    capture. Streams of captures that are over are used again, so that there are no more streams than captures that were
+    open at once.
+    """
+
+    def __init__(self) -> None:
+        self._eager: Any = cupy.cuda.Stream(non_blocking=True)
+        self._captured: dict[int, Any] = {}  # by the captures that they were forked into last
+
+    def of(self, stream: int) -> int:
+        """Return the stream beside ``stream``: one for all eager work, and one for each capture."""
+        pointer: int = (self._of_capture(stream) if runtime.streamIsCapturing(stream) else self._eager).ptr
+        return pointer
+
+    def close(self) -> None:
+        """Destroy the streams. A second call does nothing."""
+        self._eager = None
+        self._captured.clear()
+
+    def _of_capture(self, stream: int) -> Any:
+        capture = capture_of(stream)
+        if capture not in self._captured:
+            over = next((each for each, beside in self._captured.items() if not takes_part(beside.ptr)), None)
+            if over is not None:
+                self._captured[capture] = self._captured.pop(over)
+            else:
+                with relaxed():
+                    self._captured[capture] = cupy.cuda.Stream(non_blocking=True)
+        return self._captured[capture]

@@ -1,0 +1,145 @@
+"""NCCL's point-to-point calls through nccl4py, or through CuPy where that is not installed."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mpicomm.errors import BackendUnavailableError
+
+_BYTES = 1  # ncclUint8
+
+
+class Communicator(Protocol):
+    """A communicator of NCCL. Its calls may block until a peer comes: see `bounded` in nccl_carrier.py."""
+
+    def exchange(
+        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
+    ) -> None:
+        """Enqueue sends and receives, each (peer, pointer, nbytes), as one group."""
+
+    def problem(self) -> str:
+        """Return what has gone wrong in work that was enqueued, "" if nothing has; does not block."""
+
+    def abort(self) -> None:
+        """End all work that is enqueued, also where a peer does not come, and destroy the communicator."""
+
+    def destroy(self) -> None:
+        """Destroy the communicator; its work must be over."""
+
+
+class Library(Protocol):
+    """A binding of NCCL."""
+
+    name: str
+
+    def unique_id(self) -> bytes:
+        """Return the id of a new communicator."""
+
+    def create(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        """Join a communicator; blocks until all ranks have come. The device must be current."""
+
+
+class _Nccl4py:
+    def __init__(self) -> None:
+        self._core: Any = importlib.import_module("nccl.core")
+        self._bindings: Any = importlib.import_module("nccl.bindings.nccl")
+        self.name = f"nccl4py {importlib.import_module('nccl.core').__version__}"
+
+    def unique_id(self) -> bytes:
+        return bytes(self._core.get_unique_id())
+
+    def create(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        joined = self._core.Communicator.init(size, rank, self._core.UniqueId.from_bytes(unique_id))
+        return _Nccl4pyCommunicator(joined, self._bindings)
+
+
+class _Nccl4pyCommunicator:
+    def __init__(self, comm: Any, bindings: Any) -> None:
+        self._comm = comm
+        self._handle: int = comm.ptr  # `send` of nccl.core takes arrays, and ten times as long
+        self._bindings = bindings
+
+    def exchange(
+        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
+    ) -> None:
+        bindings = self._bindings
+        bindings.group_start()
+        for peer, pointer, nbytes in sends:
+            bindings.send(pointer, nbytes, _BYTES, peer, self._handle, stream)
+        for peer, pointer, nbytes in receives:
+            bindings.recv(pointer, nbytes, _BYTES, peer, self._handle, stream)
+        bindings.group_end()
+
+    def problem(self) -> str:
+        state = self._comm.get_async_error()
+        return "" if state.name in ("Success", "InProgress") else f"{state.name}: {self._comm.get_last_error()}"
+
+    def abort(self) -> None:
+        self._comm.abort()
+
+    def destroy(self) -> None:
+        self._comm.destroy()
+
+
+class _Cupy:
+    def __init__(self) -> None:
+        self._nccl: Any = importlib.import_module("cupy.cuda.nccl")
+        self.name = f"cupy.cuda.nccl {self._nccl.get_version()}"
+
+    def unique_id(self) -> bytes:
+        return bytes(byte % 256 for byte in self._nccl.get_unique_id())
+
+    def create(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)  # C's char
+        return _CupyCommunicator(self._nccl.NcclCommunicator(size, signed, rank), self._nccl)
+
+
+class _CupyCommunicator:
+    def __init__(self, comm: Any, nccl: Any) -> None:
+        self._comm = comm
+        self._nccl = nccl
+
+    def exchange(
+        self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
+    ) -> None:
+        self._nccl.groupStart()
+        for peer, pointer, nbytes in sends:
+            self._comm.send(pointer, nbytes, _BYTES, peer, stream)
+        for peer, pointer, nbytes in receives:
+            self._comm.recv(pointer, nbytes, _BYTES, peer, stream)
+        self._nccl.groupEnd()
+
+    def problem(self) -> str:
+        try:
+            self._comm.check_async_error()
+        except self._nccl.NcclError as error:
+            return str(error)
+        return ""
+
+    def abort(self) -> None:
+        self._comm.abort()
+
+    def destroy(self) -> None:
+        self._comm.destroy()
+
+
+def load() -> Library:
+    """Return the binding that is installed. Raises ImportError, with the reasons, if there is none that works."""
+    reasons = []
+    for binding in (_Nccl4py, _Cupy):
+        try:
+            return binding()
+        except Exception as error:  # nccl4py raises errors of its own where it finds no library
+            reasons.append(f"{binding.__name__.strip('_').lower()}: {error}")
+    raise ImportError("; ".join(reasons))
+
+
+def require_possible(uuids: Sequence[bytes]) -> None:
+    """Raise `BackendUnavailableError` where NCCL refuses the ranks because two of them have the same GPU."""
+    if len(set(uuids)) < len(uuids) and "NCCL_HOSTID" not in os.environ:
+        raise BackendUnavailableError(
+            "ranks share a GPU, which NCCL refuses: start one rank for each GPU, or give each rank another NCCL_HOSTID"
+        )

@@ -1,0 +1,41 @@
+"""The kernel of combine.cu: its arguments, and a variant for each reduction and type of the result."""
+
+from __future__ import annotations
+
+import ctypes
+
+from mpicomm.kernels.headers import SHARED
+from mpicomm.kernels.reductions import Reduction, cpp_name, options_for
+from mpicomm.kernels.variant import Variant
+
+COMBINE_THREADS = 512  # kCombineThreads in combine.cu; a test compares them
+_BLOCKS_OF_A_MULTIPROCESSOR = 4
+_NBYTES_OF_A_THREAD = 16
+
+
+class CombineArguments(ctypes.Structure):
+    """The host's copy of ``Combination`` in combine.cu."""
+
+    _fields_ = [
+        ("source", ctypes.c_uint64),
+        ("stride", ctypes.c_uint64),
+        ("output", ctypes.c_uint64),
+        ("count", ctypes.c_uint64),
+        ("sources", ctypes.c_uint32),
+        ("divisor", ctypes.c_uint32),
+    ]
+
+
+def combine_kernel(reduction: Reduction, result: str) -> Variant:
+    """Return the kernel that reduces by ``(dtype, op)`` to elements of the dtype ``result``; raises as `options_for`.
+
+    The two types differ at most in their width: both are reduced in the wider one.
+    """
+    options = (*options_for(reduction), f"-DMPICOMM_RESULT={cpp_name(result)}")
+    return Variant(SHARED / "combine.cu", "mpicomm_combine", options)
+
+
+def blocks_for(nbytes: int, multiprocessors: int) -> int:
+    """Return the blocks of a launch whose result has ``nbytes`` bytes."""
+    most = _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors
+    return max(1, min(most, -(-nbytes // (COMBINE_THREADS * _NBYTES_OF_A_THREAD))))
