@@ -21,7 +21,7 @@ from mpicomm.mpi import types
 from tests.helpers import reference
 from tests.helpers.buffers import Placed, values
 from tests.helpers.compiling import compile_kernels
-from tests.helpers.reductions import Array, require_same
+from tests.helpers.reductions import Array, Groups, require_same
 
 _MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in _MPI_OPS} | {"avg": mpicomm.AVG}
@@ -67,6 +67,8 @@ class Case:
     seed: int = 0
     wild: bool = False
     """Values for which the order of a reduction shows, for calls whose order is promised."""
+    groups: Groups | None = None
+    """Ranks that are reduced first, before their results are; Scan and Exscan take the ranks in order all the same."""
 
     @property
     def row(self) -> Operation:
@@ -235,10 +237,10 @@ class Prepared:
             alone: Array = sent[0].copy()  # a single contribution is the result, even where x / 1 is not x
             return alone
         result: dict[str, Callable[[], Array | None]] = {
-            "Allreduce": lambda: reference.allreduce(sent, case.op)[rank],
-            "Reduce": lambda: reference.reduce(sent, case.op, root)[rank],
-            "Reduce_scatter": lambda: reference.reduce_scatter(sent, case.op, self._counts)[rank],
-            "Reduce_scatter_block": lambda: reference.reduce_scatter_block(sent, case.op)[rank],
+            "Allreduce": lambda: reference.allreduce(sent, case.op, case.groups)[rank],
+            "Reduce": lambda: reference.reduce(sent, case.op, root, case.groups)[rank],
+            "Reduce_scatter": lambda: reference.reduce_scatter(sent, case.op, self._counts, case.groups)[rank],
+            "Reduce_scatter_block": lambda: reference.reduce_scatter_block(sent, case.op, case.groups)[rank],
             "Scan": lambda: reference.scan(sent, case.op)[rank],
             "Exscan": lambda: reference.exscan(sent, case.op, sent[0] if case.in_place else before)[rank],
             "Allgather": lambda: reference.allgather(sent)[rank],

@@ -49,24 +49,38 @@ def dtype_or_skip(name: str) -> np.dtype[Any]:
         pytest.skip("needs ml_dtypes")
 
 
-def reduced(op: str, parts: Sequence[Array]) -> Array:
-    """Return ((part 0 op part 1) op part 2) ..., narrow floats in float32."""
+Groups = Sequence[Sequence[int]]
+
+
+def reduced(op: str, parts: Sequence[Array], groups: Groups | None = None) -> Array:
+    """Return ((part 0 op part 1) op part 2) ..., narrow floats in float32.
+
+    With ``groups`` of indices each group is reduced so, and then their results.
+    """
     dtype = parts[0].dtype
     wide = [part.astype(np.float32) for part in parts] if dtype.name in NARROW else list(parts)
     with np.errstate(all="ignore"):
-        result: Array = wide[0]
-        for part in wide[1:]:
-            if dtype.kind == "c" and op == "prod":
-                # NumPy itself fuses products and sums where the processor can.
-                real = result.real * part.real - result.imag * part.imag
-                imag = result.real * part.imag + result.imag * part.real
-                result = np.empty_like(result)
-                result.real, result.imag = real, imag
-            else:
-                result = _BINARY[op](result, part)
+        if groups is not None:
+            result = _folded(op, [_folded(op, [wide[index] for index in group]) for group in groups])
+        else:
+            result = _folded(op, wide)
         if op == "avg":
             result = np.divide(result, np.asarray(len(parts), result.dtype))
         return result.astype(dtype)
+
+
+def _folded(op: str, parts: Sequence[Array]) -> Array:
+    result = parts[0]
+    for part in parts[1:]:
+        if part.dtype.kind == "c" and op == "prod":
+            # NumPy itself fuses products and sums where the processor can.
+            real = result.real * part.real - result.imag * part.imag
+            imag = result.real * part.imag + result.imag * part.real
+            result = np.empty_like(result)
+            result.real, result.imag = real, imag
+        else:
+            result = _BINARY[op](result, part)
+    return result
 
 
 def samples(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:

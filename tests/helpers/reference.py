@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tests.helpers.reductions import Array, reduced
+from tests.helpers.reductions import Array, Groups, reduced
 
 Arrays = Sequence[Array]
 Received = list[Array | None]
@@ -66,26 +66,26 @@ def alltoallv(sent: Arrays, send: Sequence[Places], receive: Sequence[Places], o
     return [put([of_sender[rank] for of_sender in blocks], receive[rank], old[rank]) for rank in range(len(sent))]
 
 
-def allreduce(sent: Arrays, op: str) -> list[Array]:
+def allreduce(sent: Arrays, op: str, groups: Groups | None = None) -> list[Array]:
     """Every rank has the reduction of what all ranks sent."""
-    return [reduced(op, sent).copy() for _ in sent]
+    return [reduced(op, sent, groups).copy() for _ in sent]
 
 
-def reduce(sent: Arrays, op: str, root: int) -> Received:
+def reduce(sent: Arrays, op: str, root: int, groups: Groups | None = None) -> Received:
     """The root has the reduction of what all ranks sent."""
-    return _at_root(reduced(op, sent).copy(), root, len(sent))
+    return _at_root(reduced(op, sent, groups).copy(), root, len(sent))
 
 
-def reduce_scatter(sent: Arrays, op: str, counts: Sequence[int]) -> list[Array]:
+def reduce_scatter(sent: Arrays, op: str, counts: Sequence[int], groups: Groups | None = None) -> list[Array]:
     """Every rank has its part of the reduction, ``counts[rank]`` elements of it."""
     ends = np.cumsum(counts)
     assert ends[-1] == sent[0].size, f"counts {counts} of {sent[0].size} elements"
-    return [part.copy() for part in np.split(reduced(op, sent), ends[:-1])]
+    return [part.copy() for part in np.split(reduced(op, sent, groups), ends[:-1])]
 
 
-def reduce_scatter_block(sent: Arrays, op: str) -> list[Array]:
+def reduce_scatter_block(sent: Arrays, op: str, groups: Groups | None = None) -> list[Array]:
     """Every rank has its part of the reduction, all parts being equally long."""
-    return split(reduced(op, sent), len(sent))
+    return split(reduced(op, sent, groups), len(sent))
 
 
 def scan(sent: Arrays, op: str) -> list[Array]:
