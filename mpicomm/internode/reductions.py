@@ -149,7 +149,9 @@ def _prefix(b: Buffers, layout: Layout, room: Room, ranks: int) -> Iterator[Step
     slots = Slots.take(room, layout.size, nbytes)
     gathered = replace(b, output=None, blocks=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")
     yield from allgather(gathered, layout, room)
-    if ranks:
+    if ranks == 1:  # a single contribution is the result, also where the operation would change it
+        yield Move(output.pointer, slots[0], nbytes)
+    elif ranks:
         divisor = ranks if b.op == "avg" else 1
         op = "sum" if b.op == "avg" else b.op
         yield Combine(op, b.dtype, slots[0], slots.stride, ranks, send.count, output.pointer, b.dtype, divisor)

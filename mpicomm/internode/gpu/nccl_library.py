@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from mpicomm.errors import BackendUnavailableError
 
 _BYTES = 1  # ncclUint8
+_NO_ERRORS = (0, 7)  # ncclSuccess and ncclInProgress
 
 
 class Communicator(Protocol):
@@ -59,7 +60,8 @@ class _Nccl4py:
 class _Nccl4pyCommunicator:
     def __init__(self, comm: Any, bindings: Any) -> None:
         self._comm = comm
-        self._handle: int = comm.ptr  # `send` of nccl.core takes arrays, and ten times as long
+        # `send` of nccl.core takes arrays, and ten times as long.
+        self._handle: Any = bindings.Comm(comm.ptr)
         self._bindings = bindings
 
     def exchange(
@@ -74,8 +76,7 @@ class _Nccl4pyCommunicator:
         bindings.group_end()
 
     def problem(self) -> str:
-        state = self._comm.get_async_error()
-        return "" if state.name in ("Success", "InProgress") else f"{state.name}: {self._comm.get_last_error()}"
+        return "" if int(self._comm.get_async_error()) in _NO_ERRORS else str(self._comm.get_last_error())
 
     def abort(self) -> None:
         self._comm.abort()
