@@ -29,6 +29,7 @@ DTYPES = (
 _OF_MEASUREMENTS = (
     "iters",
     "warmup_iters",
+    "datatype",
     "op",
     "check",
     "cudagraph",
@@ -86,7 +87,8 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_model_arguments(result: argparse.ArgumentParser) -> None:
     model = result.add_argument_group(
-        "model", "Predict times over several nodes; needs no GPU, no mpirun, and takes -b, -e, -f, -d, --json, --plot."
+        "model",
+        "Predict times of float32 over several nodes, without GPU and mpirun; -b, -e, -f, --json, --plot as above.",
     )
     model.add_argument("--model", type=_nodes, metavar="NODES", help="numbers of nodes, as in 2,4,8")
     model.add_argument(
