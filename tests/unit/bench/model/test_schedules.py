@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 
@@ -142,9 +143,12 @@ def test_tree_of_nccl() -> None:
     assert tree_us(flat_system(2), "allgather", 6 * MIB) is None
 
 
-def test_nccl_is_no_faster_than_in_one_group() -> None:
-    slow = Group(4, {"allreduce": timed(lambda size: 2.0)}, {"allreduce": timed(lambda size: 8 + size / 1e3)})
-    system = System(slow, 2, NETWORK)
-    for predictor in (ring_us, tree_us):
-        found = predictor(system, "allreduce", 64 * MIB)
-        assert found is not None and found >= 8 + 64 * MIB / 1e3
+@pytest.mark.parametrize(
+    ("predictor", "collective"), [(ring_us, "allreduce"), (ring_us, "bcast"), (tree_us, "allreduce")]
+)
+def test_nccl_is_no_faster_than_in_one_group(
+    predictor: Callable[[System, str, float], float | None], collective: str
+) -> None:
+    slow = Group(4, {collective: timed(lambda size: 2.0)}, {collective: timed(lambda size: 8 + size / 1e3)})
+    found = predictor(System(slow, 2, NETWORK), collective, 64 * MIB)
+    assert found is not None and found >= 8 + 64 * MIB / 1e3
