@@ -12,6 +12,7 @@ from mpicomm.bench.contenders import ORDINARY, OWN, Contenders
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Gpu, Host, Machine
 from mpicomm.bench.measure import Effort, Measuring, Outcome
+from mpicomm.bench.model.command import main as run_model
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.results import Results, Row
 from mpicomm.bench.table import Table
@@ -23,6 +24,10 @@ from mpicomm.sizes import format_size
 def main() -> int:
     """Run the command line on this rank. Collective."""
     options = command_line.parse_args(options_module.parser())
+    if options.model is not None:
+        options_module.require_model(options)
+        return run_model(options)
+    options_module.forbid_model_arguments(options)
     comm = command_line.open_communicator(options.device, options.handle)
     dtype = options_module.dtype_and_op(options)
     options_module.require_possible(options, comm)

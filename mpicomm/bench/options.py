@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from mpi4py import MPI
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import known_peers
 from mpicomm.bench.content import OPS
+from mpicomm.bench.model.network import Network
 from mpicomm.bench.operations import ALIASES, BARRIER, OPERATIONS
 from mpicomm.bench.peers import PEERS
 from mpicomm.cli import options as command_line
@@ -22,6 +25,21 @@ from mpicomm.mpi.types import covered_dtype
 DTYPES = (
     *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)),
     *("float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"),
+)
+_OF_MEASUREMENTS = (
+    "iters",
+    "warmup_iters",
+    "datatype",
+    "op",
+    "check",
+    "cudagraph",
+    "eager",
+    "algorithm",
+    "buffers",
+    "compare",
+    "beside",
+    "device",
+    "handle",
 )
 _NCCL_TESTS_NAMES = {
     "half": "float16",
@@ -63,7 +81,32 @@ def parser() -> argparse.ArgumentParser:
         "--plot", type=_plot_file, metavar="FILE", help="draw time and bus bandwidth by size: FILE.png or FILE.svg"
     )
     command_line.add_communicator_arguments(result)
+    _add_model_arguments(result)
     return result
+
+
+def _add_model_arguments(result: argparse.ArgumentParser) -> None:
+    model = result.add_argument_group(
+        "model",
+        "Predict times of float32 over several nodes, without GPU and mpirun; -b, -e, -f, --json, --plot as above.",
+    )
+    model.add_argument("--model", type=_nodes, metavar="NODES", help="numbers of nodes, as in 2,4,8")
+    model.add_argument(
+        "--network",
+        type=_network,
+        metavar="GBPS,US",
+        help="of each rank's card: 10^9 bytes a second in each direction, and the latency of a message, as in 50,5",
+    )
+    model.add_argument(
+        "--from", dest="sources", nargs="+", type=Path, metavar="FILE", help="--json results of the bench on one node"
+    )
+    model.add_argument(
+        "--against",
+        type=Path,
+        metavar="FILE",
+        help="measured runs, to state the error of the model: a JSON list of "
+        '{"nodes": 2, "nbytes": 1024, "time_us": 40.5}',
+    )
 
 
 def dtype_and_op(options: argparse.Namespace) -> np.dtype[Any]:
@@ -89,6 +132,29 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
     if options.beside and comm.device == "cpu":
         raise InvalidUsageError("--beside is for GPUs: on the host no product runs beside a call: leave it out")
+    _require_matplotlib(options)
+
+
+def require_model(options: argparse.Namespace) -> None:
+    """Raise `InvalidUsageError`, on all ranks, for options that --model lacks, or that mean nothing with it."""
+    for option, value in (("--network", options.network), ("--from", options.sources)):
+        if value is None:
+            raise InvalidUsageError(f"--model needs {option}: python -m mpicomm.bench --help explains it")
+    defaults = parser()
+    for name in _OF_MEASUREMENTS:
+        if getattr(options, name) != defaults.get_default(name):
+            raise InvalidUsageError(f"--{name} is not for --model, which measures nothing: leave it out")
+    _require_matplotlib(options)
+
+
+def forbid_model_arguments(options: argparse.Namespace) -> None:
+    """Raise `InvalidUsageError`, on all ranks, for options that mean nothing without --model."""
+    for option, value in (("--network", options.network), ("--from", options.sources), ("--against", options.against)):
+        if value is not None:
+            raise InvalidUsageError(f"{option} is for --model NODES: add that, or leave {option} out")
+
+
+def _require_matplotlib(options: argparse.Namespace) -> None:
     plots = importlib.util.find_spec("matplotlib") is not None
     if options.plot and not MPI.COMM_WORLD.bcast(plots):  # rank 0 draws
         raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")
@@ -113,6 +179,23 @@ def _peers(text: str) -> list[str]:
         return known_peers(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _nodes(text: str) -> list[int]:
+    try:
+        return [command_line.count_from(1)(part) for part in text.split(",")]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r}: use whole numbers of nodes from 1 up, as in 2,4,8") from None
+
+
+def _network(text: str) -> Network:
+    try:
+        gb_s, latency_us = (float(part) for part in text.split(","))
+    except ValueError:
+        gb_s = latency_us = math.nan
+    if not (0 < gb_s < math.inf and 0 < latency_us < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r}: use GBPS,US, two numbers above 0, as in 50,5")
+    return Network(gb_s, latency_us)
 
 
 def _plot_file(text: str) -> Any:

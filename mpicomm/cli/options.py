@@ -149,6 +149,11 @@ def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:
     """
     if options.maxbytes is None:
         options.maxbytes = max(options.minbytes, 64 << 20 if comm.device == "cpu" else 1 << 30)
+    return required_sizes(options)
+
+
+def required_sizes(options: argparse.Namespace) -> list[int]:
+    """Return the sizes from -b to -e. Raises `InvalidUsageError` if there is none."""
     found = sizes(options.minbytes, options.maxbytes, options.stepfactor)
     if not found:
         raise InvalidUsageError(

@@ -20,7 +20,7 @@ from headline import headline
 FOLDER = Path(__file__).resolve().parent
 BEGIN = "<!-- headline table: begin -->"
 END = "<!-- headline table: end -->"
-GROUPS = ("Mapped memory", "Messages", "Calls", "Ways compared", "Reliability")
+GROUPS = ("Mapped memory", "Messages", "Calls", "Ways compared", "Reliability", "Predicted")
 HEAD = """\
 # Measured
 
@@ -31,7 +31,7 @@ nccl-tests counts them. The number in brackets is the peer's time divided by mpi
 it is above 1. Bold type marks a peer that is faster by more than 3 %, because two runs on one machine differ by up to
 3 %. "NCCL symm." is NCCL with symmetric windows. "torch" is the fastest way of PyTorch's symmetric memory. Columns "in
 place" are calls whose result replaces their input. Symmetric arrays are parts of a `SymmetricArray`, which all ranks
-have mapped; ordinary arrays are each rank's alone.
+have mapped; ordinary arrays are each rank's alone. Tables under [Predicted](#predicted) are computed, not measured.
 """
 
 
