@@ -16,7 +16,8 @@ from result_file import Table, add_tables
 from mpicomm.bench.model.group import Group, read_group
 from mpicomm.bench.model.nccl import ring_us, tree_us
 from mpicomm.bench.model.network import Network
-from mpicomm.bench.model.schedules import PIECE_NBYTES, System, predict
+from mpicomm.bench.model.schedules import System, predict
+from mpicomm.internode.schedules import PIECE_NBYTES
 
 FOLDER = Path(__file__).resolve().parent / "results"
 NAME = "predicted-8-h200.json"

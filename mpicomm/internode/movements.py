@@ -151,19 +151,36 @@ def bcast_in_one_step(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
 
 
 def bcast_in_two_steps(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """The root scatters shards in its clique; each rail brings its shard to all cliques, which gather the shards."""
+    """The root scatters shards in its clique, one for each rail; the rails bring them to all cliques, which gather.
+
+    Each rail cuts its shard into a part for each other clique, and these exchange their parts. So every network card
+    carries its shard about once, however many cliques there are.
+    """
     assert b.output is not None
-    itemsize, index = b.dtype.itemsize, layout.index
+    itemsize, index, number = b.dtype.itemsize, layout.index, layout.number
     shards = rail_shards(b.output, layout, b.dtype)
     home = layout.clique_of(b.root)
-    rail = [layout.cliques[clique][index] for clique in layout.others] if index < layout.rails else []
-    shard = shards[index]
-    if layout.number == home:
+    away = [clique for clique in range(len(layout.cliques)) if clique != home]
+    on_rail = index < layout.rails
+    parts = dict(zip(away, split(shards[index], len(away), itemsize), strict=True)) if on_rail else {}
+    rail = {clique: layout.cliques[clique][index] for clique in parts}
+
+    def parcel(to_or_from: int, clique: int) -> Parcel:
+        """Return the parcel with the part of a clique."""
+        return Parcel(to_or_from, parts[clique].pointer, parts[clique].count * itemsize)
+
+    if number == home:
         given = shards if b.rank == b.root else None
         root = layout.index_of(b.root)
-        yield Local(SCATTERV, in_clique(layout, b.dtype, root=root, send_blocks=given, output=shard))
-        yield Wire(sends=tuple(Parcel(rank, shard.pointer, shard.count * itemsize) for rank in rail))
+        yield Local(SCATTERV, in_clique(layout, b.dtype, root=root, send_blocks=given, output=shards[index]))
+        yield Wire(sends=tuple(parcel(rank, clique) for clique, rank in rail.items()))
+        yield Wire()
     else:
-        source = layout.cliques[home][index] if rail else b.root
-        yield Wire(receives=(Parcel(source, shard.pointer, shard.count * itemsize),))
-    yield allgather_in_clique(layout, b.dtype, shard, shards)
+        source = layout.cliques[home][index] if on_rail else b.root
+        yield Wire(receives=(parcel(source, number),) if on_rail else ())
+        others = {clique: rank for clique, rank in rail.items() if clique != number}
+        yield Wire(
+            tuple(parcel(rank, number) for rank in others.values()),
+            tuple(parcel(rank, clique) for clique, rank in others.items()),
+        )
+    yield allgather_in_clique(layout, b.dtype, shards[index], shards)

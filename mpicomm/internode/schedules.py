@@ -19,7 +19,7 @@ Schedule = Callable[[Buffers, Layout, Room], Iterator[Step]]
 ONE_STEP_NBYTES = 64 << 10
 """The most bytes that a rank sends in a call of one network step. A step costs some tens of microseconds, in which a
 network card moves about as many bytes."""
-PIECE_NBYTES = 8 << 20
+PIECE_NBYTES = 16 << 20
 """The bytes of each rank in one piece of a long call. The network carries one while the clique works on the next."""
 
 _IN_ONE_STEP: dict[Operation, Schedule] = {

@@ -12,27 +12,27 @@ from mpi4py import MPI
 import mpicomm
 from tests.helpers.communicators import communicator
 
-PLACEMENTS: dict[str, Callable[[int], int]] = {
-    "in order": lambda rank: rank // 2,
-    "in turns": lambda rank: rank % 2,
-    "uneven": lambda rank: min(rank, 1),
-    "one each": lambda rank: rank,
+PLACEMENTS: dict[str, Callable[[int, int], int]] = {
+    "in order": lambda rank, size: 2 * rank // size,
+    "in turns": lambda rank, size: rank % 2,
+    "uneven": lambda rank, size: min(rank, 1),
+    "one each": lambda rank, size: rank,
 }
-"""The host of each rank."""
+"""The host of a rank, by its number and the number of ranks."""
 
 
 def groups_of(placement: str, size: int) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each host, in the order of their first ranks."""
     hosts: dict[int, list[int]] = {}
     for rank in range(size):
-        hosts.setdefault(PLACEMENTS[placement](rank), []).append(rank)
+        hosts.setdefault(PLACEMENTS[placement](rank, size), []).append(rank)
     return tuple(map(tuple, hosts.values()))
 
 
 @contextlib.contextmanager
 def on_hosts(placement: str, device: str, *, timeout_s: float = 20.0) -> Iterator[mpicomm.Communicator]:
     """Give a Communicator of all ranks on these hosts. Collective."""
-    host = PLACEMENTS[placement](MPI.COMM_WORLD.rank)
+    host = PLACEMENTS[placement](MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size)
     # NCCL takes ranks that share a GPU if they claim to be on different hosts. It reads the variable once.
     os.environ.setdefault("NCCL_HOSTID", f"rank{MPI.COMM_WORLD.rank}")
     with mock.patch.dict(os.environ, MPICOMM_HOSTID=f"host{host}"):

@@ -15,9 +15,7 @@ from dataclasses import dataclass
 from mpicomm.bench.model.group import Group
 from mpicomm.bench.model.network import Network
 from mpicomm.errors import InvalidUsageError
-
-PIECE_NBYTES = 8 << 20
-"""Longer calls are cut into pieces of this size. The network carries a piece while the group works on another."""
+from mpicomm.internode.schedules import PIECE_NBYTES
 
 
 @dataclass(frozen=True)
@@ -89,8 +87,13 @@ def bcast_one_step(s: System, n: float) -> Cost:
 
 
 def bcast_two_steps(s: System, n: float) -> Cost:
-    """The root scatters shards, n / L, in its group; each rank sends its shard along its rail; the groups gather."""
-    return Cost(s.group.us("scatter", n) + s.group.us("allgather", n), s.step_us(n / s.ranks))
+    """The root scatters shards, n / L, in its group; a card sends a part of its shard to each other group; they gather.
+
+    The other groups exchange their parts along the rails: a second network step, if there are two or more.
+    """
+    part = n / s.ranks / (s.groups - 1)
+    exchanged_us = s.network.step_us(s.groups - 2, part) if s.groups > 2 else 0.0
+    return Cost(s.group.us("scatter", n) + s.group.us("allgather", n), s.step_us(part) + exchanged_us)
 
 
 def reduce(s: System, n: float) -> Cost:

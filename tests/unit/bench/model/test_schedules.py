@@ -11,8 +11,9 @@ import pytest
 from mpicomm.bench.model.group import Group, Times
 from mpicomm.bench.model.nccl import ring_us, tree_us
 from mpicomm.bench.model.network import Network
-from mpicomm.bench.model.schedules import PIECE_NBYTES, SCHEDULES, System, predict
+from mpicomm.bench.model.schedules import SCHEDULES, System, predict
 from mpicomm.errors import InvalidUsageError
+from mpicomm.internode.schedules import PIECE_NBYTES
 from tests.unit.bench.model.systems import NETWORK, SIZES, flat_system, recorded_system, timed
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -56,7 +57,7 @@ def test_times_outside_the_measured_sizes_are_latency_and_bandwidth() -> None:
         ("allgather", 6 * MIB, 3 * 2, 1, 2 * 6 * MIB / 12),
         ("reduce_scatter", 6 * MIB, 3 * 2, 1, 2 * 6 * MIB / 12),
         ("bcast", KIB, 2, 1, 2 * KIB),
-        ("bcast", 6 * MIB, 2 + 2, 1, 2 * 6 * MIB / 4),
+        ("bcast", 6 * MIB, 2 + 2, 2, (1 + 1 / 2) * 6 * MIB / 4),
         ("reduce", 6 * MIB, 2 + 2, 1, 2 * 6 * MIB / 4),
         ("alltoall", 6 * MIB, 2, 1, 8 * 6 * MIB / 12),
         ("gather", 6 * MIB, 2, 1, 8 * 6 * MIB / 12),
