@@ -22,8 +22,8 @@ from pathlib import Path
 from tests.helpers.mpiexec import JOB_LIMIT_S, environment, mpiexec_command, sharing_of_cores
 
 STEP_LIMIT_S = 10.0
-# Over UCX and TCP, MPICH 5.0.2 itself receives nothing from MPI.ANY_SOURCE of another host, and crashes where it sends to
-# a rank that has died.
+# Over UCX and TCP, MPICH 5.0.2 itself waits for ever in receives from MPI.ANY_SOURCE of messages of another host, and
+# crashes where it sends to a rank that has died.
 _VARIABLES = {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 _SWITCH_ADDRESS = "10.0.0.254"
 _NAMESPACES = ("--net", "--uts", "--ipc", "--mount", "--pid")

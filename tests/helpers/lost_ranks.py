@@ -13,15 +13,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from tests.helpers.peer_death import begin
 
-TIMEOUT_S = 0.5
+TIMEOUT_S = 0.3
 PATIENCE_S = 10.0
 CALLS = ("zeros", "Free", "Communicator", "Split")
-"""What mpicomm carries out itself, with a communicator each: a call of it, its end, its beginning, and a child's."""
+"""What mpicomm carries out itself: a call, the end of a communicator, and the set-up of one and of its child."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Call:
     name: str
     error: str
     text: str
-    ranks: tuple[int, ...]
+    ranks: list[int]
     seconds: float
 
 
@@ -67,11 +67,11 @@ def main(results: Path, how: str, victim: int, names: list[str]) -> None:
             try:
                 calls[name]()
             except Exception as error:
-                ranks = error.ranks if isinstance(error, mpicomm.MpicommError) else ()
+                ranks = list(error.ranks) if isinstance(error, mpicomm.MpicommError) else []
                 call = Call(name, type(error).__name__, str(error), ranks, time.monotonic() - start)
             else:
-                call = Call(name, "", "", (), time.monotonic() - start)
-            file.write(json.dumps(asdict(call)) + "\n")
+                call = Call(name, "", "", [], time.monotonic() - start)
+            file.write(json.dumps(astuple(call)) + "\n")
     (results / f"end-{world.rank}").touch()
 
 
