@@ -45,7 +45,7 @@ class Ranks:
         self.placement = placement
         self.comm = communicator(device)
         self.here = placement[self.comm.rank]
-        self.neighbours = [rank for rank, host in enumerate(placement) if host == self.here]
+        self.local = [rank for rank, host in enumerate(placement) if host == self.here]
         """The ranks of this host."""
 
     def pairs(self) -> Iterator[tuple[int, int]]:
@@ -63,7 +63,7 @@ def apart(ranks: Ranks) -> None:
     marks = sorted(path.name for path in mark.parent.glob("rank-*"))
     comm.Barrier()
     mark.unlink()
-    assert marks == [f"rank-{rank}" for rank in ranks.neighbours]
+    assert marks == [f"rank-{rank}" for rank in ranks.local]
     namespaces = [os.readlink(f"/proc/self/ns/{name}") for name in ("net", "uts", "ipc", "mnt", "pid")]
     for rank, others in enumerate(MPI.COMM_WORLD.allgather(namespaces)):
         same = [mine == other for mine, other in zip(namespaces, others, strict=True)]
@@ -92,8 +92,8 @@ def nodes(ranks: Ranks) -> None:
     """The communicator finds the hosts, and the ranks on each."""
     comm = ranks.comm
     assert comm.num_nodes == len(set(ranks.placement))
-    assert comm.local_size == len(ranks.neighbours)
-    assert comm.local_rank == ranks.neighbours.index(comm.rank)
+    assert comm.local_size == len(ranks.local)
+    assert comm.local_rank == ranks.local.index(comm.rank)
     found = comm.describe()
     assert (found.host, found.node) == (f"host{ranks.here}", ranks.here)
     assert [link.path == "other node" for link in found.links] == [host != ranks.here for host in ranks.placement]
@@ -104,16 +104,16 @@ def symmetric(ranks: Ranks) -> None:
     comm = ranks.comm
     require_memory_works(comm)
     with comm.zeros(5) as array:
-        assert node_ranks(array) == ranks.neighbours
-        for peer in set(range(comm.size)) - set(ranks.neighbours):
+        assert node_ranks(array) == ranks.local
+        for peer in set(range(comm.size)) - set(ranks.local):
             try:
                 array.peer(peer)
             except mpicomm.InvalidUsageError as error:
                 assert "is on another node" in str(error)
             else:
                 raise AssertionError(f"rank {peer} of another host can be reached")
-        following = ranks.neighbours[(comm.local_rank + 1) % comm.local_size]
-        previous = ranks.neighbours[comm.local_rank - 1]
+        following = ranks.local[(comm.local_rank + 1) % comm.local_size]
+        previous = ranks.local[comm.local_rank - 1]
         array.peer(following)[...] = comm.rank
         array.signal(following)
         array.wait_signal(previous)
@@ -123,7 +123,7 @@ def symmetric(ranks: Ranks) -> None:
 def children(ranks: Ranks) -> None:
     """Communicators of all ranks, of ranks of several hosts and of one host know where they are, and work."""
     comm, placement = ranks.comm, ranks.placement
-    of_a_host = (ranks.here, ranks.neighbours)
+    of_a_host = (ranks.here, ranks.local)
     first_of_hosts = [placement.index(host) for host in sorted(set(placement))]
     firsts = (0, first_of_hosts) if comm.rank in first_of_hosts else (1, [])
     everyone = list(range(comm.size))
@@ -133,7 +133,7 @@ def children(ranks: Ranks) -> None:
             continue
         with child:
             assert child.num_nodes == len({placement[rank] for rank in members})
-            assert child.local_size == len(set(members) & set(ranks.neighbours))
+            assert child.local_size == len(set(members) & set(ranks.local))
             require_memory_works(child)
             run(child, "run", [Case(name, np.dtype(np.float64), 1025) for name in OF_ONE_TYPE])
     with comm.Dup() as copy:

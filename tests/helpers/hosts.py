@@ -39,7 +39,11 @@ mount -t tmpfs tmpfs /dev/shm
 echo "$1" >/proc/sys/kernel/hostname
 ip link set lo up
 echo "$number"
-exec cat
+"""
+_STAY = "exec cat"
+_TRY_LINKS = """
+ip link add type veth
+ip link add type bridge
 """
 
 # What Hydra takes for ssh: it gets options, a host, and words for a shell there.
@@ -63,16 +67,7 @@ def why_not() -> str:
         return "mpiexec is not Hydra, which comes with MPICH"
     # Containers often forbid a part of this also to root.
     probe = subprocess.run(
-        [
-            "unshare",
-            *_NAMESPACES,
-            "--fork",
-            "sh",
-            "-c",
-            _BOOT + "ip link add type veth\nip link add type bridge",
-            "-",
-            "a",
-        ],
+        _unshare(_BOOT + _TRY_LINKS, "probe"),
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -118,19 +113,12 @@ class Hosts:
             *("-launcher", "ssh", "-launcher-exec", str(self._launcher)),
             *rest,
         ]
+        variables = {**sharing_of_cores(len(placement)), **environment(**{**_VARIABLES, **variables})}
         with output.open("w") as file:
-            return self._stack.enter_context(
-                _ended_at_exit(
-                    subprocess.Popen(
-                        command,
-                        env={**sharing_of_cores(len(placement)), **environment(**_VARIABLES, **variables)},
-                        stdin=subprocess.DEVNULL,
-                        stdout=file,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                    )
-                )
+            job = subprocess.Popen(
+                command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, text=True
             )
+        return self._stack.enter_context(_ended_at_exit(job))
 
     def run(self, placement: Sequence[int], *arguments: str, **variables: str) -> str:
         """Run a job as `start` does and return its output; raises `AssertionError` where it fails."""
@@ -151,10 +139,7 @@ class Hosts:
     def _boot(self, name: str) -> int:
         """Start the first process of a host and return its number."""
         first = subprocess.Popen(
-            ["unshare", *_NAMESPACES, "--fork", "sh", "-c", _BOOT, "-", name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            _unshare(_BOOT + _STAY, name), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         self._stack.enter_context(first)  # closes its standard input, at which it ends, and waits for that
         assert first.stdout is not None
@@ -183,6 +168,11 @@ def _ended_at_exit(job: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]
     finally:
         job.kill()  # its ranks end with their hosts
         job.wait()
+
+
+def _unshare(script: str, name: str) -> list[str]:
+    """Return the command that runs a script as the first process of a host of that name."""
+    return ["unshare", *_NAMESPACES, "--fork", "sh", "-c", script, "-", name]
 
 
 def _output(command: list[str]) -> str:
