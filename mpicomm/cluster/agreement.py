@@ -86,8 +86,11 @@ class Group:
             # `produce` may have waited for a peer that is gone: all waits together keep the deadline. Half of it is
             # left in any case, because other ranks may still be busy, unless an exchange inside this one has found a
             # rank missing.
-            least_s = GRACE_S if isinstance(error, CollectiveTimeoutError) else limit_s / 2
+            late = error.ranks if isinstance(error, CollectiveTimeoutError) else None
+            least_s = limit_s / 2 if late is None else GRACE_S
             limit_s = max(limit_s - (time.monotonic() - start), least_s)
+            if late and self.rank != 0 and self.ranks[0] in late:
+                limit_s = -GRACE_S  # it has had its time, and without it no rank gets an answer
         self.require_whole(step)  # an exchange inside `produce` may have failed in a clean-up, which is silent
         logger.log(TRACE, "exchange %r in ranks %s: %s", step, self.ranks, mine.error or "done here")
         outcomes = self._gather_and_share(mine, limit_s)
@@ -188,7 +191,7 @@ class Group:
             return len(heard) == self.size
 
         # This tells the others, which may have come long before, that this rank is here: their deadlines start again.
-        requests += [self._comm.isend(None, rank, self._tag) for rank in self.ranks[1:]]
+        requests += [self._send(None, rank) for rank in self.ranks[1:]]
         answer: _Answer
         if self._wait(hear, limit_s):
             answer = [heard[rank] for rank in self.ranks]
@@ -196,14 +199,14 @@ class Group:
             missing = [rank for rank in self.ranks if rank not in heard]
             answer = did_not_arrive(mine.step, missing, self.timeout_s, self.testimony())
         # A missing rank gets the answer, too: if it comes late, it raises at once.
-        requests += [self._comm.isend(answer, rank, self._tag) for rank in self.ranks[1:]]
+        requests += [self._send(answer, rank) for rank in self.ranks[1:]]
         return answer
 
     def _ask(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
         """Take another rank's part: send its outcome to the first rank, and return the answer."""
         first = self.ranks[0]
         said: list[Any] = []  # from the first rank: None when it has come, then the answer
-        requests.append(self._comm.isend(mine, first, self._tag))
+        requests.append(self._send(mine, first))
 
         def listen() -> bool:
             if message := self._comm.improbe(first, self._tag):
@@ -215,6 +218,14 @@ class Group:
             answer: _Answer = said[1]
             return answer
         return did_not_arrive(mine.step, [first], self.timeout_s, self.testimony())
+
+    def _send(self, message: object, rank: int) -> MPI.Request:
+        """Send without waiting. A rank that MPI knows to be dead gets nothing, and is missed as any silent rank is."""
+        try:
+            return self._comm.isend(message, rank, self._tag)
+        except MPI.Exception as error:  # MPI says so of ranks of other nodes whose connection is gone
+            logger.info("cannot send to rank %d: %s", rank, error)
+            return MPI.REQUEST_NULL
 
     def _wait(self, ready: Callable[[], bool], limit_s: float) -> bool:
         return wait_until(ready, limit_s) or (self.patience() and wait_until(ready, limit_s))

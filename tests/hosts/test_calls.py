@@ -1,0 +1,48 @@
+"""Everything that a Communicator does on host arrays, over two hosts, for several placements of the ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.across_hosts import CHECKS
+from tests.helpers.hosts import hosts
+
+PLACEMENTS = {"2+2": "0,0,1,1", "2+1": "0,0,1", "round-robin": "0,1,0,1"}
+
+
+@dataclass
+class Outcomes:
+    """What each rank says of each check, and what the job says."""
+
+    ranks: list[dict[str, str]]
+    job: str
+
+
+@pytest.fixture(scope="module", params=PLACEMENTS)
+def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Outcomes]:
+    """Those of one job, which runs all checks."""
+    placement = PLACEMENTS[request.param]
+    results = tmp_path_factory.mktemp("results")
+    with hosts(tmp_path_factory.mktemp("hosts"), 2) as two_hosts:
+        places = [int(host) for host in placement.split(",")]
+        try:
+            job = two_hosts.run(places, "-m", "tests.helpers.across_hosts", str(results), placement)
+        except AssertionError as error:
+            job = str(error)
+    yield Outcomes([_read(results / f"rank-{rank}") for rank in range(len(places))], job)
+
+
+def _read(path: Path) -> dict[str, str]:
+    return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_over_two_hosts(outcomes: Outcomes, check: str) -> None:
+    said = [rank.get(check, "this rank did not come to the end of it") for rank in outcomes.ranks]
+    problems = [f"rank {rank}: {text}" for rank, text in enumerate(said) if text]
+    assert not problems, "\n".join([*problems, outcomes.job])

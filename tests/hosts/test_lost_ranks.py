@@ -1,0 +1,83 @@
+"""A rank of another host dies or stops, or a host loses its network: the other ranks get an error in time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpicomm.waiting import wait_until
+from tests.helpers.hosts import Hosts
+from tests.helpers.lost_ranks import CALLS, TIMEOUT_S, Call
+
+PLACEMENT = (0, 0, 1, 1)
+SLACK_S = 1.0  # by how much a call may exceed its deadline
+START_LIMIT_S = 20.0
+DISTANT = 3  # a rank of the host that the first rank is not on
+
+
+class Job:
+    """Ranks of which some are lost."""
+
+    def __init__(self, hosts: Hosts, directory: Path, how: str, victim: int, *calls: str) -> None:
+        self._results, self._output = directory / "results", directory / "output"
+        self._results.mkdir()
+        arguments = ("-m", "tests.helpers.lost_ranks", str(self._results), how, str(victim), *calls)
+        self._job = hosts.start(PLACEMENT, self._output, *arguments)
+        self._wait_for("ready", range(len(PLACEMENT)), START_LIMIT_S)
+        self._calls = len(calls)
+
+    def outcomes(self, ranks: list[int]) -> dict[int, list[Call]]:
+        """Let the ranks make their calls, and return what became of them."""
+        (self._results / "lost").touch()
+        self._wait_for("end", ranks, self._calls * (TIMEOUT_S + SLACK_S) + START_LIMIT_S)
+        lines = {rank: (self._results / f"rank-{rank}").read_text().splitlines() for rank in ranks}
+        return {rank: [Call(*json.loads(line)) for line in lines[rank]] for rank in ranks}
+
+    def _wait_for(self, what: str, ranks: range | list[int], limit_s: float) -> None:
+        """Wait until each rank has left a file, or the job has ended without."""
+        files = [self._results / f"{what}-{rank}" for rank in ranks]
+        wait_until(lambda: all(file.exists() for file in files) or self._job.poll() is not None, limit_s)
+        missing = [file.name for file in files if not file.exists()]
+        assert not missing, f"there is no {', '.join(missing)}:\n{self._output.read_text()[-5000:]}"
+
+
+def require_in_time(outcomes: dict[int, list[Call]], *lost: int) -> None:
+    """Assert that every call raised in time, and named one of ``lost``, or the first rank, if its answer is missing."""
+    for rank, calls in outcomes.items():
+        for call in calls:
+            assert call.error == "CollectiveTimeoutError", f"rank {rank}: {call}"
+            assert call.seconds < TIMEOUT_S + SLACK_S, f"rank {rank}: {call}"
+            assert set(call.ranks) & {0, *lost}, f"rank {rank}: {call}"
+
+
+def require_lost(job: Job, victim: int) -> None:
+    """Assert that all calls of all others raise in time, and that the first rank, which hears all, knows of whom.
+
+    It may also name the ranks of that host, which wait for the victim among themselves before they answer.
+    """
+    outcomes = job.outcomes([rank for rank in range(len(PLACEMENT)) if rank != victim])
+    require_in_time(outcomes, victim)
+    assert all(victim in call.ranks and PLACEMENT[call.ranks[0]] == 1 for call in outcomes.get(0, []))
+
+
+# Each call has a job of its own, because MPICH aborts a rank whose collective sends to a rank that it knows to be dead.
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("victim", [0, DISTANT])
+def test_a_rank_dies(two_hosts: Hosts, tmp_path: Path, victim: int, call: str) -> None:
+    require_lost(Job(two_hosts, tmp_path, "kill", victim, call), victim)
+
+
+@pytest.mark.parametrize("victim", [0, DISTANT])
+def test_a_rank_stops(two_hosts: Hosts, tmp_path: Path, victim: int) -> None:
+    require_lost(Job(two_hosts, tmp_path, "stop", victim, *CALLS), victim)
+
+
+@pytest.mark.parametrize("name", ["host0", "host1"])
+def test_a_host_loses_its_network(two_hosts: Hosts, tmp_path: Path, name: str) -> None:
+    job = Job(two_hosts, tmp_path, "cut", 0, *CALLS)
+    two_hosts.cut_off(name)
+    outcomes = job.outcomes([0, 1, 2, 3])
+    require_in_time(outcomes, 2, 3)
+    assert all(call.ranks == ([2, 3] if rank < 2 else [0]) for rank in outcomes for call in outcomes[rank])
