@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu"))
     parser.add_argument("--timeout", type=float, default=0.3)
     parser.add_argument("--step", default="", help="the step in which all victims die, as copy_engine")
+    parser.add_argument("--hosts", type=int, default=1, help="the hosts that the ranks claim to be on")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     kills = options.ranks - 1
@@ -36,7 +37,7 @@ def main() -> None:
     slowest, wrong, seed = 0.0, 0, 0
     while sum(ways.values()) < options.trials:
         with tempfile.TemporaryDirectory(prefix="mpicomm-deaths-") as directory:
-            how = (f"--device={options.device}", f"--step={options.step}")
+            how = (f"--device={options.device}", f"--step={options.step}", f"--hosts={options.hosts}")
             left = options.trials - sum(ways.values())
             trials = min(TRIALS_PER_JOB, -(-left // options.at_once))
             count = (options.at_once, options.ranks, max(1, trials - kills), kills)

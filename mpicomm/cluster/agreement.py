@@ -132,10 +132,9 @@ class Group:
 
     def _judge(self, outcomes: list[_Outcome]) -> MpicommError | None:
         """Return the error that all ranks raise: a pure function of the outcomes, and so the same on all ranks."""
-        steps = {outcome.step for outcome in outcomes}
-        if len(steps) > 1:
-            said = "; ".join(f"rank {rank}: {outcome.step}" for rank, outcome in zip(self.ranks, outcomes, strict=True))
-            return PeerError(f"ranks called different things: {said}", ranks=self.ranks)
+        different = self._different(dict(zip(self.ranks, outcomes, strict=True)))
+        if different:
+            return PeerError(different, ranks=self.ranks)
         failed = {
             rank: outcome.error for rank, outcome in zip(self.ranks, outcomes, strict=True) if outcome.error is not None
         }
@@ -148,6 +147,13 @@ class Group:
         # At fault are the ranks that an error names, such as the late one of a timeout, else the ranks that raised.
         at_fault = sorted({culprit for rank, error in failed.items() for culprit in error.ranks or (rank,)})
         return type(next(iter(failed.values())))(f"{outcomes[0].step} failed on {text}", ranks=at_fault)
+
+    def _different(self, outcomes: dict[int, _Outcome]) -> str:
+        """Return the steps of ranks in words, "" where all are in the same step."""
+        if len({outcome.step for outcome in outcomes.values()}) == 1:
+            return ""
+        said = "; ".join(f"rank {rank}: {outcomes[rank].step}" for rank in sorted(outcomes))
+        return f"ranks called different things: {said}"
 
     def _gather_and_share(self, mine: _Outcome, limit_s: float) -> list[_Outcome]:
         """All-gather over a star: the first rank hears all ranks, so it can name a missing rank, and answers all.
@@ -197,7 +203,9 @@ class Group:
             answer = [heard[rank] for rank in self.ranks]
         else:
             missing = [rank for rank in self.ranks if rank not in heard]
-            answer = did_not_arrive(mine.step, missing, self.timeout_s, self.testimony())
+            late = did_not_arrive(mine.step, missing, self.timeout_s, self.testimony())
+            different = self._different(heard)
+            answer = CollectiveTimeoutError(f"{late}; {different}", ranks=late.ranks) if different else late
         # A missing rank gets the answer, too: if it comes late, it raises at once.
         requests += [self._send(answer, rank) for rank in self.ranks[1:]]
         return answer

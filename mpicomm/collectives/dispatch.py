@@ -29,6 +29,7 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.internode.host import HostCliques
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.mpi_transfers import Transfers
+from mpicomm.internode.wire_waits import WireWaits
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
@@ -374,9 +375,17 @@ class Collectives:
             session = self._session.set_up(operation)
             layout = Layout(session.placement.nodes, self._rank)
             # On all nodes together: where one fails, the others would wait for its messages.
-            session.group.agree(f"{operation}: set-up", lambda: self._on_host(operation))
-            transfers = Transfers(session.private, session.placement.here.timeout_s)
-            self._host_cliques = HostCliques(layout, self._on_host(operation), transfers)
+            made: list[WireWaits] = []
+
+            def make() -> None:
+                self._on_host(operation)
+                made.append(session.keep(WireWaits(session.node)))
+
+            session.group.agree(f"{operation}: set-up", make)
+            engine = self._on_host(operation)
+            engine.awaited_beyond = made[0].awaited
+            transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, made[0])
+            self._host_cliques = HostCliques(layout, engine, transfers)
         return self._host_cliques
 
     def _on_gpu(self, operation: str) -> PlanCache:
@@ -405,14 +414,18 @@ class Collectives:
         from mpicomm.internode.gpu.choose_carrier import choose_carrier
         from mpicomm.internode.gpu.engine import CliquesEngine
 
-        made: list[DeviceEngine] = []
+        made: list[tuple[DeviceEngine, WireWaits]] = []
         # On all cliques together: where one fails, the others would wait for its parcels.
-        session.group.agree("collectives: set-up", lambda: made.append(make()))
+        session.group.agree(
+            "collectives: set-up", lambda: made.append((make(), session.keep(WireWaits(session.clique))))
+        )
+        engine, waits = made[0]
+        transfers = Transfers(session.private, session.placement.here.timeout_s, self._layout.contacts, waits)
         backend = session.gpu("collectives")
         uuids = tuple(place.device_uuid for place in session.placement.places)
-        choice = choose_carrier(session.group, session.private, backend, uuids, made[0].give_up)
+        choice = choose_carrier(session.group, transfers, backend, uuids, engine.give_up)
         self.internode = InternodeEngine(choice.carrier.name, choice.rejected)
-        return session.keep(CliquesEngine(self._layout, made[0], backend, choice.carrier))
+        return session.keep(CliquesEngine(self._layout, engine, backend, choice.carrier))
 
     def _shared_board(self, session: Session, group: Group) -> Board:
         if group not in self._boards:

@@ -7,6 +7,7 @@ from typing import Literal, Protocol
 
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.internode.steps import Wire
 
 Name = Literal["nccl", "mpi", "staged"]
@@ -25,6 +26,9 @@ class Carrier(Protocol):
         All ranks start equally many wires in the same order; one of them may be without parcels. The function raises
         `CollectiveTimeoutError` or `PeerError` as `Transfers.begin` says, or does not block.
         """
+
+    def tell(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """Tell ranks of other cliques why this rank has given a call up; local. See `Transfers.tell`."""
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return the memory of this rank; local."""

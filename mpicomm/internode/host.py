@@ -54,13 +54,18 @@ class HostCliques:
                 yield list(schedule(piece, self._layout, Room(self._memory(number % DEPTH, needed.nbytes))))
 
         signature = call.signature
-        tag = self._transfers.tag_of(signature)
+        comm = self._transfers.comm
 
         def start(wire: Wire) -> Callable[[], None]:
-            transfer = Direct(self._transfers.comm, wire.without_empty(), tag)
-            return self._transfers.begin(transfer, signature)
+            return self._transfers.begin(lambda tag: Direct(comm, wire.without_empty(), tag), signature)
 
-        self._engine.call(lambda: carry_out(planned(), self._work, start), signature)
+        try:
+            self._engine.call(lambda: carry_out(planned(), self._work, start), signature)
+        except BaseException:
+            broken = self._engine.broken  # not after errors of the arguments
+            if broken is not None:
+                self._transfers.tell(broken)
+            raise
 
     def _memory(self, part: int, nbytes: int) -> int:
         if self._scratch[part].nbytes < nbytes:

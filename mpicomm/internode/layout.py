@@ -56,6 +56,12 @@ class Layout:
         ranks = self.cliques[clique]
         return ranks[self.index_of(rank) % len(ranks)]
 
+    @cached_property
+    def contacts(self) -> tuple[int, ...]:
+        """The ranks of other cliques with which this rank exchanges data in most schedules."""
+        partners = {self.partner(self.rank, clique) for clique in self.others}
+        return tuple(sorted(partners.union(*(self.served(clique) for clique in self.others))))
+
     def served(self, clique: int) -> list[int]:
         """Return the ranks of a clique that have this rank for their partner."""
         return [rank for rank in self.cliques[clique] if self.partner(rank, self.number) == self.rank]

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import abandoned
+from mpicomm.cluster.agreement import GRACE_S, abandoned
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
 from mpicomm.internode.steps import Parcel, Wire
+from mpicomm.internode.wire_waits import WireWaits
 from mpicomm.waiting import wait_until
 
 # The groups of the communicator have the tags before these.
+_WAIT_TAG = 13
+_ERROR_TAG = 14
 _TEXT_TAG = 15
 _FIRST_TAG = 16
 _LAST_TAG = 32767  # MPI promises tags up to this number
-_ANSWER_S = 1.0
+_ANSWER_S = 0.2
 
 
 class Transfer(Protocol):
@@ -44,9 +48,11 @@ class Transfers:
     one tag, so they must be sent and received in the same order.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout_s: float) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout_s: float, contacts: Sequence[int], waits: WireWaits) -> None:
         self.comm = comm
         self._timeout_s = timeout_s
+        self._contacts = contacts
+        self._waits = waits
         self._open: list[Transfer] = []
         self.meanwhile: Callable[[], object] = _nothing
         """Called now and then during a wait. An exception of it ends the wait."""
@@ -56,67 +62,117 @@ class Transfers:
         """Return the tag of a call's messages."""
         return _FIRST_TAG + call.hash32 % (_LAST_TAG + 1 - _FIRST_TAG)
 
-    def begin(self, transfer: Transfer, call: Signature) -> Callable[[], None]:
-        """Let a transfer advance; return the function that waits until it is over.
+    def begin(self, make: Callable[[int], Transfer], call: Signature) -> Callable[[], None]:
+        """Make a transfer, whose messages have the tag that is passed; return the function that waits for its end.
 
         That function raises `CollectiveTimeoutError` where a rank does not come within the deadline, and `PeerError`
-        where a rank makes another call, or sends another length.
+        where a rank makes another call, or sends another length. Where a rank that this one waits for has given the
+        call up, it raises the error of that rank: see `tell`.
         """
+        try:
+            transfer = make(self.tag_of(call))
+        except MPI.Exception as error:
+            raise self._given_up(_refused(call, error)) from None
         self._open.append(transfer)
         self._advance(call)
         return lambda: self._finish(transfer, call)
+
+    def tell(self, error: MpicommError) -> None:
+        """Tell the ranks of other cliques that may wait for this one why it has given a call up. Local.
+
+        This rank may have waited for a rank of its clique: so they learn which one.
+        """
+        self._say(type(error)(str(error), ranks=error.ranks), _ERROR_TAG)
+
+    def _say(self, said: Any, tag: int) -> None:
+        for rank in self._contacts:
+            with contextlib.suppress(MPI.Exception):  # MPI knows that it is gone
+                abandoned.append(self.comm.isend(said, rank, tag))
+
+    def _told(self, ranks: Iterable[int]) -> MpicommError | None:
+        """Return the error that one of these ranks has told, if one has. Local."""
+        for rank in ranks:
+            if self.comm.Iprobe(rank, _ERROR_TAG):
+                said: MpicommError = self.comm.recv(None, rank, _ERROR_TAG)
+                return said
+        return None
 
     def _advance(self, call: Signature) -> None:
         for transfer in list(self._open):
             try:
                 over = transfer.advance()
-            except MPI.Exception as error:
+            except LengthError as error:
+                here = self.comm.rank
                 raise self._given_up(
                     PeerError(
-                        f"{call}: a rank of {_names(transfer.receiving())} sends another length than rank "
-                        f"{self.comm.rank} expects ({error}): pass counts that agree",
-                        ranks=sorted(transfer.receiving()),
+                        f"{call}: {error} where rank {here} expects another: pass counts that agree", ranks=[here]
                     )
                 ) from None
+            except MPI.Exception as error:
+                raise self._given_up(_refused(call, error)) from None
             if over:
                 self._open.remove(transfer)
 
     def _finish(self, transfer: Transfer, call: Signature) -> None:
-        other: list[int] = []
-
         def ready() -> bool:
             self._advance(call)
             return transfer not in self._open
 
         def look_around() -> None:
             self.meanwhile()
-            other.extend(rank for rank in sorted(transfer.receiving()) if self._is_elsewhere(rank, call))
-            if other:
-                raise self._given_up(self._different(call, other))
+            self._waits.waits_for(min(transfer.receiving() or transfer.sending(), default=-1))
+            told = self._told(transfer.receiving() | transfer.sending())
+            if told is not None:
+                raise self._given_up(told)
+            for rank in sorted(transfer.receiving()):
+                tag = self._tag_from(rank)
+                if tag is None or tag in (self.tag_of(call), _WAIT_TAG, _ERROR_TAG):
+                    continue
+                # That rank may have made the next call already, and its message of this call may just be arriving.
+                if not wait_until(lambda rank=rank: ready() or rank not in transfer.receiving(), _ANSWER_S):  # type: ignore[misc]
+                    raise self._given_up(self._different(call, rank, tag))
 
-        if not wait_until(ready, self._timeout_s, look_around):
-            missing = sorted(transfer.receiving() or transfer.sending())
-            raise self._given_up(
-                CollectiveTimeoutError(
-                    f"{call}: {_names(missing)} did not arrive within {self._timeout_s:g} s; the communicator is "
-                    "unusable from here on",
-                    ranks=missing,
-                )
+        try:
+            if wait_until(ready, self._timeout_s, look_around):
+                return
+            # The ranks that this one waits for may themselves wait, and say so at about this time.
+            self._say(sorted(transfer.receiving() or transfer.sending()), _WAIT_TAG)
+            if wait_until(ready, GRACE_S, look_around):
+                return
+        finally:
+            self._waits.waits_no_more()
+        missing = self._missing(transfer.receiving() or transfer.sending())
+        raise self._given_up(
+            CollectiveTimeoutError(
+                f"{call}: {_names(missing)} did not arrive within {self._timeout_s:g} s; the communicator is unusable "
+                "from here on",
+                ranks=missing,
             )
+        )
 
-    def _is_elsewhere(self, rank: int, call: Signature) -> bool:
-        """Return whether a rank has sent a message of another call before its message of this one."""
-        status = MPI.Status()
-        return self.comm.Iprobe(rank, MPI.ANY_TAG, status) and status.tag != self.tag_of(call)
-
-    def _different(self, call: Signature, ranks: Sequence[int]) -> PeerError:
-        """Tell ranks in other calls the call of this rank, and return the error with the calls that they tell."""
-        abandoned.extend(self.comm.isend(str(call), rank, _TEXT_TAG) for rank in ranks)
-        calls = [f"rank {self.comm.rank}: {call}"]
+    def _missing(self, ranks: Iterable[int]) -> list[int]:
+        """Return the ranks that are missing: in place of a rank that says that it waits, those for which it waits."""
+        missing: set[int] = set()
         for rank in ranks:
-            told = wait_until(lambda rank=rank: self.comm.Iprobe(rank, _TEXT_TAG), _ANSWER_S)  # type: ignore[misc]
-            calls.append(f"rank {rank}: {self.comm.recv(None, rank, _TEXT_TAG) if told else 'another call'}")
-        return PeerError(f"ranks called different things: {'; '.join(calls)}", ranks=ranks)
+            said = self.comm.recv(None, rank, _WAIT_TAG) if self.comm.Iprobe(rank, _WAIT_TAG) else [rank]
+            missing.update(said)
+        return sorted(missing - {self.comm.rank} or set(ranks))
+
+    def _tag_from(self, rank: int) -> int | None:
+        """Return the tag of the first message of a rank that no receive has taken, None if there is none. Local."""
+        status = MPI.Status()
+        return status.tag if self.comm.Iprobe(rank, MPI.ANY_TAG, status) else None
+
+    def _different(self, call: Signature, rank: int, tag: int) -> PeerError:
+        """Return the error for a rank in another call, which has sent a message with ``tag``, and tell it this call."""
+        theirs = "a set-up, or Free"
+        if tag >= _TEXT_TAG:
+            theirs = "another call"
+            abandoned.append(self.comm.isend(str(call), rank, _TEXT_TAG))
+            if wait_until(lambda: self.comm.Iprobe(rank, _TEXT_TAG), _ANSWER_S):
+                theirs = self.comm.recv(None, rank, _TEXT_TAG)
+        own = f"rank {self.comm.rank}: {call}"
+        return PeerError(f"ranks called different things: {own}; rank {rank}: {theirs}", ranks=[rank])
 
     def _given_up(self, error: MpicommError) -> MpicommError:
         self._give_up()
@@ -145,7 +201,9 @@ class Direct:
 
     def advance(self) -> bool:
         """Let MPI advance; see `Transfer`."""
-        self._receives = [message for message in self._receives if not arrived(message.request, message.nbytes)]
+        self._receives = [
+            message for message in self._receives if not arrived(message.request, message.rank, message.nbytes)
+        ]
         self._sends = [message for message in self._sends if not message.request.Test()]
         return not self._receives and not self._sends
 
@@ -170,14 +228,28 @@ def memory_of(parcel: Parcel) -> Any:
     return [MPI.memory.fromaddress(parcel.pointer, parcel.nbytes), MPI.BYTE]
 
 
-def arrived(request: MPI.Request, nbytes: int) -> bool:
-    """Return whether a message has arrived; raises `MPI.Exception` where it has another length than ``nbytes``."""
+class LengthError(Exception):
+    """A message has another length than its receive."""
+
+
+def arrived(request: MPI.Request, rank: int, nbytes: int) -> bool:
+    """Return whether a message of a rank has arrived; raises `LengthError` where it has not ``nbytes``."""
     status = MPI.Status()
-    if not request.Test(status):
-        return False
+    try:
+        if not request.Test(status):
+            return False
+    except MPI.Exception as error:
+        if error.Get_error_class() == MPI.ERR_TRUNCATE:
+            raise LengthError(f"rank {rank} sends more than {nbytes} bytes") from None
+        raise
     if status.Get_count(MPI.BYTE) != nbytes:
-        raise MPI.Exception(MPI.ERR_TRUNCATE)
+        raise LengthError(f"rank {rank} sends {status.Get_count(MPI.BYTE)} bytes instead of {nbytes}")
     return True
+
+
+def _refused(call: Signature, error: MPI.Exception) -> PeerError:
+    """Return the error for a message that MPI refuses, as it does where it knows that a rank is gone."""
+    return PeerError(f"{call}: MPI reports that a rank is gone, or that its network is: {error}")
 
 
 def _names(ranks: Sequence[int] | set[int]) -> str:

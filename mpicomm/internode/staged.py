@@ -15,6 +15,7 @@ from mpicomm.cluster.agreement import abandoned
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.internode.carrier import Name
 from mpicomm.internode.mpi_transfers import Direct, Transfers, arrived
 from mpicomm.internode.steps import Parcel, Wire
@@ -44,9 +45,8 @@ class StagedCarrier:
         behind = side.mark(stream)
         side.follow(self._out, behind)
         side.follow(self._into, behind)  # it overwrites memory that earlier work may read
-        tag = self._transfers.tag_of(call)
-        transfer = _Staged(self._transfers.comm, wire, tag, self._backend, self._out, self._into, self._chunks)
-        wait = self._transfers.begin(transfer, call)
+        comm, streams = self._transfers.comm, (self._out, self._into)
+        wait = self._transfers.begin(lambda tag: _Staged(comm, wire, tag, self._backend, *streams, self._chunks), call)
 
         def finish() -> None:
             side.wait(behind)
@@ -55,6 +55,10 @@ class StagedCarrier:
             side.follow(stream, side.mark(self._into))
 
         return finish
+
+    def tell(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """See `Carrier`."""
+        self._transfers.tell(error)
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return nothing: pinned memory belongs to a pool, and goes back to it with each call. Local."""
@@ -131,7 +135,7 @@ class _Staged:
             chunk.request = self._comm.Isend([chunk.host, MPI.BYTE], chunk.rank, chunk.tag)
         for _ in range(len(self._receives)):
             incoming = self._receives.popleft()
-            if arrived(incoming.request, incoming.host.nbytes):
+            if arrived(incoming.request, incoming.rank, incoming.host.nbytes):
                 self._backend.copy(incoming.pointer, incoming.host.ctypes.data, incoming.host.nbytes, self._into)
                 landing.append((side.mark(self._into), incoming.host))
             else:
@@ -174,7 +178,12 @@ class AwareCarrier:
         """See `Carrier`; it blocks until the stream has come here, because MPI knows no streams."""
         self._backend.synchronize(stream)
         self._backend.check()
-        return self._transfers.begin(Direct(self._transfers.comm, wire, self._transfers.tag_of(call)), call)
+        comm = self._transfers.comm
+        return self._transfers.begin(lambda tag: Direct(comm, wire, tag), call)
+
+    def tell(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """See `Carrier`."""
+        self._transfers.tell(error)
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return nothing: MPI keeps no memory of the caller. Local."""

@@ -1,7 +1,7 @@
 """Ranks that die, stop or fail at random lines of mpicomm: which error do the others get, and when?
 
 `mpiexec -n N python -m tests.helpers.peer_death RESULTS [--trials K] [--kills M] [--seed S] [--timeout T] [--device D]
-[--step NAME]`
+[--step NAME] [--hosts N]`
 
 In each trial all ranks take the same steps, from the making of a communicator to its `Free`, but for one, the victim.
 At a line that is drawn among those mpicomm runs in a drawn step, it stops (SIGSTOP) until the others are done, or it
@@ -150,8 +150,12 @@ class Play:
         self._made.check()
 
     def _signals(self) -> None:
+        from tests.helpers.communicators import node_ranks  # not above: it starts MPI, and `begin` has to fork before
+
         comm, array = self._made, self._array
-        following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+        near = node_ranks(array)  # of the host
+        place = near.index(comm.rank)
+        following, previous = near[(place + 1) % len(near)], near[place - 1]
         array.put(array.local, following)
         array.signal(following)
         array.wait_signal(previous)
@@ -314,6 +318,9 @@ class Trials:
         signals = names.index("signals")
         indirect = names.index(outcome.step) <= signals <= names.index(outcome.error_step)
         place = self._alive.index(outcome.victim)
+        if self._options.hosts > 1 and outcome.how in ("raise", "interrupt"):
+            # The victim comes to `Free`, where it misses a rank of its host that still waits for it.
+            indirect = True
         if late and error.ranks and not indirect and place not in error.ranks:
             outcome.wrong.append(f"{error.ranks} are named instead of {place}")
 
@@ -375,9 +382,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--timeout", type=float, default=0.3)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--hosts", type=int, default=1, help="the hosts that the ranks claim to be on")
     parser.add_argument("--step", default="", help="the step of all victims; any, if none is given")
     options = parser.parse_args()
     begin(options.results)
+    if options.hosts > 1:
+        os.environ["MPICOMM_HOSTID"] = f"host{int(os.environ['PMI_RANK']) % options.hosts}"
     try:
         if Trials(options).run():
             (options.results / "done").touch()

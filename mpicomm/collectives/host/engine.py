@@ -70,6 +70,8 @@ class HostEngine:
         self._scratch: npt.NDArray[np.uint8] | None = None
         self._open = True
         self._broken: MpicommError | None = None
+        self.awaited_beyond: Callable[[], list[int]] = list
+        """Returns ranks beyond the node for which ranks of the node wait."""
 
     @property
     def broken(self) -> MpicommError | None:
@@ -250,9 +252,10 @@ class HostEngine:
         if isinstance(reason, LateRank) and not self._board.differ():
             # The rank that this rank waits for may itself wait for a rank that has not come, so the board says which
             # ranks are behind. If none is, all ranks have come, and the awaited rank makes no progress.
-            late = [ranks[index] for index in behind or [reason.index]]
+            beyond = self.awaited_beyond()
+            late = beyond or [ranks[index] for index in behind or [reason.index]]
             names = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
-            did = "did not arrive" if behind else "made no progress"
+            did = "did not arrive" if behind or beyond else "made no progress"
             limit = f"within {self._node.timeout_s:g} s (collective number {self._board.calls} of the communicator)"
             return CollectiveTimeoutError(f"{text}: {names} {did} {limit}", ranks=late)
         if isinstance(reason, DifferentSize):

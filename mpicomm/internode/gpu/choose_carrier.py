@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpi4py import MPI
-
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.cuda_aware import query_cuda_aware
@@ -36,22 +34,22 @@ class Choice:
 
 def choose_carrier(
     group: Group,
-    comm: MPI.Intracomm,
+    transfers: Transfers,
     backend: GpuBackend,
     uuids: tuple[bytes, ...],
     on_failure: Callable[[Failure], None],
 ) -> Choice:
     """Return the best carrier that works on all ranks, or the one that MPICOMM_INTERNODE names. Collective.
 
-    ``uuids`` are the GPUs of all ranks. Raises on all ranks alike: `InvalidUsageError` where MPICOMM_INTERNODE is bad
-    or differs, `BackendUnavailableError` where the engine that it names does not work.
+    ``transfers`` carry messages of MPI, ``uuids`` are the GPUs of all ranks. Raises on all ranks alike:
+    `InvalidUsageError` where MPICOMM_INTERNODE is bad or differs, `BackendUnavailableError` where the engine that it
+    names does not work.
     """
     requests = group.exchange("MPICOMM_INTERNODE", environment.internode)
     if len(set(requests)) > 1:
         said = ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(requests))
         raise InvalidUsageError(f"MPICOMM_INTERNODE differs between ranks: {said}; set the same on all")
     request = requests[0]
-    transfers = Transfers(comm, group.timeout_s)
     rejected: dict[str, str] = {}
     for name in environment.INTERNODE if request == "auto" else [request]:
         try:

@@ -163,6 +163,7 @@ class CliquesEngine:
                 work(plan.after)
         except (CollectiveTimeoutError, PeerError) as error:
             self._engine.give_up(error)
+            self._carrier.tell(error)
             raise
 
     def completion(self) -> Callable[[], bool]:

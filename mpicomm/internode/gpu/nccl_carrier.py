@@ -107,6 +107,9 @@ class NcclCarrier:
             self._watched.append(_Watched(call, ranks, begin, end))
         return lambda: side.follow(stream, end)
 
+    def tell(self, error: CollectiveTimeoutError | PeerError) -> None:
+        """Do nothing: the ranks that wait for this one learn from NCCL, or by their deadline, that it is gone."""
+
     def memory_use(self) -> tuple[MemoryUse, ...]:
         """Return nothing: NCCL does not tell the memory of its buffers. Local."""
         return ()

@@ -1,0 +1,65 @@
+"""WireWaits: which rank of another clique each rank of this clique waits for, in shared host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.devices.host import HostBackend
+from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.sharing.segments import share
+
+_LINE_NBYTES = 64
+_ALIVE_S = 0.05  # in which a rank that waits shows that it is alive
+
+
+class WireWaits:
+    """A line for each rank of a clique: the rank of another clique that it waits for, and a count that goes on.
+
+    A rank whose wait for a rank of its clique is over in vain may have waited for the wrong one: that rank may itself
+    wait for a rank of another clique, which is the missing one. A rank that has stopped in such a wait does not count
+    on, so it is missing itself. Construction is collective over ``clique`` and raises as `share` does.
+    """
+
+    def __init__(self, clique: Group) -> None:
+        backend = HostBackend(clique.timeout_s)
+        self._segments = share(
+            clique, backend, "waits", lambda: backend.allocate("memfd", _LINE_NBYTES), lambda: _LINE_NBYTES
+        )
+        views = [backend.view(self._segments[index], (2,), np.dtype(np.int64)) for index in range(clique.size)]
+        self._lines = [view.data.cast("B").cast("q") for view in views]
+        self._own = clique.rank
+
+    def waits_for(self, rank: int) -> None:
+        """Say that this rank waits for ``rank``, and is alive; local, cheap, to be repeated."""
+        line = self._lines[self._own]
+        line[0] = rank + 1
+        line[1] += 1
+
+    def waits_no_more(self) -> None:
+        """Say that this rank waits for no other clique; local."""
+        if self._lines:
+            self._lines[self._own][0] = 0
+
+    def awaited(self) -> list[int]:
+        """Return the ranks of other cliques that living ranks of this clique wait for; local, takes `_ALIVE_S`."""
+        counts = [line[1] for line in self._lines]
+        time.sleep(_ALIVE_S)
+        found = {line[0] - 1 for line, count in zip(self._lines, counts, strict=True) if line[0] and line[1] != count}
+        return sorted(found)
+
+    def memory_use(self) -> Iterable[MemoryUse]:
+        """Return the memory of this rank's line; local."""
+        return (MemoryUse("call board", host_nbytes=self._segments.own.nbytes),)
+
+    def close_peers(self) -> None:
+        """Unmap the peers' lines; local."""
+        self._lines.clear()
+        self._segments.close_peers()
+
+    def close_own(self) -> None:
+        """Free this rank's line; local, after every peer's `close_peers`."""
+        self._segments.close_own()
