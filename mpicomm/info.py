@@ -98,11 +98,12 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
 
     for title, name, key in (
         ("Better handles that were refused", "handle", "rejected"),
+        ("Better engines between groups of ranks that were refused", "engine", "internode_rejected"),
         ("Environment", "variable", "environment"),
     ):
         rows = group_ranks([info[key] for info in ranks])
         if rows:
-            table = _table(title, "ranks", name, "reason" if key == "rejected" else "value")
+            table = _table(title, "ranks", name, "value" if key == "environment" else "reason")
             for row in rows:
                 table.add_row(*row)
             result.append(table)
@@ -114,6 +115,8 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     mpi = found["cuda_aware_mpi"]
     answer = {True: "yes", False: "no", None: "unknown"}[mpi["aware"]]
     system.add_row("MPI is CUDA-aware", f"{answer} ({mpi['how']})")
+    if ranks[0]["internode"]:
+        system.add_row("engine between groups of ranks", ranks[0]["internode"])
     system.add_row("first collectives", found["first_calls"])
     if found["tuning"]:
         source, *choices = found["tuning"]

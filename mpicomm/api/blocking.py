@@ -56,7 +56,12 @@ class BlockingCollectives(MPI.Intracomm):
     **Order.** A call on host arrays blocks. A call on device arrays is stream-ordered: it returns when it is enqueued
     on ``stream``, by default the current stream of the library that the array comes from. Later work on that stream
     finds the result. The buffers are in use until the stream has come that far. Calls that MPI carries out block, also
-    on device arrays: between several nodes, of types and operations that only MPI has, and with "mpi".
+    on device arrays: of types and operations that only MPI has, and with "mpi".
+
+    **Groups of ranks.** Kernels serve the ranks of a node, up to 8; more ranks are several groups. Between groups of
+    GPUs an engine moves the data, which ``python -m mpicomm.info`` shows and MPICOMM_INTERNODE names: "nccl" is
+    stream-ordered; "mpi" (a CUDA-aware MPI) and "staged" (MPI through pinned memory) block the host until the data of
+    all ranks has come, and raise `InvalidUsageError` in a capture.
 
     **Buffers.** All forms of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in elements. The
     two buffers of a rank are both on the host or both on the GPU, and have the same element type and counts that fit
@@ -73,9 +78,10 @@ class BlockingCollectives(MPI.Intracomm):
     operations that the user has created.
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
-    accumulated in float32 and rounded once. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces, as it does small
-    host arrays: there a NaN may be lost. Only "ring", and calls that MPI carries out, such as those on small host
-    arrays, have other orders.
+    accumulated in float32 and rounded once. Between several groups each group is reduced in the order of its ranks,
+    then the results of the groups in the order of the groups. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces,
+    as it does small host arrays: there a NaN may be lost. Only "ring", and calls that MPI carries out, such as those on
+    small host arrays, have other orders.
 
     **algorithm** is the same on all ranks:
 
@@ -87,7 +93,10 @@ class BlockingCollectives(MPI.Intracomm):
       last rank, but not of floats of 16 bits or fewer, nor with ``AVG``.
     - "copy_engine": copy engines move the data, for programs that need the multiprocessors at the same time. For
       Allgather, Allreduce, Alltoall, Bcast, Gather, Reduce, Reduce_scatter_block and Scatter on GPUs.
-    - "mpi": MPI carries out the call, on pinned host copies of device arrays. For more than 8 ranks of a node on GPUs.
+    - "mpi": MPI carries out the call, on pinned host copies of device arrays.
+
+    Between several groups there are "auto", "one_shot" and "two_shot" (one network step or two), "copy_engine" (in each
+    group) and "mpi".
 
     **Symmetric output.** If the output of Allgather, Allreduce, Alltoall or Bcast lies in a `SymmetricArray`, it lies
     there on all ranks and at the same place. Large messages are then stored straight into it.
@@ -105,8 +114,8 @@ class BlockingCollectives(MPI.Intracomm):
     def Barrier(self, *, stream: Any = None) -> None:
         """Block until all ranks have called it.
 
-        With ``stream``, a stream of this rank's GPU, do not block: hold that stream until the streams of all ranks of
-        the node have come here. Raises `InvalidUsageError` for a stream if the ranks are on several nodes.
+        With ``stream``, a stream of this rank's GPU, hold that stream until the streams of all ranks have come here.
+        That does not block, but for an engine between groups that blocks the host.
         """
         if stream is None:
             _barrier(self)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy.typing as npt
@@ -64,6 +64,10 @@ class RankInfo:
     rejected: dict[str, str]
     """The better handle kinds that do not work, each with the reason."""
     links: tuple[Link, ...]
+    internode: str = ""
+    """The engine that moves data between groups of ranks: "nccl", "mpi", "staged", or "" where there is one group."""
+    internode_rejected: dict[str, str] = field(default_factory=dict)
+    """The better engines that do not work, each with the reason."""
     memory: tuple[MemoryUse, ...] = ()
     """The memory that the library has set up for this communicator on this rank, by purpose: symmetric arrays and
     memory of calls, but no memory of the caller and no mapped memory of peers."""
@@ -262,6 +266,7 @@ class Communicator(
         session = self._session.set_up("describe")
         placement, here = session.placement, session.placement.here
         device = here.devices[here.device] if isinstance(here.device, int) else None
+        internode = self._collectives.internode("describe")
         return RankInfo(
             rank=self.rank,
             host=here.host,
@@ -275,6 +280,8 @@ class Communicator(
             handle=session.kind,
             rejected=here.rejected,
             links=session.links(),
+            internode=internode.name if internode else "",
+            internode_rejected=internode.rejected if internode else {},
             memory=session.memory_use(),
         )
 

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class InternodeEngine(NamedTuple):
-    """The engine between cliques, and why better ones do not work."""
+    """The engine between cliques, as `Carrier.name` says, and why better ones do not work."""
 
     name: str
     rejected: dict[str, str]
@@ -89,8 +89,7 @@ class Collectives:
         self._crossover = 0
         self._gpu: PlanCache | None = None
         self._neighborhood: Neighborhood | None = None
-        self.internode: InternodeEngine | None = None
-        """The engine that moves device memory between cliques, once a call has needed it."""
+        self._internode: InternodeEngine | None = None
 
     def run(
         self,
@@ -224,6 +223,18 @@ class Collectives:
         by_output = call.send is None
         gpu.add(plan, call, by_output=by_output)
         gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
+
+    def internode(self, operation: str) -> InternodeEngine | None:
+        """Return the engine that moves memory of the device between cliques, None in one clique.
+
+        Collective where it sets up the engine, else local.
+        """
+        if len(self._layout.cliques) == 1:
+            return None
+        if isinstance(self._session.placement.here.device, str):
+            return InternodeEngine("mpi", {})
+        self._on_gpu(operation)
+        return self._internode
 
     def _read(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
         if algorithm != "auto":
@@ -424,7 +435,7 @@ class Collectives:
         backend = session.gpu("collectives")
         uuids = tuple(place.device_uuid for place in session.placement.places)
         choice = choose_carrier(session.group, transfers, backend, uuids, engine.give_up)
-        self.internode = InternodeEngine(choice.carrier.name, choice.rejected)
+        self._internode = InternodeEngine(choice.carrier.name, choice.rejected)
         return session.keep(CliquesEngine(self._layout, engine, backend, choice.carrier))
 
     def _shared_board(self, session: Session, group: Group) -> Board:
