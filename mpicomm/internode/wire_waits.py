@@ -53,7 +53,7 @@ class WireWaits:
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's line; local."""
-        return (MemoryUse("call board", host_nbytes=self._segments.own.nbytes),)
+        return (MemoryUse("waits", host_nbytes=self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
         """Unmap the peers' lines; local."""
