@@ -28,6 +28,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.internode.host import HostCliques
 from mpicomm.internode.layout import Layout
+from mpicomm.internode.mapped import MappedChannels
 from mpicomm.internode.mpi_transfers import Transfers
 from mpicomm.internode.wire_waits import WireWaits
 from mpicomm.mpi.arguments import Operand, parse
@@ -434,7 +435,13 @@ class Collectives:
         transfers = Transfers(session.private, session.placement.here.timeout_s, self._layout.contacts, waits)
         backend = session.gpu("collectives")
         uuids = tuple(place.device_uuid for place in session.placement.places)
-        choice = choose_carrier(session.group, transfers, backend, uuids, engine.give_up)
+
+        def channels() -> MappedChannels:
+            with backend.loading():
+                return session.keep(MappedChannels(session.node, backend, session.kind, session.pads))
+
+        on_one_node = channels if self._nodes == 1 else None
+        choice = choose_carrier(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
         self._internode = InternodeEngine(choice.carrier.name, choice.rejected)
         return session.keep(CliquesEngine(self._layout, engine, backend, choice.carrier))
 

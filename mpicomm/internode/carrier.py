@@ -7,10 +7,10 @@ from typing import Literal, Protocol
 
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.errors import MpicommError
 from mpicomm.internode.steps import Wire
 
-Name = Literal["nccl", "mpi", "staged"]
+Name = Literal["mapped", "nccl", "mpi", "staged"]
 
 
 class Carrier(Protocol):
@@ -27,7 +27,7 @@ class Carrier(Protocol):
         `CollectiveTimeoutError` or `PeerError` as `Transfers.begin` says, or does not block.
         """
 
-    def tell(self, error: CollectiveTimeoutError | PeerError) -> None:
+    def tell(self, error: MpicommError) -> None:
         """Tell ranks of other cliques why this rank has given a call up; local. See `Transfers.tell`."""
 
     def memory_use(self) -> tuple[MemoryUse, ...]:

@@ -15,7 +15,7 @@ from mpicomm.cluster.agreement import abandoned
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.errors import MpicommError
 from mpicomm.internode.carrier import Name
 from mpicomm.internode.mpi_transfers import Direct, Transfers, arrived
 from mpicomm.internode.steps import Parcel, Wire
@@ -56,7 +56,7 @@ class StagedCarrier:
 
         return finish
 
-    def tell(self, error: CollectiveTimeoutError | PeerError) -> None:
+    def tell(self, error: MpicommError) -> None:
         """See `Carrier`."""
         self._transfers.tell(error)
 
@@ -181,7 +181,7 @@ class AwareCarrier:
         comm = self._transfers.comm
         return self._transfers.begin(lambda tag: Direct(comm, wire, tag), call)
 
-    def tell(self, error: CollectiveTimeoutError | PeerError) -> None:
+    def tell(self, error: MpicommError) -> None:
         """See `Carrier`."""
         self._transfers.tell(error)
 

@@ -17,6 +17,8 @@ from mpicomm.errors import (
     PeerError,
 )
 from mpicomm.internode.carrier import Carrier
+from mpicomm.internode.gpu.mapped_carrier import MappedCarrier
+from mpicomm.internode.mapped import MappedChannels
 from mpicomm.internode.mpi_transfers import Transfers
 from mpicomm.internode.staged import AwareCarrier, StagedCarrier
 from mpicomm.log import logger
@@ -37,9 +39,12 @@ def choose_carrier(
     transfers: Transfers,
     backend: GpuBackend,
     uuids: tuple[bytes, ...],
+    channels: Callable[[], MappedChannels] | None,
     on_failure: Callable[[Failure], None],
 ) -> Choice:
     """Return the best carrier that works on all ranks, or the one that MPICOMM_INTERNODE names. Collective.
+
+    ``channels`` makes memory that all ranks map, collectively; it is None where ranks are on several nodes.
 
     ``transfers`` carry messages of MPI, ``uuids`` are the GPUs of all ranks. Raises on all ranks alike:
     `InvalidUsageError` where MPICOMM_INTERNODE is bad or differs, `BackendUnavailableError` where the engine that it
@@ -51,6 +56,8 @@ def choose_carrier(
         raise InvalidUsageError(f"MPICOMM_INTERNODE differs between ranks: {said}; set the same on all")
     request = requests[0]
     rejected: dict[str, str] = {}
+    if channels is not None and request == "auto":
+        return Choice(MappedCarrier(channels(), backend), rejected)
     for name in environment.INTERNODE if request == "auto" else [request]:
         try:
             carrier = _open(name, group, transfers, backend, uuids, on_failure)

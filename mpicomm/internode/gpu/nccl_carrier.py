@@ -15,7 +15,7 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.beside_stream import BesideStream
 from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import CollectiveTimeoutError, HandleError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, HandleError, MpicommError, PeerError
 from mpicomm.internode.carrier import Name
 from mpicomm.internode.gpu import nccl_library
 from mpicomm.internode.steps import Parcel, Wire
@@ -107,7 +107,7 @@ class NcclCarrier:
             self._watched.append(_Watched(call, ranks, begin, end))
         return lambda: side.follow(stream, end)
 
-    def tell(self, error: CollectiveTimeoutError | PeerError) -> None:
+    def tell(self, error: MpicommError) -> None:
         """Do nothing: the ranks that wait for this one learn from NCCL, or by their deadline, that it is gone."""
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
