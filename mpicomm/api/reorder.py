@@ -28,7 +28,7 @@ def linked_well(
     """Give a communicator of the same ranks for MPI to add a topology to, and ``reorder`` for MPI.
 
     Collective, blocking; ``what`` is the call. ``edges`` returns those of the topology, the same on all ranks. MPI
-    decides on the order between several nodes and on the cpu, where mpicomm does not know the links.
+    decides on the order where `costs_between` returns None.
     """
     costs = costs_between(comm, session, what) if reorder else None
     if costs is None:
@@ -47,9 +47,15 @@ def linked_well(
 
 
 def costs_between(comm: MPI.Intracomm, session: Session, what: str) -> list[list[float]] | None:
-    """Return the costs from each rank to each; None where the links are not known. Collective, blocking."""
+    """Return the costs from each rank to each; None where the links are not known. Collective, blocking.
+
+    None, too, where ranks share a GPU: there is no speed to gain, and programs exist that ask for another order and do
+    not expect to get one.
+    """
     placement = session.placement
     if len(placement.nodes) > 1 or not isinstance(placement.here.device, int):
+        return None
+    if len({place.device_uuid for place in placement.places}) < len(placement.places):
         return None
     return comm.allgather([cost_of(link) for link in session.set_up(what).links()])
 

@@ -56,7 +56,12 @@ def choose_carrier(
         raise InvalidUsageError(f"MPICOMM_INTERNODE differs between ranks: {said}; set the same on all")
     request = requests[0]
     rejected: dict[str, str] = {}
-    if channels is not None and request == "auto":
+    if request == environment.MAPPED:
+        if channels is None:
+            raise BackendUnavailableError(
+                f"MPICOMM_INTERNODE={request}: the ranks are on several nodes, which map no memory of each other: use "
+                f"{', '.join(environment.INTERNODE)} or auto"
+            )
         return Choice(MappedCarrier(channels(), backend), rejected)
     for name in environment.INTERNODE if request == "auto" else [request]:
         try:
