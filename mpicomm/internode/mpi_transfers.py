@@ -23,6 +23,7 @@ _TEXT_TAG = 15
 _FIRST_TAG = 16
 _LAST_TAG = 32767  # MPI promises tags up to this number
 _ANSWER_S = 0.2
+_SENDING_S = 0.05
 
 
 class Transfer(Protocol):
@@ -83,6 +84,8 @@ class Transfers:
         This rank may have waited for a rank of its clique: so they learn which one.
         """
         self._say(type(error)(str(error), ranks=error.ranks), _ERROR_TAG)
+        # MPI sends inside its calls alone, also what it has buffered, and the program may make none after the error.
+        wait_until(lambda: False, _SENDING_S, lambda: self.comm.Iprobe(self.comm.rank, _ERROR_TAG))
 
     def _say(self, said: Any, tag: int) -> None:
         for rank in self._contacts:

@@ -26,13 +26,9 @@ from mpicomm.mpi.types import COVERED
 from tests.helpers.buffers import Placed, values
 from tests.helpers.communicator_calls import FORMS, MOVEMENTS, OF_ONE_TYPE, REDUCTIONS, Case, Prepared, legal_ops
 from tests.helpers.communicators import array_module, communicator, node_ranks, require_memory_works
-from tests.helpers.reductions import NARROW, dtype_named
+from tests.helpers.reductions import dtype_named
 from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi
 
-DTYPES = tuple(name for name in COVERED if name not in NARROW)
-"""The element types that work between hosts."""
-NO_OPS = ("avg",)
-"""The operations that do not work between hosts."""
 COUNTS = (1, 1025, 300_000)
 """Of elements: one packet, several, and more than one chunk of any engine."""
 MESSAGE_NBYTES = 1 << 20
@@ -177,8 +173,7 @@ def every_form(ranks: Ranks, operation: str) -> None:
 def every_type(ranks: Ranks, name: str) -> None:
     """Every collective, and every reduction that the type has."""
     dtype, root = dtype_named(name), ranks.comm.size - 1
-    ops = [op for op in legal_ops(name) if op not in NO_OPS]
-    calls = [*itertools.product(REDUCTIONS, ops), *((operation, "sum") for operation in MOVEMENTS)]
+    calls = [*itertools.product(REDUCTIONS, legal_ops(name)), *((operation, "sum") for operation in MOVEMENTS)]
     run(ranks.comm, "run", [Case(operation, dtype, 1025, op, root) for operation, op in calls])
 
 
@@ -269,7 +264,7 @@ CHECKS: dict[str, Callable[[Ranks], None]] = {
     "symmetric": symmetric,
     "children": children,
     **{f"every form: {name}": partial(every_form, operation=name) for name in OF_ONE_TYPE},
-    **{f"every call: {name}": partial(every_type, name=name) for name in DTYPES},
+    **{f"every call: {name}": partial(every_type, name=name) for name in COVERED},
     "every size": every_size,
     "neighbors": neighbors,
     "alltoallw": alltoallw,

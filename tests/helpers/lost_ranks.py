@@ -20,8 +20,11 @@ from tests.helpers.peer_death import begin
 
 TIMEOUT_S = 0.3
 PATIENCE_S = 10.0
-CALLS = ("zeros", "Free", "Communicator", "Split")
-"""What mpicomm carries out itself: a call, the end of a communicator, and the set-up of one and of its child."""
+CALLS = ("zeros", "Free", "Communicator", "Split", "Allreduce")
+"""What mpicomm carries out itself: a call, the end of a communicator, the set-up of one and of its child, and a
+collective."""
+ROW = "Allreduces"
+"""Collectives, one after the other, until one raises."""
 
 
 @dataclass
@@ -37,13 +40,17 @@ class Call:
 
 def main(results: Path, how: str, victim: int, names: list[str]) -> None:
     """Lose a rank or a host, and make the calls."""
+    import numpy as np
     from mpi4py import MPI  # not above, because `begin` has to fork before MPI starts
 
     import mpicomm
 
     world = MPI.COMM_WORLD
     parent = world.Dup()
-    zeros, free, split = (mpicomm.Communicator(world, device="cpu", timeout_s=TIMEOUT_S) for _ in range(3))
+    zeros, free, split, sums = (mpicomm.Communicator(world, device="cpu", timeout_s=TIMEOUT_S) for _ in range(4))
+    array = np.ones(1 << 18, np.float16)  # MPI has no such sums
+    result = np.empty_like(array)
+    sums.Allreduce(array, result)
     for comm in (zeros, free):
         comm.zeros(3)
     child = split.Split()
@@ -53,6 +60,8 @@ def main(results: Path, how: str, victim: int, names: list[str]) -> None:
         "Free": free.Free,
         "Communicator": lambda: mpicomm.Communicator(parent, device="cpu", timeout_s=TIMEOUT_S),
         "Split": lambda: child.zeros(4),
+        "Allreduce": lambda: sums.Allreduce(array, result),
+        ROW: lambda: sums.Allreduce(array, result),
     }
     world.Barrier()
     (results / f"ready-{world.rank}").touch()
@@ -66,6 +75,9 @@ def main(results: Path, how: str, victim: int, names: list[str]) -> None:
             start = time.monotonic()
             try:
                 calls[name]()
+                while name == ROW:
+                    start = time.monotonic()
+                    calls[name]()
             except Exception as error:
                 ranks = list(error.ranks) if isinstance(error, mpicomm.MpicommError) else []
                 call = Call(name, type(error).__name__, str(error), ranks, time.monotonic() - start)
