@@ -14,9 +14,9 @@ from mpicomm.devices.base import Backend, GpuBackend, Link
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse, summed
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.log import logger
-from mpicomm.sharing.choose_handle import choose_kind
+from mpicomm.sharing.choose_handle import NoKindError, choose_kind
 from mpicomm.symmetric.owner import AnyShared, Shared
 from mpicomm.symmetric.registry import Mappings
 from mpicomm.symmetric.signals import SignalPads
@@ -270,10 +270,35 @@ class Session:
             raise
 
     def _choose_handle(self, group: Group) -> None:
-        """Find the best kind of handle that works between the ranks of each node. Collective."""
+        """Find the best kind of handle that works between the ranks of each node. Collective.
+
+        Where none works and the ranks are in several containers, the ranks of each container are a node.
+        """
         self.backend.make_current()
-        node, request = self._node_of(group), self.placement.here.handle
-        chosen = group.exchange("Communicator: choose handle", lambda: choose_kind(node, self.backend, request))
+        request = self.placement.here.handle
+        first: NoKindError | None = None  # of the whole node: it says most
+        while True:
+            node = self._node_of(group)
+
+            def choose(node: Group = node) -> tuple[Kind, dict[str, str]] | NoKindError:
+                try:
+                    return choose_kind(node, self.backend, request)
+                except NoKindError as error:  # all ranks of the node raise it
+                    return NoKindError(str(error), ranks=error.ranks)
+
+            found = group.exchange("Communicator: choose handle", choose)
+            chosen = [each for each in found if not isinstance(each, NoKindError)]
+            if len(chosen) == len(found):
+                break
+            errors = {rank: each for rank, each in enumerate(found) if isinstance(each, NoKindError)}
+            first = first or next(iter(errors.values()))
+            parted = self.placement.parted(errors.keys())
+            if parted is None:
+                raise HandleError(str(first), ranks=first.ranks)
+            if group.rank == 0:
+                ranks = ", ".join(map(str, errors))
+                logger.warning("the ranks %s share no memory and count as several nodes: %s", ranks, first)
+            self.placement = parted
         self.placement = self.placement.with_handles(chosen)
         if node.rank == 0:
             _announce_handle(self.backend, request, *chosen[group.rank])

@@ -266,7 +266,7 @@ class Communicator(
         session = self._session.set_up("describe")
         placement, here = session.placement, session.placement.here
         device = here.devices[here.device] if isinstance(here.device, int) else None
-        internode = self._collectives.internode("describe")
+        internode = self._collectives.engines.internode("describe")
         return RankInfo(
             rank=self.rank,
             host=here.host,

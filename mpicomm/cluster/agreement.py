@@ -282,6 +282,11 @@ def node_key() -> str:
     return f"{boot_id}/{Path('/proc/self/ns/net').readlink()}"
 
 
+def container_key() -> str:
+    """Return a text that is the same on ranks of one container: its namespaces."""
+    return "/".join(str(Path(f"/proc/self/ns/{name}").readlink()) for name in ("user", "ipc", "pid", "mnt"))
+
+
 def world_rank() -> int:
     """Return this process's rank in MPI.COMM_WORLD, which names it in the log."""
     return MPI.COMM_WORLD.rank

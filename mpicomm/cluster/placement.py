@@ -9,13 +9,13 @@ import os
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
 from mpicomm import environment
-from mpicomm.cluster.agreement import Group, group_by_node, node_key
+from mpicomm.cluster.agreement import Group, container_key, group_by_node, node_key
 from mpicomm.devices.base import DeviceInfo, GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import NO_DEVICE, HostBackend
@@ -42,6 +42,8 @@ class RankPlace:
     host: str
     pid: int
     node_key: str
+    container: str
+    """`container_key`."""
     devices: tuple[DeviceInfo, ...]
     no_device_reason: str
     device: int | str
@@ -141,6 +143,21 @@ class Placement:
         """Return the placement of a communicator of some of these ranks, this one among them; local."""
         return Placement([self.places[rank] for rank in ranks], list(ranks).index(self.rank))
 
+    def parted(self, ranks: Set[int]) -> Placement | None:
+        """Return the placement in which the nodes of ``ranks`` are parted by containers; the same on all ranks.
+
+        It is None where all ranks of one of these nodes are in one container.
+        """
+        places = list(self.places)
+        for node in self.nodes:
+            if ranks.isdisjoint(node):
+                continue
+            if len({places[rank].container for rank in node}) == 1:
+                return None
+            for rank in node:
+                places[rank] = replace(places[rank], node_key=f"{places[rank].node_key}/{places[rank].container}")
+        return Placement(places, self.rank)
+
     def with_handles(self, chosen: Sequence[tuple[Kind, dict[str, str]]]) -> Placement:
         """Return the placement with each rank's chosen handle kind, and its rejected kinds."""
         places = [
@@ -207,6 +224,7 @@ def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
         socket.gethostname(),
         os.getpid(),
         node_key(),
+        container_key(),
         devices,
         reason,
         request,

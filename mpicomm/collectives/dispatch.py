@@ -1,4 +1,4 @@
-"""Collectives: which way each collective call of one communicator goes, and the engines for it.
+"""Collectives: which way each collective call of one communicator goes.
 
 Kernels carry collectives on device arrays, and between cliques an engine of room `internode`. Host arrays go through
 mapped memory where that is faster than MPI, or where MPI lacks the element type or the operation; else to MPI itself,
@@ -10,27 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.algorithm_argument import require_known, require_possible
-from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Arguments, Call, is_in_place
+from mpicomm.collectives.engines import Engines
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.crossover import measure
-from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.fast_path import is_plainly_mpis
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import Operation
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
-from mpicomm.internode.host import HostCliques
-from mpicomm.internode.layout import Layout
-from mpicomm.internode.mapped import MappedChannels
-from mpicomm.internode.mpi_transfers import Transfers
-from mpicomm.internode.wire_waits import WireWaits
+from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
@@ -38,18 +31,6 @@ from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import AVG, op_name
 from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
 from mpicomm.session import Session
-
-if TYPE_CHECKING:
-    from mpicomm.collectives.gpu.engine import DeviceEngine
-    from mpicomm.collectives.gpu.plan_cache import PlanCache
-    from mpicomm.internode.gpu.engine import CliquesEngine
-
-
-class InternodeEngine(NamedTuple):
-    """The engine between cliques, as `Carrier.name` says, and why better ones do not work."""
-
-    name: str
-    rejected: dict[str, str]
 
 
 class MessageCall(NamedTuple):
@@ -81,16 +62,11 @@ class Collectives:
         self._session = session
         self._rank = placement.rank
         self._size = len(placement.places)
-        self._layout = Layout(placement.cliques, self._rank)
         self._nodes = len(placement.nodes)
         self._completer = Completer()
-        self._boards: dict[Group, Board] = {}
-        self._host: HostEngine | None = None
-        self._host_cliques: HostCliques | None = None
         self._crossover = 0
-        self._gpu: PlanCache | None = None
         self._neighborhood: Neighborhood | None = None
-        self._internode: InternodeEngine | None = None
+        self.engines = Engines(session)
 
     def run(
         self,
@@ -107,7 +83,7 @@ class Collectives:
 
         It takes `Arguments` one by one, because making one would take a tenth of the time of a known call.
         """
-        gpu = self._gpu
+        gpu = self.engines.gpu
         if gpu:
             known = gpu.find(operation, algorithm, send, receive, op, root, counts)
             if known:
@@ -131,7 +107,7 @@ class Collectives:
             and self._nodes == 1
             and selection.depends_on_crossover(call, self._size)
         ):
-            self._crossover = measure(self._comm, self._on_host(operation.name))
+            self._crossover = measure(self._comm, self.engines.on_host(operation.name))
             self.run(operation, stream, algorithm, send, receive, op, root, counts)
         else:
             self._run_on_host(call, algorithm)
@@ -200,12 +176,12 @@ class Collectives:
         session = self._session.set_up("Barrier")
         if not isinstance(session.backend.device, int):
             refuse_stream("Barrier", stream)
-        engine = self._on_gpu("Barrier").engine
+        engine = self.engines.on_gpu("Barrier").engine
         engine.enqueue(engine.prepare_barrier(), session.backend.stream(stream))
 
     def repeat_message(self, call: MessageCall, stream: Any) -> bool:
         """Enqueue a message in stream order again; local. Return whether such a call was made before."""
-        gpu = self._gpu
+        gpu = self.engines.gpu
         known = gpu and gpu.find(*call)
         if not gpu or not known:
             return False
@@ -219,23 +195,11 @@ class Collectives:
         """
         session = self._session.set_up(call.operation)
         session.require_usable(call.operation)
-        gpu = self._on_gpu(call.operation)
+        gpu = self.engines.on_gpu(call.operation)
         plan = gpu.engine.prepare_messages(call.operation, sent, received)
         by_output = call.send is None
         gpu.add(plan, call, by_output=by_output)
         gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
-
-    def internode(self, operation: str) -> InternodeEngine | None:
-        """Return the engine that moves memory of the device between cliques, None in one clique.
-
-        Collective where it sets up the engine, else local.
-        """
-        if len(self._layout.cliques) == 1:
-            return None
-        if isinstance(self._session.placement.here.device, str):
-            return InternodeEngine("mpi", {})
-        self._on_gpu(operation)
-        return self._internode
 
     def _read(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
         if algorithm != "auto":
@@ -263,7 +227,7 @@ class Collectives:
 
     def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> Work | None:
         """Begin a call on device arrays that was made before; None if it was not."""
-        gpu = self._gpu
+        gpu = self.engines.gpu
         if gpu is None:
             return None
         found = gpu.find(operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
@@ -306,7 +270,7 @@ class Collectives:
             resolved = session.backend.stream(stream, array)
             self._through_host(call, session, resolved)
             return resolved
-        gpu = self._on_gpu(operation.name)
+        gpu = self.engines.on_gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, algorithm)
         key = (operation, algorithm, arguments.send, arguments.receive, arguments.op, arguments.root, arguments.counts)
         gpu.add(plan, key, by_output=bool(call.operands) and call.operands[0] is call.receive)
@@ -358,109 +322,14 @@ class Collectives:
     def _run_on_host(self, call: Call, algorithm: str) -> None:
         """Carry out a call on host arrays through mapped memory; blocking."""
         if self._nodes > 1:
-            self._between_hosts(call.operation.name).run(call, algorithm)
+            self.engines.between_hosts(call.operation.name).run(call, algorithm)
             return
-        engine = self._on_host(call.operation.name)
+        engine = self.engines.on_host(call.operation.name)
         scratch = engine.scratch(call.scratch_nbytes)
         engine.run(selection.schedule(call, algorithm, self._size, scratch), call.signature)
 
     def _crossover_of(self, op: MPI.Op | None) -> int:
         return self._crossover if op is not None and op_name(op) in selection.OPS_OF_CROSSOVER else 0
-
-    def _on_host(self, operation: str) -> HostEngine:
-        if self._host is None:
-            try:
-                session = self._session.set_up(operation)
-                session.require_usable(operation)
-                board = self._shared_board(session, session.node)
-                self._host = session.keep(HostEngine(session.node, board))
-            except CollectiveTimeoutError as error:
-                text = str(error).removeprefix(f"{operation}: ")
-                raise CollectiveTimeoutError(
-                    f"{operation}: {text}; a rank that passes another count or type may be in MPI's {operation}",
-                    ranks=error.ranks,
-                ) from error
-        return self._host
-
-    def _between_hosts(self, operation: str) -> HostCliques:
-        if self._host_cliques is None:
-            session = self._session.set_up(operation)
-            layout = Layout(session.placement.nodes, self._rank)
-            # On all nodes together: where one fails, the others would wait for its messages.
-            made: list[WireWaits] = []
-
-            def make() -> None:
-                self._on_host(operation)
-                made.append(session.keep(WireWaits(session.node)))
-
-            session.group.agree(f"{operation}: set-up", make)
-            engine = self._on_host(operation)
-            engine.awaited_beyond = made[0].awaited
-            transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, made[0])
-            self._host_cliques = HostCliques(layout, engine, transfers)
-        return self._host_cliques
-
-    def _on_gpu(self, operation: str) -> PlanCache:
-        if self._gpu is None:
-            from mpicomm.collectives.gpu.engine import DeviceEngine
-            from mpicomm.collectives.gpu.plan_cache import PlanCache
-
-            session = self._session.set_up(operation)
-            backend = session.gpu(operation)
-            board = self._shared_board(session, session.clique)
-            most_nbytes = session.placement.here.most_shared_nbytes
-
-            def make() -> DeviceEngine:
-                with (
-                    backend.loading()
-                ):  # it allocates and waits, which a thread that captures a graph may not otherwise
-                    return session.keep(DeviceEngine(session.clique, backend, session.kind, board, most_nbytes))
-
-            self._gpu = PlanCache(
-                session, make() if len(self._layout.cliques) == 1 else self._of_cliques(session, make)
-            )
-        return self._gpu
-
-    def _of_cliques(self, session: Session, make: Callable[[], DeviceEngine]) -> CliquesEngine:
-        """Return an engine for all cliques, on top of one that ``make`` makes for this rank's clique. Collective."""
-        from mpicomm.internode.gpu.choose_carrier import choose_carrier
-        from mpicomm.internode.gpu.engine import CliquesEngine
-
-        made: list[tuple[DeviceEngine, WireWaits]] = []
-        # On all cliques together: where one fails, the others would wait for its parcels.
-        session.group.agree(
-            "collectives: set-up", lambda: made.append((make(), session.keep(WireWaits(session.clique))))
-        )
-        engine, waits = made[0]
-        transfers = Transfers(session.private, session.placement.here.timeout_s, self._layout.contacts, waits)
-        backend = session.gpu("collectives")
-        uuids = tuple(place.device_uuid for place in session.placement.places)
-
-        def channels() -> MappedChannels:
-            with backend.loading():
-                return session.keep(MappedChannels(session.node, backend, session.kind, session.pads))
-
-        on_one_node = channels if self._nodes == 1 else None
-        choice = choose_carrier(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
-        self._internode = InternodeEngine(choice.carrier.name, choice.rejected)
-        return session.keep(CliquesEngine(self._layout, engine, backend, choice.carrier))
-
-    def _shared_board(self, session: Session, group: Group) -> Board:
-        if group not in self._boards:
-            self._boards[group] = session.keep(Board(group))
-            session.awaited_elsewhere = self._awaited_elsewhere
-            session.group.testimony = session.node.testimony = session.clique.testimony = self._testimony
-        return self._boards[group]
-
-    def _awaited_elsewhere(self) -> bool:
-        return any(board.ahead() for board in self._boards.values())
-
-    def _testimony(self) -> str:
-        """Return why ranks that are not gone may not come to an exchange, and the way out; local."""
-        failed = self._host and self._host.broken
-        if failed:
-            return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
-        return next((said for board in self._boards.values() if (said := board.testimony())), "")
 
 
 def require_here(operation: str, operand: Operand, session: Session) -> None:

@@ -15,10 +15,15 @@ from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageErro
 from mpicomm.sharing.segments import share
 
 
+class NoKindError(HandleError):
+    """The ranks of a node cannot open each other's memory in any way."""
+
+
 def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict[str, str]]:
     """Return the best kind that works between all ranks of the node, and why better kinds do not. Collective.
 
-    ``request`` is a kind, which has to work, or "auto". Every rank of the node raises the same error.
+    ``request`` is a kind, which has to work, or "auto", with which it raises `NoKindError` where none works. Every rank
+    of the node raises the same error.
     """
     if request == "auto":
         candidates = backend.kinds
@@ -30,6 +35,7 @@ def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict
                 'use handle="auto"'
             )
     rejected: dict[str, str] = {}
+    culprits: set[int] = set()
     for kind in candidates:
         try:
             probe(node, backend, kind)
@@ -39,9 +45,11 @@ def choose_kind(node: Group, backend: Backend, request: str) -> tuple[Kind, dict
             if request != "auto" or node.broken is not None:
                 raise
             rejected[kind] = str(error)
+            culprits.update(error.ranks)
         else:
             return kind, rejected
-    raise HandleError(f"no handle kind works between the ranks of this node: {rejected}")
+    said = f"no handle kind works between the ranks of this node: {rejected}"
+    raise NoKindError(said, ranks=sorted(culprits))
 
 
 def probe(node: Group, backend: Backend, kind: Kind) -> None:

@@ -34,6 +34,7 @@ ROOMS = [
     {"collectives.gpu"},
     {"collectives.algorithm_argument"},
     {"internode"},
+    {"collectives.engines"},
     {"collectives.dispatch"},
     {"messages"},
     {"api"},

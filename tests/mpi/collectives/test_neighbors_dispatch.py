@@ -55,7 +55,7 @@ def engine(made: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
         engine = Engine(host)
         collectives: Any = made._collectives
         cache = PlanCache(made._session, engine)  # type: ignore[arg-type]
-        monkeypatch.setattr(collectives, "_on_gpu", lambda operation: cache)
+        monkeypatch.setattr(collectives.engines, "on_gpu", lambda operation: cache)
         yield engine
 
 

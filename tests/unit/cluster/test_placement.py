@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.cluster import placement
 from mpicomm.cluster.agreement import Group, group_by_node
-from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parse_cpulist
+from mpicomm.cluster.placement import Placement, RankPlace, assign_devices, find_placement, parse_cpulist, parts_of
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda import driver as cuda_driver
 from mpicomm.devices.host import NO_DEVICE, HostBackend
@@ -27,8 +27,15 @@ def devices(*uuids: bytes) -> tuple[DeviceInfo, ...]:
     return tuple(DeviceInfo(n, "a GPU", uuid, f"0000:0{n}:00.0", -1, (9, 0)) for n, uuid in enumerate(uuids))
 
 
-def place(node: str = "node", visible: Sequence[bytes] = (), device: int | str = "auto", pid: int = 1) -> RankPlace:
-    return RankPlace("host", pid, node, devices(*visible), "no driver" if not visible else "", device, "auto", 30.0)
+def place(
+    node: str = "node",
+    visible: Sequence[bytes] = (),
+    device: int | str = "auto",
+    pid: int = 1,
+    container: str = "container",
+) -> RankPlace:
+    reason = "no driver" if not visible else ""
+    return RankPlace("host", pid, node, container, devices(*visible), reason, device, "auto", 30.0)
 
 
 # ---- assign_devices
@@ -315,3 +322,32 @@ def test_cpulists(text: str, cores: set[int]) -> None:
 def test_cpulists_of_any_ranges(ranges: list[tuple[int, int]]) -> None:
     text = ",".join(f"{first}-{first + more}" if more else f"{first}" for first, more in ranges)
     assert parse_cpulist(text) == {core for first, more in ranges for core in range(first, first + more + 1)}
+
+
+# ---- groups of ranks
+
+
+def test_a_node_is_parted_by_containers() -> None:
+    places = [place(container="a"), place(container="b"), place(container="a"), place("other")]
+    placement = Placement(places, 0)
+    by_container = placement.parted({0, 1, 2})
+    assert by_container is not None
+    assert by_container.nodes == [[0, 2], [1], [3]]
+    assert by_container.parted({0, 2}) is None
+
+
+@pytest.mark.parametrize(
+    ("size", "most", "parts"), [(8, 8, [8]), (9, 8, [4, 5]), (16, 8, [8, 8]), (17, 8, [5, 6, 6]), (3, 1, [1, 1, 1])]
+)
+def test_more_ranks_than_kernels_serve_are_few_parts_of_about_one_size(size: int, most: int, parts: list[int]) -> None:
+    found = parts_of(range(size), most)
+    assert [rank for part in found for rank in part] == list(range(size))
+    assert [len(part) for part in found] == parts
+
+
+def test_ranks_of_gpus_are_cliques_of_as_many_as_kernels_serve() -> None:
+    places = [place(visible=[A], device=0) for _ in range(10)]
+    assert [len(ranks) for ranks in Placement(places, 0).cliques] == [5, 5]
+    assert Placement(places, 7).clique_ranks == (5, 6, 7, 8, 9)
+    on_the_cpu = [place(device="cpu") for _ in range(10)]
+    assert [len(ranks) for ranks in Placement(on_the_cpu, 0).cliques] == [10]

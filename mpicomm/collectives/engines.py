@@ -1,0 +1,156 @@
+"""Engines: those of one communicator, each made when a call first needs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.board import Board
+from mpicomm.collectives.host.engine import HostEngine
+from mpicomm.errors import CollectiveTimeoutError
+from mpicomm.internode.host import HostCliques
+from mpicomm.internode.layout import Layout
+from mpicomm.internode.mapped import MappedChannels
+from mpicomm.internode.mpi_transfers import Transfers
+from mpicomm.internode.wire_waits import WireWaits
+from mpicomm.session import Session
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.engine import DeviceEngine
+    from mpicomm.collectives.gpu.plan_cache import PlanCache
+    from mpicomm.internode.gpu.engine import CliquesEngine
+
+
+class InternodeEngine(NamedTuple):
+    """The engine between cliques, as `Carrier.name` says, and why better ones do not work."""
+
+    name: str
+    rejected: dict[str, str]
+
+
+class Engines:
+    """The engines of the communicator of ``session``, and the boards on which its ranks say what they call.
+
+    The first engine sets ``session`` up, collectively.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._layout = Layout(session.placement.cliques, session.placement.rank)
+        self._boards: dict[Group, Board] = {}
+        self._host: HostEngine | None = None
+        self._host_cliques: HostCliques | None = None
+        self.gpu: PlanCache | None = None
+        """The engine for device arrays, once a call has needed it. A public field, as every known call reads it."""
+        self._internode: InternodeEngine | None = None
+
+    def internode(self, operation: str) -> InternodeEngine | None:
+        """Return the engine that moves memory of the device between cliques, None in one clique.
+
+        Collective where it sets up the engine, else local.
+        """
+        if len(self._layout.cliques) == 1:
+            return None
+        if isinstance(self._session.placement.here.device, str):
+            return InternodeEngine("mpi", {})
+        self.on_gpu(operation)
+        return self._internode
+
+    def on_host(self, operation: str) -> HostEngine:
+        """Return the engine for host arrays of this rank's node. Collective over the node the first time, else local.
+
+        Raises as `HostEngine`.
+        """
+        if self._host is None:
+            try:
+                session = self._session.set_up(operation)
+                session.require_usable(operation)
+                board = self._shared_board(session, session.node)
+                self._host = session.keep(HostEngine(session.node, board))
+            except CollectiveTimeoutError as error:
+                text = str(error).removeprefix(f"{operation}: ")
+                raise CollectiveTimeoutError(
+                    f"{operation}: {text}; a rank that passes another count or type may be in MPI's {operation}",
+                    ranks=error.ranks,
+                ) from error
+        return self._host
+
+    def between_hosts(self, operation: str) -> HostCliques:
+        """Return the engine for host arrays of several nodes. Collective the first time, else local."""
+        if self._host_cliques is None:
+            session = self._session.set_up(operation)
+            layout = Layout(session.placement.nodes, session.placement.rank)
+            # On all nodes together: where one fails, the others would wait for its messages.
+            made: list[WireWaits] = []
+
+            def make() -> None:
+                self.on_host(operation)
+                made.append(session.keep(WireWaits(session.node)))
+
+            session.group.agree(f"{operation}: set-up", make)
+            engine = self.on_host(operation)
+            engine.awaited_beyond = made[0].awaited
+            transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, made[0])
+            self._host_cliques = HostCliques(layout, engine, transfers)
+        return self._host_cliques
+
+    def on_gpu(self, operation: str) -> PlanCache:
+        """Return the engine for device arrays, with the calls that it knows. Collective the first time, else local."""
+        if self.gpu is None:
+            from mpicomm.collectives.gpu.engine import DeviceEngine
+            from mpicomm.collectives.gpu.plan_cache import PlanCache
+
+            session = self._session.set_up(operation)
+            backend = session.gpu(operation)
+            board = self._shared_board(session, session.clique)
+            most_nbytes = session.placement.here.most_shared_nbytes
+
+            def make() -> DeviceEngine:
+                # It allocates and waits, which a thread that captures a graph may not do otherwise.
+                with backend.loading():
+                    return session.keep(DeviceEngine(session.clique, backend, session.kind, board, most_nbytes))
+
+            self.gpu = PlanCache(session, make() if len(self._layout.cliques) == 1 else self._of_cliques(session, make))
+        return self.gpu
+
+    def _of_cliques(self, session: Session, make: Callable[[], DeviceEngine]) -> CliquesEngine:
+        """Return an engine for all cliques, on top of one that ``make`` makes for this rank's clique. Collective."""
+        from mpicomm.internode.gpu.choose_carrier import choose_carrier
+        from mpicomm.internode.gpu.engine import CliquesEngine
+
+        made: list[tuple[DeviceEngine, WireWaits]] = []
+        # On all cliques together: where one fails, the others would wait for its parcels.
+        session.group.agree(
+            "collectives: set-up", lambda: made.append((make(), session.keep(WireWaits(session.clique))))
+        )
+        engine, waits = made[0]
+        transfers = Transfers(session.private, session.placement.here.timeout_s, self._layout.contacts, waits)
+        backend = session.gpu("collectives")
+        uuids = tuple(place.device_uuid for place in session.placement.places)
+
+        def channels() -> MappedChannels:
+            with backend.loading():
+                return session.keep(MappedChannels(session.node, backend, session.kind, session.pads))
+
+        on_one_node = channels if len(session.placement.nodes) == 1 else None
+        choice = choose_carrier(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
+        self._internode = InternodeEngine(choice.carrier.name, choice.rejected)
+        return session.keep(CliquesEngine(self._layout, engine, backend, choice.carrier))
+
+    def _shared_board(self, session: Session, group: Group) -> Board:
+        if group not in self._boards:
+            self._boards[group] = session.keep(Board(group))
+            session.awaited_elsewhere = self._awaited_elsewhere
+            session.group.testimony = session.node.testimony = session.clique.testimony = self._testimony
+        return self._boards[group]
+
+    def _awaited_elsewhere(self) -> bool:
+        return any(board.ahead() for board in self._boards.values())
+
+    def _testimony(self) -> str:
+        """Return why ranks that are not gone may not come to an exchange, and the way out; local."""
+        failed = self._host and self._host.broken
+        if failed:
+            return f"the ranks have given up an earlier call ({failed}): call Free on every rank after an error"
+        return next((said for board in self._boards.values() if (said := board.testimony())), "")
