@@ -65,6 +65,9 @@ class Session:
         self._freed = False
         self.awaited_elsewhere: Callable[[], bool] = lambda: False
         """Says whether peers wait for this rank in another call: they come to `close` when their time is over."""
+        self.leaves_messages: Callable[[], bool] = lambda: False
+        """Says whether messages between cliques may be under way that no receive takes."""
+        self._left_messages = False
         self._has_device = backend is not None
         if backend is not None:
             self.backend = backend
@@ -223,7 +226,8 @@ class Session:
             self._shared.clear()
             if self._has_device:
                 self.backend.close()
-            if self._private is not None and self.intact:
+            # MPI gives the number of a freed communicator to another one, which would get messages that are left.
+            if self._private is not None and self.intact and not self._left_messages:
                 self._private.Free()
 
     def release(self) -> None:
@@ -357,7 +361,12 @@ class Session:
                     last.callback(self._meet_without_groups, step)
                 stop_and_unmap()
             elif self.intact:
-                self.group.agree(f"{step}: unmap", stop_and_unmap)
+
+                def stop_and_tell() -> bool:
+                    stop_and_unmap()
+                    return self.leaves_messages()
+
+                self._left_messages |= any(self.group.exchange(f"{step}: unmap", stop_and_tell))
             else:
                 stop_and_unmap()
             if late is not None:

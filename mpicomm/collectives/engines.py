@@ -44,6 +44,8 @@ class Engines:
         self.gpu: PlanCache | None = None
         """The engine for device arrays, once a call has needed it. A public field, as every known call reads it."""
         self._internode: InternodeEngine | None = None
+        self._transfers: list[Transfers] = []
+        session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
 
     def internode(self, operation: str) -> InternodeEngine | None:
         """Return the engine that moves memory of the device between cliques, None in one clique.
@@ -91,7 +93,7 @@ class Engines:
             session.group.agree(f"{operation}: set-up", make)
             engine = self.on_host(operation)
             engine.awaited_beyond = made[0].awaited
-            transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, made[0])
+            transfers = self._transfers_of(session, layout, made[0])
             self._host_cliques = HostCliques(layout, engine, transfers)
         return self._host_cliques
 
@@ -125,7 +127,7 @@ class Engines:
             "collectives: set-up", lambda: made.append((make(), session.keep(WireWaits(session.clique))))
         )
         engine, waits = made[0]
-        transfers = Transfers(session.private, session.placement.here.timeout_s, self._layout.contacts, waits)
+        transfers = self._transfers_of(session, self._layout, waits)
         backend = session.gpu("collectives")
         uuids = tuple(place.device_uuid for place in session.placement.places)
 
@@ -137,6 +139,11 @@ class Engines:
         choice = choose_carrier(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
         self._internode = InternodeEngine(choice.carrier.name, choice.rejected)
         return session.keep(CliquesEngine(self._layout, engine, backend, choice.carrier))
+
+    def _transfers_of(self, session: Session, layout: Layout, waits: WireWaits) -> Transfers:
+        transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, waits)
+        self._transfers.append(transfers)
+        return transfers
 
     def _shared_board(self, session: Session, group: Group) -> Board:
         if group not in self._boards:

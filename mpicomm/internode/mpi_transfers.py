@@ -55,6 +55,8 @@ class Transfers:
         self._contacts = contacts
         self._waits = waits
         self._open: list[Transfer] = []
+        self.failed = False
+        """Whether this rank has given a call up: messages of it may still be under way, or in no receive."""
         self.meanwhile: Callable[[], object] = _nothing
         """Called now and then during a wait. An exception of it ends the wait."""
 
@@ -88,6 +90,7 @@ class Transfers:
         wait_until(lambda: False, _SENDING_S, lambda: self.comm.Iprobe(self.comm.rank, _ERROR_TAG))
 
     def _say(self, said: Any, tag: int) -> None:
+        self.failed = True
         for rank in self._contacts:
             with contextlib.suppress(MPI.Exception):  # MPI knows that it is gone
                 abandoned.append(self.comm.isend(said, rank, tag))
@@ -182,6 +185,7 @@ class Transfers:
         return error
 
     def _give_up(self) -> None:
+        self.failed = True
         for transfer in self._open:
             transfer.give_up()
         self._open.clear()

@@ -7,7 +7,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
@@ -15,12 +14,10 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.beside_stream import BesideStream
 from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import CollectiveTimeoutError, HandleError, MpicommError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
 from mpicomm.internode.carrier import Name
 from mpicomm.internode.gpu import nccl_library
 from mpicomm.internode.steps import Parcel, Wire
-
-T = TypeVar("T")
 
 _LOOK_S = 0.05  # how often the watch looks at the work under way
 _LOOK_AT_ERRORS_S = 0.5
@@ -67,7 +64,7 @@ class NcclCarrier:
                 return library.create(group.size, ids[0], group.rank)
 
         # NCCL waits without a limit for ranks that do not come.
-        self._nccl = bounded(create, group.timeout_s, "NCCL: not all ranks came to create a communicator")
+        self._nccl = nccl_library.bounded(create, group.timeout_s, "NCCL: not all ranks came to create a communicator")
         self._peers: set[int] = set()
         self._lock = threading.Lock()
         self._failed = False
@@ -100,7 +97,7 @@ class NcclCarrier:
                 exchange()
             else:
                 what = f"{call}: not all of the ranks {', '.join(map(str, ranks))} came to connect"
-                bounded(exchange, self._timeout_s, what)
+                nccl_library.bounded(exchange, self._timeout_s, what)
                 self._peers.update(ranks)
         end = side.mark(beside)
         if not capturing:
@@ -167,31 +164,6 @@ class NcclCarrier:
         self._on_failure(error)
         with self._backend.current():
             self._nccl.abort()
-
-
-def bounded(act: Callable[[], T], timeout_s: float, what: str) -> T:
-    """Return the result of ``act``, which another thread calls. Raises `CollectiveTimeoutError` when time is up.
-
-    NCCL offers no other way out of a call that waits for a peer. That thread stays in the call, and ends with the
-    process.
-    """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(act())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="mpicomm-nccl-call", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if thread.is_alive():
-        raise CollectiveTimeoutError(f"{what} within {timeout_s:g} s")
-    if errors:
-        raise HandleError(f"NCCL: {errors[0]}") from errors[0]
-    return results[0]
 
 
 def _plain(parcels: tuple[Parcel, ...]) -> list[tuple[int, int, int]]:

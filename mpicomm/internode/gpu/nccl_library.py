@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
-from typing import Any, Protocol
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
-from mpicomm.errors import BackendUnavailableError
+from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError
+
+T = TypeVar("T")
 
 _BYTES = 1  # ncclUint8
 _NO_ERRORS = (0, 7)  # ncclSuccess and ncclInProgress
 
 
 class Communicator(Protocol):
-    """A communicator of NCCL. Its calls may block until a peer comes: see `bounded` in nccl_carrier.py."""
+    """A communicator of NCCL. Its calls may block until a peer comes: see `bounded`."""
 
     def exchange(
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
@@ -144,3 +147,28 @@ def require_possible(uuids: Sequence[bytes]) -> None:
         raise BackendUnavailableError(
             "ranks share a GPU, which NCCL refuses: start one rank for each GPU, or give each rank another NCCL_HOSTID"
         )
+
+
+def bounded(act: Callable[[], T], timeout_s: float, what: str) -> T:
+    """Return the result of ``act``, which another thread calls. Raises `CollectiveTimeoutError` when time is up.
+
+    NCCL offers no other way out of a call that waits for a peer. That thread stays in the call, and ends with the
+    process.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(act())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="mpicomm-nccl-call", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise CollectiveTimeoutError(f"{what} within {timeout_s:g} s")
+    if errors:
+        raise HandleError(f"NCCL: {errors[0]}") from errors[0]
+    return results[0]

@@ -156,6 +156,18 @@ def test_ranks_in_different_calls_get_an_error(placement: str, device: str) -> N
             comm.Allreduce(array, np.empty_like(array), op)
 
 
+def test_messages_of_a_failed_call_reach_no_later_communicator(placement: str) -> None:
+    """MPI numbers communicators, and gives the number of one that was freed to the next one."""
+    for turn in range(6):
+        with on_hosts(placement, "cpu", timeout_s=3) as comm:
+            array, total = np.full(1000, comm.rank + turn, np.float16), np.zeros(1000, np.float16)
+            comm.Allreduce(array, total)
+            assert (total == sum(rank + turn for rank in range(comm.size))).all()
+            op = MPI.SUM if comm.rank % 2 else MPI.PROD
+            with pytest.raises(mpicomm.MpicommError):
+                comm.Allreduce(array, total, op)
+
+
 def test_an_algorithm_of_one_group_is_refused(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
     if len(groups_of(placement, comm.size, str(comm.device))) == 1:
         pytest.skip("one group has all algorithms")
