@@ -158,7 +158,7 @@ def test_ranks_in_different_calls_get_an_error(placement: str, device: str) -> N
 
 def test_messages_of_a_failed_call_reach_no_later_communicator(placement: str) -> None:
     """MPI numbers communicators, and gives the number of one that was freed to the next one."""
-    for turn in range(6):
+    for turn in range(3):
         with on_hosts(placement, "cpu", timeout_s=3) as comm:
             array, total = np.full(1000, comm.rank + turn, np.float16), np.zeros(1000, np.float16)
             comm.Allreduce(array, total)
