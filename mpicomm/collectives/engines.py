@@ -132,8 +132,8 @@ class Engines:
         uuids = tuple(place.device_uuid for place in session.placement.places)
 
         def channels() -> MappedChannels:
-            with backend.loading():
-                return session.keep(MappedChannels(session.node, backend, session.kind, session.pads))
+            # Not in `backend.loading()`, because the first signal loads its kernel there.
+            return session.keep(MappedChannels(session.node, backend, session.kind, session.pads))
 
         on_one_node = channels if len(session.placement.nodes) == 1 else None
         choice = choose_carrier(session.group, transfers, backend, uuids, on_one_node, engine.give_up)
