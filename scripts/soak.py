@@ -11,7 +11,7 @@ By then a device holds the code of all kernels, which takes some 60 MiB in all, 
 
 ``--communicators 10000`` and ``--registrations 100000`` make and free so many instead. ``--late 10000`` makes so many
 calls on arrays of 4 to 240 MiB; before half of them each rank's GPU idles for a random time. ``--device cpu|auto``.
-``--json FILE`` adds a row to a result file.
+With ``--hosts N`` the ranks claim to be on N hosts. ``--json FILE`` adds a row to a result file.
 """
 
 from __future__ import annotations
@@ -77,8 +77,12 @@ def main() -> None:
     parser.add_argument("--communicators", type=int, default=0)
     parser.add_argument("--registrations", type=int, default=0)
     parser.add_argument("--late", type=int, default=0)
+    parser.add_argument("--hosts", type=int, default=1, help="the hosts that the ranks claim to be on")
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
+    if options.hosts > 1:
+        os.environ["MPICOMM_HOSTID"] = f"host{WORLD.rank * options.hosts // WORLD.size}"
+        os.environ.setdefault("NCCL_HOSTID", f"rank{WORLD.rank}")  # NCCL takes no two ranks of a host on one GPU
     resource_tracker.ensure_running()  # started later, its descriptor would count as growth
     soak = Soak(options.device, options.seed)
     if options.late and soak.device == "cpu":
@@ -94,6 +98,8 @@ def main() -> None:
             run(soak, rounds, "memory registered and closed", options.json)
     else:
         what = "random calls on new communicators each round"
+        if options.hosts > 1:
+            what += f", ranks that claim to be on {options.hosts} hosts"
         if options.repeat:
             what += f", the same {options.repeat} rounds again and again"
         run(soak, _timed(soak, options.seconds, options.repeat), what, options.json)

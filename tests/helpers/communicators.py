@@ -49,6 +49,19 @@ def node_ranks(array: mpicomm.SymmetricArray) -> list[int]:
     return [rank for rank, pointer in enumerate(to_host(array.pointers).tolist()) if pointer]
 
 
+def ring_in_host(comm: mpicomm.Communicator) -> tuple[int, int]:
+    """Return the ranks that follow and precede this one among the ranks of its host. Collective."""
+    host = comm.describe().node
+    ranks = [rank for rank, each in enumerate(comm.allgather(host)) if each == host]
+    return ranks[(comm.local_rank + 1) % len(ranks)], ranks[comm.local_rank - 1]
+
+
+def groups_of(comm: mpicomm.Communicator) -> tuple[tuple[int, ...], ...] | None:
+    """Return the ranks of each group that reduces by itself, None where there is one group. Local."""
+    groups = comm._placement.cliques
+    return groups if len(groups) > 1 else None
+
+
 def require_memory_works(comm: mpicomm.Communicator) -> None:
     """Let every rank write into every part that it can access, and check its own part. Collective."""
     with array_module(comm), comm.zeros(comm.size, np.int64) as array:

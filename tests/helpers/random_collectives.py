@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.types import COVERED
 from tests.helpers.communicator_calls import FORMS, OF_ONE_TYPE, Case, Prepared, algorithms, legal_ops
-from tests.helpers.communicators import communicator
+from tests.helpers.communicators import communicator, groups_of
 from tests.helpers.reductions import dtype_named
 
 REDUCED = ("bool", "int32", "uint8", "float16", "bfloat16", "float32", "float64", "complex64")
@@ -138,7 +138,7 @@ class Player:
         )
 
     def _call(self, member: Member, case: Case, mode: str, what: str) -> None:
-        prepared = Prepared(case, member.rank, member.size, self._xp)
+        prepared = Prepared(replace(case, groups=groups_of(member.comm)), member.rank, member.size, self._xp)
         self._unchecked.append((what, member, prepared))
         if mode == "blocking":
             prepared.run(member.comm)
