@@ -161,10 +161,22 @@ class CliquesEngine:
             carry_out(plan.pieces, work, start)
             if plan.after is not None:
                 work(plan.after)
-        except (CollectiveTimeoutError, PeerError) as error:
-            self._engine.give_up(error)
-            self._carrier.tell(error)
+        except InvalidUsageError:
+            raise  # before anything is enqueued
+        except BaseException as error:
+            # Above all a KeyboardInterrupt: kernels of the clique, and other cliques, would wait for this rank.
+            failure = self._failure(plan, error)
+            self._engine.give_up(failure)
+            self._carrier.tell(failure)
             raise
+
+    def _failure(self, plan: CliquesPlan, error: BaseException) -> CollectiveTimeoutError | PeerError:
+        """Return the error of a call that this rank leaves, as others are to raise it."""
+        if isinstance(error, (CollectiveTimeoutError, PeerError)):
+            return error
+        rank = self._layout.rank
+        said = f"{plan.text}: rank {rank} left in the middle: {type(error).__name__}: {error}"
+        return PeerError(said, ranks=[rank])
 
     def completion(self) -> Callable[[], bool]:
         """Return a function that says whether what was enqueued so far is done; callable in any thread. Local."""
