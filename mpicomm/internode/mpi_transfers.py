@@ -110,9 +110,7 @@ class Transfers:
             except LengthError as error:
                 here = self.comm.rank
                 raise self._given_up(
-                    PeerError(
-                        f"{call}: {error} where rank {here} expects another: pass counts that agree", ranks=[here]
-                    )
+                    PeerError(f"{call}: {error} on rank {here}: pass counts that agree", ranks=[here])
                 ) from None
             except MPI.Exception as error:
                 raise self._given_up(_refused(call, error)) from None
@@ -247,10 +245,10 @@ def arrived(request: MPI.Request, rank: int, nbytes: int) -> bool:
             return False
     except MPI.Exception as error:
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
-            raise LengthError(f"rank {rank} sends more than {nbytes} bytes") from None
+            raise LengthError(f"rank {rank} sends more than the {nbytes} bytes that are expected") from None
         raise
     if status.Get_count(MPI.BYTE) != nbytes:
-        raise LengthError(f"rank {rank} sends {status.Get_count(MPI.BYTE)} bytes instead of {nbytes}")
+        raise LengthError(f"rank {rank} sends {status.Get_count(MPI.BYTE)} bytes, and {nbytes} are expected")
     return True
 
 

@@ -1,0 +1,131 @@
+"""Parcels of device memory that MPI carries, on devices made of threads whose streams are late at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.signature import Signature
+from mpicomm.devices.base import GpuBackend
+from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.internode import staged
+from mpicomm.internode.carrier import Carrier
+from mpicomm.internode.mpi_transfers import Transfers
+from mpicomm.internode.staged import AwareCarrier, StagedCarrier
+from mpicomm.internode.steps import Parcel, Wire
+from mpicomm.internode.wire_waits import WireWaits
+from tests.helpers.message_devices import DeviceArray, ThreadDevice
+
+WORLD = MPI.COMM_WORLD
+RANK, SIZE = WORLD.rank, WORLD.size
+OTHERS = [rank for rank in range(SIZE) if rank != RANK]
+CALL = Signature("Allreduce", "float32", 10, "sum")
+STREAM = 3
+
+if SIZE == 1:
+    pytest.skip("there is no other rank", allow_module_level=True)
+
+
+class Rig:
+    """A carrier between ranks that are a clique each."""
+
+    def __init__(self, comm: MPI.Intracomm, carrier: type[StagedCarrier | AwareCarrier]) -> None:
+        group = Group(comm, range(SIZE), 2.0)
+        self.waits = WireWaits(group.subgroup([RANK], tag=9))
+        self.device = ThreadDevice(RANK, 2.0)
+        backend = cast(GpuBackend, self.device)
+        self.carrier: Carrier = carrier(Transfers(comm, 2.0, OTHERS, self.waits), backend)
+
+    def array(self, content: Any) -> DeviceArray:
+        return DeviceArray(self.device, np.asarray(content))
+
+    def close(self) -> None:
+        self.carrier.close()
+        self.waits.close_peers()
+        self.waits.close_own()
+        self.device.close()
+
+
+def parcel(rank: int, array: DeviceArray) -> Parcel:
+    return Parcel(rank, array.memory.ctypes.data, array.memory.nbytes)
+
+
+@pytest.fixture(params=[StagedCarrier, AwareCarrier])
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    monkeypatch.setattr(staged, "CHUNK_NBYTES", 4096)
+    # Not freed where a test leaves messages behind: another communicator would get its number, and the messages.
+    made = Rig(WORLD.Dup(), request.param)
+    yield made
+    made.close()
+
+
+def test_parcels_follow_the_work_of_the_stream_and_later_work_finds_them(rig: Rig) -> None:
+    for turn, count in enumerate((1, 1024, 1025, 30_000)):
+        started = []
+        for number in range(2):  # wires that are under way at once
+            sent = {peer: rig.array(np.zeros(count, np.int32)) for peer in OTHERS}
+            received = {peer: rig.array(np.zeros(count, np.int32)) for peer in OTHERS}
+            seen = {peer: rig.array(np.zeros(count, np.int32)) for peer in OTHERS}
+            for peer, array in sent.items():
+                array.fill(1000 * turn + 100 * number + 10 * RANK + peer, STREAM)
+                received[peer].fill(-1, STREAM)  # earlier work may still use the memory
+            wire = Wire(
+                tuple(parcel(peer, array) for peer, array in sent.items()),
+                tuple(parcel(peer, array) for peer, array in received.items()),
+            )
+            started.append((rig.carrier.start(wire, STREAM, CALL), number, sent, received, seen))
+        for finish, number, sent, received, seen in reversed(started):
+            finish()
+            for peer in OTHERS:
+                source, target = received[peer].memory.ctypes.data, seen[peer].memory.ctypes.data
+                rig.device.copy(target, source, received[peer].memory.nbytes, STREAM)
+                sent[peer].fill(-5, STREAM)  # the memory is the caller's again
+            for peer, array in seen.items():
+                assert (array.get() == 1000 * turn + 100 * number + 10 * peer + RANK).all()
+
+
+def test_a_rank_that_does_not_come_is_named(rig: Rig) -> None:
+    if RANK == SIZE - 1:
+        return
+    array = rig.array(np.zeros(10, np.int32))
+    finish = rig.carrier.start(Wire(receives=(parcel(SIZE - 1, array),)), STREAM, CALL)
+    with pytest.raises(CollectiveTimeoutError, match=rf"rank {SIZE - 1} did not arrive within 2 s") as raised:
+        finish()
+    assert raised.value.ranks == (SIZE - 1,)
+
+
+def test_ranks_in_different_calls_name_both(rig: Rig) -> None:
+    call = CALL if RANK else Signature("Bcast", "float32", 10, root=0)
+    sent, received = (rig.array(np.zeros(10, np.int32)) for _ in range(2))
+    peer = 1 if RANK == 0 else 0
+    if RANK < 2:
+        wire = Wire((parcel(peer, sent),), (parcel(peer, received),))
+        with pytest.raises(PeerError, match=r"ranks called different things: .*(Bcast|Allreduce)"):
+            rig.carrier.start(wire, STREAM, call)()
+
+
+@pytest.mark.parametrize("more", [4, -4])
+def test_another_length_is_an_error(rig: Rig, more: int) -> None:
+    if RANK == 0:
+        rig.carrier.start(Wire(sends=(parcel(1, rig.array(np.zeros(10, np.int32))),)), STREAM, CALL)()
+    elif RANK == 1:
+        array = rig.array(np.zeros(10 + more, np.int32))
+        with pytest.raises(PeerError, match=r"rank 0 sends .* bytes.* expected on rank 1"):
+            rig.carrier.start(Wire(receives=(parcel(0, array),)), STREAM, CALL)()
+
+
+def test_the_error_of_the_rank_that_is_awaited_arrives(rig: Rig) -> None:
+    if RANK == 0:
+        rig.carrier.tell(CollectiveTimeoutError("rank 7 did not come", ranks=[7]))
+    elif RANK == 1:
+        array = rig.array(np.zeros(10, np.int32))
+        finish = rig.carrier.start(Wire(receives=(parcel(0, array),)), STREAM, CALL)
+        with pytest.raises(mpicomm.CollectiveTimeoutError, match=r"rank 7 did not come") as raised:
+            finish()
+        assert raised.value.ranks == (7,)
