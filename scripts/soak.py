@@ -140,7 +140,7 @@ def run(soak: Soak, rounds: Rounds, what: str, file: Path | None) -> None:
 def _record(file: Path, soak: Soak, what: str, growth: dict[str, int]) -> None:
     """Add the row of a run to a result file. Collective."""
     with communicator("cpu" if soak.device == "cpu" else "auto") as comm:
-        ranks = WORLD.gather(rank_record(comm.describe()))
+        ranks = WORLD.gather({**rank_record(comm.describe()), "node": 0})  # other hosts are claimed
     if ranks is None:
         return
     done = ", ".join(f"{count:,} {name}" for name, count in soak.done.items())
