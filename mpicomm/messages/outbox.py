@@ -334,9 +334,9 @@ class Outbox:
 
     def _look(self) -> None:
         """Make the places idle whose messages are copied by now. It waits for a copy, and for no work of the user."""
-        if not self._in_flight:
-            return
         for _ in range(1 if self._copied is None else 2):  # the copy that was begun may be old
+            if not self._in_flight:  # from the start, or since the old copy was used
+                return
             if self._copied is None:
                 self._begin_copy()
             self._await_copy()

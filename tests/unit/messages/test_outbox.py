@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -98,6 +100,33 @@ def test_a_line_that_is_used_again_waits_for_its_next_message(box: Outbox) -> No
         assert not box.is_drained()
         finish(box, described)
         assert box.is_drained()
+
+
+class LateDevice(ThreadDevice):
+    """A device whose copies read memory when the host has asked ``late`` times whether they are over."""
+
+    late = 0
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        self._copy = partial(ctypes.memmove, target, source, nbytes)
+
+    def completion(self, stream: int) -> Callable[[], bool]:
+        polls = iter((False,) * self.late)
+        return lambda: next(polls, True) and bool(self._copy())
+
+
+@pytest.mark.parametrize("late", range(6))
+def test_a_look_that_began_before_the_last_message_was_read_may_find_all_read(no_leaks: None, late: int) -> None:
+    device = LateDevice(0, 5.0, total_nbytes=64 * MOST, slowest_s=0)
+    device.late = late
+    box = Outbox(cast(MessageDevice, device), 8 << 20)
+    for count in (3, 2, 3, 1, 3, 3):
+        for described in [box.reserve(2 << 20) for _ in range(count)]:
+            finish(box, described)
+    for _ in range(300):
+        finish(box, box.reserve(40_000))
+    box.close()
+    device.close()
 
 
 def test_a_place_that_is_put_back_serves_the_next_message(box: Outbox) -> None:
