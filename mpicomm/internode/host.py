@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from mpicomm.devices.host import array_at
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.mpi_transfers import Direct, Transfers
 from mpicomm.internode.pipeline import DEPTH, carry_out
-from mpicomm.internode.schedules import pieces, schedule_of
-from mpicomm.internode.steps import Combine, Local, Move, Room, Step, Wire
+from mpicomm.internode.schedules import pieces, schedule_of, steps_of
+from mpicomm.internode.steps import Combine, Local, Move, Step, Wire
 from mpicomm.mpi.types import is_narrow
 
 _BYTE = np.dtype(np.uint8)
@@ -48,10 +49,7 @@ class HostCliques:
 
         def planned() -> Iterator[list[Step]]:
             for number, piece in enumerate(cut):
-                needed = Room()
-                for _ in schedule(piece, self._layout, needed):
-                    pass
-                yield list(schedule(piece, self._layout, Room(self._memory(number % DEPTH, needed.nbytes))))
+                yield steps_of(schedule, piece, self._layout, partial(self._memory, number % DEPTH))
 
         signature = call.signature
         comm = self._transfers.comm

@@ -40,6 +40,11 @@ class Layout:
         count = len(self.cliques)
         return tuple((self.number + step) % count for step in range(1, count))
 
+    @cached_property
+    def elsewhere(self) -> tuple[int, ...]:
+        """The ranks of the other cliques, clique by clique."""
+        return tuple(rank for clique in self.others for rank in self.cliques[clique])
+
     def clique_of(self, rank: int) -> int:
         """Return the number of a rank's clique."""
         return self._places[rank][0]

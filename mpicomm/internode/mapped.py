@@ -33,7 +33,6 @@ class MappedChannels:
     def __init__(self, node: Group, backend: Backend, kind: Kind, pads: SignalPads) -> None:
         self._node = node
         self._backend = backend
-        self._pads = pads
         self._full = [pads.take() for _ in range(_CHANNELS)]
         self._free = [pads.take() for _ in range(_CHANNELS)]
         nbytes = _CHANNELS * node.size * SLOT_NBYTES

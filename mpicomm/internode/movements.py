@@ -50,15 +50,11 @@ def allgather(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
     Each block crosses the network once per clique, and all network cards carry the same where blocks are equal.
     """
     assert b.blocks is not None
-    blocks, itemsize = b.blocks, b.dtype.itemsize
+    blocks = b.blocks
     send = blocks[b.rank] if b.send is None else b.send
     yield Wire(
-        tuple(Parcel(layout.partner(b.rank, clique), send.pointer, send.count * itemsize) for clique in layout.others),
-        tuple(
-            Parcel(rank, blocks[rank].pointer, blocks[rank].count * itemsize)
-            for clique in layout.others
-            for rank in layout.served(clique)
-        ),
+        tuple(Parcel.of(layout.partner(b.rank, clique), send, b.dtype) for clique in layout.others),
+        tuple(Parcel.of(rank, blocks[rank], b.dtype) for clique in layout.others for rank in layout.served(clique)),
     )
     clique_size = len(layout.ranks)
     for clique in range(len(layout.cliques)):
@@ -81,10 +77,10 @@ def alltoall(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
             copy = Span(room.take(block.count * itemsize), block.count)
             yield Move(copy.pointer, block.pointer, block.count * itemsize)
             sends.append(copy)
-    others = [rank for clique in layout.others for rank in layout.cliques[clique]]
+    others = layout.elsewhere
     yield Wire(
-        tuple(Parcel(rank, sends[rank].pointer, sends[rank].count * itemsize) for rank in others),
-        tuple(Parcel(rank, b.blocks[rank].pointer, b.blocks[rank].count * itemsize) for rank in others),
+        tuple(Parcel.of(rank, sends[rank], b.dtype) for rank in others),
+        tuple(Parcel.of(rank, b.blocks[rank], b.dtype) for rank in others),
     )
     here = [sends[rank] for rank in layout.ranks], [b.blocks[rank] for rank in layout.ranks]
     cuts = [b.cuts[rank] for rank in layout.ranks] if b.cuts else ()
@@ -93,18 +89,14 @@ def alltoall(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
 
 def gather(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
     """The ranks of other cliques send straight to the root; the root's clique gathers. Counts may be private."""
-    itemsize = b.dtype.itemsize
     if layout.number != layout.clique_of(b.root):
         assert b.send is not None
-        yield Wire(sends=(Parcel(b.root, b.send.pointer, b.send.count * itemsize),))
+        yield Wire(sends=(Parcel.of(b.root, b.send, b.dtype),))
         return
     blocks = None
     if b.rank == b.root:
         assert b.blocks is not None
-        others = [rank for clique in layout.others for rank in layout.cliques[clique]]
-        yield Wire(
-            receives=tuple(Parcel(rank, b.blocks[rank].pointer, b.blocks[rank].count * itemsize) for rank in others)
-        )
+        yield Wire(receives=tuple(Parcel.of(rank, b.blocks[rank], b.dtype) for rank in layout.elsewhere))
         blocks = [b.blocks[rank] for rank in layout.ranks]
     else:
         yield Wire()
@@ -114,18 +106,14 @@ def gather(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
 
 def scatter(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
     """The root sends straight to the ranks of other cliques, and scatters in its clique. Counts may be private."""
-    itemsize = b.dtype.itemsize
     if layout.number != layout.clique_of(b.root):
         assert b.output is not None
-        yield Wire(receives=(Parcel(b.root, b.output.pointer, b.output.count * itemsize),))
+        yield Wire(receives=(Parcel.of(b.root, b.output, b.dtype),))
         return
     sends = None
     if b.rank == b.root:
         assert b.send_blocks is not None
-        others = [rank for clique in layout.others for rank in layout.cliques[clique]]
-        yield Wire(
-            tuple(Parcel(rank, b.send_blocks[rank].pointer, b.send_blocks[rank].count * itemsize) for rank in others)
-        )
+        yield Wire(tuple(Parcel.of(rank, b.send_blocks[rank], b.dtype) for rank in layout.elsewhere))
         sends = [b.send_blocks[rank] for rank in layout.ranks]
     else:
         yield Wire()
@@ -167,7 +155,7 @@ def bcast_in_two_steps(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]
 
     def parcel(to_or_from: int, clique: int) -> Parcel:
         """Return the parcel with the part of a clique."""
-        return Parcel(to_or_from, parts[clique].pointer, parts[clique].count * itemsize)
+        return Parcel.of(to_or_from, parts[clique], b.dtype)
 
     if number == home:
         given = shards if b.rank == b.root else None

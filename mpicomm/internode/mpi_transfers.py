@@ -55,6 +55,7 @@ class Transfers:
         self._contacts = contacts
         self._waits = waits
         self._open: list[Transfer] = []
+        self._has_told = False
         self.failed = False
         """Whether this rank has given a call up: messages of it may still be under way, or in no receive."""
         self.meanwhile: Callable[[], object] = _nothing
@@ -83,8 +84,11 @@ class Transfers:
     def tell(self, error: MpicommError) -> None:
         """Tell the ranks of other cliques that may wait for this one why it has given a call up. Local.
 
-        This rank may have waited for a rank of its clique: so they learn which one.
+        This rank may have waited for a rank of its clique: so they learn which one. A second call does nothing.
         """
+        if self._has_told:
+            return
+        self._has_told = True
         self._say(type(error)(str(error), ranks=error.ranks), _ERROR_TAG)
         # MPI sends inside its calls alone, also what it has buffered, and the program may make none after the error.
         wait_until(lambda: False, _SENDING_S, lambda: self.comm.Iprobe(self.comm.rank, _ERROR_TAG))
@@ -163,7 +167,7 @@ class Transfers:
         return sorted(missing - {self.comm.rank} or set(ranks))
 
     def _tag_from(self, rank: int) -> int | None:
-        """Return the tag of the first message of a rank that no receive has taken, None if there is none. Local."""
+        """Return the tag of the first message from a rank that waits for a receive, None if no message waits. Local."""
         status = MPI.Status()
         return status.tag if self.comm.Iprobe(rank, MPI.ANY_TAG, status) else None
 

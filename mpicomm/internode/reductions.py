@@ -62,17 +62,14 @@ def allreduce_in_two_steps(b: Buffers, layout: Layout, room: Room) -> Iterator[S
     slots = Slots.take(room, cliques, nbytes)
     rail = {clique: layout.cliques[clique][index] for clique in layout.others} if index < layout.rails else {}
     yield Wire(
-        tuple(
-            Parcel(rank, parts[clique].pointer, parts[clique].count * dtype.itemsize) for clique, rank in rail.items()
-        ),
+        tuple(Parcel.of(rank, parts[clique], dtype) for clique, rank in rail.items()),
         tuple(Parcel(rank, slots[clique], nbytes) for clique, rank in rail.items()),
     )
     yield Move(slots[number], parts[number].pointer, nbytes)
     yield _combined(b, dtype, op, slots, places[number])
-    itemsize = b.dtype.itemsize
     yield Wire(
-        tuple(Parcel(rank, places[number].pointer, places[number].count * itemsize) for rank in rail.values()),
-        tuple(Parcel(rank, places[clique].pointer, places[clique].count * itemsize) for clique, rank in rail.items()),
+        tuple(Parcel.of(rank, places[number], b.dtype) for rank in rail.values()),
+        tuple(Parcel.of(rank, places[clique], b.dtype) for clique, rank in rail.items()),
     )
     yield allgather_in_clique(layout, b.dtype, results[index], results)
 

@@ -61,6 +61,14 @@ def schedule_of(operation: Operation, nbytes: int, layout: Layout, algorithm: st
     return _SCHEDULES.get(operation, movements.alltoall)  # collectives of neighbours are all-to-alls, too
 
 
+def steps_of(schedule: Schedule, piece: Buffers, layout: Layout, memory: Callable[[int], int]) -> list[Step]:
+    """Return this rank's steps of a piece; ``memory`` returns the address of so many bytes of scratch memory. Local."""
+    needed = Room()
+    for _ in schedule(piece, layout, needed):
+        pass
+    return list(schedule(piece, layout, Room(memory(needed.nbytes))))
+
+
 def pieces(operation: Operation, b: Buffers) -> Sequence[Buffers]:
     """Cut a call into calls on parts of each block, equally many on all ranks; local.
 

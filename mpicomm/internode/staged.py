@@ -43,7 +43,7 @@ class StagedCarrier:
         """See `Carrier`; the function that it returns blocks until the parcels have arrived."""
         side = self._backend.side_streams
         behind = side.mark(stream)
-        side.follow(self._out, behind)
+        side.follow(self._out, behind)  # it reads memory that earlier work writes
         side.follow(self._into, behind)  # it overwrites memory that earlier work may read
         comm, streams = self._transfers.comm, (self._out, self._into)
         wait = self._transfers.begin(lambda tag: _Staged(comm, wire, tag, self._backend, *streams, self._chunks), call)
@@ -52,7 +52,7 @@ class StagedCarrier:
             side.wait(behind)
             self._backend.check()
             wait()
-            side.follow(stream, side.mark(self._into))
+            side.follow(stream, side.mark(self._into))  # later work reads the data that the copies bring
 
         return finish
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.mpi.span import Span
 
 _ALIGNED_NBYTES = 256
 
@@ -28,6 +29,11 @@ class Parcel:
     rank: int
     pointer: int
     nbytes: int
+
+    @classmethod
+    def of(cls, rank: int, span: Span, dtype: np.dtype[Any]) -> Parcel:
+        """Return the parcel with all elements of a span."""
+        return cls(rank, span.pointer, span.count * dtype.itemsize)
 
 
 @dataclass(frozen=True)

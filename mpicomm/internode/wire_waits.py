@@ -35,6 +35,8 @@ class WireWaits:
 
     def waits_for(self, rank: int) -> None:
         """Say that this rank waits for ``rank``, and is alive; local, cheap, to be repeated."""
+        # Pairs with the reads in `awaited`. The words need no order between them: a reader only asks whether the count
+        # goes on, and names the rank that it finds.
         line = self._lines[self._own]
         line[0] = rank + 1
         line[1] += 1

@@ -30,7 +30,7 @@ _UNITS = ("", "", "(B)", "(us)", "(GB/s)", "", "(predicted us)", "(predicted us)
 
 @dataclass(frozen=True)
 class Row:
-    """The predictions for one size on so many nodes; a time of NCCL is None where there is none."""
+    """The predictions for one size and one number of nodes; NCCL's time is None where it was not measured."""
 
     nodes: int
     case: Case

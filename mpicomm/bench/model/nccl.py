@@ -1,4 +1,4 @@
-"""What NCCL's ring and tree would cost over several groups by the same model.
+"""The times of NCCL's ring and tree over several groups, by the same model.
 
 The part in a group is NCCL's own measured time there, from runs with ``--compare nccl``. Sources:
 

@@ -1,4 +1,4 @@
-"""What mpicomm's collectives over several groups cost: one function for each schedule of two levels.
+"""The cost of mpicomm's collectives over several groups: one function for each schedule of two levels.
 
 In the formulae L is the ranks of a group, G the groups, N = L * G, n the bytes of the largest buffer of a rank, as the
 bench counts sizes, and T(n) a measured time of one group. A *rail* is made of the ranks with the same number in their
@@ -43,7 +43,7 @@ class System:
 
 @dataclass(frozen=True)
 class Cost:
-    """What one piece of a call costs on each level, in microseconds."""
+    """The time that one piece of a call takes on each level, in microseconds."""
 
     group_us: float
     network_us: float

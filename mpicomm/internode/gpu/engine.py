@@ -28,8 +28,8 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.internode.carrier import Carrier
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.pipeline import DEPTH, carry_out
-from mpicomm.internode.schedules import pieces, schedule_of
-from mpicomm.internode.steps import Combine, Local, Room, Step, Wire
+from mpicomm.internode.schedules import pieces, schedule_of, steps_of
+from mpicomm.internode.steps import Combine, Local, Step, Wire
 from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.kernels.reductions import reduction_of
 from mpicomm.mpi.span import Span
@@ -41,8 +41,6 @@ _BYTE = np.dtype(np.uint8)
 
 class CliquesPlan:
     """This rank's part of a call, ready to be enqueued again and again: plans of its clique, and wires."""
-
-    collective = True
 
     def __init__(self, call: Signature, pieces: Sequence[Sequence[Item]], before: Plan | None, after: Plan | None):
         self.call = call
@@ -106,13 +104,13 @@ class CliquesEngine:
         schedule = schedule_of(operation, nbytes, self._layout, asked)
         planned: list[list[Item]] = []
         for number, piece in enumerate(pieces(operation, buffers)):
-            needed = Room()
-            for _ in schedule(piece, self._layout, needed):
-                pass
-            memory = self._scratch[number % DEPTH].of(needed.nbytes)
-            steps = schedule(piece, self._layout, Room(0 if memory is None else memory.pointer))
+            steps = steps_of(schedule, piece, self._layout, partial(self._memory, number % DEPTH))
             planned.append([item for step in steps for item in self._planned(step, call, asked)])
         return planned
+
+    def _memory(self, part: int, nbytes: int) -> int:
+        memory = self._scratch[part].of(nbytes)
+        return 0 if memory is None else memory.pointer
 
     def _planned(self, step: Step, call: Signature, asked: str) -> Iterable[Item]:
         if isinstance(step, Wire):

@@ -56,7 +56,6 @@ class NcclCarrier:
         self._timeout_s = group.timeout_s
         self._on_failure = on_failure
         library = nccl_library.load()
-        self.library = library.name
         ids = group.exchange("NCCL: id", lambda: library.unique_id() if group.rank == 0 else b"")
 
         def create() -> nccl_library.Communicator:
@@ -161,6 +160,8 @@ class NcclCarrier:
 
     def _fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         self._failed = True
+        # Before the abort: it ends the kernels that wait, and work behind them runs on with data that never came. The
+        # next `check` must raise by then.
         self._on_failure(error)
         with self._backend.current():
             self._nccl.abort()

@@ -131,12 +131,12 @@ class _CupyCommunicator:
 
 
 def load() -> Library:
-    """Return the binding that is installed. Raises ImportError, with the reasons, if there is none that works."""
+    """Return the installed binding. Raises ImportError, which says why each binding fails."""
     reasons = []
     for binding in (_Nccl4py, _Cupy):
         try:
             return binding()
-        except Exception as error:  # nccl4py raises errors of its own where it finds no library
+        except Exception as error:  # nccl4py has other errors for a missing library
             reasons.append(f"{binding.__name__.strip('_').lower()}: {error}")
     raise ImportError("; ".join(reasons))
 
