@@ -230,6 +230,11 @@ class Session:
             if self._private is not None and self.intact and not self._left_messages:
                 self._private.Free()
 
+    def hasten(self, limit_s: float) -> None:
+        """Let later exchanges wait no longer than ``limit_s`` seconds for a rank. Local."""
+        for group in self._groups:
+            group.timeout_s = min(group.timeout_s, limit_s)
+
     def release(self) -> None:
         """Unmap the peers' memory before MPI_Finalize; local, without a barrier.
 

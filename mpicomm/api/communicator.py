@@ -299,6 +299,12 @@ class Communicator(
             super().Free()
             mark_freed(self)
 
+    def free_within(self, limit_s: float) -> None:
+        """Free as `Free` does, but wait no longer than ``limit_s`` seconds for a rank."""
+        if self != MPI.COMM_NULL:
+            self._session.hasten(limit_s)
+            self.Free()
+
     def free(self) -> None:
         """Free as `Free` does, unless the communicator is freed or MPI's own: mpi4py's call for clean-up."""
         if self != MPI.COMM_NULL and not self._name_in_mpi:

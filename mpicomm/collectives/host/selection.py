@@ -109,6 +109,11 @@ def algorithms_for(operation: Operation) -> tuple[str, ...]:
     return tuple(names + ["ring"] * (operation.ring is not None))
 
 
+def best_mapped(operation: Operation, nbytes: int) -> str:
+    """Return the algorithm for a collective of ``nbytes`` on mapped memory; local."""
+    return "two_shot" if nbytes >= _TWO_SHOT_FROM.get(operation.name, _NEVER) else "one_shot"
+
+
 def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> list[Exchange]:
     """Return a call on mapped memory as exchanges. Raises `InvalidUsageError` for an operation that a ring lacks."""
     operation, buffers = call.operation, call.buffers(scratch)
@@ -119,8 +124,9 @@ def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> lis
             raise InvalidUsageError(f'algorithm="ring" of {operation}: {refusal}: use "auto"')
         return operation.ring(buffers)
     two_shot = operation.two_shot
-    least = 0 if algorithm == "two_shot" else _TWO_SHOT_FROM.get(operation.name, _NEVER)
-    if two_shot is None or size == 1 or algorithm == "one_shot" or (call.nbytes or 0) < least:
+    if algorithm == "auto":
+        algorithm = best_mapped(operation, call.nbytes or 0)
+    if two_shot is None or size == 1 or algorithm == "one_shot":
         return [operation.one_shot(buffers)]
     # A piece has a shard for each rank, small enough to be in the cache still when the second exchange reads it.
     pieces = [two_shot(piece) for piece in buffers.pieces(_SHARD_NBYTES * size)]

@@ -1,0 +1,12 @@
+"""mpicomm.torch: the backend ``mpicomm`` of ``torch.distributed``.
+
+``torch.distributed.init_process_group("mpicomm")`` under mpirun takes rank and size from MPI. Its groups carry tensors
+of the host and of GPUs over memory that the ranks have opened for each other. This package alone imports PyTorch.
+"""
+
+from mpicomm.torch.groups import communicator
+from mpicomm.torch.registration import register
+
+register()
+
+__all__ = ["communicator", "register"]

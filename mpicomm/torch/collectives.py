@@ -1,0 +1,206 @@
+"""The collectives of ``torch.distributed`` as those of a Communicator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from mpicomm.api.communicator import Communicator
+from mpicomm.collectives.host.selection import best_mapped
+from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.errors import InvalidUsageError
+from mpicomm.torch.reductions import mpi_op, premultiplied
+from mpicomm.torch.tensors import Pieces, SplitSizesError, flat, movable, require_reducible
+
+
+class Collectives:
+    """The collectives of one group on tensors. All of them are *collective*.
+
+    On tensors of the host a call blocks until its output is there. On tensors of a GPU it is enqueued on PyTorch's
+    current stream. The host's calls go through mapped memory at every size, because MPI's waits have no limit.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any, name: str = "tensor") -> None:
+        """Reduce ``tensor`` over all ranks, in place."""
+        memory = flat(tensor, name)
+        require_reducible(memory, name)
+        given = premultiplied(op, memory)
+        send = MPI.IN_PLACE if given is memory else given
+        self._comm.Allreduce(send, memory, mpi_op(op, memory), algorithm=self._way("Allreduce", memory))
+
+    def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> None:
+        """Reduce ``tensor`` over all ranks into the root's ``tensor``."""
+        memory = flat(tensor, "tensor")
+        require_reducible(memory, "tensor")
+        given = premultiplied(op, memory)
+        send = MPI.IN_PLACE if given is memory and self._comm.rank == root else given
+        receive = memory if self._comm.rank == root else None
+        self._comm.Reduce(send, receive, mpi_op(op, memory), root, algorithm=self._way("Reduce", memory))
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> None:
+        """Give the root's ``tensor`` to all ranks."""
+        memory = movable(flat(tensor, "tensor"))
+        self._comm.Bcast(memory, root, algorithm=self._way("Bcast", memory))
+
+    def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> None:
+        """Put the ``given`` tensors of all ranks one after the other into ``output``."""
+        receive, send = flat(output, "output_tensor"), flat(given, "input_tensor")
+        self._require_blocks(receive, send, "output_tensor", "input_tensor")
+        receive, send = movable(receive), movable(send)
+        self._comm.Allgather(send, receive, algorithm=self._way("Allgather", receive))
+
+    def all_gather_list(self, outputs: Sequence[torch.Tensor], given: torch.Tensor) -> None:
+        """Put each rank's ``given`` tensor into the output of that number; sizes may differ."""
+        pieces = self._pieces(outputs, "tensor_list")
+        send = flat(given, "tensor")
+        self._require_size(send, pieces.counts[self._comm.rank], f"tensor_list[{self._comm.rank}]", "tensor")
+        self._require_type(send, pieces.memory, "tensor", "tensor_list")
+        receive = _of_counts(pieces.memory, pieces.counts)
+        self._comm.Allgatherv(movable(send), receive, algorithm=self._way("Allgatherv", pieces.memory))
+        pieces.scatter()
+
+    def gather(self, outputs: Sequence[torch.Tensor] | None, given: torch.Tensor, root: int) -> None:
+        """Put each rank's ``given`` tensor into the root's output of that number; sizes may differ."""
+        send = flat(given, "tensor")
+        if outputs is None:
+            self._comm.Gatherv(movable(send), None, root, algorithm=self._way("Gatherv", send))
+            return
+        pieces = self._pieces(outputs, "gather_list")
+        self._require_type(send, pieces.memory, "tensor", "gather_list")
+        receive = _of_counts(pieces.memory, pieces.counts)
+        self._comm.Gatherv(movable(send), receive, root, algorithm=self._way("Gatherv", send))
+        pieces.scatter()
+
+    def scatter(self, output: torch.Tensor, given: Sequence[torch.Tensor] | None, root: int) -> None:
+        """Put the root's given tensor of this rank's number into ``output``; sizes may differ."""
+        receive = flat(output, "tensor")
+        if given is None:
+            self._comm.Scatterv(None, movable(receive), root, algorithm=self._way("Scatterv", receive))
+            return
+        pieces = self._pieces(given, "scatter_list")
+        self._require_type(receive, pieces.memory, "tensor", "scatter_list")
+        send = _of_counts(pieces.gather(), pieces.counts)
+        self._comm.Scatterv(send, movable(receive), root, algorithm=self._way("Scatterv", receive))
+
+    def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, op: Any) -> None:
+        """Reduce ``given`` over all ranks, and put this rank's block of the result into ``output``."""
+        receive, send = flat(output, "output"), flat(given, "input")
+        self._require_blocks(send, receive, "input", "output")
+        require_reducible(receive, "output")
+        send = premultiplied(op, send)
+        way = self._way("Reduce_scatter_block", send)
+        self._comm.Reduce_scatter_block(send, receive, mpi_op(op, receive), algorithm=way)
+
+    def reduce_scatter_list(self, output: torch.Tensor, given: Sequence[torch.Tensor], op: Any) -> None:
+        """Reduce the given tensors over all ranks, and put the one of this rank's number into ``output``."""
+        pieces = self._pieces(given, "input_list")
+        receive = flat(output, "output")
+        require_reducible(receive, "output")
+        self._require_size(receive, pieces.counts[self._comm.rank], f"input_list[{self._comm.rank}]", "output")
+        self._require_type(receive, pieces.memory, "output", "input_list")
+        send = premultiplied(op, pieces.gather())
+        way = self._way("Reduce_scatter", send)
+        self._comm.Reduce_scatter(send, receive, pieces.counts, mpi_op(op, receive), algorithm=way)
+
+    def all_to_all(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> None:
+        """Send the parts of ``given`` to the ranks, and put their parts one after the other into ``output``.
+
+        Splits count rows, which are the elements along the first dimension. Without them all parts are equal.
+        """
+        receive, send = flat(output, "output"), flat(given, "input")
+        self._require_type(receive, send, "output", "input")
+        receive_counts = self._counts(output, output_splits, "output")
+        send_counts = self._counts(given, input_splits, "input")
+        self._alltoallv(receive, receive_counts, send, send_counts)
+
+    def all_to_all_list(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
+        """Send each given tensor to the rank of its number, and receive the outputs likewise."""
+        received, sent = self._pieces(outputs, "output_tensor_list"), self._pieces(given, "input_tensor_list")
+        self._require_type(received.memory, sent.memory, "output_tensor_list", "input_tensor_list")
+        self._alltoallv(received.memory, received.counts, sent.gather(), sent.counts)
+        received.scatter()
+
+    def barrier(self) -> None:
+        """Wait until all ranks have come here, and on a GPU until the current stream has done its work. Blocking."""
+        if isinstance(self._comm.device, int):
+            stream = torch.cuda.current_stream(self._comm.device)
+            self._comm.Barrier(stream=stream)
+            stream.synchronize()
+            self._comm.check(stream)
+        else:
+            self.all_reduce(torch.zeros(1, dtype=torch.uint8), torch.distributed.ReduceOp.SUM)
+
+    def _alltoallv(
+        self, receive: torch.Tensor, receive_counts: list[int], send: torch.Tensor, send_counts: list[int]
+    ) -> None:
+        sent, received = _of_counts(send, send_counts), _of_counts(receive, receive_counts)
+        self._comm.Alltoallv(sent, received, algorithm=self._way("Alltoallv", receive))
+
+    def _way(self, name: str, memory: torch.Tensor) -> str:
+        return "auto" if memory.is_cuda else best_mapped(OPERATIONS[name], memory.nbytes)
+
+    def _pieces(self, tensors: Sequence[torch.Tensor], name: str) -> Pieces:
+        if len(tensors) != self._comm.size:
+            raise InvalidUsageError(f"{name} has {len(tensors)} tensors for {self._comm.size} ranks: pass one for each")
+        return Pieces(tensors, name)
+
+    def _require_blocks(self, whole: torch.Tensor, block: torch.Tensor, name: str, block_name: str) -> None:
+        self._require_type(whole, block, name, block_name)
+        if whole.numel() != block.numel() * self._comm.size:
+            raise InvalidUsageError(
+                f"{name} has {whole.numel()} elements and {block_name} {block.numel()}: for {self._comm.size} ranks "
+                f"{name} needs {block.numel() * self._comm.size}"
+            )
+
+    def _require_size(self, memory: torch.Tensor, count: int, other: str, name: str) -> None:
+        if memory.numel() != count:
+            raise InvalidUsageError(f"{name} has {memory.numel()} elements, but {other} has {count}: they must agree")
+
+    def _require_type(self, one: torch.Tensor, other: torch.Tensor, name: str, other_name: str) -> None:
+        if one.dtype != other.dtype or one.device != other.device:
+            raise ElementTypeMismatchError(
+                f"{name} has {one.dtype} on {one.device}, but {other_name} has {other.dtype} on {other.device}: they "
+                "must agree"
+            )
+
+    def _counts(self, tensor: torch.Tensor, splits: Sequence[int], name: str) -> list[int]:
+        """Return the elements of each rank's part of ``tensor``."""
+        size, rows = self._comm.size, tensor.size(0) if tensor.dim() else 1
+        if not splits:
+            if rows % size:
+                raise SplitSizesError(
+                    f"{name} has {rows} rows, which {size} ranks cannot share equally: pass {name}_split_sizes"
+                )
+            splits = [rows // size] * size
+        elif len(splits) != size or sum(splits) != rows or min(splits) < 0:
+            raise SplitSizesError(
+                f"{name}_split_sizes={list(splits)} must be {size} numbers of rows, one for each rank, which add up to "
+                f"the {rows} rows of {name}"
+            )
+        of_row = tensor.numel() // rows if rows else 0
+        return [split * of_row for split in splits]
+
+
+class ElementTypeMismatchError(InvalidUsageError, TypeError, RuntimeError):
+    """Tensors of one call differ in type or device. PyTorch's own backends raise TypeError or RuntimeError for it."""
+
+
+def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:
+    """Return ``memory`` as mpi4py takes it for blocks of these numbers of elements, one after the other."""
+    moved = movable(memory)
+    if moved.dtype != memory.dtype:
+        counts = [count * memory.element_size() for count in counts]
+    return [moved, (counts, [0, *accumulate(counts[:-1])])]

@@ -1,0 +1,348 @@
+"""ProcessGroup: a Communicator with the methods that PyTorch calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch._C import _distributed_c10d as c10d
+
+from mpicomm.api.communicator import Communicator
+from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.log import logger
+from mpicomm.torch.collectives import Collectives
+from mpicomm.torch.lane import Lane
+from mpicomm.torch.parts import part_of
+from mpicomm.torch.tensors import flat, movable
+from mpicomm.torch.works import JoinedWork, MessageWork, StreamWork, Work
+
+Tensors = Sequence[torch.Tensor]
+
+_FREE_S = 30.0
+"""So long a group that is destroyed waits for its other ranks, because they may have ended without destroying it."""
+
+
+class ProcessGroup(c10d.ProcessGroup):
+    """The group of ``comm`` for ``torch.distributed``, which calls these methods. Programs call its functions.
+
+    The methods of collectives are *collective*. On tensors of the host a blocking call returns when it is done, and a
+    thread carries out an asynchronous one. On tensors of a GPU a call is enqueued on the current stream, and an
+    asynchronous one on a stream of the group, after the work of the current stream.
+
+    It is a subclass of PyTorch's process group, not of its `Backend`, because PyTorch hides the works of a `Backend` in
+    Python behind works that never are completed.
+    """
+
+    supports_coalescing = False
+    supports_splitting = True
+    supports_shrinking = False
+    supports_time_estimate = False
+    options = None
+
+    def __init__(self, store: c10d.Store, comm: Communicator, timeout_s: float) -> None:
+        super().__init__(comm.rank, comm.size)
+        self._group_name = self._group_desc = ""
+        self.communicator = comm
+        self._store = store
+        self._collectives = Collectives(comm)
+        self._timeout_s = timeout_s
+        self._lane = Lane(f"mpicomm rank {comm.rank} of {comm.size}")
+        self._side: torch.cuda.Stream | None = None
+        self._coalesced: list[Work] | None = None
+        self._sequence = 0
+        self._open = True
+
+    # Collectives
+
+    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
+        """See `torch.distributed.all_reduce`."""
+        opts = opts or c10d.AllreduceOptions()
+        (tensor,) = tensors
+        return self._run("all_reduce", opts, lambda: self._collectives.all_reduce(tensor, opts.reduceOp), tensors)
+
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+        """See `torch.distributed.all_reduce_coalesced`."""
+        opts = opts or c10d.AllreduceCoalescedOptions()
+
+        def call() -> None:
+            for index, tensor in enumerate(tensors):
+                self._collectives.all_reduce(tensor, opts.reduceOp, f"tensors[{index}]")
+
+        return self._run("all_reduce_coalesced", opts, call, tensors)
+
+    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+        """See `torch.distributed.reduce`."""
+        (tensor,) = tensors
+        return self._run(
+            "reduce", opts, lambda: self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank), tensors
+        )
+
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+        """See `torch.distributed.broadcast`."""
+        (tensor,) = tensors
+        return self._run("broadcast", opts, lambda: self._collectives.broadcast(tensor, opts.rootRank), tensors)
+
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+        """See `torch.distributed.all_gather`."""
+        (given,), (received,) = inputs, outputs
+        return self._run(
+            "all_gather", opts, lambda: self._collectives.all_gather_list(received, given), received, inputs
+        )
+
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+        """See `torch.distributed.all_gather_coalesced`: ``outputs[r][i]`` receives ``inputs[i]`` of rank r."""
+
+        def call() -> None:
+            for given, *received in zip(inputs, *outputs, strict=True):
+                self._collectives.all_gather_list(received, given)
+
+        return self._run("all_gather_coalesced", opts, call, [tensor for each in outputs for tensor in each], inputs)
+
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+        """See `torch.distributed.all_gather_into_tensor`."""
+        call = self._collectives.all_gather
+        return self._run("all_gather_into_tensor", opts, lambda: call(output, given), [output], [given])
+
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """Do what `torch.distributed.all_gather_into_tensor` does, for several tensors."""
+
+        def call() -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                self._collectives.all_gather(output, given)
+
+        return self._run("all_gather_into_tensor_coalesced", opts, call, outputs, inputs)
+
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
+        """See `torch.distributed.gather`."""
+        (given,), received = inputs, outputs[0] if outputs else None
+        call = self._collectives.gather
+        return self._run("gather", opts, lambda: call(received, given, opts.rootRank), received or (), inputs)
+
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
+        """See `torch.distributed.scatter`."""
+        (output,), given = outputs, inputs[0] if inputs else None
+        call = self._collectives.scatter
+        return self._run("scatter", opts, lambda: call(output, given, opts.rootRank), outputs, given or ())
+
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
+        """See `torch.distributed.reduce_scatter`."""
+        opts = opts or c10d.ReduceScatterOptions()
+        (output,), (given,) = outputs, inputs
+        call = self._collectives.reduce_scatter_list
+        return self._run("reduce_scatter", opts, lambda: call(output, given, opts.reduceOp), outputs, given)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+        """See `torch.distributed.reduce_scatter_tensor`."""
+        opts = opts or c10d.ReduceScatterOptions()
+        call = self._collectives.reduce_scatter
+        return self._run("reduce_scatter_tensor", opts, lambda: call(output, given, opts.reduceOp), [output], [given])
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """Do what `torch.distributed.reduce_scatter_tensor` does, for several tensors."""
+        opts = opts or c10d.ReduceScatterOptions()
+
+        def call() -> None:
+            for output, given in zip(outputs, inputs, strict=True):
+                self._collectives.reduce_scatter(output, given, opts.reduceOp)
+
+        return self._run("reduce_scatter_tensor_coalesced", opts, call, outputs, inputs)
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        given: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        """See `torch.distributed.all_to_all_single`."""
+        call = self._collectives.all_to_all
+        return self._run(
+            "all_to_all_single", opts, lambda: call(output, given, output_splits, input_splits), [output], [given]
+        )
+
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """See `torch.distributed.all_to_all`."""
+        return self._run(
+            "all_to_all", opts, lambda: self._collectives.all_to_all_list(outputs, inputs), outputs, inputs
+        )
+
+    def barrier(self, opts: Any = None) -> Work:
+        """See `torch.distributed.barrier`; on a GPU, it waits for the current stream, too. Blocking without a GPU."""
+        return self._lane.run(self._collectives.barrier, (), "barrier", begin=getattr(opts, "asyncOp", False))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """See `torch.distributed.monitored_barrier`. The error of every barrier names the ranks that are missing."""
+        self._lane.run(self._collectives.barrier, (), "monitored_barrier", begin=True).wait(timeout or timedelta(0))
+
+    # PyTorch calls these names from 2.12 on.
+    all_gather_single = _allgather_base
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single = _reduce_scatter_base
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
+
+    # Messages
+
+    def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
+        """See `torch.distributed.isend`; MPI matches messages by rank and tag. Does not block."""
+        (tensor,) = tensors
+        self._require_open("send")
+        request = self.communicator.Isend(movable(flat(tensor, "tensor")), rank, tag)
+        return self._message(request, tensor, f"send to rank {rank}", receives=False)
+
+    def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
+        """See `torch.distributed.irecv`. Does not block."""
+        (tensor,) = tensors
+        self._require_open("recv")
+        request = self.communicator.Irecv(movable(flat(tensor, "tensor")), rank, tag)
+        return self._message(request, tensor, f"recv from rank {rank}", receives=True)
+
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
+        """See `torch.distributed.irecv` without ``src``. Does not block."""
+        (tensor,) = tensors
+        self._require_open("recv")
+        request = self.communicator.Irecv(movable(flat(tensor, "tensor")), MPI.ANY_SOURCE, tag)
+        return self._message(request, tensor, "recv from any rank", receives=True)
+
+    def _start_coalescing(self, device: Any = None) -> None:
+        """Join the works of the calls up to `_end_coalescing`. Local."""
+        self._coalesced = []
+
+    def _end_coalescing(self, device: Any = None) -> Work:
+        """Return a work for the calls since `_start_coalescing`. Local."""
+        works, self._coalesced = self._coalesced or [], None
+        return JoinedWork(works)
+
+    # The group
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return "mpicomm"
+
+    name = getBackendName
+    _get_backend_name = getBackendName
+
+    def setGroupName(self, name: str) -> None:
+        """Take the name by which PyTorch's compiled code finds the group. Local."""
+        self._group_name = name
+
+    def getGroupName(self) -> str:
+        """Return the name of the group."""
+        return self._group_name
+
+    def setGroupDesc(self, description: str) -> None:
+        """Take the description of the group. Local."""
+        self._group_desc = description
+
+    def getGroupDesc(self) -> str:
+        """Return the description of the group."""
+        return self._group_desc
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """The kinds of device whose tensors the group takes."""
+        kinds = ("cpu",) if self.communicator.device == "cpu" else ("cpu", "cuda")
+        return [torch.device(kind) for kind in kinds]
+
+    def _get_backend(self, device: torch.device) -> ProcessGroup:
+        """Return the group itself, because it takes the tensors of all devices."""
+        return self
+
+    def supports_tensor_alloc(self, device: Any) -> bool:
+        """Return whether `allocate_tensor` has memory on this device."""
+        return False
+
+    def eager_connect_single_device(self, device: torch.device) -> None:
+        """Check the ``device_id`` of `torch.distributed.init_process_group`. Local."""
+        if device.index != self.communicator.device:
+            raise InvalidUsageError(
+                f"device_id={device} is not the device {self.communicator.device} of this rank: call "
+                f"torch.cuda.set_device({device.index}) on every rank before init_process_group"
+            )
+
+    def perform_nocolor_split(self, device: torch.device) -> None:
+        """Do nothing: ranks that are in no part of a group have no share in making the part."""
+
+    def split_group(self, ranks: Sequence[int], timeout: timedelta | None = None, **given: Any) -> ProcessGroup | None:
+        """See `torch.distributed.split_group`. Collective over ``ranks`` of this group; None on others."""
+        if self.communicator.rank not in ranks:
+            return None
+        name = given["group_name"]
+        timeout_s = timeout.total_seconds() if timeout else self._timeout_s
+        store = dist.PrefixStore(f"{name}/", self._store)
+        part = ProcessGroup(store, part_of(self.communicator, ranks, name, timeout_s), timeout_s)
+        part._set_group_name(name)
+        part._set_group_desc(given.get("group_desc") or "")
+        return part
+
+    def get_group_store(self) -> c10d.Store:
+        """Return the store of the group."""
+        return self._store
+
+    def _set_sequence_number_for_group(self) -> None: ...
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of collectives that this rank has called."""
+        return self._sequence
+
+    def shutdown(self) -> None:
+        """Free the group, which `torch.distributed.destroy_process_group` calls.
+
+        Collective, blocking. After 30 s, or the timeout of the group, it frees this rank's part alone.
+        """
+        if not self._open:
+            return
+        self._open = False
+        self._lane.close()
+        try:
+            self.communicator.free_within(min(self._timeout_s, _FREE_S))
+        except MpicommError as error:
+            logger.warning("a process group is not freed on all ranks: %s", error)
+
+    def abort(self) -> None:
+        """Refuse further calls. Local; calls that are under way end with the timeout of the group."""
+        self._open = False
+        self._lane.close()
+
+    def _run(self, name: str, opts: Any, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
+        self._require_open(name)
+        self._sequence += 1
+        begin = getattr(opts, "asyncOp", True)
+        given = (*outputs, *inputs)
+        if given[0].is_cuda:
+            work = self._enqueue(name, call, outputs, given, begin=begin)
+        else:
+            work = self._lane.run(call, outputs, name, begin=begin)
+        return self._joined(work)
+
+    def _enqueue(self, name: str, call: Callable[[], None], outputs: Tensors, given: Tensors, *, begin: bool) -> Work:
+        if not begin:
+            call()
+            return Work(outputs)
+        device = given[0].get_device()
+        if self._side is None:
+            self._side = torch.cuda.Stream(device)
+        # The event of the work orders later work of the caller's stream; this orders the call after earlier work.
+        self._side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._side):
+            call()
+            for tensor in given:
+                tensor.record_stream(self._side)  # or PyTorch gives the memory away when the caller drops the tensor
+            return StreamWork(outputs, device, name, self.communicator.check)
+
+    def _message(self, request: MPI.Request, tensor: torch.Tensor, name: str, *, receives: bool) -> Work:
+        return self._joined(MessageWork(request, tensor, name, self._timeout_s, receives=receives))
+
+    def _joined(self, work: Work) -> Work:
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _require_open(self, name: str) -> None:
+        if not self._open:
+            raise InvalidUsageError(f"{name}: the process group was destroyed or aborted; make another")

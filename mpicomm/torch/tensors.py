@@ -1,0 +1,100 @@
+"""Tensors as one-dimensional memory, which is how collectives see them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import types
+
+
+class ElementTypeError(InvalidUsageError, TypeError):
+    """The elements of a tensor cannot be reduced. PyTorch's own backends raise TypeError for it."""
+
+
+class SplitSizesError(InvalidUsageError, RuntimeError):
+    """Split sizes do not fit a tensor or the group. PyTorch's own backends raise RuntimeError for it."""
+
+
+def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return the elements of ``tensor`` in the order of memory, as a view without gradient. Local.
+
+    Raises `InvalidUsageError` for a tensor that has gaps, or more than one piece of memory.
+    """
+    if tensor.layout is not torch.strided:
+        raise InvalidUsageError(
+            f"{name} is a sparse tensor ({tensor.layout}), but tensors must be dense: pass to_dense()"
+        )
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    if any(tensor.is_contiguous(memory_format=order) for order in (torch.channels_last, torch.channels_last_3d)):
+        return tensor.as_strided((tensor.numel(),), (1,))
+    raise InvalidUsageError(
+        f"{name} of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous: pass "
+        "tensor.contiguous(), and copy the result back if it receives"
+    )
+
+
+def movable(memory: torch.Tensor) -> torch.Tensor:
+    """Return a flat tensor as elements that collectives move: bytes where mpicomm lacks the type. Local."""
+    return memory if types.torch_dtype(memory.dtype) is not None else memory.view(torch.uint8)
+
+
+def require_reducible(memory: torch.Tensor, name: str) -> None:
+    """Raise `ElementTypeError` for elements that mpicomm cannot reduce. Local."""
+    if types.torch_dtype(memory.dtype) is None:
+        raise ElementTypeError(
+            f"{name} has elements of {memory.dtype}, which mpicomm cannot reduce: convert it, for example to "
+            "torch.bfloat16"
+        )
+
+
+class Pieces:
+    """The tensors of a list as one flat tensor: a view where they follow each other in memory, else a copy."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
+        self._tensors = [tensor.detach() for tensor in tensors]
+        first = self._tensors[0]
+        for index, tensor in enumerate(self._tensors):
+            if tensor.dtype != first.dtype or tensor.device != first.device:
+                raise InvalidUsageError(
+                    f"{name}[{index}] has {tensor.dtype} on {tensor.device}, but {name}[0] has {first.dtype} on "
+                    f"{first.device}: all tensors of a call have one type and one device"
+                )
+            if tensor.layout is not torch.strided:
+                flat(tensor, f"{name}[{index}]")
+        self.counts = [tensor.numel() for tensor in self._tensors]
+        self.memory = self._view() if self._are_adjacent() else first.new_empty(sum(self.counts))
+        self._is_copy = not self._are_adjacent()
+
+    def gather(self) -> torch.Tensor:
+        """Return the flat tensor with the elements of all tensors. Local; on a GPU stream-ordered."""
+        if self._is_copy:
+            for tensor, piece in zip(self._tensors, self.memory.split(self.counts), strict=True):
+                piece.view(tensor.shape).copy_(tensor)
+        return self.memory
+
+    def scatter(self) -> None:
+        """Give the elements of the flat tensor to the tensors. Local; on a GPU stream-ordered."""
+        if self._is_copy:
+            for tensor, piece in zip(self._tensors, self.memory.split(self.counts), strict=True):
+                tensor.copy_(piece.view(tensor.shape))
+
+    def _are_adjacent(self) -> bool:
+        following = self._tensors[0].data_ptr()
+        storage = self._tensors[0].untyped_storage().data_ptr()
+        for tensor in self._tensors:
+            if (
+                not tensor.is_contiguous()
+                or tensor.data_ptr() != following
+                or tensor.untyped_storage().data_ptr() != storage
+            ):
+                return False
+            following += tensor.numel() * tensor.element_size()
+        return True
+
+    def _view(self) -> torch.Tensor:
+        return self._tensors[0].as_strided((sum(self.counts),), (1,))

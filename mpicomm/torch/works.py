@@ -1,0 +1,258 @@
+"""Works: what ``torch.distributed`` returns for calls that go on after they return."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from mpi4py import MPI
+from torch._C import _distributed_c10d as c10d
+
+from mpicomm.errors import CollectiveTimeoutError
+from mpicomm.waiting import wait_until
+
+_FOREVER = timedelta(0)
+
+
+class Work(c10d.Work):
+    """A call that has ended. The classes below are calls that have not."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor], source: int = -1) -> None:
+        super().__init__()
+        self._outputs = list(outputs)
+        self._source = source
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        """Wait until the outputs may be used; raise the error of the call.
+
+        For tensors of a GPU the current stream waits and not the host, unless ``timeout`` is given.
+        """
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        """Wait as `wait` does."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Let the current stream wait; on the host, wait."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Return whether the call has ended, also with an error. Local, does not wait."""
+        return True
+
+    def is_success(self) -> bool:
+        """Return whether the call has ended without an error. Local, does not wait."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the call, None while it has none. Local, does not wait."""
+        self.is_completed()
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the outputs, after the call has ended."""
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Return the rank in the group whose message was received."""
+        return self._source
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future whose value are the outputs, or which has the error of the call."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            self._settle(self._future)
+        return self._future
+
+    def get_future_result(self) -> torch.futures.Future[Any]:
+        """Return a future whose value says how the call has ended."""
+        return self.get_future().then(_result_of)
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        if self._error is None:
+            future.set_result(self._outputs)
+        else:
+            future.set_exception(self._error)
+
+
+def _result_of(future: torch.futures.Future[Any]) -> int:
+    try:
+        future.value()
+    except CollectiveTimeoutError:
+        return int(c10d.WorkResult.TIMEOUT)
+    except Exception:
+        return int(c10d.WorkResult.COMM_ERROR)
+    return int(c10d.WorkResult.SUCCESS)
+
+
+class HostWork(Work):
+    """A call on tensors of the host, which a thread carries out."""
+
+    def __init__(self, call: Callable[[], None], outputs: Sequence[torch.Tensor], name: str) -> None:
+        super().__init__(outputs)
+        self._call: Callable[[], None] | None = call
+        self._name = name
+        self._over = threading.Event()
+        self._lock = threading.Lock()  # so that a future is settled once
+
+    def carry_out(self) -> None:
+        """Carry the call out; its error is the work's."""
+        assert self._call is not None
+        try:
+            self._call()
+        except BaseException as error:
+            self._error = error
+        self._call = None  # it keeps the tensors
+        with self._lock:
+            self._over.set()
+            future = self._future
+        if future is not None:
+            super()._settle(future)
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
+        if not self._over.wait(timeout.total_seconds() or None):
+            raise _too_late(self._name, timeout)
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        return self._over.is_set()
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        with self._lock:
+            over = self._over.is_set()
+        if over:
+            super()._settle(future)
+
+
+class StreamWork(Work):
+    """A call that is enqueued on a stream of its group. Created in the context of that stream."""
+
+    def __init__(
+        self, outputs: Sequence[torch.Tensor], device: int, name: str, check: Callable[[torch.cuda.Stream], None]
+    ) -> None:
+        super().__init__(outputs)
+        self._name = name
+        self._stream = torch.cuda.current_stream(device)
+        self._event = self._stream.record_event()
+        self._check = check
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
+        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        if timeout and not wait_until(self._event.query, timeout.total_seconds()):
+            raise _too_late(self._name, timeout)
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        if not self._event.query():
+            return False
+        if self._error is None:
+            try:
+                self._check(self._stream)
+            except Exception as error:
+                self._error = error
+        return True
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        raise AssertionError("get_future has settled it")
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that is complete: the streams of those who take its value wait for the call."""
+        if self._future is None:
+            self._future = torch.futures.Future(devices=[self._stream.device])
+            with torch.cuda.stream(self._stream):
+                self._future.set_result(self._outputs)
+        return self._future
+
+
+class MessageWork(Work):
+    """Messages that are sent or received."""
+
+    def __init__(
+        self, request: MPI.Request, tensor: torch.Tensor, name: str, timeout_s: float, *, receives: bool
+    ) -> None:
+        super().__init__([tensor])
+        self._request = request
+        self._name = name
+        self._timeout_s = timeout_s
+        self._receives = receives
+        self._lock = threading.Lock()
+        self._over = False
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, or after the group's timeout."""
+        limit_s = timeout.total_seconds() or self._timeout_s
+        if not wait_until(self.is_completed, limit_s):
+            raise _too_late(self._name, timedelta(seconds=limit_s))
+        return super().wait()
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        with self._lock:
+            if not self._over:
+                status = MPI.Status()
+                try:
+                    self._over = self._request.Test(status)
+                except Exception as error:
+                    self._over, self._error = True, error
+                if self._over and self._receives:
+                    self._source = status.source
+        return self._over
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        def settle() -> None:
+            try:
+                self.wait()
+            except Exception as error:
+                self._error = error
+            super(MessageWork, self)._settle(future)
+
+        threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
+
+
+class JoinedWork(Work):
+    """Several calls as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        super().__init__([output for work in works for output in work._outputs])
+        self._works = works
+
+    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+        """See `Work.wait`; ``timeout`` bounds each of the calls."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """See `Work.is_completed`."""
+        over = all(work.is_completed() for work in self._works)
+        self._error = next((work._error for work in self._works if work._error is not None), None)
+        return over
+
+    def _settle(self, future: torch.futures.Future[Any]) -> None:
+        # The value of the joined future has a list of outputs for each call.
+        joined = torch.futures.collect_all([work.get_future() for work in self._works])
+
+        def settle(_: Any) -> None:
+            self.is_completed()
+            super(JoinedWork, self)._settle(future)
+
+        joined.add_done_callback(settle)
+
+
+def _too_late(name: str, timeout: timedelta) -> CollectiveTimeoutError:
+    return CollectiveTimeoutError(f"{name} has not ended within {timeout.total_seconds():g} s")
