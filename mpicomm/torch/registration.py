@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from mpicomm.torch import rendezvous
 from mpicomm.torch.groups import create
+from mpicomm.torch.rendezvous import install_handler
 
 NAME = "mpicomm"
 
@@ -19,4 +19,4 @@ def register() -> None:
     if hasattr(dist.Backend, NAME.upper()):
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
-    rendezvous.install()
+    install_handler()

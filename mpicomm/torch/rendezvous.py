@@ -20,7 +20,7 @@ Found = Iterator[tuple[dist.Store, int, int]]
 _STEP = "init_process_group"
 
 
-def install() -> None:
+def install_handler() -> None:
     """Let ``env://``, PyTorch's default, ask MPI where the environment names no rank. Local.
 
     PyTorch has no public way to change what it does without ``init_method``. So this replaces the handler of ``env://``.
