@@ -4,9 +4,10 @@
 of the host and of GPUs over memory that the ranks have opened for each other. This package alone imports PyTorch.
 """
 
+from mpicomm.torch.gradients import AllreduceState, allreduce_hook
 from mpicomm.torch.groups import communicator
 from mpicomm.torch.registration import register
 
 register()
 
-__all__ = ["communicator", "register"]
+__all__ = ["AllreduceState", "allreduce_hook", "communicator", "register"]

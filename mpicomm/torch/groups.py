@@ -22,12 +22,17 @@ def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     The group keeps it: `torch.distributed.destroy_process_group` frees it. Raises `InvalidUsageError` for a group of
     another backend.
     """
+    return group_of(group).communicator
+
+
+def group_of(group: dist.ProcessGroup | None) -> ProcessGroup:
+    """Return ``group``, by default that of all ranks; raise `InvalidUsageError` if it is not mpicomm's. Local."""
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, ProcessGroup):
         raise InvalidUsageError(
             f'group={group!r} is no group of mpicomm: pass one that init_process_group("mpicomm") or new_group has made'
         )
-    return group.communicator
+    return group
 
 
 def create(given: Any, options: Any) -> ProcessGroup:

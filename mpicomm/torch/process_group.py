@@ -17,6 +17,7 @@ from mpicomm.log import logger
 from mpicomm.torch.collectives import Collectives
 from mpicomm.torch.lane import Lane
 from mpicomm.torch.parts import part_of
+from mpicomm.torch.symmetric_pool import SymmetricPool
 from mpicomm.torch.tensors import flat, movable
 from mpicomm.torch.works import JoinedWork, MessageWork, StreamWork, Work
 
@@ -48,7 +49,8 @@ class ProcessGroup(c10d.ProcessGroup):
         self._group_name = self._group_desc = ""
         self.communicator = comm
         self._store = store
-        self._collectives = Collectives(comm)
+        self.collectives = Collectives(comm)
+        self._pool = SymmetricPool(comm)
         self._timeout_s = timeout_s
         self._lane = Lane(f"mpicomm rank {comm.rank} of {comm.size}")
         self._side: torch.cuda.Stream | None = None
@@ -62,7 +64,7 @@ class ProcessGroup(c10d.ProcessGroup):
         """See `torch.distributed.all_reduce`."""
         opts = opts or c10d.AllreduceOptions()
         (tensor,) = tensors
-        return self._run("all_reduce", opts, lambda: self._collectives.all_reduce(tensor, opts.reduceOp), tensors)
+        return self._run("all_reduce", opts, lambda: self.collectives.all_reduce(tensor, opts.reduceOp), tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """See `torch.distributed.all_reduce_coalesced`."""
@@ -70,27 +72,25 @@ class ProcessGroup(c10d.ProcessGroup):
 
         def call() -> None:
             for index, tensor in enumerate(tensors):
-                self._collectives.all_reduce(tensor, opts.reduceOp, f"tensors[{index}]")
+                self.collectives.all_reduce(tensor, opts.reduceOp, f"tensors[{index}]")
 
         return self._run("all_reduce_coalesced", opts, call, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """See `torch.distributed.reduce`."""
         (tensor,) = tensors
-        return self._run(
-            "reduce", opts, lambda: self._collectives.reduce(tensor, opts.reduceOp, opts.rootRank), tensors
-        )
+        return self._run("reduce", opts, lambda: self.collectives.reduce(tensor, opts.reduceOp, opts.rootRank), tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """See `torch.distributed.broadcast`."""
         (tensor,) = tensors
-        return self._run("broadcast", opts, lambda: self._collectives.broadcast(tensor, opts.rootRank), tensors)
+        return self._run("broadcast", opts, lambda: self.collectives.broadcast(tensor, opts.rootRank), tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """See `torch.distributed.all_gather`."""
         (given,), (received,) = inputs, outputs
         return self._run(
-            "all_gather", opts, lambda: self._collectives.all_gather_list(received, given), received, inputs
+            "all_gather", opts, lambda: self.collectives.all_gather_list(received, given), received, inputs
         )
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
@@ -98,13 +98,13 @@ class ProcessGroup(c10d.ProcessGroup):
 
         def call() -> None:
             for given, *received in zip(inputs, *outputs, strict=True):
-                self._collectives.all_gather_list(received, given)
+                self.collectives.all_gather_list(received, given)
 
         return self._run("all_gather_coalesced", opts, call, [tensor for each in outputs for tensor in each], inputs)
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         """See `torch.distributed.all_gather_into_tensor`."""
-        call = self._collectives.all_gather
+        call = self.collectives.all_gather
         return self._run("all_gather_into_tensor", opts, lambda: call(output, given), [output], [given])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
@@ -112,33 +112,33 @@ class ProcessGroup(c10d.ProcessGroup):
 
         def call() -> None:
             for output, given in zip(outputs, inputs, strict=True):
-                self._collectives.all_gather(output, given)
+                self.collectives.all_gather(output, given)
 
         return self._run("all_gather_into_tensor_coalesced", opts, call, outputs, inputs)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """See `torch.distributed.gather`."""
         (given,), received = inputs, outputs[0] if outputs else None
-        call = self._collectives.gather
+        call = self.collectives.gather
         return self._run("gather", opts, lambda: call(received, given, opts.rootRank), received or (), inputs)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """See `torch.distributed.scatter`."""
         (output,), given = outputs, inputs[0] if inputs else None
-        call = self._collectives.scatter
+        call = self.collectives.scatter
         return self._run("scatter", opts, lambda: call(output, given, opts.rootRank), outputs, given or ())
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         """See `torch.distributed.reduce_scatter`."""
         opts = opts or c10d.ReduceScatterOptions()
         (output,), (given,) = outputs, inputs
-        call = self._collectives.reduce_scatter_list
+        call = self.collectives.reduce_scatter_list
         return self._run("reduce_scatter", opts, lambda: call(output, given, opts.reduceOp), outputs, given)
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         """See `torch.distributed.reduce_scatter_tensor`."""
         opts = opts or c10d.ReduceScatterOptions()
-        call = self._collectives.reduce_scatter
+        call = self.collectives.reduce_scatter
         return self._run("reduce_scatter_tensor", opts, lambda: call(output, given, opts.reduceOp), [output], [given])
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
@@ -147,7 +147,7 @@ class ProcessGroup(c10d.ProcessGroup):
 
         def call() -> None:
             for output, given in zip(outputs, inputs, strict=True):
-                self._collectives.reduce_scatter(output, given, opts.reduceOp)
+                self.collectives.reduce_scatter(output, given, opts.reduceOp)
 
         return self._run("reduce_scatter_tensor_coalesced", opts, call, outputs, inputs)
 
@@ -160,24 +160,22 @@ class ProcessGroup(c10d.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """See `torch.distributed.all_to_all_single`."""
-        call = self._collectives.all_to_all
+        call = self.collectives.all_to_all
         return self._run(
             "all_to_all_single", opts, lambda: call(output, given, output_splits, input_splits), [output], [given]
         )
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """See `torch.distributed.all_to_all`."""
-        return self._run(
-            "all_to_all", opts, lambda: self._collectives.all_to_all_list(outputs, inputs), outputs, inputs
-        )
+        return self._run("all_to_all", opts, lambda: self.collectives.all_to_all_list(outputs, inputs), outputs, inputs)
 
     def barrier(self, opts: Any = None) -> Work:
         """See `torch.distributed.barrier`; on a GPU, it waits for the current stream, too. Blocking without a GPU."""
-        return self._lane.run(self._collectives.barrier, (), "barrier", begin=getattr(opts, "asyncOp", False))
+        return self._lane.run(self.collectives.barrier, (), "barrier", begin=getattr(opts, "asyncOp", False))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `torch.distributed.monitored_barrier`. The error of every barrier names the ranks that are missing."""
-        self._lane.run(self._collectives.barrier, (), "monitored_barrier", begin=True).wait(timeout or timedelta(0))
+        self._lane.run(self.collectives.barrier, (), "monitored_barrier", begin=True).wait(timeout or timedelta(0))
 
     # PyTorch calls these names from 2.12 on.
     all_gather_single = _allgather_base
@@ -254,8 +252,14 @@ class ProcessGroup(c10d.ProcessGroup):
         return self
 
     def supports_tensor_alloc(self, device: Any) -> bool:
-        """Return whether `allocate_tensor` has memory on this device."""
-        return False
+        """Return whether `allocate_tensor` has memory that collectives fill faster: on this rank's GPU."""
+        return torch.device(device).type == "cuda" and self.communicator.device != "cpu"
+
+    def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a tensor of ``size`` elements, on a GPU in symmetric memory: see `SymmetricPool.allocate`."""
+        if not self.supports_tensor_alloc(device):
+            return torch.empty(size, dtype=dtype, device=device)
+        return self._pool.allocate((size,), dtype, torch.cuda.current_stream(device).cuda_stream)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         """Check the ``device_id`` of `torch.distributed.init_process_group`. Local."""
@@ -308,6 +312,10 @@ class ProcessGroup(c10d.ProcessGroup):
         """Refuse further calls. Local; calls that are under way end with the timeout of the group."""
         self._open = False
         self._lane.close()
+
+    def begin(self, name: str, call: Callable[[], None], outputs: Tensors) -> Work:
+        """Begin a call of several collectives and tensor operations, as an asynchronous collective. Collective."""
+        return self._run(name, None, call, outputs)
 
     def _run(self, name: str, opts: Any, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
         self._require_open(name)

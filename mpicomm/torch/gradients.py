@@ -1,0 +1,69 @@
+"""The communication hook for PyTorch's DistributedDataParallel, which reads the annotations of the hook as objects."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.torch.groups import group_of
+
+
+class AllreduceState:
+    """The state of `allreduce_hook`: the group that averages, and the type of the elements that travel.
+
+    ``group`` is a group of the backend ``mpicomm``, by default that of all ranks. ``wire_dtype`` is the type of the
+    gradients' own, or ``torch.bfloat16`` or ``torch.float16``: then half of the bytes travel, and kernels still add in
+    float32 and round once. Local; raises `InvalidUsageError` for other types and groups.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, wire_dtype: torch.dtype | None = None) -> None:
+        if wire_dtype not in (None, torch.bfloat16, torch.float16):
+            raise InvalidUsageError(f"wire_dtype={wire_dtype}: pass torch.bfloat16, torch.float16, or leave it out")
+        self.group = group_of(group)
+        self.wire_dtype = wire_dtype
+        self._wires: dict[int, torch.Tensor] = {}
+
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
+        gradients = bucket.buffer()
+        call = self._call(bucket, gradients)
+        future: torch.futures.Future[Any] = self.group.begin("average", call, [gradients]).get_future()
+        return future.then(lambda done: done.value()[0])
+
+    def _call(self, bucket: dist.GradBucket, gradients: torch.Tensor) -> Callable[[], None]:
+        collectives = self.group.collectives
+        if self.wire_dtype is None or gradients.dtype == self.wire_dtype:
+            return lambda: collectives.all_reduce(gradients, dist.ReduceOp.AVG)
+        wire = self._wire(bucket.index(), gradients)
+
+        def call() -> None:
+            wire.copy_(gradients)
+            collectives.all_reduce(wire, dist.ReduceOp.AVG)
+            gradients.copy_(wire)
+
+        return call
+
+    def _wire(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
+        """Return memory for the gradients of a bucket as they travel; on GPUs collective for a new size."""
+        wire = self._wires.get(index)
+        if wire is None or wire.numel() != gradients.numel():  # the first backward pass has other buckets
+            wire = self._wires[index] = self.group.allocate_tensor(
+                gradients.numel(), dtype=self.wire_dtype, device=gradients.device
+            )
+        return wire
+
+
+def allreduce_hook(
+    state: AllreduceState | dist.ProcessGroup | None, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average the gradients of a bucket over all ranks: ``model.register_comm_hook(state, allreduce_hook)``.
+
+    *Collective*; it returns a future. The kernels divide after the sum, so there is no pass over the gradients before
+    it, and no overflow of float16 within the sum. ``state`` is an `AllreduceState`, or a group for
+    ``AllreduceState(group)``.
+    """
+    if not isinstance(state, AllreduceState):
+        state = AllreduceState(state)
+    return state.average(bucket)
