@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,10 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.agreement import Group, node_key
 from mpicomm.cluster.roll_call import duplicate
 from mpicomm.errors import InvalidUsageError
-from mpicomm.torch.parts import part_of
+from mpicomm.torch.parts import members_of, part_of
 from mpicomm.torch.process_group import ProcessGroup
+
+_STEP = "init_process_group"
 
 
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
@@ -44,18 +47,37 @@ def create(given: Any, options: Any) -> ProcessGroup:
     if options is not None:
         raise InvalidUsageError(f"pg_options={options!r}: the backend mpicomm has no options")
     timeout_s = given.timeout.total_seconds()
-    ranks = list(given.global_ranks_in_group)
-    if not ranks:
-        comm = _of_all(given.group_rank, given.group_size, timeout_s)
+    ranks, name = list(given.global_ranks_in_group), str(given.group_id)
+    whole = dist.group.WORLD
+    if isinstance(whole, ProcessGroup) and ranks:
+        comm = part_of(whole.communicator, ranks, name, timeout_s)
     else:
-        comm = part_of(communicator(), ranks, str(given.group_id), timeout_s)
+        if not ranks:
+            plain = duplicate(MPI.COMM_WORLD, _STEP, timeout_s)
+        else:  # a group beside those of another backend
+            _require_ranks(dist.get_rank(), dist.get_world_size())
+            plain = members_of(MPI.COMM_WORLD, ranks, name)
+        comm = _agreed(plain, given.group_rank, given.group_size, timeout_s)
     return ProcessGroup(given.store, comm, timeout_s)
 
 
-def _of_all(rank: int, size: int, timeout_s: float) -> Communicator:
-    world, step = MPI.COMM_WORLD, "init_process_group"
-    private = duplicate(world, step, timeout_s)
-    group = Group(private, range(world.size), timeout_s)
+def _require_ranks(rank: int, size: int) -> None:
+    world = MPI.COMM_WORLD
+    if size != world.size:
+        raise InvalidUsageError(
+            f"torch.distributed has {size} ranks, but MPI has {world.size}: start the program with mpirun -np {size}, "
+            "and pass no other world_size"
+        )
+    if rank != world.rank:
+        raise InvalidUsageError(
+            f"rank {rank} of torch.distributed is rank {world.rank} of MPI: pass rank={world.rank} to "
+            "init_process_group, or use the backend mpicomm there"
+        )
+
+
+def _agreed(plain: MPI.Intracomm, rank: int, size: int, timeout_s: float) -> Communicator:
+    """Return a Communicator of the ranks of ``plain`` in the order of PyTorch. Collective; it frees ``plain``."""
+    group = Group(plain, range(plain.size), timeout_s)
 
     def describe() -> tuple[int, str, int | None]:
         if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
@@ -63,33 +85,31 @@ def _of_all(rank: int, size: int, timeout_s: float) -> Communicator:
                 "the backend mpicomm calls MPI from several threads: start MPI with MPI.THREAD_MULTIPLE, which is "
                 'mpi4py\'s default (mpi4py.rc.thread_level="multiple")'
             )
-        if size != world.size:
-            raise InvalidUsageError(
-                f"torch.distributed has {size} ranks, but MPI has {world.size}: start the program with mpirun -np "
-                f"{size}, and pass no other world_size"
-            )
+        if size != plain.size:
+            _require_ranks(rank, size)
         return rank, node_key(), torch.cuda.current_device() if torch.cuda.is_available() else None
 
     try:
-        described = group.exchange(step, describe)
+        described = group.exchange(_STEP, describe)
         ranks = [each[0] for each in described]
-        if len(set(ranks)) < size:
+        if sorted(ranks) != list(range(size)):
             raise InvalidUsageError(f"the ranks of MPI have the ranks {ranks} in torch.distributed: pass each once")
-        # Where the ranks of each node have chosen different devices, these are kept.
-        chosen = [each[1:] for each in described]
-        device: int | str | None = chosen[world.rank][1]
-        if any(each[1] is None for each in chosen):
-            device = "cpu"
-        elif len(set(chosen)) < size:
-            device = "auto"
         # A launcher of PyTorch inside an MPI job may number the ranks in another order.
-        ordered = private.Split(0, rank)
+        ordered = plain.Split(0, rank)
+        assert isinstance(ordered, MPI.Intracomm)
         try:
-            assert device is not None
-            assert isinstance(ordered, MPI.Intracomm)
-            return Communicator(ordered, device=device, timeout_s=timeout_s)
+            return Communicator(ordered, device=_device(described, plain.rank), timeout_s=timeout_s)
         finally:
             ordered.Free()
     finally:
         if group.broken is None:
-            private.Free()
+            plain.Free()
+
+
+def _device(described: Sequence[tuple[int, str, int | None]], index: int) -> int | str:
+    """Return the device of a rank: its current one where the ranks of each node have chosen different ones. Local."""
+    chosen = [(node, device) for _, node, device in described]
+    current = described[index][2]
+    if current is None or any(device is None for _, device in chosen):
+        return "cpu"
+    return current if len(set(chosen)) == len(chosen) else "auto"

@@ -18,6 +18,15 @@ def part_of(parent: Communicator, ranks: Sequence[int], name: str, timeout_s: fl
     Collective over these ranks alone. ``name`` is the same on them, and differs between groups that are made at the
     same time.
     """
+    plain = members_of(parent, ranks, name)
+    try:
+        return Communicator(plain, device=parent.device, timeout_s=timeout_s)
+    finally:
+        plain.Free()
+
+
+def members_of(parent: MPI.Intracomm, ranks: Sequence[int], name: str) -> MPI.Intracomm:
+    """Return MPI's communicator of some ranks of ``parent``; see `part_of`. The caller frees it."""
     whole = parent.Get_group()
     members = whole.Incl(ranks)
     tag = zlib.crc32(name.encode()) % _TAGS
@@ -25,7 +34,4 @@ def part_of(parent: Communicator, ranks: Sequence[int], name: str, timeout_s: fl
     members.Free()
     whole.Free()
     assert isinstance(plain, MPI.Intracomm)
-    try:
-        return Communicator(plain, device=parent.device, timeout_s=timeout_s)
-    finally:
-        plain.Free()
+    return plain

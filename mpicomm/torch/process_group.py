@@ -170,8 +170,9 @@ class ProcessGroup(c10d.ProcessGroup):
         return self._run("all_to_all", opts, lambda: self.collectives.all_to_all_list(outputs, inputs), outputs, inputs)
 
     def barrier(self, opts: Any = None) -> Work:
-        """See `torch.distributed.barrier`; on a GPU, it waits for the current stream, too. Blocking without a GPU."""
-        return self._lane.run(self.collectives.barrier, (), "barrier", begin=getattr(opts, "asyncOp", False))
+        """See `torch.distributed.barrier`. On a GPU it blocks, until the current stream has done its work, too."""
+        begin = getattr(opts, "asyncOp", False) and self.communicator.device == "cpu"
+        return self._lane.run(self.collectives.barrier, (), "barrier", begin=begin)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `torch.distributed.monitored_barrier`. The error of every barrier names the ranks that are missing."""
