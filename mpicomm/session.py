@@ -10,13 +10,12 @@ from mpicomm import environment, log
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.roll_call import duplicate, roll_call
-from mpicomm.devices.base import Backend, GpuBackend, Link
+from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse, summed
-from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
-from mpicomm.log import logger
-from mpicomm.sharing.choose_handle import NoKindError, choose_kind
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.sharing.choose_on_nodes import choose_handles, node_of
 from mpicomm.symmetric.owner import AnyShared, Shared
 from mpicomm.symmetric.registry import Mappings
 from mpicomm.symmetric.signals import SignalPads
@@ -24,8 +23,7 @@ from mpicomm.symmetric.signals import SignalPads
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# They keep the messages of a group apart from those of the whole communicator.
-_NODE_TAG = 1
+# It keeps the messages of a clique apart from those of the whole communicator.
 _CLIQUE_TAG = 2
 
 
@@ -87,7 +85,8 @@ class Session:
             group.agree("Communicator: log", lambda: log.configure(world_rank()))
             session = cls(comm, find_placement(group, device, handle))
             with session._opened_on_all_ranks(group):
-                session._choose_handle(group)
+                session.backend.make_current()
+                session.placement = choose_handles(group, session.placement, session.backend)
                 session._join(private, group)
         return session
 
@@ -278,44 +277,10 @@ class Session:
                     self.backend.close()
             raise
 
-    def _choose_handle(self, group: Group) -> None:
-        """Find the best kind of handle that works between the ranks of each node. Collective.
-
-        Where none works and the ranks are in several containers, the ranks of each container are a node.
-        """
-        self.backend.make_current()
-        request = self.placement.here.handle
-        first: NoKindError | None = None  # of the whole node: it says most
-        while True:
-            node = self._node_of(group)
-
-            def choose(node: Group = node) -> tuple[Kind, dict[str, str]] | NoKindError:
-                try:
-                    return choose_kind(node, self.backend, request)
-                except NoKindError as error:  # all ranks of the node raise it
-                    return NoKindError(str(error), ranks=error.ranks)
-
-            found = group.exchange("Communicator: choose handle", choose)
-            chosen = [each for each in found if not isinstance(each, NoKindError)]
-            if len(chosen) == len(found):
-                break
-            errors = {rank: each for rank, each in enumerate(found) if isinstance(each, NoKindError)}
-            first = first or next(iter(errors.values()))
-            parted = self.placement.parted(errors.keys())
-            if parted is None:
-                raise HandleError(str(first), ranks=first.ranks)
-            if group.rank == 0:
-                ranks = ", ".join(map(str, errors))
-                logger.warning("the ranks %s share no memory and count as several nodes: %s", ranks, first)
-            self.placement = parted
-        self.placement = self.placement.with_handles(chosen)
-        if node.rank == 0:
-            _announce_handle(self.backend, request, *chosen[group.rank])
-
     def _join(self, private: MPI.Intracomm, group: Group) -> None:
         """Take over the groups, and the communicator that carries their messages; local."""
         self.group = group
-        self.node = self._node_of(group)
+        self.node = node_of(group, self.placement)
         self.pads = SignalPads(self.node, self.backend, self.kind)
         self._beside.append(self.pads)
         self._private = private
@@ -323,12 +288,6 @@ class Session:
         self.clique = self.node if len(members) == self.node.size else group.subgroup(members, tag=_CLIQUE_TAG)
         self._groups = tuple({id(each): each for each in (group, self.node, self.clique)}.values())
         release_before_finalize(self)
-
-    def _node_of(self, group: Group) -> Group:
-        """Return the group of this rank's node: ``group`` on one node, so that all ranks meet in one exchange."""
-        if len(self.placement.node_ranks) == group.size:
-            return group
-        return group.subgroup(self.placement.node_ranks, tag=_NODE_TAG)
 
     def _meet(self, step: str) -> MpicommError | None:
         """Wait until all ranks are about to give back the same things; return the error of a rank that does not come.
@@ -401,12 +360,3 @@ def _freed_on_failure(comm: MPI.Intracomm, group: Group) -> Iterator[None]:
         if group.broken is None:
             comm.Free()
         raise
-
-
-def _announce_handle(backend: Backend, request: str, kind: Kind, rejected: dict[str, str]) -> None:
-    if request == kind:
-        reason = "as asked"
-    else:
-        reason = "; ".join(f"not {other}: {why}" for other, why in rejected.items()) or "the best there is"
-    say = logger.warning if kind == "staged" else logger.info
-    say("device %s, memory handles %s: %s", backend.device, kind, reason)
