@@ -19,7 +19,7 @@ class SplitSizesError(InvalidUsageError, RuntimeError):
 
 
 def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the elements of ``tensor`` in the order of memory, as a view without gradient. Local.
+    """Return ``tensor``, or a view of it without gradient, whose elements follow each other in memory. Local.
 
     Raises `InvalidUsageError` for a tensor that has gaps, or more than one piece of memory.
     """
@@ -27,9 +27,10 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise InvalidUsageError(
             f"{name} is a sparse tensor ({tensor.layout}), but tensors must be dense: pass to_dense()"
         )
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.is_contiguous():
-        return tensor.view(-1)
+        return tensor
     if any(tensor.is_contiguous(memory_format=order) for order in (torch.channels_last, torch.channels_last_3d)):
         return tensor.as_strided((tensor.numel(),), (1,))
     raise InvalidUsageError(
@@ -39,8 +40,8 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def movable(memory: torch.Tensor) -> torch.Tensor:
-    """Return a flat tensor as elements that collectives move: bytes where mpicomm lacks the type. Local."""
-    return memory if types.torch_dtype(memory.dtype) is not None else memory.view(torch.uint8)
+    """Return a tensor of `flat` as elements that collectives move: bytes where mpicomm lacks the type. Local."""
+    return memory if types.torch_dtype(memory.dtype) is not None else memory.view(-1).view(torch.uint8)
 
 
 def require_reducible(memory: torch.Tensor, name: str) -> None:
