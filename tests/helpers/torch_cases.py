@@ -14,8 +14,9 @@ Op = dist.ReduceOp
 
 INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-REDUCIBLE = (*FLOATS, torch.complex64, *INTEGERS, torch.bool)
-MOVABLE = (*REDUCIBLE, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
+FLOATS8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+REDUCIBLE = (*FLOATS, *FLOATS8, torch.complex64, *INTEGERS, torch.bool)
+MOVABLE = (*REDUCIBLE, torch.complex128)
 
 _JOINED: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     Op.SUM: operator.add,
@@ -48,6 +49,8 @@ def tensor_of(rank: int, dtype: torch.dtype, shape: Sequence[int], salt: int = 0
 
 def reduced(tensors: Sequence[torch.Tensor], op: object) -> torch.Tensor:
     """Return the reduction of ``tensors``, which are those of all ranks."""
+    if tensors[0].dtype in FLOATS8:  # PyTorch does not calculate with them
+        return reduced([tensor.float() for tensor in tensors], op).to(tensors[0].dtype)
     if op == Op.AVG:
         total = functools.reduce(operator.add, tensors)
         if total.is_floating_point() or total.is_complex():

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.helpers.torch_cases import MOVABLE, REDUCIBLE, Case, Op, reduced, require_same
+from tests.helpers.torch_cases import FLOATS8, MOVABLE, REDUCIBLE, Case, Op, reduced, require_same
 
 Tensors = list[torch.Tensor]
 Results = tuple[Tensors, Tensors]
@@ -225,6 +225,8 @@ FOR_BITS = (Op.BAND, Op.BOR, Op.BXOR)
 
 
 def ops_of(dtype: torch.dtype) -> tuple[Op, ...]:
+    if dtype in FLOATS8:  # what is exact in two or three bits
+        return (Op.MIN, Op.MAX, Op.SUM) if dtype is torch.float8_e4m3fn else (Op.MIN, Op.MAX)
     if dtype.is_complex:
         return (Op.SUM, Op.AVG)
     if dtype is torch.bool:
