@@ -171,11 +171,13 @@ class ProcessGroup(c10d.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         """See `torch.distributed.barrier`. On a GPU it blocks, until the current stream has done its work, too."""
+        self._require_open("barrier")
         begin = getattr(opts, "asyncOp", False) and self.communicator.device == "cpu"
         return self._lane.run(self.collectives.barrier, (), "barrier", begin=begin)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `torch.distributed.monitored_barrier`. The error of every barrier names the ranks that are missing."""
+        self._require_open("monitored_barrier")
         self._lane.run(self.collectives.barrier, (), "monitored_barrier", begin=True).wait(timeout or timedelta(0))
 
     # PyTorch calls these names from 2.12 on.

@@ -1,0 +1,187 @@
+"""init_process_group with all that can say rank and size: MPI alone, the environment, a store; and its end."""
+
+from __future__ import annotations
+
+import gc
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+from mpicomm import InvalidUsageError
+from mpicomm.torch import communicator
+from tests.helpers.leaks import nothing_leaks
+from tests.helpers.raising import raises_everywhere
+
+WORLD = MPI.COMM_WORLD
+LIMIT = timedelta(seconds=10)
+OTHER_ORDER = [*range(1, WORLD.size), 0]
+"""The rank in PyTorch of each rank of MPI."""
+
+
+@pytest.fixture(autouse=True)
+def no_group() -> Iterator[None]:
+    yield
+    left = dist.is_initialized()
+    if left:
+        dist.destroy_process_group()
+    assert not left
+
+
+@pytest.fixture
+def shared_path(tmp_path: Path) -> Path:
+    """A file that no rank has made yet."""
+    path: Path = WORLD.bcast(tmp_path / "store")
+    return path
+
+
+def require_works(rank: int = WORLD.rank) -> None:
+    """Assert that the group of all ranks works and has this rank, and destroy it."""
+    assert (dist.get_rank(), dist.get_world_size()) == (rank, WORLD.size)
+    assert dist.get_backend() == "mpicomm"
+    gathered = [torch.empty(1, dtype=torch.int64) for _ in range(WORLD.size)]
+    dist.all_gather(gathered, torch.tensor([rank]))
+    assert [int(each) for each in gathered] == list(range(WORLD.size))
+    dist.destroy_process_group()
+
+
+def free_port() -> int:
+    """Return a port that all ranks use. Collective."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = WORLD.bcast(listener.getsockname()[1])
+    return port
+
+
+def set_environment(patch: pytest.MonkeyPatch, rank: int, size: int) -> None:
+    for name, value in {
+        "RANK": rank,
+        "WORLD_SIZE": size,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": free_port(),
+    }.items():
+        patch.setenv(name, str(value))
+
+
+def test_mpi_alone() -> None:
+    dist.init_process_group("mpicomm")
+    require_works()
+
+
+def test_mpi_with_a_device_type_before_the_name() -> None:
+    dist.init_process_group("cpu:mpicomm,cuda:mpicomm")
+    gathered = torch.ones(1)
+    dist.all_reduce(gathered)
+    assert float(gathered) == WORLD.size
+    dist.destroy_process_group()
+
+
+def test_gloo_for_the_host_and_mpicomm_for_gpus() -> None:
+    dist.init_process_group("cpu:gloo,cuda:mpicomm")
+    gathered = torch.ones(1)
+    dist.all_reduce(gathered)
+    assert float(gathered) == WORLD.size
+    dist.destroy_process_group()
+
+
+def test_a_port_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
+    dist.init_process_group("mpicomm")
+    require_works()
+
+
+def test_the_environment_of_a_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, WORLD.rank, WORLD.size)
+    dist.init_process_group("mpicomm", timeout=LIMIT)
+    require_works()
+
+
+def test_another_order_of_ranks_than_that_of_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = OTHER_ORDER[WORLD.rank]
+    set_environment(monkeypatch, rank, WORLD.size)
+    dist.init_process_group("mpicomm", timeout=LIMIT)
+    assert communicator().rank == rank
+    require_works(rank)
+
+
+def test_a_file_store(shared_path: Path) -> None:
+    store = dist.FileStore(str(shared_path), WORLD.size)
+    dist.init_process_group("mpicomm", store=store, rank=WORLD.rank, world_size=WORLD.size, timeout=LIMIT)
+    require_works()
+
+
+def test_a_tcp_store() -> None:
+    store = dist.TCPStore("127.0.0.1", free_port(), WORLD.size, WORLD.rank == 0, LIMIT)
+    rank = OTHER_ORDER[WORLD.rank]
+    dist.init_process_group("mpicomm", store=store, rank=rank, world_size=WORLD.size, timeout=LIMIT)
+    require_works(rank)
+
+
+def test_the_url_of_a_file(shared_path: Path) -> None:
+    url = f"file://{shared_path}"
+    dist.init_process_group("mpicomm", url, rank=WORLD.rank, world_size=WORLD.size, timeout=LIMIT)
+    require_works()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_size_other_than_that_of_mpi_is_named() -> None:
+    text = f"torch.distributed has 1 ranks, but MPI has {WORLD.size}: start the program with mpirun -np 1"
+    with raises_everywhere(WORLD, InvalidUsageError, match=text):
+        dist.init_process_group("mpicomm", store=dist.HashStore(), rank=0, world_size=1, timeout=LIMIT)
+    dist.init_process_group("mpicomm")
+    require_works()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_two_ranks_have_is_named() -> None:
+    text = f"the ranks of MPI have the ranks .*{[0] * WORLD.size}".replace("[", r"\[").replace("]", r"\]")
+    with raises_everywhere(WORLD, InvalidUsageError, match=text):
+        dist.init_process_group("mpicomm", store=dist.HashStore(), rank=0, world_size=WORLD.size, timeout=LIMIT)
+    dist.init_process_group("mpicomm")
+    require_works()
+
+
+def test_options_are_refused() -> None:
+    with raises_everywhere(WORLD, InvalidUsageError, match="pg_options=3: the backend mpicomm has no options"):
+        dist.init_process_group("mpicomm", pg_options=3)
+    dist.init_process_group("mpicomm")
+    require_works()
+
+
+def test_a_group_beside_gloo() -> None:
+    dist.init_process_group(
+        "gloo",
+        store=dist.TCPStore("127.0.0.1", free_port(), WORLD.size, WORLD.rank == 0, LIMIT),
+        rank=WORLD.rank,
+        world_size=WORLD.size,
+    )
+    group = dist.new_group(backend="mpicomm")
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor, group=group)
+    assert tensor.tolist() == [WORLD.size] * 3
+    assert communicator(group).size == WORLD.size
+    dist.destroy_process_group()
+
+
+def test_many_starts_and_ends_leave_nothing() -> None:
+    def cycle() -> None:
+        dist.init_process_group("mpicomm")
+        part = dist.new_group()
+        works = [dist.all_reduce(torch.ones(50_000), group=group, async_op=True) for group in (part, None)]
+        for work in works:
+            assert work is not None
+            work.wait()
+        dist.destroy_process_group()
+
+    cycle()
+    with nothing_leaks():
+        for _ in range(5):
+            cycle()
+            gc.collect()
+        WORLD.Barrier()

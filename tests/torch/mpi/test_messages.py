@@ -1,0 +1,203 @@
+"""Messages, objects and functional collectives give what gloo gives."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+
+from tests.helpers.torch_cases import MOVABLE, Case, Op, reduced, require_same
+
+LARGE = 300_000  # elements: MPI receives so many only after it has met the receiver
+
+
+@pytest.fixture(params=["mpicomm", "gloo"])
+def group(request: pytest.FixtureRequest, world: dist.ProcessGroup, gloo: dist.ProcessGroup) -> dist.ProcessGroup:
+    return world if request.param == "mpicomm" else gloo
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("count", [0, 5, LARGE])
+def test_blocking_messages_around_a_ring(group: dist.ProcessGroup, count: int) -> None:
+    case = Case(group)
+    after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
+    got = case.empty(count)
+    if case.rank == 0:
+        dist.send(case.own(count), group_dst=after, group=group)
+        assert dist.recv(got, group_src=before, group=group) == before
+    else:
+        assert dist.recv(got, group_src=before, group=group) == before
+        dist.send(case.own(count), group_dst=after, group=group)
+    require_same([got], [case.of(before, count)])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
+def test_messages_of_every_type_in_a_batch(world: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    case = Case(world, dtype)
+    peers = [peer for peer in range(case.size) if peer != case.rank]
+    got = {peer: case.empty(3, 4) for peer in peers}
+    sends = [dist.P2POp(dist.isend, case.own(3, 4, salt=peer), group_peer=peer, group=world) for peer in peers]
+    receives = [dist.P2POp(dist.irecv, got[peer], group_peer=peer, group=world) for peer in peers]
+    works = dist.batch_isend_irecv([*sends, *receives])
+    for work in works:
+        work.wait()
+    assert all(work.is_completed() for work in works)
+    require_same(list(got.values()), [case.of(peer, 3, 4, salt=case.rank) for peer in peers])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_messages_are_matched_by_tag(group: dist.ProcessGroup) -> None:
+    case = Case(group)
+    after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
+    sent = [dist.isend(case.own(4, salt=tag), group_dst=after, tag=tag, group=group) for tag in (1, 2)]
+    got = {tag: case.empty(4) for tag in (2, 1)}
+    for tag, tensor in got.items():
+        work = dist.irecv(tensor, group_src=before, tag=tag, group=group)
+        assert work is not None
+        work.wait()
+    for work in sent:
+        assert work is not None
+        work.wait()
+    require_same(list(got.values()), [case.of(before, 4, salt=tag) for tag in (2, 1)])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_receive_from_any_rank_says_from_which(group: dist.ProcessGroup) -> None:
+    case = Case(group)
+    if case.rank:
+        dist.send(case.own(4), group_dst=0, group=group)
+    else:
+        sources = []
+        for _ in range(case.size - 1):
+            got = case.empty(4)
+            sources.append(dist.recv(got, group=group))
+            require_same([got], [case.of(sources[-1], 4)])
+        assert sorted(sources) == list(range(1, case.size))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_work_of_a_receive_says_its_source(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    if case.rank:
+        dist.send(case.own(1), group_dst=0)
+        return
+    works = [dist.irecv(case.empty(1)) for _ in range(case.size - 1)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert sorted(work._source_rank() for work in works if work) == list(range(1, case.size))
+
+
+def test_objects(group: dist.ProcessGroup) -> None:
+    case = Case(group)
+    everyone = [{"rank": rank, "text": "x" * 1000 * rank} for rank in range(case.size)]
+    mine = everyone[case.rank]
+    gathered: list[object] = [None] * case.size
+    dist.all_gather_object(gathered, mine, group=group)
+    assert gathered == everyone
+    for root in range(case.size):
+        at_root: list[object] | None = [None] * case.size if case.rank == root else None
+        dist.gather_object(mine, at_root, group_dst=root, group=group)
+        assert at_root in (None, everyone)
+        shared: list[object] = [mine, case.rank]
+        dist.broadcast_object_list(shared, group_src=root, group=group)
+        assert shared == [everyone[root], root]
+        scattered: list[object] = [None]
+        dist.scatter_object_list(scattered, everyone if case.rank == root else None, group_src=root, group=group)
+        assert scattered == [mine]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_objects_as_messages(group: dist.ProcessGroup) -> None:
+    case = Case(group)
+    if case.rank == 0:
+        for peer in range(1, case.size):
+            dist.send_object_list([peer, "hello"], group_dst=peer, group=group)
+    else:
+        got: list[object] = [None, None]
+        assert dist.recv_object_list(got, group_src=0, group=group) == 0
+        assert got == [case.rank, "hello"]
+
+
+def test_functional_collectives(group: dist.ProcessGroup) -> None:
+    case = Case(group)
+    given = case.own(2 * case.size, 3)
+    everyone = case.all(2 * case.size, 3)
+    total = reduced(everyone, Op.SUM)
+    got = [
+        functional.all_reduce(given, "sum", group),
+        functional.all_reduce(given, "max", group),
+        functional.broadcast(given, 0, group),
+        functional.all_gather_tensor(given, 0, group),
+        functional.all_gather_tensor(given, 1, group),
+        functional.reduce_scatter_tensor(given, "sum", 0, group),
+        functional.all_to_all_single(given, None, None, group),
+        *functional.all_reduce_coalesced([given, given + 1], "sum", group),
+    ]
+    expected = [
+        total,
+        reduced(everyone, Op.MAX),
+        everyone[0],
+        torch.cat(everyone),
+        torch.cat(everyone, 1),
+        total.chunk(case.size)[case.rank],
+        torch.cat([each.chunk(case.size)[case.rank] for each in everyone]),
+        total,
+        total + case.size,
+    ]
+    require_same([functional.wait_tensor(each) for each in got], expected)
+    require_same([given], [everyone[case.rank]])
+
+
+def test_functional_collectives_that_gloo_lacks(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    given = case.own(2 * case.size, 3)
+    everyone = case.all(2 * case.size, 3)
+    total = reduced(everyone, Op.SUM)
+    splits = [(case.rank + peer) % 3 for peer in range(case.size)]  # what a rank sends and receives
+    uneven = case.own(sum(splits))
+    cut = [case.of(rank, sum((rank + peer) % 3 for peer in range(case.size))) for rank in range(case.size)]
+    parts = [each.split([(rank + peer) % 3 for peer in range(case.size)]) for rank, each in enumerate(cut)]
+    got = [
+        functional.all_reduce(given, "avg", world),
+        functional.all_to_all_single(uneven, splits, splits, world),
+        *functional.all_gather_into_tensor_coalesced([given, given + 1], world),
+        *functional.reduce_scatter_tensor_coalesced([given, given + 1], "sum", [0, 0], world),
+    ]
+    gathered = torch.cat(everyone)
+    expected = [
+        total / case.size,
+        torch.cat([each[case.rank] for each in parts]),
+        gathered,
+        gathered + 1,
+        total.chunk(case.size)[case.rank],
+        total.chunk(case.size)[case.rank] + case.size,
+    ]
+    require_same([functional.wait_tensor(each) for each in got], expected)
+
+
+def test_functional_permutation(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    after = [(rank + 1) % case.size for rank in range(case.size)]
+    got = functional.permute_tensor(case.own(4), after, world)
+    require_same([functional.wait_tensor(got)], [case.of((case.rank - 1) % case.size, 4)])
+
+
+def test_functional_collectives_pass_gradients(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    given = case.own(4).requires_grad_()
+    total = functional.all_gather_tensor_autograd(given, 0, world)
+    (total * (1 + case.rank)).sum().backward()
+    require_same([given.grad], [torch.full((4,), float(sum(range(1, case.size + 1))))])
+
+
+def test_barriers(group: dist.ProcessGroup) -> None:
+    dist.barrier(group)
+    work = dist.barrier(group, async_op=True)
+    assert work is not None
+    work.wait()
+    group.monitored_barrier(timedelta(seconds=5))  # dist.monitored_barrier of old versions wants gloo

@@ -1,0 +1,128 @@
+"""Tensors of other shapes, layouts and origins, and operations that gloo lacks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _make_nccl_premul_sum
+
+from tests.helpers.torch_cases import FLOATS, Case, Op, reduced, require_same
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (70_001,)], ids=str)
+def test_shapes(world: dist.ProcessGroup, shape: tuple[int, ...]) -> None:
+    for async_op in (False, True):
+        case = Case(world, async_op=async_op)
+        summed, sent = case.own(*shape), case.own(*shape)
+        gathered = [case.empty(*shape) for _ in range(case.size)]
+        case.wait(dist.all_reduce(summed, async_op=async_op))
+        case.wait(dist.broadcast(sent, 0, async_op=async_op))
+        case.wait(dist.all_gather(gathered, case.own(*shape), async_op=async_op))
+        everyone = case.all(*shape)
+        require_same([summed, sent, *gathered], [reduced(everyone, Op.SUM), everyone[0], *everyone])
+        if shape:
+            rows = case.own(case.size * shape[0], *shape[1:])
+            scattered = case.empty(*shape)
+            case.wait(dist.reduce_scatter_tensor(scattered, rows, async_op=async_op))
+            swapped = torch.empty_like(rows)
+            case.wait(dist.all_to_all_single(swapped, rows, async_op=async_op))
+            all_rows = case.all(case.size * shape[0], *shape[1:])
+            parts = [each.tensor_split(case.size)[case.rank] for each in all_rows]
+            require_same([scattered, swapped], [reduced(parts, Op.SUM), torch.cat(parts)])
+
+
+def test_splits_of_nothing(world: dist.ProcessGroup) -> None:
+    """The first rank alone sends, to the last alone."""
+    case = Case(world)
+    last = case.size - 1
+    sent = [3 if (case.rank, peer) == (0, last) else 0 for peer in range(case.size)]
+    received = [3 if (peer, case.rank) == (0, last) else 0 for peer in range(case.size)]
+    got = case.empty(sum(received), 2)
+    dist.all_to_all_single(got, case.of(0, 3, 2)[: sum(sent)], received, sent)
+    require_same([got], [case.of(0, 3, 2)[: sum(received)]])
+
+
+def test_channels_last(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    tensor = case.own(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    dist.all_reduce(tensor)
+    assert tensor.is_contiguous(memory_format=torch.channels_last)
+    require_same([tensor], [reduced(case.all(2, 3, 4, 5), Op.SUM)])
+    sent = case.own(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    dist.broadcast(sent, case.size - 1)
+    require_same([sent], [case.of(case.size - 1, 2, 3, 4, 5)])
+
+
+def test_lists_of_tensors_in_any_order_of_memory(world: dist.ProcessGroup) -> None:
+    """The outputs have another order of memory than the tensor that is sent, and gaps."""
+    case = Case(world)
+    outputs = [
+        case.empty(6, 4).t(),
+        case.empty(4, 12)[:, ::2],
+        case.empty(4, 6),
+        case.empty(5, 6)[1:],
+    ][: case.size]
+    dist.all_gather(outputs, case.own(4, 6))
+    require_same(outputs, case.all(4, 6))
+    got = case.empty(4, 6)
+    given = [case.own(6, 4, salt=peer).t() for peer in range(case.size)]
+    dist.reduce_scatter(got, given)
+    require_same([got], [reduced(case.all(6, 4, salt=case.rank), Op.SUM).t()])
+
+
+def test_tensors_that_require_gradients(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    leaf = case.own(4).requires_grad_()
+    dist.broadcast(leaf, 0)
+    require_same([leaf], [case.of(0, 4)])
+    with torch.no_grad():
+        leaf.copy_(case.own(4))
+    dist.all_reduce(leaf, async_op=True).wait()
+    require_same([leaf], [reduced(case.all(4), Op.SUM)])
+    outputs = [case.empty(4).requires_grad_() for _ in range(case.size)]
+    dist.all_gather(outputs, case.own(4).requires_grad_())
+    require_same(outputs, case.all(4))
+    assert leaf.requires_grad and leaf.is_leaf and leaf.grad_fn is None
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_sums_of_multiples(world: dist.ProcessGroup, dtype: torch.dtype) -> None:
+    case = Case(world, dtype)
+    op = _make_nccl_premul_sum(0.5)
+    expected = reduced(case.all(4), Op.SUM) / 2
+    given = case.own(4)
+    dist.all_reduce(given, op)
+    at_root = case.own(4)
+    dist.reduce(at_root, 0, op)
+    scattered = case.empty(4)
+    rows = case.own(4).repeat(case.size)
+    dist.reduce_scatter_tensor(scattered, rows, op)
+    listed = case.empty(4)
+    dist.reduce_scatter(listed, [case.own(4)] * case.size, op, async_op=True).wait()
+    require_same([given, scattered, listed], [expected] * 3)
+    require_same([rows], [case.own(4).repeat(case.size)])  # what is only sent stays
+    require_same([at_root], [expected if case.rank == 0 else case.own(4)])
+
+
+def test_sums_of_multiples_by_a_tensor(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    given = case.own(4)
+    dist.all_reduce(given, _make_nccl_premul_sum(torch.tensor([0.5])))
+    require_same([given], [reduced(case.all(4), Op.SUM) / 2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [10, 200_000])
+def test_sums_that_round_are_near_those_of_gloo_and_the_same_on_all_ranks(
+    world: dist.ProcessGroup, gloo: dist.ProcessGroup, dtype: torch.dtype, count: int
+) -> None:
+    random = torch.Generator().manual_seed(dist.get_rank())
+    given = torch.randn(count, generator=random, dtype=dtype)
+    mine, other = given.clone(), given.clone()
+    dist.all_reduce(mine)
+    dist.all_reduce(other, group=gloo)
+    torch.testing.assert_close(mine, other)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    require_same(everyone, [mine] * len(everyone))

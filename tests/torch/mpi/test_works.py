@@ -1,0 +1,190 @@
+"""Works and futures of asynchronous calls: when they are complete, what they hold, and how errors reach them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+from mpicomm import CollectiveTimeoutError, InvalidUsageError
+from tests.helpers.torch_cases import Case, Op, reduced, require_same
+
+PATIENCE_S = 10.0
+
+
+def begin(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None
+    return work
+
+
+@contextmanager
+def while_the_last_rank_is_late() -> Iterator[bool]:
+    """Tell whether this rank is on time. The last rank begins when the others have left the block."""
+    world = MPI.COMM_WORLD
+    on_time = world.rank != world.size - 1
+    if not on_time:
+        world.Barrier()
+    yield on_time
+    if on_time:
+        world.Barrier()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_work_is_complete_when_the_last_rank_has_come(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    tensor = case.own(4)
+    with while_the_last_rank_is_late() as on_time:
+        work = begin(tensor)
+        future = work.get_future()
+        if on_time:
+            time.sleep(0.05)
+            assert not work.is_completed() and not future.done()
+            assert work.exception() is None
+            with pytest.raises(CollectiveTimeoutError, match=r"all_reduce has not ended within 0\.02 s"):
+                work.wait(timedelta(seconds=0.02))
+    assert work.wait()
+    assert work.is_completed() and work.is_success() and work.exception() is None
+    assert future.wait()[0] is tensor and future.done()
+    require_same(work.result(), [reduced(case.all(4), Op.SUM)])
+
+
+def test_futures_of_every_kind_of_call(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    everyone = case.all(4)
+    gathered = [case.empty(4) for _ in range(case.size)]
+    summed, copied, scattered = case.own(4), case.own(4), case.empty(4)
+    works = {
+        "all_gather": dist.all_gather(gathered, case.own(4), async_op=True),
+        "all_reduce": dist.all_reduce(summed, async_op=True),
+        "broadcast": dist.broadcast(copied, 0, async_op=True),
+        "reduce_scatter": dist.reduce_scatter(scattered, [case.own(4)] * case.size, async_op=True),
+    }
+    expected = {
+        "all_gather": everyone,
+        "all_reduce": [reduced(everyone, Op.SUM)],
+        "broadcast": [everyone[0]],
+        "reduce_scatter": [reduced(everyone, Op.SUM)],
+    }
+    for name, work in works.items():
+        assert work is not None
+        require_same(torch.futures.wait_all([work.get_future()])[0], expected[name])
+
+
+def test_callbacks_follow_one_another(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    future = begin(case.own(4)).get_future()
+    doubled = future.then(lambda done: done.value()[0] * 2).then(lambda done: done.value() + 1)
+    require_same([doubled.wait()], [reduced(case.all(4), Op.SUM) * 2 + 1])
+    late = future.then(lambda done: done.value()[0] * 3)  # of a future that is done
+    require_same([late.wait()], [reduced(case.all(4), Op.SUM) * 3])
+
+
+def test_a_future_of_the_result_says_that_all_went_well(world: dist.ProcessGroup) -> None:
+    work = begin(Case(world).own(4))
+    assert work.get_future_result().wait() == int(torch._C._distributed_c10d.WorkResult.SUCCESS)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_futures_of_messages(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    after, before = (case.rank + 1) % case.size, (case.rank - 1) % case.size
+    got = case.empty(4)
+    receive, send = dist.irecv(got, before), dist.isend(case.own(4), after)
+    assert receive is not None and send is not None
+    doubled = receive.get_future().then(lambda done: done.value()[0] * 2)
+    require_same([doubled.wait()], [case.of(before, 4) * 2])
+    send.wait()
+    assert receive.is_completed()
+
+
+def test_an_error_of_an_asynchronous_call_is_raised_by_its_work_and_its_future(world: dist.ProcessGroup) -> None:
+    work = dist.all_reduce(torch.ones(3) > 0, Op.AVG, async_op=True)
+    assert work is not None
+    future = work.get_future()
+    with pytest.raises(InvalidUsageError, match=r"op=AVG is not defined for torch\.bool"):
+        work.wait()
+    assert isinstance(work.exception(), InvalidUsageError)
+    assert work.is_completed() and not work.is_success()
+    with pytest.raises(Exception, match=r"op=AVG is not defined for torch\.bool"):
+        future.wait()
+    assert work.get_future_result().wait() == int(torch._C._distributed_c10d.WorkResult.COMM_ERROR)
+    dist.barrier()
+
+
+def test_calls_go_on_in_their_order_whether_they_block_or_not(world: dist.ProcessGroup) -> None:
+    case = Case(world, torch.int64)
+    tensors = [case.own(3, salt=index) for index in range(20)]
+    works = []
+    for index, tensor in enumerate(tensors):
+        if index % 3 == 2:
+            dist.all_reduce(tensor)
+        else:
+            works.append(begin(tensor))
+    for work in reversed(works):
+        work.wait()
+    require_same(tensors, [reduced(case.all(3, salt=index), Op.SUM) for index in range(20)])
+
+
+def test_ranks_may_begin_calls_of_two_groups_in_different_orders(world: dist.ProcessGroup) -> None:
+    other = dist.new_group()
+    case = Case(world)
+    for count in (4, 100_000):
+        tensors = [case.own(count, salt=salt) for salt in range(2)]
+        calls = [(tensors[0], world), (tensors[1], other)]
+        works = [begin(tensor, group) for tensor, group in (calls if case.rank % 2 else reversed(calls))]
+        for work in works:
+            work.wait()
+        require_same(tensors, [reduced(case.all(count, salt=salt), Op.SUM) for salt in range(2)])
+    dist.destroy_process_group(other)
+
+
+def test_groups_in_several_threads(world: dist.ProcessGroup) -> None:
+    groups = [dist.new_group() for _ in range(3)]
+    case = Case(world)
+    sums: dict[int, torch.Tensor] = {}
+
+    def work(index: int) -> None:
+        tensor = case.own(1000, salt=index)
+        for _ in range(5):
+            dist.all_reduce(tensor, Op.MAX, group=groups[index])
+        sums[index] = tensor
+
+    threads = [threading.Thread(target=work, args=[index], daemon=True) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    require_same([sums[index] for index in range(3)], [reduced(case.all(1000, salt=i), Op.MAX) for i in range(3)])
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_a_call_keeps_no_tensors_after_its_end(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    given = [case.own(100), case.own(100)]
+    seen = [weakref.ref(tensor) for tensor in given]
+    begin(given[0]).wait()
+    begin(given[1]).get_future().wait()
+    given.clear()
+    dist.barrier(async_op=True).wait()
+    gc.collect()
+    assert [reference() for reference in seen] == [None, None]
+
+
+def test_a_tensor_that_the_program_drops_lives_until_the_call_ends(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    works = [begin(case.own(50_000, salt=salt)) for salt in range(4)]
+    gc.collect()
+    for salt, work in enumerate(works):
+        work.wait()
+        require_same(work.result(), [reduced(case.all(50_000, salt=salt), Op.SUM)])
