@@ -57,7 +57,8 @@ class Collectives:
         receive, send = flat(output, "output_tensor"), flat(given, "input_tensor")
         self._require_blocks(receive, send, "output_tensor", "input_tensor")
         receive, send = movable(receive), movable(send)
-        self._comm.Allgather(send, receive, algorithm=self._way("Allgather", receive))
+        sent = _in_place_if_there(send, receive, self._comm.rank * send.numel())
+        self._comm.Allgather(sent, receive, algorithm=self._way("Allgather", receive))
 
     def all_gather_list(self, outputs: Sequence[torch.Tensor], given: torch.Tensor) -> None:
         """Put each rank's ``given`` tensor into the output of that number; sizes may differ."""
@@ -66,7 +67,8 @@ class Collectives:
         self._require_size(send, pieces.counts[self._comm.rank], f"tensor_list[{self._comm.rank}]", "tensor")
         self._require_type(send, pieces.memory, "tensor", "tensor_list")
         receive = _of_counts(pieces.memory, pieces.counts)
-        self._comm.Allgatherv(movable(send), receive, algorithm=self._way("Allgatherv", pieces.memory))
+        sent = _in_place_if_there(send, pieces.memory, sum(pieces.counts[: self._comm.rank]))
+        self._comm.Allgatherv(sent, receive, algorithm=self._way("Allgatherv", pieces.memory))
         pieces.scatter()
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, given: torch.Tensor, root: int) -> None:
@@ -201,6 +203,12 @@ class Collectives:
 
 class ElementTypeMismatchError(InvalidUsageError, TypeError, RuntimeError):
     """Tensors of one call differ in type or device. PyTorch's own backends raise TypeError or RuntimeError for it."""
+
+
+def _in_place_if_there(send: torch.Tensor, receive: torch.Tensor, offset: int) -> Any:
+    """Return MPI.IN_PLACE for data that is where it goes to, else the data; FSDP2 gathers so. Local."""
+    is_there = send.data_ptr() == receive.data_ptr() + offset * receive.element_size()
+    return MPI.IN_PLACE if is_there else movable(send)
 
 
 def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:

@@ -44,3 +44,11 @@ def test_gpu_program_says_what_is_missing(name: str, other: str) -> None:
     assert result.returncode != 0
     assert "this example needs" in result.stderr and f"examples/{other}.py runs without" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("name", "extras"), [("train_torch", "torch,examples"), ("tensor_parallel", "torch")])
+def test_program_of_pytorch_says_what_is_missing(name: str, extras: str, tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no PyTorch here')")
+    result = run_job(1, str(ROOT / "examples" / f"{name}.py"), PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert result.returncode != 0 and "Traceback" not in result.stderr
+    assert "(no PyTorch here)" in result.stderr and f'pip install -e ".[{extras}]"' in result.stderr

@@ -1,0 +1,161 @@
+"""Data-parallel training of a network that reads digits: `mpirun -np 4 python examples/train_torch.py --mode ddp`.
+
+Each rank computes the gradients of its share of every batch, and all ranks take the mean of these gradients. `--mode`
+says who averages: `comm`, this program by one Allreduce; `ddp`, PyTorch's DistributedDataParallel; `fsdp`, PyTorch's
+fully_shard, which also leaves each rank only a part of the parameters. `--check` trains on one rank alone, too, and
+compares the losses of all steps. It runs on GPUs, and on the host where there are none.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.cli.options import progress_line
+
+try:
+    import torch
+    import torch.distributed as dist
+    from sklearn.datasets import load_digits
+    from sklearn.utils import shuffle
+    from torch import nn
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    import mpicomm.torch
+except ImportError as error:
+    sys.exit(f'this example needs PyTorch and scikit-learn ({error}): pip install -e ".[torch,examples]"')
+
+TOLERANCE = 1e-4  # of a loss, because ranks add the samples of a batch in another order than one rank does, in float32
+TRAINED = 1440  # of the 1797 digits; the others show how well the network reads digits that it does not know
+BATCH = 240  # of all ranks together
+
+Data = tuple[torch.Tensor, torch.Tensor]
+
+
+def network() -> nn.Module:
+    """Return a network for images of 8 x 8 pixels, with the same parameters on every rank."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 10))
+
+
+def digits(device: torch.device) -> Data:
+    """Return all images and the digits that they show."""
+    images, shown = shuffle(*load_digits(return_X_y=True), random_state=3)
+    return torch.tensor(images / 16, dtype=torch.float32, device=device), torch.tensor(shown, device=device)
+
+
+def gradients_in_one_tensor(model: nn.Module) -> torch.Tensor:
+    """Return a tensor in which the gradients of all parameters lie from now on, so that one call averages them."""
+    parameters = list(model.parameters())
+    counts = [parameter.numel() for parameter in parameters]
+    gradients = torch.zeros(sum(counts), device=parameters[0].device)
+    for parameter, part in zip(parameters, gradients.split(counts), strict=True):
+        parameter.grad = part.view_as(parameter)
+    return gradients
+
+
+def train(
+    model: nn.Module, epochs: torch.Tensor, data: Data, average: Callable[[], None]
+) -> tuple[torch.Tensor, float]:
+    """Train on the samples that ``epochs`` numbers; return the loss of each step, and the seconds of an epoch."""
+    images, shown = data
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses, ends = [], [time.perf_counter()]
+    for epoch, batches in enumerate(epochs):
+        with progress_line("epochs", epoch, len(epochs)):
+            for batch in batches:
+                optimizer.zero_grad(set_to_none=False)  # it leaves the gradients where they are
+                loss = nn.functional.cross_entropy(model(images[batch]), shown[batch])
+                loss.backward()
+                average()
+                optimizer.step()
+                losses.append(loss.detach())
+            losses[-1].item()  # waits for the GPU
+        ends.append(time.perf_counter())
+    return torch.stack(losses), statistics.median(end - start for start, end in pairwise(ends))
+
+
+def plot(path: Path, curves: dict[str, torch.Tensor]) -> None:
+    """Draw the loss of each step."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for width, (name, losses) in zip((4, 1), curves.items(), strict=False):
+        axes.semilogy(losses.cpu(), linewidth=width, label=name)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Train, and print on rank 0 what came of it."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--mode", choices=("comm", "ddp", "fsdp"), default="comm")
+    parser.add_argument("--epochs", type=int, default=20)
+    parser.add_argument("--check", action="store_true", help="compare with the losses of one rank alone")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses, as in --plot loss.svg")
+    options = parser.parse_args()
+
+    if options.mode == "comm":
+        comm = mpicomm.Communicator(MPI.COMM_WORLD)
+    else:
+        dist.init_process_group("mpicomm")  # MPI says rank, size and address
+        comm = mpicomm.torch.communicator()
+    if BATCH % comm.size:
+        sys.exit(f"{comm.size} ranks cannot share {BATCH} samples equally: start 2, 4 or 8 ranks, for example")
+    device = torch.device("cpu" if comm.device == "cpu" else f"cuda:{comm.device}")
+
+    model, gradients = network().to(device), None
+    if options.mode == "comm":
+        gradients = gradients_in_one_tensor(model)
+    elif options.mode == "ddp":
+        model = DistributedDataParallel(model)
+    else:
+        mesh = init_device_mesh(device.type, (comm.size,))
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+
+    def average() -> None:
+        if gradients is not None:  # DDP and FSDP average them in backward()
+            comm.Allreduce(MPI.IN_PLACE, gradients, op=mpicomm.AVG)
+
+    # All ranks draw the same batches, and each takes its share of them.
+    order = torch.Generator().manual_seed(2)
+    epochs = torch.stack([torch.randperm(TRAINED, generator=order) for _ in range(options.epochs)])
+    batches = epochs.view(options.epochs, -1, BATCH).to(device)
+    images, shown = data = digits(device)
+    losses, seconds = train(model, batches[..., comm.rank :: comm.size], data, average)
+    comm.Allreduce(MPI.IN_PLACE, losses, op=mpicomm.AVG)
+    curves = {f"{comm.size} ranks": losses}
+    with torch.no_grad():
+        right = (model(images[TRAINED:]).argmax(1) == shown[TRAINED:]).float().mean().item()
+    rate = comm.allreduce(TRAINED / seconds) / comm.size
+    lines = [f"{comm.size} ranks, {options.mode}: {rate:.0f} samples/s, loss {losses[-1]:.4f}, {right:.1%} read right"]
+
+    difference = 0.0
+    if options.check:
+        curves["one rank"], _ = train(network().to(device), batches, data, lambda: None)
+        difference = (losses - curves["one rank"]).abs().max().item()
+        lines.append(f"losses of one rank differ by at most {difference:.1e}; {TOLERANCE:.0e} is allowed")
+    if comm.rank == 0:
+        print(*lines, sep="\n")
+        if options.plot:
+            plot(options.plot, curves)
+    if options.mode == "comm":
+        comm.Free()
+    else:
+        dist.destroy_process_group()
+    sys.exit(not difference <= TOLERANCE)
+
+
+if __name__ == "__main__":
+    main()
