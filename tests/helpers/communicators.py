@@ -20,6 +20,11 @@ def communicator(
     return mpicomm.Communicator(comm, device="cpu" if device == "cpu" else "auto", handle=handle, timeout_s=timeout_s)
 
 
+def patience_s(device: str) -> float:
+    """Return a deadline for what does not come: long enough for what comes, which on GPUs takes longer."""
+    return 0.5 if device == "cpu" else 1.0
+
+
 @contextlib.contextmanager
 def array_module(comm: mpicomm.Communicator) -> Iterator[Any]:
     """Give NumPy, or CuPy with the communicator's GPU as the current device."""

@@ -13,7 +13,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import CollectiveTimeoutError, PeerError
 from tests.helpers.communicator_calls import Case, Prepared, require_works
-from tests.helpers.communicators import array_module, communicator
+from tests.helpers.communicators import array_module, communicator, patience_s
 from tests.helpers.raising import raises_everywhere
 
 FLOAT32 = np.dtype(np.float32)
@@ -113,7 +113,7 @@ def require_a_new_one_works(device: str) -> None:
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("operation", ["Allreduce", "Alltoall"])
 def test_a_rank_that_does_not_come_is_named(device: str, operation: str) -> None:
-    comm = communicator(device, timeout_s=1.0)
+    comm = communicator(device, timeout_s=patience_s(device))
     missing = 0
     with array_module(comm) as xp:
         require_works(comm, xp)

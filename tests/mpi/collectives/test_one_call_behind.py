@@ -40,12 +40,12 @@ def test_different_calls_are_shown_of_every_rank(device: str, culprit: int) -> N
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("culprit", sorted({0, WORLD.size - 1}))
 def test_equal_calls_name_the_rank_and_the_number_of_the_call(culprit: int) -> None:
-    comm = communicator("cpu", timeout_s=1)
+    comm = communicator("cpu", timeout_s=0.5)
     prepared = Prepared(LEFT_OUT, comm.rank, comm.size, np)
     for _ in range(CALLED_BEFORE):
         prepared.run(comm)
     if comm.rank != culprit:
-        text = rf"^Allreduce.*: rank {culprit} did not arrive within 1 s \(collective number {CALLED_BEFORE + 1} "
+        text = rf"^Allreduce.*: rank {culprit} did not arrive within 0.5 s \(collective number {CALLED_BEFORE + 1} "
         with pytest.raises(CollectiveTimeoutError, match=text) as info:
             prepared.run(comm)
         assert info.value.ranks == (culprit,)

@@ -17,9 +17,14 @@ from tests.helpers.communicators import communicator
 
 
 @pytest.fixture
-def channels(monkeypatch: pytest.MonkeyPatch) -> Iterator[MappedChannels]:
+def timeout_s() -> float:
+    return 20.0
+
+
+@pytest.fixture
+def channels(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[MappedChannels]:
     monkeypatch.setattr(mapped, "SLOT_NBYTES", 4096)
-    with communicator("cpu", timeout_s=5) as comm:
+    with communicator("cpu", timeout_s=timeout_s) as comm:
         session = comm._session.set_up("test")
         yield session.keep(MappedChannels(session.node, session.backend, "memfd", session.pads))
 
@@ -41,6 +46,7 @@ def test_all_ranks_exchange_with_all(channels: MappedChannels, nbytes: int) -> N
             assert (array == 16 * peer + rank + turn).all()
 
 
+@pytest.mark.parametrize("timeout_s", [0.5])
 def test_a_rank_that_does_not_come_is_named(channels: MappedChannels) -> None:
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     if size == 1:

@@ -35,12 +35,12 @@ if SIZE == 1:
 class Rig:
     """A carrier between ranks that are a clique each."""
 
-    def __init__(self, comm: MPI.Intracomm, carrier: type[StagedCarrier | AwareCarrier]) -> None:
-        group = Group(comm, range(SIZE), 2.0)
+    def __init__(self, comm: MPI.Intracomm, carrier: type[StagedCarrier | AwareCarrier], timeout_s: float) -> None:
+        group = Group(comm, range(SIZE), timeout_s)
         self.waits = WireWaits(group.subgroup([RANK], tag=9))
-        self.device = ThreadDevice(RANK, 2.0)
+        self.device = ThreadDevice(RANK, timeout_s)
         backend = cast(GpuBackend, self.device)
-        self.carrier: Carrier = carrier(Transfers(comm, 2.0, OTHERS, self.waits), backend)
+        self.carrier: Carrier = carrier(Transfers(comm, timeout_s, OTHERS, self.waits), backend)
 
     def array(self, content: Any) -> DeviceArray:
         return DeviceArray(self.device, np.asarray(content))
@@ -56,11 +56,16 @@ def parcel(rank: int, array: DeviceArray) -> Parcel:
     return Parcel(rank, array.memory.ctypes.data, array.memory.nbytes)
 
 
+@pytest.fixture
+def timeout_s() -> float:
+    return 20.0
+
+
 @pytest.fixture(params=[StagedCarrier, AwareCarrier])
-def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[Rig]:
     monkeypatch.setattr(staged, "CHUNK_NBYTES", 4096)
     # Not freed where a test leaves messages behind: another communicator would get its number, and the messages.
-    made = Rig(WORLD.Dup(), request.param)
+    made = Rig(WORLD.Dup(), request.param, timeout_s)
     yield made
     made.close()
 
@@ -90,12 +95,13 @@ def test_parcels_follow_the_work_of_the_stream_and_later_work_finds_them(rig: Ri
                 assert (array.get() == 1000 * turn + 100 * number + 10 * peer + RANK).all()
 
 
+@pytest.mark.parametrize("timeout_s", [0.5])
 def test_a_rank_that_does_not_come_is_named(rig: Rig) -> None:
     if RANK == SIZE - 1:
         return
     array = rig.array(np.zeros(10, np.int32))
     finish = rig.carrier.start(Wire(receives=(parcel(SIZE - 1, array),)), STREAM, CALL)
-    with pytest.raises(CollectiveTimeoutError, match=rf"rank {SIZE - 1} did not arrive within 2 s") as raised:
+    with pytest.raises(CollectiveTimeoutError, match=rf"rank {SIZE - 1} did not arrive within 0.5 s") as raised:
         finish()
     assert raised.value.ranks == (SIZE - 1,)
 
