@@ -43,7 +43,6 @@ ALLOWED = {"descriptors": 0, "mappings": 0, "threads": 0, "MiB of memory": 24, "
 def resources(soak: Soak) -> dict[str, int]:
     """Return the resources of this process, and this rank's share of the memory in use on its device. Collective."""
     gc.collect()
-    time.sleep(SETTLED_S)
     with contextlib.suppress(AttributeError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)  # now and then glibc keeps tens of MiB of freed memory, which are no growth
     maps = Path("/proc/self/maps").read_text().splitlines()
@@ -65,6 +64,13 @@ def resources(soak: Soak) -> dict[str, int]:
         "MiB of memory": pages * os.sysconf("SC_PAGESIZE") // MIB,
         "MiB of device memory": used // soak.sharing // MIB,
     }
+
+
+def settled_resources(soak: Soak) -> dict[str, int]:
+    """Return the `resources` when all ranks have come and the threads of their requests have ended. Collective."""
+    WORLD.Barrier()
+    time.sleep(SETTLED_S)
+    return resources(soak)
 
 
 def main() -> None:
@@ -111,8 +117,7 @@ def run(soak: Soak, rounds: Rounds, what: str, file: Path | None) -> None:
     start, shown = time.monotonic(), 0.0
     for share, work in rounds:
         if share >= 0.1 and not before:
-            WORLD.Barrier()
-            before = resources(soak)
+            before = settled_resources(soak)
         work()
         if share >= shown:
             shown += 0.1
@@ -122,8 +127,7 @@ def run(soak: Soak, rounds: Rounds, what: str, file: Path | None) -> None:
                 sys.stdout.write(f"{elapsed}  {dict(soak.done)}, at most on any rank: {most}\n")
                 sys.stdout.flush()
     seconds = time.monotonic() - start
-    WORLD.Barrier()
-    after = resources(soak)
+    after = settled_resources(soak)
     growth = {name: after[name] - before[name] for name in after}
     most = _most(growth)
     if WORLD.rank == 0:

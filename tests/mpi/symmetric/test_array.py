@@ -167,7 +167,7 @@ def test_zeros_are_zero_before_a_peer_can_write(
     zero = backend.zero
 
     def late_zero(pointer: int, nbytes: int) -> None:
-        time.sleep(0.1)
+        time.sleep(0.3)
         zero(pointer, nbytes)
 
     comm.zeros(1)
