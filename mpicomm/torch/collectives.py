@@ -13,7 +13,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.collectives.host.selection import best_mapped
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.errors import InvalidUsageError
-from mpicomm.torch.reductions import mpi_op, premultiplied
+from mpicomm.torch.reductions import divide, mpi_op, premultiplied
 from mpicomm.torch.tensors import Pieces, SplitSizesError, flat, movable, require_reducible
 
 
@@ -34,6 +34,7 @@ class Collectives:
         given = premultiplied(op, memory)
         send = MPI.IN_PLACE if given is memory else given
         self._comm.Allreduce(send, memory, mpi_op(op, memory), algorithm=self._way("Allreduce", memory))
+        divide(op, memory, self._comm.size)
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> None:
         """Reduce ``tensor`` over all ranks into the root's ``tensor``."""
@@ -43,6 +44,8 @@ class Collectives:
         send = MPI.IN_PLACE if given is memory and self._comm.rank == root else given
         receive = memory if self._comm.rank == root else None
         self._comm.Reduce(send, receive, mpi_op(op, memory), root, algorithm=self._way("Reduce", memory))
+        if receive is not None:
+            divide(op, receive, self._comm.size)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Give the root's ``tensor`` to all ranks."""
@@ -97,6 +100,7 @@ class Collectives:
         send = premultiplied(op, send)
         way = self._way("Reduce_scatter_block", send)
         self._comm.Reduce_scatter_block(send, receive, mpi_op(op, receive), algorithm=way)
+        divide(op, receive, self._comm.size)
 
     def reduce_scatter_list(self, output: torch.Tensor, given: Sequence[torch.Tensor], op: Any) -> None:
         """Reduce the given tensors over all ranks, and put the one of this rank's number into ``output``."""
@@ -108,6 +112,7 @@ class Collectives:
         send = premultiplied(op, pieces.gather())
         way = self._way("Reduce_scatter", send)
         self._comm.Reduce_scatter(send, receive, pieces.counts, mpi_op(op, receive), algorithm=way)
+        divide(op, receive, self._comm.size)
 
     def all_to_all(
         self,

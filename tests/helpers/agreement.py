@@ -144,6 +144,25 @@ class RankAgreement:
         faulthandler.dump_traceback_later(seconds, exit=True, file=self._last_words)
 
 
+AGREEMENT = pytest.StashKey[RankAgreement]()
+
+
+def agree(config: pytest.Config) -> None:
+    """Let the ranks of this run agree; in ``pytest_configure`` of the folders whose tests run on several ranks."""
+    if not config.getoption("--with-mpi"):
+        return
+    results = os.environ.get("MPICOMM_TEST_RESULTS")
+    if results is None:
+        raise pytest.UsageError("run the ranks with: python -m tests.helpers.run_ranks N FOLDER")
+    # Each rank's own: pytest numbers temporary directories and removes old ones, and ranks that do so at the same time
+    # trip over each other.
+    temporary = Path(results, f"temporary-{MPI.COMM_WORLD.rank}")
+    temporary.mkdir()
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(temporary)
+    config.stash[AGREEMENT] = RankAgreement(config, Path(results))
+    config.pluginmanager.register(config.stash[AGREEMENT])
+
+
 def _wait(request: MPI.Request) -> None:
     # MPI's own Wait spins, which takes the core from a rank that is still in the test.
     pause = 0.0

@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,29 +8,17 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.devices.cuda.driver import visible_devices
-from tests.helpers.agreement import RankAgreement
+from tests.helpers.agreement import AGREEMENT, agree
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_rigs import Rig, rig_on
 
-AGREEMENT = pytest.StashKey[RankAgreement]()
 DEVICES = pytest.StashKey[list[str]]()
 
 
 # Last, because it replaces the terminal reporter that pytest sets up in the same hook.
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
-    if not config.getoption("--with-mpi"):
-        return
-    results = os.environ.get("MPICOMM_TEST_RESULTS")
-    if results is None:
-        raise pytest.UsageError("run the ranks with: python -m tests.helpers.run_ranks N tests/mpi")
-    # Each rank's own: pytest numbers temporary directories and removes old ones, and ranks that do so at the same time
-    # trip over each other.
-    temporary = Path(results, f"temporary-{MPI.COMM_WORLD.rank}")
-    temporary.mkdir()
-    os.environ["PYTEST_DEBUG_TEMPROOT"] = str(temporary)
-    config.stash[AGREEMENT] = RankAgreement(config, Path(results))
-    config.pluginmanager.register(config.stash[AGREEMENT])
+    agree(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

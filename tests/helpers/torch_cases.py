@@ -1,0 +1,111 @@
+"""Tensors of all ranks that every rank can compute, so that it knows what a call of torch.distributed has to give."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+Op = dist.ReduceOp
+
+INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+REDUCIBLE = (*FLOATS, torch.complex64, *INTEGERS, torch.bool)
+MOVABLE = (*REDUCIBLE, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2)
+
+_JOINED: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    Op.SUM: operator.add,
+    Op.PRODUCT: operator.mul,
+    Op.MIN: torch.minimum,
+    Op.MAX: torch.maximum,
+    Op.BAND: operator.and_,
+    Op.BOR: operator.or_,
+    Op.BXOR: operator.xor,
+}
+_JOINED_TRUTHS: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    **dict.fromkeys((Op.SUM, Op.MAX, Op.BOR), operator.or_),
+    **dict.fromkeys((Op.PRODUCT, Op.MIN, Op.BAND), operator.and_),
+    Op.BXOR: operator.xor,
+}
+
+
+def tensor_of(rank: int, dtype: torch.dtype, shape: Sequence[int], salt: int = 0) -> torch.Tensor:
+    """Return what ``rank`` passes: small whole numbers other than 0, so that reductions of few ranks are exact."""
+    random = torch.Generator().manual_seed(100 * salt + rank)
+    numbers = torch.randint(1, 4, tuple(shape), generator=random)
+    if dtype is torch.bool:
+        return numbers > 2
+    if dtype.is_signed:
+        numbers *= 1 - 2 * torch.randint(0, 2, tuple(shape), generator=random)
+    if dtype.is_complex:
+        return torch.complex(numbers.double(), numbers.double().flip(-1) if shape else numbers.double()).to(dtype)
+    return numbers.to(dtype)
+
+
+def reduced(tensors: Sequence[torch.Tensor], op: object) -> torch.Tensor:
+    """Return the reduction of ``tensors``, which are those of all ranks."""
+    if op == Op.AVG:
+        total = functools.reduce(operator.add, tensors)
+        if total.is_floating_point() or total.is_complex():
+            return total / len(tensors)
+        return total.div(len(tensors), rounding_mode="trunc")
+    joined = _JOINED_TRUTHS if tensors[0].dtype is torch.bool else _JOINED
+    return functools.reduce(joined[op], tensors)
+
+
+@dataclass
+class Case:
+    """A call of one group with one element type: what is passed, and how the call is waited for."""
+
+    group: dist.ProcessGroup
+    dtype: torch.dtype = torch.float32
+    async_op: bool = False
+    rank: int = field(init=False)
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+
+    def of(self, rank: int, *shape: int, salt: int = 0) -> torch.Tensor:
+        """Return the tensor that ``rank`` passes."""
+        return tensor_of(rank, self.dtype, shape, salt)
+
+    def own(self, *shape: int, salt: int = 0) -> torch.Tensor:
+        """Return the tensor that this rank passes."""
+        return self.of(self.rank, *shape, salt=salt)
+
+    def all(self, *shape: int, salt: int = 0) -> list[torch.Tensor]:
+        """Return the tensors that all ranks pass."""
+        return [self.of(rank, *shape, salt=salt) for rank in range(self.size)]
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """Return a tensor that receives. Its bytes are none that a rank sends."""
+        nbytes = torch.Size(shape).numel() * self.dtype.itemsize
+        filled = torch.full((nbytes,), 0 if self.dtype is torch.bool else 77, dtype=torch.uint8)
+        return filled.view(self.dtype).view(shape)
+
+    def wait(self, work: dist.Work | None) -> None:
+        """Wait for the call where it is asynchronous."""
+        if self.async_op:
+            assert work is not None
+            work.wait()
+            assert work.is_completed()
+        else:
+            assert work is None
+
+
+def require_same(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Assert that tensors are equal bit for bit, also in type and shape."""
+    assert len(got) == len(expected)
+    for index, (mine, right) in enumerate(zip(got, expected, strict=True)):
+        what = (mine.dtype, mine.shape)
+        assert what == (right.dtype, right.shape), f"tensor {index}: {what} for {(right.dtype, right.shape)}"
+        assert torch.equal(_bits(mine), _bits(right)), f"tensor {index}: {mine} for {right}"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,246 @@
+"""Each collective gives what it has to give by its definition, for every element type, and what gloo gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _coalescing_manager
+
+from tests.helpers.torch_cases import MOVABLE, REDUCIBLE, Case, Op, reduced, require_same
+
+Tensors = list[torch.Tensor]
+Results = tuple[Tensors, Tensors]
+"""The tensors that a call has given, and what they have to be."""
+
+
+def broadcast(case: Case) -> Results:
+    got = [case.own(3, 5, salt=root) for root in range(case.size)]
+    for root, tensor in enumerate(got):
+        case.wait(dist.broadcast(tensor, group_src=root, group=case.group, async_op=case.async_op))
+    return got, [case.of(root, 3, 5, salt=root) for root in range(case.size)]
+
+
+def all_gather(case: Case) -> Results:
+    got = [case.empty(2, 3) for _ in range(case.size)]
+    case.wait(dist.all_gather(got, case.own(2, 3), group=case.group, async_op=case.async_op))
+    return got, case.all(2, 3)
+
+
+def all_gather_into_rows_of_one_tensor(case: Case) -> Results:
+    got = case.empty(case.size, 7)
+    case.wait(dist.all_gather(list(got), case.own(7), group=case.group, async_op=case.async_op))
+    return [got], [torch.stack(case.all(7))]
+
+
+def all_gather_into_columns_of_one_tensor(case: Case) -> Results:
+    got = case.empty(7, case.size)
+    case.wait(dist.all_gather(list(got.unbind(1)), case.own(7), group=case.group, async_op=case.async_op))
+    return [got], [torch.stack(case.all(7), 1)]
+
+
+def all_gather_into_tensor(case: Case) -> Results:
+    got = case.empty(2 * case.size, 3)
+    case.wait(dist.all_gather_into_tensor(got, case.own(2, 3), group=case.group, async_op=case.async_op))
+    return [got], [torch.cat(case.all(2, 3))]
+
+
+def all_gather_into_tensor_of_one_more_dimension(case: Case) -> Results:
+    got = case.empty(case.size, 2, 3)
+    case.wait(dist.all_gather_into_tensor(got, case.own(2, 3), group=case.group, async_op=case.async_op))
+    return [got], [torch.stack(case.all(2, 3))]
+
+
+def all_gather_of_different_sizes(case: Case) -> Results:
+    got = [case.empty(rank + 1) for rank in range(case.size)]
+    case.wait(dist.all_gather(got, case.own(case.rank + 1), group=case.group, async_op=case.async_op))
+    return got, [case.of(rank, rank + 1) for rank in range(case.size)]
+
+
+def gather(case: Case) -> Results:
+    got, expected = [], []
+    for root in range(case.size):
+        outputs = [case.empty(4) for _ in range(case.size)] if case.rank == root else None
+        given = case.own(4, salt=root)
+        case.wait(dist.gather(given, outputs, group_dst=root, group=case.group, async_op=case.async_op))
+        if outputs:
+            got, expected = outputs, case.all(4, salt=root)
+    return got, expected
+
+
+def scatter(case: Case) -> Results:
+    got = [case.empty(4) for _ in range(case.size)]
+    for root, output in enumerate(got):
+        given = [case.of(root, 4, salt=rank) for rank in range(case.size)] if case.rank == root else None
+        case.wait(dist.scatter(output, given, group_src=root, group=case.group, async_op=case.async_op))
+    return got, [case.of(root, 4, salt=case.rank) for root in range(case.size)]
+
+
+def all_to_all_single(case: Case) -> Results:
+    got = case.empty(2 * case.size, 3)
+    given = case.own(2 * case.size, 3)
+    case.wait(dist.all_to_all_single(got, given, group=case.group, async_op=case.async_op))
+    parts = [each.chunk(case.size)[case.rank] for each in case.all(2 * case.size, 3)]
+    return [got], [torch.cat(parts)]
+
+
+def all_to_all_single_of_different_splits(case: Case) -> Results:
+    def splits(rank: int) -> list[int]:
+        return [(rank + 2 * peer) % 3 for peer in range(case.size)]
+
+    received = [splits(rank)[case.rank] for rank in range(case.size)]
+    given = case.own(sum(splits(case.rank)), 3)
+    got = case.empty(sum(received), 3)
+    work = dist.all_to_all_single(got, given, received, splits(case.rank), group=case.group, async_op=case.async_op)
+    case.wait(work)
+    sent = [case.of(rank, sum(splits(rank)), 3).split(splits(rank)) for rank in range(case.size)]
+    return [got], [torch.cat([each[case.rank] for each in sent])]
+
+
+def all_to_all(case: Case) -> Results:
+    got = [case.empty(peer + 1) for peer in range(case.size)]
+    given = [case.own(case.rank + 1, salt=peer) for peer in range(case.size)]
+    case.wait(dist.all_to_all(got, given, group=case.group, async_op=case.async_op))
+    return got, [case.of(peer, peer + 1, salt=case.rank) for peer in range(case.size)]
+
+
+def coalesced_all_gather_into_tensor(case: Case) -> Results:
+    got = [case.empty(case.size * count) for count in (1, 5)]
+    with _coalescing_manager(group=case.group, device=torch.device("cpu"), async_ops=case.async_op) as manager:
+        for output, count in zip(got, (1, 5), strict=True):
+            dist.all_gather_into_tensor(output, case.own(count), group=case.group)
+    if case.async_op:
+        manager.wait()
+    return got, [torch.cat(case.all(count)) for count in (1, 5)]
+
+
+MOVES: list[Callable[[Case], Results]] = [
+    broadcast,
+    all_gather,
+    all_gather_into_rows_of_one_tensor,
+    all_gather_into_columns_of_one_tensor,
+    all_gather_into_tensor,
+    all_gather_into_tensor_of_one_more_dimension,
+    all_gather_of_different_sizes,
+    gather,
+    scatter,
+    all_to_all_single,
+    all_to_all_single_of_different_splits,
+    all_to_all,
+    coalesced_all_gather_into_tensor,
+]
+NOT_BY_GLOO = {
+    all_gather_into_tensor_of_one_more_dimension,
+    all_gather_of_different_sizes,
+    all_to_all,
+    coalesced_all_gather_into_tensor,
+}
+
+
+@pytest.mark.parametrize("dtype", MOVABLE, ids=str)
+@pytest.mark.parametrize("move", MOVES)
+def test_moves(
+    world: dist.ProcessGroup, gloo: dist.ProcessGroup, move: Callable[[Case], Results], dtype: torch.dtype
+) -> None:
+    for async_op in (False, True):
+        require_same(*move(Case(world, dtype, async_op)))
+    if dtype is torch.float32 and move not in NOT_BY_GLOO:
+        require_same(*move(Case(gloo, dtype)))
+
+
+Reduction = Callable[[Case, Op], Results]
+
+
+def all_reduce(case: Case, op: Op) -> Results:
+    got = case.own(3, 5)
+    case.wait(dist.all_reduce(got, op, group=case.group, async_op=case.async_op))
+    return [got], [reduced(case.all(3, 5), op)]
+
+
+def reduce(case: Case, op: Op) -> Results:
+    got, expected = [], []
+    for root in range(case.size):
+        tensor = case.own(6, salt=root)
+        case.wait(dist.reduce(tensor, group_dst=root, op=op, group=case.group, async_op=case.async_op))
+        if case.rank == root:
+            got, expected = [tensor], [reduced(case.all(6, salt=root), op)]
+    return got, expected
+
+
+def reduce_scatter(case: Case, op: Op) -> Results:
+    got = case.empty(4)
+    given = [case.own(4, salt=peer) for peer in range(case.size)]
+    case.wait(dist.reduce_scatter(got, given, op, group=case.group, async_op=case.async_op))
+    return [got], [reduced(case.all(4, salt=case.rank), op)]
+
+
+def reduce_scatter_of_different_sizes(case: Case, op: Op) -> Results:
+    got = case.empty(case.rank + 1)
+    given = [case.own(peer + 1, salt=peer) for peer in range(case.size)]
+    case.wait(dist.reduce_scatter(got, given, op, group=case.group, async_op=case.async_op))
+    return [got], [reduced(case.all(case.rank + 1, salt=case.rank), op)]
+
+
+def reduce_scatter_tensor(case: Case, op: Op) -> Results:
+    got = case.empty(2, 3)
+    given = case.own(2 * case.size, 3)
+    case.wait(dist.reduce_scatter_tensor(got, given, op, group=case.group, async_op=case.async_op))
+    return [got], [reduced(case.all(2 * case.size, 3), op).chunk(case.size)[case.rank]]
+
+
+def coalesced_all_reduce(case: Case, op: Op) -> Results:
+    got = [case.own(count) for count in (1, 5)]
+    with _coalescing_manager(group=case.group, async_ops=case.async_op) as manager:
+        for tensor in got:
+            dist.all_reduce(tensor, op, group=case.group)
+    if case.async_op:
+        manager.wait()
+    return got, [reduced(case.all(count), op) for count in (1, 5)]
+
+
+def coalesced_reduce_scatter_tensor(case: Case, op: Op) -> Results:
+    got = [case.empty(count) for count in (1, 5)]
+    with _coalescing_manager(group=case.group, async_ops=case.async_op) as manager:
+        for output, count in zip(got, (1, 5), strict=True):
+            dist.reduce_scatter_tensor(output, case.own(count * case.size), op, group=case.group)
+    if case.async_op:
+        manager.wait()
+    return got, [reduced(case.all(count * case.size), op).chunk(case.size)[case.rank] for count in (1, 5)]
+
+
+REDUCTIONS: list[Reduction] = [
+    all_reduce,
+    reduce,
+    reduce_scatter,
+    reduce_scatter_of_different_sizes,
+    reduce_scatter_tensor,
+    coalesced_all_reduce,
+    coalesced_reduce_scatter_tensor,
+]
+REDUCED_BY_GLOO = {all_reduce, reduce}
+FOR_NUMBERS = (Op.SUM, Op.PRODUCT, Op.MIN, Op.MAX, Op.AVG)
+FOR_BITS = (Op.BAND, Op.BOR, Op.BXOR)
+
+
+def ops_of(dtype: torch.dtype) -> tuple[Op, ...]:
+    if dtype.is_complex:
+        return (Op.SUM, Op.AVG)
+    if dtype is torch.bool:
+        return (*(op for op in FOR_NUMBERS if op != Op.AVG), *FOR_BITS)
+    return FOR_NUMBERS if dtype.is_floating_point else (*FOR_NUMBERS, *FOR_BITS)
+
+
+@pytest.mark.parametrize("dtype", REDUCIBLE, ids=str)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_reductions(
+    world: dist.ProcessGroup, gloo: dist.ProcessGroup, reduction: Reduction, dtype: torch.dtype
+) -> None:
+    for op in ops_of(dtype):
+        # The quotient of a complex and a real number has other last bits where both are divided as complex ones.
+        require = torch.testing.assert_close if dtype.is_complex and op == Op.AVG else require_same
+        for async_op in (False, True):
+            require(*reduction(Case(world, dtype, async_op), op))
+        if dtype in (torch.float32, torch.int32) and reduction in REDUCED_BY_GLOO and op != Op.AVG:
+            require_same(*reduction(Case(gloo, dtype), op))
