@@ -37,6 +37,8 @@ class Table:
     """Below the table."""
     command: str | None = None
     """The same for all rows; None where a column says it."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Of software that `mpicomm.cli.options.versions` does not name."""
 
 
 def add_tables(path: Path, tables: Sequence[Table]) -> None:
@@ -49,7 +51,7 @@ def add_tables(path: Path, tables: Sequence[Table]) -> None:
     for table in tables:
         earlier = next((each for each in documents if _same_table(each, table)), None)
         if earlier is None:
-            documents.append({**asdict(table), "date": today(), "versions": _versions()})
+            documents.append({**asdict(table), "date": today(), "versions": {**_versions(), **table.versions}})
         elif earlier["hardware"] != table.hardware:
             sys.exit(f"{path} is of {earlier['hardware']}, this is {table.hardware}: name another file")
         else:
