@@ -23,6 +23,7 @@ class Lane:
         self._lock = threading.Lock()  # of the two below
         self._waiting = 0  # calls that the thread has not ended
         self._queue: SimpleQueue[HostWork | None] | None = None
+        self._thread: threading.Thread | None = None
         self._turn = threading.Lock()  # held during a call
 
     def run(self, call: Callable[[], None], outputs: Sequence[torch.Tensor], name: str, *, begin: bool) -> Work:
@@ -41,12 +42,16 @@ class Lane:
             self._turn.release()
         return Work(outputs)
 
-    def close(self) -> None:
-        """End the thread after the calls that it has. Local."""
+    def close(self, limit_s: float) -> bool:
+        """End the thread after the calls that it has; return whether it has ended within ``limit_s`` seconds. Local."""
         with self._lock:
             queue, self._queue = self._queue, None
+            thread = self._thread
         if queue is not None:
             queue.put(None)
+        if thread is not None:
+            thread.join(limit_s)
+        return thread is None or not thread.is_alive()
 
     def _begin(self, call: Callable[[], None], outputs: Sequence[torch.Tensor], name: str) -> HostWork:
         work = HostWork(call, outputs, name)
@@ -54,7 +59,8 @@ class Lane:
             if self._queue is None:
                 self._queue = SimpleQueue()
                 # A daemon, because a call of a rank that never comes would keep the interpreter from its end.
-                threading.Thread(target=self._work, args=[self._queue], name=self._name, daemon=True).start()
+                self._thread = threading.Thread(target=self._work, args=[self._queue], name=self._name, daemon=True)
+                self._thread.start()
             self._waiting += 1
             self._queue.put(work)
         return work

@@ -15,7 +15,9 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.torch.collectives import Collectives
+from mpicomm.torch.failures import expected
 from mpicomm.torch.lane import Lane
+from mpicomm.torch.monitored_barrier import wait_for_all
 from mpicomm.torch.parts import part_of
 from mpicomm.torch.symmetric_pool import SymmetricPool
 from mpicomm.torch.tensors import flat, movable
@@ -56,6 +58,7 @@ class ProcessGroup(c10d.ProcessGroup):
         self._side: torch.cuda.Stream | None = None
         self._coalesced: list[Work] | None = None
         self._sequence = 0
+        self._monitored = 0
         self._open = True
 
     # Collectives
@@ -172,11 +175,17 @@ class ProcessGroup(c10d.ProcessGroup):
     def barrier(self, opts: Any = None) -> Work:
         """See `torch.distributed.barrier`. On a GPU it blocks, until the current stream has done its work, too."""
         begin = getattr(opts, "asyncOp", False) and self.communicator.device == "cpu"
-        return self._lane.run(self.collectives.barrier, (), "barrier", begin=begin)
+        call = expected("barrier", self.collectives.barrier)
+        return self._lane.run(call, (), "barrier", begin=begin)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """See `torch.distributed.monitored_barrier`. The error of every barrier names the ranks that are missing."""
-        self._lane.run(self.collectives.barrier, (), "monitored_barrier", begin=True).wait(timeout or timedelta(0))
+        """See `torch.distributed.monitored_barrier`. It leaves the group usable."""
+        self._require_open("monitored_barrier")
+        self._monitored += 1
+        timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
+        store = dist.PrefixStore(f"monitored_barrier/{self._monitored}/", self._store)
+        comm = self.communicator
+        wait_for_all(store, comm.rank, comm.size, timeout_s, name_all=wait_all_ranks)
 
     # PyTorch calls these names from 2.12 on.
     all_gather_single = _allgather_base
@@ -298,21 +307,26 @@ class ProcessGroup(c10d.ProcessGroup):
     def shutdown(self) -> None:
         """Free the group, which `torch.distributed.destroy_process_group` calls.
 
-        Collective, blocking. After 30 s, or the timeout of the group, it frees this rank's part alone.
+        Collective, blocking. After 30 s, or the timeout of the group, it frees this rank's part alone. It leaves all as
+        it is where a call of a thread has not ended by then.
         """
         if not self._open:
             return
         self._open = False
-        self._lane.close()
+        limit_s = min(self._timeout_s, _FREE_S)
+        # Freed under a call, the memory would be gone that the call uses, and both would wait for the same messages.
+        if not self._lane.close(limit_s):
+            logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
+            return
         try:
-            self.communicator.free_within(min(self._timeout_s, _FREE_S))
+            self.communicator.free_within(limit_s)
         except MpicommError as error:
             logger.warning("a process group is not freed on all ranks: %s", error)
 
     def abort(self) -> None:
         """Refuse further calls. Local; calls that are under way end with the timeout of the group."""
         self._open = False
-        self._lane.close()
+        self._lane.close(0)
 
     def begin(self, name: str, call: Callable[[], None], outputs: Tensors) -> Work:
         """Begin a call of several collectives and tensor operations, as an asynchronous collective. Collective."""
@@ -322,6 +336,7 @@ class ProcessGroup(c10d.ProcessGroup):
         self._require_open(name)
         self._sequence += 1
         begin = getattr(opts, "asyncOp", True)
+        call = expected(name, call)
         given = (*outputs, *inputs)
         if given[0].is_cuda:
             work = self._enqueue(name, call, outputs, given, begin=begin)

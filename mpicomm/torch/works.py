@@ -12,6 +12,7 @@ from mpi4py import MPI
 from torch._C import _distributed_c10d as c10d
 
 from mpicomm.errors import CollectiveTimeoutError
+from mpicomm.torch.failures import GroupTimeoutError
 from mpicomm.waiting import wait_until
 
 _FOREVER = timedelta(0)
@@ -254,5 +255,5 @@ class JoinedWork(Work):
         joined.add_done_callback(settle)
 
 
-def _too_late(name: str, timeout: timedelta) -> CollectiveTimeoutError:
-    return CollectiveTimeoutError(f"{name} has not ended within {timeout.total_seconds():g} s")
+def _too_late(name: str, timeout: timedelta) -> GroupTimeoutError:
+    return GroupTimeoutError(f"{name} has not ended within {timeout.total_seconds():g} s")

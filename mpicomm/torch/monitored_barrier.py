@@ -1,0 +1,59 @@
+"""``torch.distributed.monitored_barrier``: a barrier that says which ranks are missing, and leaves the group usable."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+from torch._C import _distributed_c10d as c10d
+
+from mpicomm.torch.failures import GroupTimeoutError
+
+_NOTHING = timedelta(milliseconds=1)  # a store does not wait for less
+
+
+def wait_for_all(store: c10d.Store, rank: int, size: int, timeout_s: float, *, name_all: bool) -> None:
+    """Wait until all ranks have come; raise `GroupTimeoutError`. Collective, with a store for this barrier alone.
+
+    Rank 0 names the first rank that is missing, or all with ``name_all``. The others get its error, and so does a rank
+    that comes late. The errors begin as gloo's do, because programs look for these words.
+    """
+    if rank == 0:
+        verdict = _roll_call(store, size, timeout_s, name_all=name_all)
+        store.set("verdict", verdict)
+        if verdict:
+            raise GroupTimeoutError(verdict)
+        return
+    store.set(str(rank), "")
+    came = f"Rank {rank} successfully reached monitoredBarrier"
+    came += ", but received errors while waiting for send/recv from rank 0"
+    # Rank 0 may have begun to wait when this rank came, and gives its verdict at the end of its own time.
+    if not _comes(store, "verdict", 2 * timeout_s):
+        raise GroupTimeoutError(f"{came}: it did not come within {2 * timeout_s:g} s", ranks=[0])
+    if verdict := store.get("verdict").decode():
+        raise GroupTimeoutError(f"{came}: {verdict}")
+
+
+def _roll_call(store: c10d.Store, size: int, timeout_s: float, *, name_all: bool) -> str:
+    """Return what the barrier has failed of, "" where all ranks have come."""
+    if timeout_s <= 0:
+        return f"Rank 0 timed out in monitoredBarrier after {timeout_s:g} s"
+    end = time.monotonic() + timeout_s
+    missing = []
+    for rank in range(1, size):
+        if not _comes(store, str(rank), end - time.monotonic()):
+            missing.append(rank)
+            if not name_all:
+                break
+    if not missing:
+        return ""
+    names = ", ".join(map(str, missing))
+    return f"Rank{'s' * (len(missing) > 1)} {names} failed to pass monitoredBarrier in {timeout_s:g} s"
+
+
+def _comes(store: c10d.Store, key: str, timeout_s: float) -> bool:
+    try:
+        store.wait([key], max(timedelta(seconds=timeout_s), _NOTHING))
+    except RuntimeError:  # of PyTorch, among them DistStoreError
+        return bool(store.check([key]))
+    return True

@@ -1,0 +1,74 @@
+"""Ranks that do not come, and groups that end under a call."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import mpicomm
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+def _is_last(group: dist.ProcessGroup) -> bool:
+    return bool(dist.get_rank(group) == dist.get_world_size(group) - 1)
+
+
+def test_a_rank_that_does_not_come_makes_a_runtime_error(world: dist.ProcessGroup) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if not _is_last(group):
+        with pytest.raises(RuntimeError, match="barrier: the timeout is over") as caught:
+            dist.barrier(group)
+        assert isinstance(caught.value, mpicomm.CollectiveTimeoutError)
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        with pytest.raises(RuntimeError):
+            work.wait()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.skipif(
+    tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12), reason="this PyTorch refuses all backends but gloo"
+)
+@pytest.mark.parametrize("wait_all_ranks", [False, True])
+def test_a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable(
+    world: dist.ProcessGroup, wait_all_ranks: bool
+) -> None:
+    group = dist.new_group()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    limit = timedelta(seconds=1)
+    dist.monitored_barrier(group, wait_all_ranks=wait_all_ranks)
+    names = ", ".join(map(str, range(1, size))) if wait_all_ranks else "1"
+    comes = rank == 0 or (rank > 1 and not wait_all_ranks)
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=f"Ranks? {names} failed to pass"):
+            dist.monitored_barrier(group, limit, wait_all_ranks=wait_all_ranks)
+    if rank and comes:
+        with pytest.raises(RuntimeError, match=f"Rank {rank} successfully reached .*: Ranks? {names} failed to pass"):
+            dist.monitored_barrier(group, limit)
+    total = torch.ones(1)
+    dist.all_reduce(total, group=group)
+    assert total.item() == size
+    if not comes:  # late, it gets the error, too
+        with pytest.raises(RuntimeError, match=f"Rank {rank} successfully reached .*: Ranks? {names} failed to pass"):
+            dist.monitored_barrier(group, limit)
+    dist.monitored_barrier(group, timedelta(seconds=10))
+    dist.destroy_process_group(group)
+
+
+def test_a_group_may_be_destroyed_while_a_rank_waits_in_a_call(world: dist.ProcessGroup) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(torch.ones(3), group=group, async_op=True)
+        dist.destroy_process_group(group)
+        with pytest.raises(RuntimeError):
+            work.wait()
+    else:
+        dist.destroy_process_group(group)
+    assert time.monotonic() - start < 8
+    dist.barrier()
