@@ -25,8 +25,8 @@ def wait_for_all(store: c10d.Store, rank: int, size: int, timeout_s: float, *, n
             raise GroupTimeoutError(verdict)
         return
     store.set(str(rank), "")
-    errors = "received errors while waiting for send/recv from rank 0"
-    came = f"Rank {rank} successfully reached monitoredBarrier, but {errors}"
+    came = f"Rank {rank} successfully reached monitoredBarrier"
+    came += ", but received errors while waiting for send/recv from rank 0"
     # Rank 0 may have begun to wait when this rank came, and gives its verdict at the end of its own time.
     if not _comes(store, "verdict", 2 * timeout_s):
         raise GroupTimeoutError(f"{came}: it did not come within {2 * timeout_s:g} s", ranks=[0])
