@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -60,6 +61,19 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(scope="module")
 def comm(device: str) -> Iterator[mpicomm.Communicator]:
     """One for all tests of a file, which takes less time than one each: no call may depend on those before it."""
+    with shared_by_tests(device) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def host_comm() -> Iterator[mpicomm.Communicator]:
+    """As `comm`, for tests of the host alone."""
+    with shared_by_tests("cpu") as shared:
+        yield shared
+
+
+@contextmanager
+def shared_by_tests(device: str) -> Iterator[mpicomm.Communicator]:
     with communicator(device) as shared:
         yield shared
         with array_module(shared) as xp:
