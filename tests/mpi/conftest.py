@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.devices.cuda.driver import visible_devices
 from tests.helpers.agreement import AGREEMENT, agree
+from tests.helpers.communicator_calls import require_works
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_rigs import Rig, rig_on
 
@@ -56,11 +58,34 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def comm(device: str) -> Iterator[mpicomm.Communicator]:
-    comm = communicator(device)
-    yield comm
-    comm.Free()
+    """One for all tests of a file, which takes less time than one each: no call may depend on those before it."""
+    with shared_by_tests(device) as shared:
+        yield shared
+
+
+@pytest.fixture(scope="module")
+def host_comm() -> Iterator[mpicomm.Communicator]:
+    """As `comm`, for tests of the host alone."""
+    with shared_by_tests("cpu") as shared:
+        yield shared
+
+
+@contextmanager
+def shared_by_tests(device: str) -> Iterator[mpicomm.Communicator]:
+    with communicator(device) as shared:
+        yield shared
+        with array_module(shared) as xp:
+            require_works(shared, xp)
+        assert not shared.Iprobe()  # a message that a test has left would reach a receive of another one
+
+
+@pytest.fixture
+def own_comm(device: str) -> Iterator[mpicomm.Communicator]:
+    """One for a test that breaks it, or measures what it takes."""
+    with communicator(device) as own:
+        yield own
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +106,6 @@ def rig(parent: mpicomm.Communicator) -> Iterator[Rig]:
 
 @pytest.fixture
 def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
-    """NumPy or CuPy, for the device of ``comm``, which may be the module's own."""
+    """NumPy or CuPy, for the device of ``comm``."""
     with array_module(comm) as module:
         yield module

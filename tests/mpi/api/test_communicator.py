@@ -12,6 +12,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from tests.helpers.communicators import communicator, halves, node_ranks, require_memory_works, to_host
+from tests.helpers.hosts_by_name import on_hosts
 from tests.helpers.raising import raises_everywhere
 
 Make = Callable[[mpicomm.Communicator], MPI.Comm]
@@ -309,14 +310,12 @@ def test_with_block_frees_whatever_is_raised(device: str) -> None:
     assert array.closed
 
 
-@pytest.fixture
-def two_hosts(
-    comm_world: MPI.Intracomm, device: str, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[mpicomm.Communicator]:
+@pytest.fixture(scope="module")
+def two_hosts(device: str) -> Iterator[mpicomm.Communicator]:
     """Even ranks and odd ranks, each on a host of their own."""
-    monkeypatch.setenv("MPICOMM_HOSTID", f"host {comm_world.rank % 2}")
-    with communicator(device) as comm:
+    with on_hosts("in turns", device) as comm:
         yield comm
+        require_memory_works(comm)
 
 
 def test_ranks_are_counted_by_host(two_hosts: mpicomm.Communicator) -> None:

@@ -18,13 +18,6 @@ from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_o
 TURNS = 3
 
 
-@pytest.fixture(scope="module")
-def comm(device: str) -> Iterator[mpicomm.Communicator]:
-    """One for all tests of the file: a call must not depend on those before it."""
-    with communicator(device) as shared:
-        yield shared
-
-
 @pytest.fixture(scope="module", params=TOPOLOGIES)
 def made(request: pytest.FixtureRequest, comm: mpicomm.Communicator) -> Iterator[Any]:
     """A Communicator with a topology."""

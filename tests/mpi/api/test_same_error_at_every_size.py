@@ -19,38 +19,36 @@ from mpicomm.mpi.buffers import BufferRefusedError
 LARGE = 1 << 20  # elements: mapped memory in any case
 
 
-def test_read_only_memory_is_the_same_error_in_every_call_at_every_size(comm_world: MPI.Intracomm) -> None:
-    with mpicomm.Communicator(comm_world, device="cpu") as comm:
-        everybody = range(comm.size)
-        graph = comm.Create_dist_graph_adjacent(everybody, everybody)  # it has as many neighbours as there are ranks
-        for count, (name, operation) in itertools.product((1, LARGE), OPERATIONS.items()):
-            receive = np.zeros(count * comm.size)
-            receive.flags.writeable = False
-            given: list[Any] = [np.ones(count * comm.size), receive]
-            root = (comm.rank + (operation.rooted != "receive")) % comm.size  # a rank that receives
-            if operation.rooted == "bcast":
-                given.pop(0)
-            if operation.send == "counted":
-                given.append([count] * comm.size)
-            if operation.send == "typed":
-                places = [8 * count * peer for peer in range(comm.size)]
-                given = [[array, [count] * comm.size, places, [MPI.DOUBLE] * comm.size] for array in given]
-            keywords = {"root": root} if operation.rooted else {}
-            if comm.size == 1 and operation.rooted == "bcast":
-                continue  # the root only reads its buffer
-            for form in (name, f"I{name.lower()}", f"{name}_init"):
-                with pytest.raises(BufferRefusedError, match=r"buf is a .* that is read-only"):
-                    getattr(graph if operation.of_neighbors else comm, form)(*given, **keywords)
-        graph.Free()
+def test_read_only_memory_is_the_same_error_in_every_call_at_every_size(host_comm: mpicomm.Communicator) -> None:
+    everybody = range(host_comm.size)
+    graph = host_comm.Create_dist_graph_adjacent(everybody, everybody)  # it has as many neighbours as there are ranks
+    for count, (name, operation) in itertools.product((1, LARGE), OPERATIONS.items()):
+        receive = np.zeros(count * host_comm.size)
+        receive.flags.writeable = False
+        given: list[Any] = [np.ones(count * host_comm.size), receive]
+        root = (host_comm.rank + (operation.rooted != "receive")) % host_comm.size  # a rank that receives
+        if operation.rooted == "bcast":
+            given.pop(0)
+        if operation.send == "counted":
+            given.append([count] * host_comm.size)
+        if operation.send == "typed":
+            places = [8 * count * peer for peer in range(host_comm.size)]
+            given = [[array, [count] * host_comm.size, places, [MPI.DOUBLE] * host_comm.size] for array in given]
+        keywords = {"root": root} if operation.rooted else {}
+        if host_comm.size == 1 and operation.rooted == "bcast":
+            continue  # the root only reads its buffer
+        for form in (name, f"I{name.lower()}", f"{name}_init"):
+            with pytest.raises(BufferRefusedError, match=r"buf is a .* that is read-only"):
+                getattr(graph if operation.of_neighbors else host_comm, form)(*given, **keywords)
+    graph.Free()
 
 
-def test_memory_that_mpi_refuses_in_small_calls_is_the_error_of_large_calls(comm_world: MPI.Intracomm) -> None:
-    with mpicomm.Communicator(comm_world, device="cpu") as comm:
-        for count in (4, LARGE):
-            array = np.zeros((2, count))[:, ::2]
-            for given in ((array, np.zeros(count)), (np.zeros(count), array)):
-                with pytest.raises(BufferRefusedError, match="is neither C- nor Fortran-contiguous"):
-                    comm.Allreduce(*given)
+def test_memory_that_mpi_refuses_in_small_calls_is_the_error_of_large_calls(host_comm: mpicomm.Communicator) -> None:
+    for count in (4, LARGE):
+        array = np.zeros((2, count))[:, ::2]
+        for given in ((array, np.zeros(count)), (np.zeros(count), array)):
+            with pytest.raises(BufferRefusedError, match="is neither C- nor Fortran-contiguous"):
+                host_comm.Allreduce(*given)
 
 
 def _receives(comm: mpicomm.Communicator, send: Any, receive: Any) -> list[Callable[[], Any]]:
@@ -82,14 +80,13 @@ def _calls(comm: mpicomm.Communicator, send: Any, receive: Any) -> list[Callable
     ]
 
 
-def test_read_only_memory_is_the_same_error_in_messages(comm_world: MPI.Intracomm) -> None:
-    with mpicomm.Communicator(comm_world, device="cpu") as comm:
-        for count in (1, LARGE):
-            receive = np.zeros(count)
-            receive.flags.writeable = False
-            for each in _receives(comm, np.ones(count), receive):
-                with pytest.raises(BufferRefusedError, match=r"buf is a .* that is read-only"):
-                    each()
+def test_read_only_memory_is_the_same_error_in_messages(host_comm: mpicomm.Communicator) -> None:
+    for count in (1, LARGE):
+        receive = np.zeros(count)
+        receive.flags.writeable = False
+        for each in _receives(host_comm, np.ones(count), receive):
+            with pytest.raises(BufferRefusedError, match=r"buf is a .* that is read-only"):
+                each()
 
 
 @pytest.mark.parametrize("end", ["Free", "free", "Disconnect"])

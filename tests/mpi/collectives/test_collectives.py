@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,6 @@ from tests.helpers.reductions import Array, dtype_named, dtype_or_skip, reduced,
 FLOAT32 = np.dtype(np.float32)
 KIB = 1024
 MIB = 1024 * KIB
-
-
-@pytest.fixture(scope="module")
-def comm(device: str) -> Iterator[mpicomm.Communicator]:
-    """One for all tests of the file: a call must not depend on those before it."""
-    with communicator(device) as shared:
-        yield shared
 
 
 def exact_complex_products(comm: mpicomm.Communicator, dtype: np.dtype[Any], op: str) -> bool:

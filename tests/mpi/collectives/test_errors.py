@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,15 +24,6 @@ from tests.helpers.reductions import dtype_named
 FLOAT32 = np.dtype(np.float32)
 LARGE = 1 << 20  # elements: mapped memory in any case
 WAYS = ("one_shot", "large", "nonblocking", "persistent")
-
-
-@pytest.fixture(scope="module")
-def comm(device: str) -> Iterator[mpicomm.Communicator]:
-    """One for all bad arguments: none of them may leave anything behind."""
-    with communicator(device) as shared:
-        yield shared
-        with array_module(shared) as xp:
-            require_works(shared, xp)
 
 
 def call(comm: mpicomm.Communicator, way: str, operation: str, *arguments: Any, **keywords: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -20,12 +19,6 @@ from tests.helpers.reductions import dtype_or_skip
 
 FLOAT32 = np.dtype(np.float32)
 REPEATS = 50
-
-
-@pytest.fixture(scope="module")
-def comm(device: str) -> Iterator[mpicomm.Communicator]:
-    with communicator(device) as shared:
-        yield shared
 
 
 def cases_of(operation: str, comm: mpicomm.Communicator) -> list[Case]:

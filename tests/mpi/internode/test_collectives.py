@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.communicator_calls import MOVEMENTS, OPS, REDUCTIONS, Case, Prepared, legal_ops
+from tests.helpers.communicator_calls import MOVEMENTS, OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
 from tests.helpers.communicators import array_module
 from tests.helpers.hosts_by_name import PLACEMENTS, groups_of, on_hosts
 from tests.helpers.reductions import dtype_or_skip
@@ -24,21 +24,18 @@ if WORLD.size == 1:
     pytest.skip("one rank is one group", allow_module_level=True)
 
 
-@pytest.fixture(params=PLACEMENTS)
+@pytest.fixture(scope="module", params=PLACEMENTS)
 def placement(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def comm(placement: str, device: str) -> Iterator[mpicomm.Communicator]:
-    with on_hosts(placement, device) as comm:
-        yield comm
-
-
-@pytest.fixture
-def xp(comm: mpicomm.Communicator) -> Iterator[Any]:
-    with array_module(comm) as module:
-        yield module
+    """One for all tests of a placement."""
+    with on_hosts(placement, device) as shared:
+        yield shared
+        with array_module(shared) as xp:
+            require_works(shared, xp)
 
 
 def check(comm: mpicomm.Communicator, xp: Any, case: Case) -> None:

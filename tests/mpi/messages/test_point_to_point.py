@@ -23,12 +23,6 @@ SIZES = (0, 1, 4097, 1 << 18, KERNEL_NBYTES // 4, KERNEL_NBYTES // 4 + 1, (5 << 
 DTYPES = [np.dtype(code) for code in "?bhilBfdFD"]
 
 
-@pytest.fixture(scope="module")
-def comm(device: str) -> Iterator[mpicomm.Communicator]:
-    with communicator(device) as shared:
-        yield shared
-
-
 class Ring:
     """The array that each rank sends to the next rank, and the array into which it receives from the rank before."""
 

@@ -108,9 +108,9 @@ def test_events_leave_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["unused", "used"])
-def test_children_leave_nothing(comm: mpicomm.Communicator, device: str, used: bool) -> None:
+def test_children_leave_nothing(own_comm: mpicomm.Communicator, device: str, used: bool) -> None:
     def cycle() -> None:
-        with comm.Dup() as child:
+        with own_comm.Dup() as child:
             if used:
                 require_memory_works(child)
 

@@ -141,8 +141,8 @@ def test_communicator_that_cannot_look_around_on_one_rank_fails_on_all(device: s
     require_communicator_fails(device, break_)
 
 
-def test_child_that_fails_on_one_rank_fails_on_all(comm: mpicomm.Communicator, device: str) -> None:
-    with comm.Dup() as child:
+def test_child_that_fails_on_one_rank_fails_on_all(own_comm: mpicomm.Communicator, device: str) -> None:
+    with own_comm.Dup() as child:
         for culprit in EVERY_RANK:
             break_ = attribute(placement.Placement, "create_backend")
             with nothing_leaks(), fails_everywhere(culprit, device, break_):

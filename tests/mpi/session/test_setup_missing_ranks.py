@@ -55,8 +55,8 @@ def impatient_without(
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", CALLS)
-def test_rank_that_never_comes_is_named(comm: mpicomm.Communicator, device: str, name: str) -> None:
-    require_memory_works(comm)
+def test_rank_that_never_comes_is_named(own_comm: mpicomm.Communicator, device: str, name: str) -> None:
+    require_memory_works(own_comm)
     for culprit in FIRST_AND_LAST if name != "zeros" else EVERY_RANK:
         with nothing_leaks():
             impatient = communicator(device, timeout_s=patience_s(device))
@@ -83,12 +83,12 @@ def test_rank_that_never_comes_is_named(comm: mpicomm.Communicator, device: str,
                     with suppress(MpicommError):
                         impatient.Free()
                 impatient.Free()
-            require_memory_works(comm)
+            require_memory_works(own_comm)
             del array, impatient
 
 
 @pytest.mark.mpi(min_size=2)
-def test_free_without_one_rank_frees_on_the_others(comm: mpicomm.Communicator, device: str) -> None:
+def test_free_without_one_rank_frees_on_the_others(own_comm: mpicomm.Communicator, device: str) -> None:
     for culprit in FIRST_AND_LAST:
         with impatient_without(culprit, device) as (impatient, others):
             array = impatient.zeros(3)
@@ -97,7 +97,7 @@ def test_free_without_one_rank_frees_on_the_others(comm: mpicomm.Communicator, d
                     impatient.Free()
                 assert array.closed
         assert array.closed
-        require_memory_works(comm)
+        require_memory_works(own_comm)
 
 
 @pytest.mark.mpi(min_size=3)
@@ -112,7 +112,7 @@ def test_first_rank_that_comes_late_is_not_taken_for_the_one_that_never_comes(de
 
 
 @pytest.mark.mpi(min_size=2)
-def test_rank_that_is_interrupted_is_missed_by_the_others(comm: mpicomm.Communicator, device: str) -> None:
+def test_rank_that_is_interrupted_is_missed_by_the_others(own_comm: mpicomm.Communicator, device: str) -> None:
     for culprit in FIRST_AND_LAST:
         with impatient_without(culprit, device) as (impatient, others):
             impatient.zeros(3)
@@ -123,7 +123,7 @@ def test_rank_that_is_interrupted_is_missed_by_the_others(comm: mpicomm.Communic
                 else:
                     with pytest.raises(KeyboardInterrupt):
                         impatient.zeros(4)
-        require_memory_works(comm)
+        require_memory_works(own_comm)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -61,16 +61,16 @@ def test_bfloat16_and_every_shape(comm: mpicomm.Communicator, xp: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [[("x", "<f4"), ("n", "<i8")], ">i4", "S3", "m8[s]"], ids=str)
-def test_any_dtype_of_plain_bytes_works_on_the_host(comm_world: MPI.Intracomm, dtype: Any) -> None:
-    with communicator("cpu") as comm, comm.zeros(2, dtype) as array:
-        contents = [np.full(2, rank + 1).astype(np.dtype(dtype)) for rank in range(comm.size)]
+def test_any_dtype_of_plain_bytes_works_on_the_host(host_comm: mpicomm.Communicator, dtype: Any) -> None:
+    with host_comm.zeros(2, dtype) as array:
+        contents = [np.full(2, rank + 1).astype(np.dtype(dtype)) for rank in range(host_comm.size)]
         assert array.local.tobytes() == bytes(array.nbytes)
-        array.local[:] = contents[comm.rank]
-        comm.Barrier()
+        array.local[:] = contents[host_comm.rank]
+        host_comm.Barrier()
         for peer, content in enumerate(contents):
             assert array.peer(peer).tolist() == content.tolist()
             assert array.get(peer).tolist() == content.tolist()
-        comm.Barrier()
+        host_comm.Barrier()
 
 
 def test_size_may_be_an_integer(comm: mpicomm.Communicator) -> None:

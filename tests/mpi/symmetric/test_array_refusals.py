@@ -44,13 +44,13 @@ def test_what_does_not_fit_is_refused(comm: mpicomm.Communicator, xp: Any) -> No
         assert to_host(array.local).tolist() == [0] * 4
 
 
-def test_read_only_out_is_refused(comm_world: MPI.Intracomm) -> None:
+def test_read_only_out_is_refused(host_comm: mpicomm.Communicator) -> None:
     out = np.zeros(4)
     out.flags.writeable = False
-    with communicator("cpu") as comm, comm.zeros(4) as array:
+    with host_comm.zeros(4) as array:
         with pytest.raises(InvalidUsageError, match="out is read-only"):
-            array.get(comm.rank, out)
-        comm.Barrier()
+            array.get(host_comm.rank, out)
+        host_comm.Barrier()
 
 
 def test_array_of_the_other_device_is_refused(comm: mpicomm.Communicator, xp: Any) -> None:
@@ -63,11 +63,11 @@ def test_array_of_the_other_device_is_refused(comm: mpicomm.Communicator, xp: An
         array.put(source, comm.rank)
 
 
-def test_stream_is_refused_on_the_host(comm_world: MPI.Intracomm) -> None:
-    with communicator("cpu") as comm, comm.zeros(4) as array:
+def test_stream_is_refused_on_the_host(host_comm: mpicomm.Communicator) -> None:
+    with host_comm.zeros(4) as array:
         for use in (array.signal, array.wait_signal, array.get, partial(array.put, array.local)):
             with pytest.raises(InvalidUsageError, match="has no streams"):
-                use(comm.rank, stream=0)
+                use(host_comm.rank, stream=0)
 
 
 USES: dict[str, Callable[[mpicomm.SymmetricArray, Any], object]] = {
@@ -161,10 +161,9 @@ def test_more_memory_than_there_is_is_refused_by_all(comm: mpicomm.Communicator,
     ],
 )
 def test_shapes_that_differ_are_refused_by_all(
-    comm_world: MPI.Intracomm, others: tuple[Any, Any], of_one: tuple[Any, Any]
+    host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm, others: tuple[Any, Any], of_one: tuple[Any, Any]
 ) -> None:
-    with communicator("cpu") as comm:
-        for culprit in range(comm.size):
-            with raises_everywhere(comm_world, InvalidUsageError, match="the ranks differ: .* on rank 1"):
-                comm.empty(*(of_one if comm.rank == culprit else others))
-        require_memory_works(comm)
+    for culprit in range(host_comm.size):
+        with raises_everywhere(comm_world, InvalidUsageError, match="the ranks differ: .* on rank 1"):
+            host_comm.empty(*(of_one if host_comm.rank == culprit else others))
+    require_memory_works(host_comm)

@@ -95,10 +95,10 @@ def test_rank_of_another_host_is_refused(device: str, monkeypatch: pytest.Monkey
         comm.check()
 
 
-def test_stream_is_refused_on_the_host(comm_world: MPI.Intracomm) -> None:
-    with communicator("cpu") as comm:
-        event = comm.shared_event()
-        with pytest.raises(InvalidUsageError, match="has no streams"):
-            event.record(0)
-        with pytest.raises(InvalidUsageError, match="has no streams"):
-            event.wait(comm.rank, 0)
+def test_stream_is_refused_on_the_host(host_comm: mpicomm.Communicator) -> None:
+    event = host_comm.shared_event()
+    with pytest.raises(InvalidUsageError, match="has no streams"):
+        event.record(0)
+    with pytest.raises(InvalidUsageError, match="has no streams"):
+        event.wait(host_comm.rank, 0)
+    event.close()

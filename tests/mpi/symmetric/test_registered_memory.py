@@ -75,10 +75,9 @@ def test_shared_memory_is_registered(
     del whole, nothing
 
 
-def test_mapped_file_is_registered(comm_world: MPI.Intracomm, tmp_path: Path) -> None:
-    with communicator("cpu") as comm:
-        content = np.memmap(tmp_path / "content", np.float64, "w+", offset=4096 + 8, shape=(10, 100))
-        require_registered_works(comm, np, [content[:3], content[3:5]])
+def test_mapped_file_is_registered(host_comm: mpicomm.Communicator, tmp_path: Path) -> None:
+    content = np.memmap(tmp_path / "content", np.float64, "w+", offset=4096 + 8, shape=(10, 100))
+    require_registered_works(host_comm, np, [content[:3], content[3:5]])
 
 
 @pytest.mark.parametrize(
@@ -93,33 +92,30 @@ def test_mapped_file_is_registered(comm_world: MPI.Intracomm, tmp_path: Path) ->
     ids=["private", "list", "strided", "read-only", "objects"],
 )
 def test_memory_no_peer_can_open_is_refused_by_all(
-    comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64], bad: Any, text: str
+    host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64], bad: Any, text: str
 ) -> None:
-    with communicator("cpu") as comm:
-        for culprit in range(comm.size):
-            with raises_everywhere(comm_world, InvalidUsageError, match=f"failed on rank {culprit}: {text}"):
-                comm.register(bad if comm.rank == culprit else mapped[:3])
-        require_memory_works(comm)
+    for culprit in range(host_comm.size):
+        with raises_everywhere(comm_world, InvalidUsageError, match=f"failed on rank {culprit}: {text}"):
+            host_comm.register(bad if host_comm.rank == culprit else mapped[:3])
+    require_memory_works(host_comm)
 
 
 def test_memory_whose_name_is_gone_is_refused_by_all(
-    comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64], tmp_path: Path
+    host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64], tmp_path: Path
 ) -> None:
     (tmp_path / "content").unlink()
-    with communicator("cpu") as comm:
-        with raises_everywhere(comm_world, InvalidUsageError, match="cannot be opened again by name"):
-            comm.register(mapped)
-        require_memory_works(comm)
+    with raises_everywhere(comm_world, InvalidUsageError, match="cannot be opened again by name"):
+        host_comm.register(mapped)
+    require_memory_works(host_comm)
 
 
 @pytest.mark.mpi(min_size=2)
 def test_registered_shapes_that_differ_are_refused_by_all(
-    comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64]
+    host_comm: mpicomm.Communicator, comm_world: MPI.Intracomm, mapped: npt.NDArray[np.float64]
 ) -> None:
-    with communicator("cpu") as comm:
-        with raises_everywhere(comm_world, InvalidUsageError, match="the ranks differ"):
-            comm.register(mapped[: 3 + (comm.rank == 1)])
-        require_memory_works(comm)
+    with raises_everywhere(comm_world, InvalidUsageError, match="the ranks differ"):
+        host_comm.register(mapped[: 3 + (host_comm.rank == 1)])
+    require_memory_works(host_comm)
 
 
 @pytest.fixture

@@ -18,17 +18,19 @@ from mpicomm.collectives.host.reduction import OPERATIONS, is_supported
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
 from tests.helpers import patterns
-from tests.helpers.host_engines import CALL, FLOAT32, SMALL, Array, engine_of, parts_of, span, spans, wanted
+from tests.helpers.host_engines import CALL, FLOAT32, SMALL, Array, engine_of, meet, parts_of, span, spans, wanted
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere
 from tests.helpers.reductions import NARROW, dtype_or_skip, require_same
 from tests.helpers.ring_order import ring_reduced
 
 
-@pytest.fixture
-def engine(comm_world: MPI.Intracomm) -> Iterator[HostEngine]:
-    with engine_of(comm_world) as (engine, _, _):
+@pytest.fixture(scope="module")
+def engine() -> Iterator[HostEngine]:
+    """One for all tests that do not look at its beginning or end: a call must not depend on those before it."""
+    with engine_of(MPI.COMM_WORLD) as (engine, _, _):
         yield engine
+        meet(MPI.COMM_WORLD, engine)
 
 
 COUNTS = [0, 1, 2, 1023, 1024, 1025, 2048, 2049, 5 * 1024 + 7]  # a slot has 1024 float32
@@ -211,21 +213,22 @@ def test_bcast(comm_world: MPI.Intracomm, engine: HostEngine, piece_nbytes: int 
             assert buffer.tobytes() == expected.tobytes()
 
 
-def test_messages_that_lie_differently_in_cache_lines(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
+def test_messages_that_lie_differently_in_cache_lines(comm_world: MPI.Intracomm) -> None:
     """Whatever the place, a message that fills its slot leaves the one beside it alone, which nobody has read yet."""
     memory = np.zeros(10 * SMALL, np.uint8)
     memory = memory[-memory.ctypes.data % 64 :][: 9 * SMALL]
     memory[:] = np.random.default_rng(1).integers(0, 256, memory.size)
-    for first, second in itertools.product((0, 1, 16, 47, 48, 63), repeat=2):
-        sources = memory[first:][:SMALL], memory[5 * SMALL + second :][:SMALL]
-        outputs = [np.zeros(SMALL, np.uint8) for _ in sources]
-        buffers = sources if comm_world.rank == 0 else outputs
-        if comm_world.rank > 0:
-            time.sleep(2e-3)  # the root has filled both slots by then
-        steps = [patterns.bcast(comm_world.rank, comm_world.size, each.dtype, span(each), 0) for each in buffers]
-        engine.run([*steps[0], *steps[1]], CALL)
-        if comm_world.rank > 0:
-            assert [out.tolist() for out in outputs] == [source.tolist() for source in sources]
+    with engine_of(comm_world) as (engine, _, _):  # its first message goes into the first slot
+        for first, second in itertools.product((0, 1, 16, 47, 48, 63), repeat=2):
+            sources = memory[first:][:SMALL], memory[5 * SMALL + second :][:SMALL]
+            outputs = [np.zeros(SMALL, np.uint8) for _ in sources]
+            buffers = sources if comm_world.rank == 0 else outputs
+            if comm_world.rank > 0:
+                time.sleep(2e-3)  # the root has filled both slots by then
+            steps = [patterns.bcast(comm_world.rank, comm_world.size, each.dtype, span(each), 0) for each in buffers]
+            engine.run([*steps[0], *steps[1]], CALL)
+            if comm_world.rank > 0:
+                assert [out.tolist() for out in outputs] == [source.tolist() for source in sources]
 
 
 def test_elements_larger_than_a_slot(comm_world: MPI.Intracomm, engine: HostEngine) -> None:
