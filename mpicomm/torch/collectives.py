@@ -14,7 +14,7 @@ from mpicomm.collectives.host.selection import best_mapped
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.reductions import divide, mpi_op, premultiplied
-from mpicomm.torch.tensors import Pieces, SplitSizesError, flat, movable, require_reducible
+from mpicomm.torch.tensors import ElementTypeMismatchError, Pieces, SplitSizesError, flat, movable, require_reducible
 
 
 class Collectives:
@@ -199,10 +199,6 @@ class Collectives:
             )
         of_row = tensor.numel() // rows if rows else 0
         return [split * of_row for split in splits]
-
-
-class ElementTypeMismatchError(InvalidUsageError, TypeError, RuntimeError):
-    """Tensors of one call differ in type or device. PyTorch's own backends raise TypeError or RuntimeError for it."""
 
 
 def _in_place_if_there(send: torch.Tensor, receive: torch.Tensor, offset: int) -> Any:

@@ -14,6 +14,14 @@ class ElementTypeError(InvalidUsageError, TypeError):
     """The elements of a tensor cannot be reduced. PyTorch's own backends raise TypeError for it."""
 
 
+class ElementTypeMismatchError(InvalidUsageError, TypeError, RuntimeError):
+    """Tensors of one call differ in type or device. PyTorch's own backends raise TypeError or RuntimeError for it."""
+
+
+class DeviceError(InvalidUsageError, RuntimeError):
+    """A tensor is on a device that groups do not serve. PyTorch's own groups raise RuntimeError for it."""
+
+
 class SplitSizesError(InvalidUsageError, RuntimeError):
     """Split sizes do not fit a tensor or the group. PyTorch's own backends raise RuntimeError for it."""
 
@@ -21,12 +29,14 @@ class SplitSizesError(InvalidUsageError, RuntimeError):
 def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return ``tensor``, or a view of it without gradient, whose elements follow each other in memory. Local.
 
-    Raises `InvalidUsageError` for a tensor that has gaps, or more than one piece of memory.
+    Raises `InvalidUsageError` for a tensor that has gaps, more than one piece of memory, or another device.
     """
     if tensor.layout is not torch.strided:
         raise InvalidUsageError(
             f"{name} is a sparse tensor ({tensor.layout}), but tensors must be dense: pass to_dense()"
         )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"{name} is on {tensor.device}: pass one on cpu or cuda")
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_contiguous():
@@ -61,7 +71,7 @@ class Pieces:
         first = self._tensors[0]
         for index, tensor in enumerate(self._tensors):
             if tensor.dtype != first.dtype or tensor.device != first.device:
-                raise InvalidUsageError(
+                raise ElementTypeMismatchError(
                     f"{name}[{index}] has {tensor.dtype} on {tensor.device}, but {name}[0] has {first.dtype} on "
                     f"{first.device}: all tensors of a call have one type and one device"
                 )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -187,6 +189,7 @@ class MessageWork(Work):
         self, request: MPI.Request, tensor: torch.Tensor, name: str, timeout_s: float, *, receives: bool
     ) -> None:
         super().__init__([tensor])
+        complete_abandoned()
         self._request = request
         self._name = name
         self._timeout_s = timeout_s
@@ -223,6 +226,23 @@ class MessageWork(Work):
             super(MessageWork, self)._settle(future)
 
         threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
+
+    def __del__(self) -> None:
+        # MPI still reads or writes the tensor of a message whose work the program drops.
+        if not self._over:
+            _abandoned.append((self._request, self._outputs))
+
+
+_abandoned: deque[tuple[MPI.Request, list[torch.Tensor]]] = deque()
+
+
+def complete_abandoned() -> None:
+    """Give up the tensors of messages that are over and whose works the program has dropped. Local."""
+    for _ in range(len(_abandoned)):
+        with suppress(Exception):  # another thread may have taken it, or it ended with an error, which nobody asks for
+            request, tensors = _abandoned.popleft()
+            if not request.Test():
+                _abandoned.append((request, tensors))
 
 
 class JoinedWork(Work):
