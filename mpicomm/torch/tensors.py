@@ -49,6 +49,16 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     )
 
 
+def apart(send: torch.Tensor, receive: torch.Tensor) -> torch.Tensor:
+    """Return flat ``send``, or a copy where it shares memory with flat ``receive``. Local; on a GPU stream-ordered.
+
+    MPI forbids such calls, and PyTorch's own backends allow them.
+    """
+    begins, received = send.data_ptr(), receive.data_ptr()
+    overlap = begins < received + receive.nbytes and received < begins + send.nbytes
+    return send.clone() if overlap else send
+
+
 def movable(memory: torch.Tensor) -> torch.Tensor:
     """Return a tensor of `flat` as elements that collectives move: bytes where mpicomm lacks the type. Local."""
     return memory if types.torch_dtype(memory.dtype) is not None else memory.view(-1).view(torch.uint8)
