@@ -10,7 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+import mpicomm.torch
 from mpicomm import CollectiveTimeoutError, MpicommError
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -41,8 +44,8 @@ def test_a_rank_that_never_calls_is_named_in_time(world: dist.ProcessGroup, name
     group = impatient()
     if dist.get_rank() != culprit:
         start = time.monotonic()
-        # A future in C++ passes on the text of an error alone.
-        expected = Exception if name == "future" else CollectiveTimeoutError
+        # A future passes on the text of an error alone.
+        expected = RuntimeError if name == "future" else CollectiveTimeoutError
         with pytest.raises(expected, match=f"rank {culprit} did not arrive within 0.3 s") as raised:
             CALLS[name](group)
         assert time.monotonic() - start < TIMEOUT_S + SLACK_S
@@ -67,6 +70,21 @@ def test_a_work_has_the_error(world: dist.ProcessGroup) -> None:
             dist.all_reduce(torch.ones(4), group=group)
     MPI.COMM_WORLD.Barrier()
     dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def test_a_step_of_data_parallel_training_raises(world: dist.ProcessGroup) -> None:
+    culprit = dist.get_world_size() - 1
+    for hook in (None, mpicomm.torch.allreduce_hook):
+        group = impatient()
+        model = DistributedDataParallel(nn.Linear(5, 5), process_group=group)
+        if hook:
+            model.register_comm_hook(group, hook)
+        if dist.get_rank() != culprit:
+            with pytest.raises(RuntimeError, match=f"rank {culprit} did not arrive within 0.3 s"):
+                model(torch.ones(2, 5)).sum().backward()
+        MPI.COMM_WORLD.Barrier()
+        dist.destroy_process_group(group)
     dist.barrier()
 
 

@@ -115,7 +115,7 @@ def test_an_error_of_an_asynchronous_call_is_raised_by_its_work_and_its_future(w
         work.wait()
     assert isinstance(work.exception(), InvalidUsageError)
     assert work.is_completed() and not work.is_success()
-    with pytest.raises(Exception, match=r"op=AVG is not defined for torch\.bool"):
+    with pytest.raises(RuntimeError, match=r"op=AVG is not defined for torch\.bool"):
         future.wait()
     assert work.get_future_result().wait() == int(torch._C._distributed_c10d.WorkResult.COMM_ERROR)
     dist.barrier()
