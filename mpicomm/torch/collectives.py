@@ -14,7 +14,15 @@ from mpicomm.collectives.host.selection import best_mapped
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.reductions import divide, mpi_op, premultiplied
-from mpicomm.torch.tensors import Pieces, SplitSizesError, flat, movable, require_reducible
+from mpicomm.torch.tensors import (
+    ElementTypeMismatchError,
+    Pieces,
+    SplitSizesError,
+    apart,
+    flat,
+    movable,
+    require_reducible,
+)
 
 
 class Collectives:
@@ -80,7 +88,7 @@ class Collectives:
         pieces = self._pieces(outputs, "gather_list")
         self._require_type(send, pieces.memory, "tensor", "gather_list")
         receive = _of_counts(pieces.memory, pieces.counts)
-        self._comm.Gatherv(movable(send), receive, root, algorithm=self._way("Gatherv", send))
+        self._comm.Gatherv(movable(apart(send, pieces.memory)), receive, root, algorithm=self._way("Gatherv", send))
         pieces.scatter()
 
     def scatter(self, output: torch.Tensor, given: Sequence[torch.Tensor] | None, root: int) -> None:
@@ -91,7 +99,7 @@ class Collectives:
             return
         pieces = self._pieces(given, "scatter_list")
         self._require_type(receive, pieces.memory, "tensor", "scatter_list")
-        send = _of_counts(pieces.gather(), pieces.counts)
+        send = _of_counts(apart(pieces.gather(), receive), pieces.counts)
         self._comm.Scatterv(send, movable(receive), root, algorithm=self._way("Scatterv", receive))
 
     def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, op: Any) -> None:
@@ -99,7 +107,7 @@ class Collectives:
         receive, send = flat(output, "output"), flat(given, "input")
         self._require_blocks(send, receive, "input", "output")
         require_reducible(receive, "output")
-        send = premultiplied(op, send)
+        send = apart(premultiplied(op, send), receive)
         way = self._way("Reduce_scatter_block", send)
         self._comm.Reduce_scatter_block(send, receive, mpi_op(op, receive), algorithm=way)
         divide(op, receive, self._comm.size)
@@ -111,7 +119,7 @@ class Collectives:
         require_reducible(receive, "output")
         self._require_size(receive, pieces.counts[self._comm.rank], f"input_list[{self._comm.rank}]", "output")
         self._require_type(receive, pieces.memory, "output", "input_list")
-        send = premultiplied(op, pieces.gather())
+        send = apart(premultiplied(op, pieces.gather()), receive)
         way = self._way("Reduce_scatter", send)
         self._comm.Reduce_scatter(send, receive, pieces.counts, mpi_op(op, receive), algorithm=way)
         divide(op, receive, self._comm.size)
@@ -153,7 +161,7 @@ class Collectives:
     def _alltoallv(
         self, receive: torch.Tensor, receive_counts: list[int], send: torch.Tensor, send_counts: list[int]
     ) -> None:
-        sent, received = _of_counts(send, send_counts), _of_counts(receive, receive_counts)
+        sent, received = _of_counts(apart(send, receive), send_counts), _of_counts(receive, receive_counts)
         self._comm.Alltoallv(sent, received, algorithm=self._way("Alltoallv", receive))
 
     def _way(self, name: str, memory: torch.Tensor) -> str:
@@ -201,14 +209,10 @@ class Collectives:
         return [split * of_row for split in splits]
 
 
-class ElementTypeMismatchError(InvalidUsageError, TypeError, RuntimeError):
-    """Tensors of one call differ in type or device. PyTorch's own backends raise TypeError or RuntimeError for it."""
-
-
 def _in_place_if_there(send: torch.Tensor, receive: torch.Tensor, offset: int) -> Any:
-    """Return MPI.IN_PLACE for data that is where it goes to, else the data; FSDP2 gathers so. Local."""
+    """Return what to send to all: MPI.IN_PLACE for data that is where it goes to; FSDP2 gathers so. Local."""
     is_there = send.data_ptr() == receive.data_ptr() + offset * receive.element_size()
-    return MPI.IN_PLACE if is_there else movable(send)
+    return MPI.IN_PLACE if is_there else movable(apart(send, receive))
 
 
 def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:

@@ -14,6 +14,14 @@ class ElementTypeError(InvalidUsageError, TypeError):
     """The elements of a tensor cannot be reduced. PyTorch's own backends raise TypeError for it."""
 
 
+class ElementTypeMismatchError(InvalidUsageError, TypeError, RuntimeError):
+    """Tensors of one call differ in type or device. PyTorch's own backends raise TypeError or RuntimeError for it."""
+
+
+class DeviceError(InvalidUsageError, RuntimeError):
+    """A tensor is on a device that groups do not serve. PyTorch's own groups raise RuntimeError for it."""
+
+
 class SplitSizesError(InvalidUsageError, RuntimeError):
     """Split sizes do not fit a tensor or the group. PyTorch's own backends raise RuntimeError for it."""
 
@@ -21,12 +29,14 @@ class SplitSizesError(InvalidUsageError, RuntimeError):
 def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Return ``tensor``, or a view of it without gradient, whose elements follow each other in memory. Local.
 
-    Raises `InvalidUsageError` for a tensor that has gaps, or more than one piece of memory.
+    Raises `InvalidUsageError` for a tensor that has gaps, more than one piece of memory, or another device.
     """
     if tensor.layout is not torch.strided:
         raise InvalidUsageError(
             f"{name} is a sparse tensor ({tensor.layout}), but tensors must be dense: pass to_dense()"
         )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise DeviceError(f"{name} is on {tensor.device}: pass one on cpu or cuda")
     if tensor.requires_grad:
         tensor = tensor.detach()
     if tensor.is_contiguous():
@@ -37,6 +47,16 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
         f"{name} of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous: pass "
         "tensor.contiguous(), and copy the result back if it receives"
     )
+
+
+def apart(send: torch.Tensor, receive: torch.Tensor) -> torch.Tensor:
+    """Return flat ``send``, or a copy where it shares memory with flat ``receive``. Local; on a GPU stream-ordered.
+
+    MPI forbids such calls, and PyTorch's own backends allow them.
+    """
+    begins, received = send.data_ptr(), receive.data_ptr()
+    overlap = begins < received + receive.nbytes and received < begins + send.nbytes
+    return send.clone() if overlap else send
 
 
 def movable(memory: torch.Tensor) -> torch.Tensor:
@@ -61,7 +81,7 @@ class Pieces:
         first = self._tensors[0]
         for index, tensor in enumerate(self._tensors):
             if tensor.dtype != first.dtype or tensor.device != first.device:
-                raise InvalidUsageError(
+                raise ElementTypeMismatchError(
                     f"{name}[{index}] has {tensor.dtype} on {tensor.device}, but {name}[0] has {first.dtype} on "
                     f"{first.device}: all tensors of a call have one type and one device"
                 )

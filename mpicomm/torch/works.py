@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -70,31 +72,32 @@ class Work(c10d.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future whose value are the outputs, or which has the error of the call."""
+        """Return a future whose value are the outputs; where the call has an error, RuntimeError with its text."""
         if self._future is None:
-            self._future = torch.futures.Future()
-            self._settle(self._future)
+            ended: torch.futures.Future[Any] = torch.futures.Future()
+            # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors.
+            # An exception of a callback is an error there, too.
+            self._future = ended.then(self._outcome)
+            self._settle(ended)
         return self._future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
         """Return a future whose value says how the call has ended."""
-        return self.get_future().then(_result_of)
+        return self.get_future().then(self._result)
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def _settle(self, ended: torch.futures.Future[Any]) -> None:
+        ended.set_result(None)
+
+    def _outcome(self, _: Any) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error
+        return self._outputs
+
+    def _result(self, _: Any) -> int:
         if self._error is None:
-            future.set_result(self._outputs)
-        else:
-            future.set_exception(self._error)
-
-
-def _result_of(future: torch.futures.Future[Any]) -> int:
-    try:
-        future.value()
-    except CollectiveTimeoutError:
-        return int(c10d.WorkResult.TIMEOUT)
-    except Exception:
-        return int(c10d.WorkResult.COMM_ERROR)
-    return int(c10d.WorkResult.SUCCESS)
+            return int(c10d.WorkResult.SUCCESS)
+        timed_out = isinstance(self._error, CollectiveTimeoutError)
+        return int(c10d.WorkResult.TIMEOUT if timed_out else c10d.WorkResult.COMM_ERROR)
 
 
 class HostWork(Work):
@@ -106,6 +109,7 @@ class HostWork(Work):
         self._name = name
         self._over = threading.Event()
         self._lock = threading.Lock()  # so that a future is settled once
+        self._ended: torch.futures.Future[Any] | None = None
 
     def carry_out(self) -> None:
         """Carry the call out; its error is the work's."""
@@ -117,9 +121,9 @@ class HostWork(Work):
         self._call = None  # it keeps the tensors
         with self._lock:
             self._over.set()
-            future = self._future
-        if future is not None:
-            super()._settle(future)
+            ended = self._ended
+        if ended is not None:
+            super()._settle(ended)
 
     def wait(self, timeout: timedelta = _FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
@@ -131,11 +135,12 @@ class HostWork(Work):
         """See `Work.is_completed`."""
         return self._over.is_set()
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def _settle(self, ended: torch.futures.Future[Any]) -> None:
         with self._lock:
-            over = self._over.is_set()
-        if over:
-            super()._settle(future)
+            if not self._over.is_set():
+                self._ended = ended
+                return
+        super()._settle(ended)
 
 
 class StreamWork(Work):
@@ -168,7 +173,7 @@ class StreamWork(Work):
                 self._error = error
         return True
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def _settle(self, ended: torch.futures.Future[Any]) -> None:
         raise AssertionError("get_future has settled it")
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -187,6 +192,7 @@ class MessageWork(Work):
         self, request: MPI.Request, tensor: torch.Tensor, name: str, timeout_s: float, *, receives: bool
     ) -> None:
         super().__init__([tensor])
+        complete_abandoned()
         self._request = request
         self._name = name
         self._timeout_s = timeout_s
@@ -214,15 +220,32 @@ class MessageWork(Work):
                     self._source = status.source
         return self._over
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def _settle(self, ended: torch.futures.Future[Any]) -> None:
         def settle() -> None:
             try:
                 self.wait()
             except Exception as error:
                 self._error = error
-            super(MessageWork, self)._settle(future)
+            super(MessageWork, self)._settle(ended)
 
         threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
+
+    def __del__(self) -> None:
+        # MPI still reads or writes the tensor of a message whose work the program drops.
+        if not self._over:
+            _abandoned.append((self._request, self._outputs))
+
+
+_abandoned: deque[tuple[MPI.Request, list[torch.Tensor]]] = deque()
+
+
+def complete_abandoned() -> None:
+    """Give up the tensors of messages that are over and whose works the program has dropped. Local."""
+    for _ in range(len(_abandoned)):
+        with suppress(Exception):  # another thread may have taken it, or it ended with an error, which nobody asks for
+            request, tensors = _abandoned.popleft()
+            if not request.Test():
+                _abandoned.append((request, tensors))
 
 
 class JoinedWork(Work):
@@ -244,13 +267,13 @@ class JoinedWork(Work):
         self._error = next((work._error for work in self._works if work._error is not None), None)
         return over
 
-    def _settle(self, future: torch.futures.Future[Any]) -> None:
+    def _settle(self, ended: torch.futures.Future[Any]) -> None:
         # The value of the joined future has a list of outputs for each call.
         joined = torch.futures.collect_all([work.get_future() for work in self._works])
 
         def settle(_: Any) -> None:
             self.is_completed()
-            super(JoinedWork, self)._settle(future)
+            super(JoinedWork, self)._settle(ended)
 
         joined.add_done_callback(settle)
 

@@ -18,6 +18,8 @@ def pytest_configure(config: pytest.Config) -> None:
     agree(config)
     # The tests call functions by the names that all versions have; later ones have other names for some.
     config.addinivalue_line("filterwarnings", "ignore:`torch.distributed.*deprecated:FutureWarning")
+    # Modules of PyTorch warn of themselves when they are imported.
+    config.addinivalue_line("filterwarnings", "ignore:`torch.jit.*deprecated:DeprecationWarning")
     torch.set_num_threads(1)  # the ranks share the cores
 
 

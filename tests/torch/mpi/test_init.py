@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import socket
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 
-from mpicomm import InvalidUsageError
+from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.torch import communicator
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere
@@ -143,6 +144,22 @@ def test_a_rank_that_two_ranks_have_is_named() -> None:
     text = f"the ranks of MPI have the ranks .*{[0] * WORLD.size}".replace("[", r"\[").replace("]", r"\]")
     with raises_everywhere(WORLD, InvalidUsageError, match=text):
         dist.init_process_group("mpicomm", store=dist.HashStore(), rank=0, world_size=WORLD.size, timeout=LIMIT)
+    dist.init_process_group("mpicomm")
+    require_works()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_rank_that_never_comes_to_init_is_named() -> None:
+    culprit = WORLD.size - 1
+    if WORLD.rank != culprit:
+        start = time.monotonic()
+        with pytest.raises(CollectiveTimeoutError, match=f"init_process_group.*rank {culprit} did not arrive"):
+            dist.init_process_group("mpicomm", timeout=timedelta(seconds=0.5))
+        assert time.monotonic() - start < 1.5
+    WORLD.Barrier()
+    if WORLD.rank == culprit:
+        with pytest.raises(CollectiveTimeoutError, match=f"rank {culprit} did not arrive"):
+            dist.init_process_group("mpicomm", timeout=timedelta(seconds=0.5))
     dist.init_process_group("mpicomm")
     require_works()
 

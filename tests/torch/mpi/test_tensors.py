@@ -71,6 +71,37 @@ def test_lists_of_tensors_in_any_order_of_memory(world: dist.ProcessGroup) -> No
     require_same([got], [reduced(case.all(6, 4, salt=case.rank), Op.SUM).t()])
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_tensors_that_share_memory(world: dist.ProcessGroup, async_op: bool) -> None:
+    """The input is the part of the output that has the same contents, or another one."""
+    case = Case(world, async_op=async_op)
+    everyone = case.all(3)
+    for place in (case.rank, 0):
+        joined, listed = torch.zeros(case.size, 3), torch.zeros(case.size, 3)
+        joined[place], listed[place] = case.own(3), case.own(3)
+        case.wait(dist.all_gather_into_tensor(joined.view(-1), joined[place], async_op=async_op))
+        case.wait(dist.all_gather(list(listed), listed[place], async_op=async_op))
+        require_same([joined, listed], [torch.stack(everyone)] * 2)
+        gathered = torch.zeros(case.size, 3)
+        gathered[place] = case.own(3)
+        outputs = list(gathered) if case.rank == 0 else None
+        case.wait(dist.gather(gathered[place], outputs, 0, async_op=async_op))
+        scattered = torch.stack([case.of(0, 3, salt=peer) for peer in range(case.size)])
+        given = list(scattered) if case.rank == 0 else None
+        case.wait(dist.scatter(scattered[place], given, 0, async_op=async_op))
+        require_same([scattered[place]], [case.of(0, 3, salt=case.rank)])
+        if case.rank == 0:
+            require_same([gathered], [torch.stack(everyone)])
+        rows, more = case.own(case.size, 3), case.own(case.size, 3)
+        case.wait(dist.reduce_scatter_tensor(rows[place], rows.view(-1), async_op=async_op))
+        case.wait(dist.reduce_scatter(more[place], list(more), async_op=async_op))
+        total = reduced(case.all(case.size, 3), Op.SUM)[case.rank]
+        require_same([rows[place], more[place]], [total] * 2)
+    swapped = case.own(case.size, 3)
+    case.wait(dist.all_to_all_single(swapped, swapped, async_op=async_op))
+    require_same([swapped], [torch.stack([each[case.rank] for each in case.all(case.size, 3)])])
+
+
 def test_tensors_that_require_gradients(world: dist.ProcessGroup) -> None:
     case = Case(world)
     leaf = case.own(4).requires_grad_()

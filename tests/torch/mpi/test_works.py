@@ -115,7 +115,7 @@ def test_an_error_of_an_asynchronous_call_is_raised_by_its_work_and_its_future(w
         work.wait()
     assert isinstance(work.exception(), InvalidUsageError)
     assert work.is_completed() and not work.is_success()
-    with pytest.raises(Exception, match=r"op=AVG is not defined for torch\.bool"):
+    with pytest.raises(RuntimeError, match=r"op=AVG is not defined for torch\.bool"):
         future.wait()
     assert work.get_future_result().wait() == int(torch._C._distributed_c10d.WorkResult.COMM_ERROR)
     dist.barrier()
@@ -169,16 +169,28 @@ def test_groups_in_several_threads(world: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def test_a_call_keeps_no_tensors_after_its_end(world: dist.ProcessGroup) -> None:
+def test_a_work_keeps_no_inputs_after_its_end(world: dist.ProcessGroup) -> None:
     case = Case(world)
-    given = [case.own(100), case.own(100)]
-    seen = [weakref.ref(tensor) for tensor in given]
-    begin(given[0]).wait()
-    begin(given[1]).get_future().wait()
-    given.clear()
-    dist.barrier(async_op=True).wait()
+    given = case.own(100)
+    seen = weakref.ref(given)
+    work = dist.all_gather([case.empty(100) for _ in range(case.size)], given, async_op=True)
+    assert work is not None
+    work.wait()
+    begin(case.own(1)).wait()  # the thread has left the first call
+    del given
     gc.collect()
-    assert [reference() for reference in seen] == [None, None]
+    assert seen() is None
+    assert work.is_completed()
+
+
+def test_a_future_keeps_no_outputs_after_its_end(world: dist.ProcessGroup) -> None:
+    output = Case(world).own(100)
+    seen = weakref.ref(output)
+    begin(output).get_future().wait()
+    begin(Case(world).own(1)).wait()
+    del output
+    gc.collect()
+    assert seen() is None
 
 
 def test_a_tensor_that_the_program_drops_lives_until_the_call_ends(world: dist.ProcessGroup) -> None:

@@ -1,0 +1,56 @@
+"""A rank dies: the calls of the others raise in time, also those of a training step."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+import pytest
+
+from mpicomm.waiting import wait_until
+from tests.helpers.mpiexec import environment, mpiexec_command, sharing_of_cores
+from tests.helpers.torch_lost_ranks import NAMES, TIMEOUT_S, Call
+
+RANKS = 3
+SLACK_S = 1.5
+JOB_LIMIT_S = 60.0
+SURVIVORS = range(RANKS - 1)
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Call]]:
+    """What became of the calls of each rank that lives on, by name."""
+    results = tmp_path_factory.mktemp("results")
+    command = mpiexec_command(RANKS, "-m", "tests.helpers.torch_lost_ranks", str(results))
+    with (results / "output").open("w") as output:
+        job = subprocess.Popen(
+            command,
+            env={**sharing_of_cores(RANKS), **environment()},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+    ends = [results / f"end-{rank}" for rank in SURVIVORS]
+    wait_until(lambda: all(end.exists() for end in ends) or job.poll() is not None, JOB_LIMIT_S)
+    (results / "done").touch()
+    job.wait(JOB_LIMIT_S)
+    assert all(end.exists() for end in ends), (results / "output").read_text()[-5000:]
+    files = [(results / f"calls-{rank}").read_text().splitlines() for rank in SURVIVORS]
+    return [{call.name: call for call in (Call(**json.loads(line)) for line in lines)} for lines in files]
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "destroy"])
+def test_calls_raise_in_time(calls: list[dict[str, Call]], name: str) -> None:
+    for of_rank in calls:
+        call = of_rank[name]
+        # Of an error of another thread autograd passes on the text.
+        assert ("RuntimeError" if name == "training" else "CollectiveTimeoutError") in call.errors, call
+        assert f"rank {RANKS - 1}" in call.text, call
+        assert call.seconds < TIMEOUT_S + SLACK_S, call
+
+
+def test_a_group_is_destroyed_all_the_same(calls: list[dict[str, Call]]) -> None:
+    for of_rank in calls:
+        call = of_rank["destroy"]
+        assert not call.errors, call
+        assert call.seconds < TIMEOUT_S + SLACK_S, call

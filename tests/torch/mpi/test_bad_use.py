@@ -1,0 +1,163 @@
+"""Bad use raises what users of gloo and NCCL expect, with what to do, on every rank, and the group goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+
+from mpicomm import InvalidUsageError, MpicommError
+from tests.helpers.torch_cases import Op
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """A bad call, as a function of the number of ranks; what PyTorch's backends raise, and what mpicomm says."""
+
+    call: Callable[[int], object]
+    error: type[Exception]
+    text: str
+
+
+def columns(count: int) -> torch.Tensor:
+    """Return a tensor whose elements do not follow each other."""
+    return torch.ones(3, 2 * count)[:, ::2]
+
+
+BAD = {
+    "a sparse tensor": Misuse(
+        lambda size: dist.group.WORLD.broadcast([torch.eye(3).to_sparse()], dist.BroadcastOptions()),
+        ValueError,
+        r"tensor is a sparse tensor \(torch.sparse_coo\).*pass to_dense\(\)",
+    ),
+    "a tensor with gaps": Misuse(
+        lambda size: dist.all_reduce(columns(2)),
+        ValueError,
+        r"tensor of shape \(3, 2\) with strides \(4, 2\) is not contiguous: pass tensor.contiguous\(\)",
+    ),
+    "a tensor with gaps in broadcast": Misuse(
+        lambda size: dist.broadcast(columns(2), 0), ValueError, "tensor of shape .* is not contiguous"
+    ),
+    "an output with gaps": Misuse(
+        lambda size: dist.all_gather_into_tensor(torch.ones(3, 2 * size)[:, ::2], torch.ones(3)),
+        ValueError,
+        "output_tensor of shape .* is not contiguous",
+    ),
+    "a tensor with gaps that is sent": Misuse(
+        lambda size: dist.group.WORLD.send([columns(2)], 0, 0), ValueError, "tensor of shape .* is not contiguous"
+    ),
+    "splits that do not add up": Misuse(
+        lambda size: dist.all_to_all_single(torch.ones(2 * size), torch.ones(2 * size), [2] * size, [3] * size),
+        RuntimeError,
+        r"input_split_sizes=\[3.*must be \d numbers of rows, one for each rank, which add up to the \d rows of input",
+    ),
+    "output splits that do not add up": Misuse(
+        lambda size: dist.all_to_all_single(torch.ones(2 * size), torch.ones(2 * size), [3] * size, [2] * size),
+        RuntimeError,
+        r"output_split_sizes=\[3.* rows of output",
+    ),
+    "too many splits": Misuse(
+        lambda size: dist.all_to_all_single(torch.ones(size), torch.ones(size), None, [1] * size + [0]),
+        RuntimeError,
+        "input_split_sizes=.*one for each rank",
+    ),
+    "a split below 0": Misuse(
+        lambda size: dist.all_to_all_single(torch.ones(3 * size), torch.ones(size), None, [size + 1, -1]),
+        RuntimeError,
+        r"input_split_sizes=\[\d, -1\]",
+    ),
+    "different types": Misuse(
+        lambda size: dist.all_gather_into_tensor(torch.ones(size), torch.ones(1, dtype=torch.int32)),
+        TypeError,
+        "output_tensor has torch.float32 on cpu, but input_tensor has torch.int32 on cpu",
+    ),
+    "different types in a list": Misuse(
+        lambda size: _gather_into([torch.ones(1)] * (size - 1) + [torch.ones(1).int()]),
+        TypeError,
+        "tensor_list.*torch.int32",
+    ),
+    "different types of a reduction": Misuse(
+        lambda size: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(size).double()),
+        TypeError,
+        "input has torch.float64 on cpu, but output has torch.float32 on cpu",
+    ),
+    "an output that is too small": Misuse(
+        lambda size: dist.all_gather_into_tensor(torch.ones(size + 1), torch.ones(1)),
+        ValueError,
+        r"output_tensor has \d elements and input_tensor 1: for \d ranks output_tensor needs \d",
+    ),
+    "an input that is too small": Misuse(
+        lambda size: dist.reduce_scatter_tensor(torch.ones(1), torch.ones(size + 1)),
+        ValueError,
+        r"input has \d elements and output 1: for \d ranks input needs \d",
+    ),
+    "too many outputs": Misuse(
+        lambda size: dist.all_gather(list(torch.ones(size + 1, 1)), torch.ones(1)),
+        ValueError,
+        r"tensor_list has \d tensors for \d ranks: pass one for each",
+    ),
+    "an output of another size": Misuse(
+        lambda size: dist.all_gather(list(torch.ones(size, 2)), torch.ones(1)),
+        ValueError,
+        r"tensor has 1 elements, but tensor_list\[\d\] has 2: they must agree",
+    ),
+    "a number with an operation on bits": Misuse(
+        lambda size: dist.all_reduce(torch.ones(1), Op.BAND), ValueError, "op=band is not defined for float32"
+    ),
+    "an average of truth values": Misuse(
+        lambda size: dist.all_reduce(torch.ones(1) > 0, Op.AVG),
+        TypeError,
+        "op=AVG is not defined for torch.bool: convert the tensor, or use SUM",
+    ),
+    "a minimum of complex numbers": Misuse(
+        lambda size: dist.reduce(torch.ones(1) * 1j, 0, Op.MIN), ValueError, "min is not defined for complex64"
+    ),
+    "a tensor without memory": Misuse(
+        lambda size: dist.all_reduce(torch.ones(3, device="meta")), RuntimeError, "tensor is on meta: pass one on cpu"
+    ),
+    "a root that is no rank": Misuse(
+        lambda size: dist.group.WORLD.broadcast([torch.ones(1)], _rooted_at(size + 1)), ValueError, r"root=\d"
+    ),
+}
+
+
+def _gather_into(outputs: list[torch.Tensor]) -> object:
+    return dist.group.WORLD.allgather([outputs], [torch.ones(1)])
+
+
+def _rooted_at(rank: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank = rank
+    return options
+
+
+@pytest.fixture(autouse=True)
+def goes_on(world: dist.ProcessGroup) -> Iterator[None]:
+    yield
+    tensor = torch.ones(3)
+    dist.all_reduce(tensor)
+    assert tensor.tolist() == [dist.get_world_size()] * 3
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_use(name: str) -> None:
+    misuse = BAD[name]
+    with pytest.raises(InvalidUsageError, match=misuse.text) as raised:
+        work = misuse.call(dist.get_world_size())
+        if isinstance(work, dist.Work):
+            work.wait()
+    assert isinstance(raised.value, misuse.error)
+    assert len(set(MPI.COMM_WORLD.allgather(type(raised.value).__name__))) == 1
+
+
+def test_a_rank_alone_that_passes_another_type_is_heard_by_all(world: dist.ProcessGroup) -> None:
+    group = dist.new_group()
+    if dist.get_world_size() > 1:
+        dtype = torch.float64 if dist.get_rank() == 0 else torch.float32
+        with pytest.raises(MpicommError, match="float64"):
+            dist.all_reduce(torch.ones(70_000, dtype=dtype), group=group)
+    dist.destroy_process_group(group)

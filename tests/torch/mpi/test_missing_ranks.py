@@ -1,0 +1,131 @@
+"""A rank does not come to a call: the others name it in time, and other groups go on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import mpicomm.torch
+from mpicomm import CollectiveTimeoutError, MpicommError
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+TIMEOUT_S = 0.3
+SLACK_S = 1.0
+CALLS: dict[str, Callable[[dist.ProcessGroup], object]] = {
+    "all_reduce_of_many": lambda group: dist.all_reduce(torch.ones(500_000), group=group),
+    "broadcast": lambda group: dist.broadcast(torch.ones(4), group_src=dist.get_world_size() - 1, group=group),
+    "all_to_all_single": lambda group: dist.all_to_all_single(
+        torch.ones(dist.get_world_size()), torch.ones(dist.get_world_size()), group=group
+    ),
+    "barrier": lambda group: dist.barrier(group),
+    "monitored_barrier": lambda group: group.monitored_barrier(),
+    "wait": lambda group: dist.all_reduce(torch.ones(4), group=group, async_op=True).wait(),
+    "future": lambda group: dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future().wait(),
+    "all_gather_object": lambda group: dist.all_gather_object([None] * dist.get_world_size(), "x", group=group),
+}
+
+
+def impatient() -> dist.ProcessGroup:
+    return dist.new_group(timeout=timedelta(seconds=TIMEOUT_S))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_rank_that_never_calls_is_named_in_time(world: dist.ProcessGroup, name: str) -> None:
+    culprit = dist.get_world_size() - 1
+    group = impatient()
+    if dist.get_rank() != culprit:
+        start = time.monotonic()
+        # A future passes on the text of an error alone.
+        expected = RuntimeError if name == "future" else CollectiveTimeoutError
+        with pytest.raises(expected, match=f"rank {culprit} did not arrive within 0.3 s") as raised:
+            CALLS[name](group)
+        assert time.monotonic() - start < TIMEOUT_S + SLACK_S
+        if name != "future":
+            assert isinstance(raised.value, CollectiveTimeoutError)
+            assert raised.value.ranks == (culprit,)
+        del raised
+    MPI.COMM_WORLD.Barrier()
+    dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def test_a_work_has_the_error(world: dist.ProcessGroup) -> None:
+    culprit = dist.get_world_size() - 1
+    group = impatient()
+    if dist.get_rank() != culprit:
+        work = dist.all_reduce(torch.ones(4), group=group, async_op=True)
+        assert work is not None
+        assert work.get_future_result().wait() == int(torch._C._distributed_c10d.WorkResult.TIMEOUT)
+        assert isinstance(work.exception(), CollectiveTimeoutError)
+        with pytest.raises(CollectiveTimeoutError, match=f"unusable since an earlier .*rank {culprit} did not arrive"):
+            dist.all_reduce(torch.ones(4), group=group)
+    MPI.COMM_WORLD.Barrier()
+    dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def test_a_step_of_data_parallel_training_raises(world: dist.ProcessGroup) -> None:
+    culprit = dist.get_world_size() - 1
+    for hook in (None, mpicomm.torch.allreduce_hook):
+        group = impatient()
+        model = DistributedDataParallel(nn.Linear(5, 5), process_group=group)
+        if hook:
+            model.register_comm_hook(group, hook)
+        if dist.get_rank() != culprit:
+            with pytest.raises(RuntimeError, match=f"rank {culprit} did not arrive within 0.3 s"):
+                model(torch.ones(2, 5)).sum().backward()
+        MPI.COMM_WORLD.Barrier()
+        dist.destroy_process_group(group)
+    dist.barrier()
+
+
+def test_a_message_that_never_comes_times_out(world: dist.ProcessGroup) -> None:
+    group = impatient()
+    start = time.monotonic()
+    text = "recv from rank 1 has not ended within 0.3 s"
+    if dist.get_rank() == 0:
+        with pytest.raises(CollectiveTimeoutError, match=text):
+            dist.recv(torch.ones(4), group_src=1, group=group)
+        assert time.monotonic() - start < TIMEOUT_S + SLACK_S
+    MPI.COMM_WORLD.Barrier()
+    if dist.get_rank() == 1:
+        dist.send(torch.ones(4), group_dst=0, group=group)
+    MPI.COMM_WORLD.Barrier()
+    dist.destroy_process_group(group)
+
+
+def test_a_rank_that_does_not_destroy_the_group_keeps_no_other(
+    world: dist.ProcessGroup, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = impatient()
+    dist.all_reduce(torch.ones(4), group=group)
+    if dist.get_rank():
+        start = time.monotonic()
+        dist.destroy_process_group(group)
+        assert time.monotonic() - start < TIMEOUT_S + SLACK_S
+    MPI.COMM_WORLD.Barrier()
+    if dist.get_rank() == 0:
+        dist.destroy_process_group(group)
+    assert "a process group is not freed on all ranks" in caplog.text
+    dist.barrier()
+
+
+def test_ranks_that_call_different_things_learn_it(world: dist.ProcessGroup) -> None:
+    group = impatient()
+    with pytest.raises(MpicommError, match=r"Allreduce.*Bcast|Bcast.*Allreduce|did not arrive within 0\.3 s"):
+        if dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(70_000), group=group)
+        else:
+            dist.broadcast(torch.ones(70_000), 0, group=group)
+    MPI.COMM_WORLD.Barrier()
+    dist.destroy_process_group(group)
+    dist.barrier()

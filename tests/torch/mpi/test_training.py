@@ -1,0 +1,239 @@
+"""Training on several ranks gives what one rank gives that has all the data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
+from mpi4py import MPI
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import mpicomm.torch
+
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}
+"""Of parameters after some steps in float32: ranks add gradients in another order than one rank."""
+STEPS = 3
+BATCH = 12  # 1 to 4 ranks share it equally
+WIDTH = 12
+
+
+def network() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(WIDTH, 24), nn.Tanh(), nn.Linear(24, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    random = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, WIDTH, generator=random), torch.randn(BATCH, 4, generator=random)
+
+
+def share(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's rows."""
+    return tensor.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for step in range(STEPS):
+        given, wanted = (part(each) for each in batch(step))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(given), wanted).backward()
+        optimizer.step()
+
+
+def trained_by_one_rank() -> list[torch.Tensor]:
+    model = network()
+    train(model, sgd(model.parameters()), lambda tensor: tensor)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def require_trained(parameters: Sequence[torch.Tensor]) -> None:
+    """Assert that the parameters are those that one rank comes to."""
+    for mine, right in zip(parameters, trained_by_one_rank(), strict=True):
+        whole = mine.full_tensor() if isinstance(mine, DTensor) else mine
+        torch.testing.assert_close(whole.detach(), right, **TOLERANCE)
+
+
+@pytest.fixture
+def mesh(world: dist.ProcessGroup) -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+DDP_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "many buckets": {"bucket_cap_mb": 0.0005},
+    "gradients in buckets": {"gradient_as_bucket_view": True},
+    "static graph": {"static_graph": True},
+    "unused parameters": {"find_unused_parameters": True},
+}
+
+
+@pytest.mark.parametrize("name", DDP_OPTIONS)
+def test_data_parallel(world: dist.ProcessGroup, name: str) -> None:
+    model = DistributedDataParallel(network(), **DDP_OPTIONS[name])
+    train(model, sgd(model.parameters()), share)
+    require_trained(list(model.parameters()))
+
+
+def test_data_parallel_with_the_hook(world: dist.ProcessGroup) -> None:
+    model = DistributedDataParallel(network(), bucket_cap_mb=0.0005)
+    model.register_comm_hook(None, mpicomm.torch.allreduce_hook)
+    train(model, sgd(model.parameters()), share)
+    require_trained(list(model.parameters()))
+
+
+def test_data_parallel_begins_with_the_first_ranks_parameters(world: dist.ProcessGroup) -> None:
+    model = network()
+    if dist.get_rank():
+        for parameter in model.parameters():
+            nn.init.zeros_(parameter)
+    model = DistributedDataParallel(model)
+    train(model, sgd(model.parameters()), share)
+    require_trained(list(model.parameters()))
+
+
+def test_data_parallel_that_adds_up_gradients_before_it_averages(world: dist.ProcessGroup) -> None:
+    model, alone = DistributedDataParallel(network()), network()
+    (first, wanted), (second, also_wanted) = batch(0), batch(1)
+    for part, module in ((share, model), (lambda tensor: tensor, alone)):
+        with module.no_sync() if module is model else torch.enable_grad():
+            nn.functional.mse_loss(module(part(first)), part(wanted)).backward()
+        nn.functional.mse_loss(module(part(second)), part(also_wanted)).backward()
+    for mine, right in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, right.grad, **TOLERANCE)
+
+
+def test_data_parallel_with_a_layer_that_not_all_steps_use(world: dist.ProcessGroup) -> None:
+    class TwoWays(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ways = nn.ModuleList([nn.Linear(WIDTH, 4), nn.Linear(WIDTH, 4)])
+
+        def forward(self, given: torch.Tensor, way: int) -> torch.Tensor:
+            result: torch.Tensor = self.ways[way](given)
+            return result
+
+    torch.manual_seed(2)
+    alone = TwoWays()
+    model = DistributedDataParallel(copy.deepcopy(alone), find_unused_parameters=True)
+    for part, module in ((share, model), (lambda tensor: tensor, alone)):
+        optimizer = sgd(module.parameters())
+        for step in range(4):
+            given, wanted = (part(each) for each in batch(step))
+            optimizer.zero_grad()
+            nn.functional.mse_loss(module(given, step % 2), wanted).backward()
+            optimizer.step()
+    for mine, right in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, right, **TOLERANCE)
+
+
+def test_data_parallel_gives_the_first_ranks_buffers_to_all(world: dist.ProcessGroup) -> None:
+    model = DistributedDataParallel(nn.BatchNorm1d(WIDTH))
+    for step in range(3):
+        model(share(batch(step)[0]) + dist.get_rank())
+    model(torch.zeros(2, WIDTH))  # the buffers go out at the beginning of a step
+    means = MPI.COMM_WORLD.allgather(model.module.running_mean.tolist())
+    assert all(mean == means[0] for mean in means)
+    assert int(model.module.num_batches_tracked) == 4
+
+
+def test_fully_sharded(mesh: DeviceMesh) -> None:
+    model = network()
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    train(model, sgd(model.parameters()), share)
+    require_trained(list(model.parameters()))
+
+
+@pytest.mark.mpi(min_size=4)
+def test_sharded_in_pairs_that_are_replicated(world: dist.ProcessGroup) -> None:
+    model = network()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+    train(model, sgd(model.parameters()), share)
+    require_trained(list(model.parameters()))
+
+
+def test_tensors_over_ranks(mesh: DeviceMesh) -> None:
+    left, right = torch.randn(13, 7), torch.randn(7, 11)
+    for tensor in (left, right):
+        dist.broadcast(tensor, 0)
+    rows, columns = distribute_tensor(left, mesh, [Shard(0)]), distribute_tensor(right, mesh, [Shard(1)])
+    for layout in ([Replicate()], [Shard(1)], [Shard(0)]):
+        torch.testing.assert_close(rows.redistribute(mesh, layout).full_tensor(), left, rtol=0, atol=0)
+    partial = DTensor.from_local(left, mesh, [Partial()])
+    torch.testing.assert_close(partial.redistribute(mesh, [Shard(0)]).full_tensor(), left * mesh.size(), **TOLERANCE)
+    torch.testing.assert_close((rows @ columns).full_tensor(), left @ right, **TOLERANCE)
+    inner = distribute_tensor(left, mesh, [Shard(1)]) @ distribute_tensor(right, mesh, [Shard(0)])
+    torch.testing.assert_close(inner.full_tensor(), left @ right, **TOLERANCE)
+
+
+def test_tensor_parallel(mesh: DeviceMesh) -> None:
+    model = network()
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    train(model, sgd(model.parameters()), lambda tensor: tensor)
+    require_trained(list(model.parameters()))
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
+def test_pipeline(world: dist.ProcessGroup, schedule: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(3)
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(size)]
+    alone = copy.deepcopy(nn.Sequential(*layers))
+    given, wanted = batch(0)[0], batch(1)[0]
+    nn.functional.mse_loss(alone(given), wanted).backward()
+
+    stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
+    pipeline = schedule(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    if rank == 0:
+        pipeline.step(given)
+    elif rank == size - 1:
+        losses: list[torch.Tensor] = []
+        output = pipeline.step(target=wanted, losses=losses)
+        torch.testing.assert_close(output, alone(given), **TOLERANCE)
+    else:
+        pipeline.step()
+    for mine, right in zip(layers[rank].parameters(), alone[rank].parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, right.grad, **TOLERANCE)
+
+
+def test_zero_redundancy_optimizer(world: dist.ProcessGroup) -> None:
+    model = DistributedDataParallel(network())
+    train(model, ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9), share)
+    require_trained(list(model.parameters()))
+
+
+def test_a_checkpoint_of_sharded_parameters(mesh: DeviceMesh, tmp_path: Path) -> None:
+    folder = MPI.COMM_WORLD.bcast(str(tmp_path / "checkpoint"))
+    model = fully_shard(network(), mesh=mesh)
+    train(model, sgd(model.parameters()), share)
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=folder)
+    other = network()
+    for parameter in other.parameters():
+        nn.init.zeros_(parameter)
+    fully_shard(other, mesh=mesh)
+    state = get_model_state_dict(other)
+    checkpoint.load(state, checkpoint_id=folder)
+    set_model_state_dict(other, state)
+    require_trained(list(other.parameters()))
