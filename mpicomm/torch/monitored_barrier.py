@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import timedelta
 
@@ -19,10 +20,10 @@ def wait_for_all(store: c10d.Store, rank: int, size: int, timeout_s: float, *, n
     that comes late. The errors begin as gloo's do, because programs look for these words.
     """
     if rank == 0:
-        verdict = _roll_call(store, size, timeout_s, name_all=name_all)
-        store.set("verdict", verdict)
+        verdict, missing = _roll_call(store, size, timeout_s, name_all=name_all)
+        store.set("verdict", json.dumps([verdict, missing]))
         if verdict:
-            raise GroupTimeoutError(verdict)
+            raise GroupTimeoutError(verdict, ranks=missing)
         return
     store.set(str(rank), "")
     came = f"Rank {rank} successfully reached monitoredBarrier"
@@ -30,14 +31,15 @@ def wait_for_all(store: c10d.Store, rank: int, size: int, timeout_s: float, *, n
     # Rank 0 may have begun to wait when this rank came, and gives its verdict at the end of its own time.
     if not _comes(store, "verdict", 2 * timeout_s):
         raise GroupTimeoutError(f"{came}: it did not come within {2 * timeout_s:g} s", ranks=[0])
-    if verdict := store.get("verdict").decode():
-        raise GroupTimeoutError(f"{came}: {verdict}")
+    verdict, missing = json.loads(store.get("verdict"))
+    if verdict:
+        raise GroupTimeoutError(f"{came}: {verdict}", ranks=missing)
 
 
-def _roll_call(store: c10d.Store, size: int, timeout_s: float, *, name_all: bool) -> str:
-    """Return what the barrier has failed of, "" where all ranks have come."""
+def _roll_call(store: c10d.Store, size: int, timeout_s: float, *, name_all: bool) -> tuple[str, list[int]]:
+    """Return why the barrier has failed, "" where all ranks have come; and the ranks that are missing."""
     if timeout_s <= 0:
-        return f"Rank 0 timed out in monitoredBarrier after {timeout_s:g} s"
+        return f"Rank 0 timed out in monitoredBarrier after {timeout_s:g} s", []
     end = time.monotonic() + timeout_s
     missing = []
     for rank in range(1, size):
@@ -46,9 +48,9 @@ def _roll_call(store: c10d.Store, size: int, timeout_s: float, *, name_all: bool
             if not name_all:
                 break
     if not missing:
-        return ""
+        return "", []
     names = ", ".join(map(str, missing))
-    return f"Rank{'s' * (len(missing) > 1)} {names} failed to pass monitoredBarrier in {timeout_s:g} s"
+    return f"Rank{'s' * (len(missing) > 1)} {names} failed to pass monitoredBarrier in {timeout_s:g} s", missing
 
 
 def _comes(store: c10d.Store, key: str, timeout_s: float) -> bool:

@@ -45,8 +45,10 @@ def test_a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable(
     names = ", ".join(map(str, range(1, size))) if wait_all_ranks else "1"
     comes = rank == 0 or (rank > 1 and not wait_all_ranks)
     if rank == 0:
-        with pytest.raises(RuntimeError, match=f"Ranks? {names} failed to pass"):
+        with pytest.raises(RuntimeError, match=f"Ranks? {names} failed to pass") as caught:
             dist.monitored_barrier(group, limit, wait_all_ranks=wait_all_ranks)
+        assert isinstance(caught.value, mpicomm.CollectiveTimeoutError)
+        assert ", ".join(map(str, caught.value.ranks)) == names
     if rank and comes:
         with pytest.raises(RuntimeError, match=f"Rank {rank} successfully reached .*: Ranks? {names} failed to pass"):
             dist.monitored_barrier(group, limit)
