@@ -12,6 +12,7 @@ from typing import NoReturn
 
 import mpi4py
 
+from mpicomm import environment
 from mpicomm.doctor import before_mpi
 from mpicomm.doctor.check import Check
 from mpicomm.doctor.facts import Facts
@@ -21,19 +22,22 @@ from mpicomm.errors import CollectiveTimeoutError
 # Modules that load MPI are imported in functions, when it is clear that it loads.
 
 _START_S = 60.0  # MPI may wait for ever for a rank that does not start
-_FORWARD_S = 0.5  # an MPI launcher that is told to abort drops output that it has not forwarded yet
+_FORWARD_S = 1.0  # an MPI launcher drops output of a job that ends badly if it has not forwarded it yet
 
 
-def main() -> int:
-    """Run the command line on this rank. Collective."""
+def main() -> NoReturn:
+    """Run the command line on this rank, and exit. Collective."""
     facts = before_mpi.gather()
     early = [(check, faults) for check, faults in examine([facts], _before_mpi()) if faults]
-    if early and facts.launch.rank == 0:
-        # At once, because MPI may end the process.
-        sys.stderr.write("".join(f"{line}\n" for line in ["Before MPI starts:", *lines(early)]))
-        sys.stderr.flush()
+    if early:
+        if environment.local_id() == 0:
+            said = [f"Before MPI starts on {facts.host}:", *lines(early)]
+            sys.stderr.write("".join(f"{line}\n" for line in said))
+            sys.stderr.flush()
+        # MPI may end the process, and then the launcher drops what it has not forwarded, also that of slower ranks.
+        time.sleep(_FORWARD_S)
     if facts.mpi_error:
-        return 1
+        sys.exit(1)
     _start_mpi()
     from mpicomm.cli import options as command_line
 
@@ -61,7 +65,6 @@ def _examine_ranks(facts: Facts) -> int:
     """Examine all ranks of the job, and report on one. Collective."""
     from mpi4py import MPI
 
-    from mpicomm import environment
     from mpicomm.cli import options as command_line
     from mpicomm.doctor.between_ranks import gather
 
@@ -117,4 +120,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,7 +19,14 @@ import mpi4py
 from mpicomm.doctor.facts import Facts, Launch, family_of
 
 _MPIEXEC_S = 5
-_VARIABLES = ("CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "MPICOMM_HOSTID")
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "MPICOMM_HOSTID",
+    "MPIR_CVAR_CH4_CMA_ENABLE",
+    "OMPI_MCA_smsc",
+)
 _CAN_LOCK_ALL = 1 << 14  # CAP_IPC_LOCK
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
 from mpi4py import MPI
@@ -63,7 +62,7 @@ def gather(facts: Facts, timeout_s: float, device: str, handle: str) -> list[Fac
 class _Part(ctypes.Structure):
     """``struct iovec``."""
 
-    _fields_: Sequence[tuple[str, type]] = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
+    _fields_ = [("base", ctypes.c_void_p), ("nbytes", ctypes.c_size_t)]
 
 
 def _read(pid: int, address: int) -> str:
@@ -74,7 +73,8 @@ def _read(pid: int, address: int) -> str:
     libc = ctypes.CDLL(None, use_errno=True)
     read = libc.process_vm_readv
     read.restype = ctypes.c_ssize_t
-    read.argtypes = [ctypes.c_int, *[ctypes.c_void_p, ctypes.c_ulong] * 2, ctypes.c_ulong]
+    part, count = ctypes.POINTER(_Part), ctypes.c_ulong
+    read.argtypes = [ctypes.c_int, part, count, part, count, count]
     if read(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0) < 0:
         return os.strerror(ctypes.get_errno())
     return "" if word.value == _WORD else "it reads another process"

@@ -80,7 +80,12 @@ def process_memory(job: Job) -> list[str]:
     """MPI cannot copy from the memory of another process."""
     found = []
     for one in job:
-        if one.unreadable:
+        switched_off = (
+            one.variables.get("MPIR_CVAR_CH4_CMA_ENABLE") == "0"
+            if one.mpi_family == "MPICH"
+            else "^cma" in one.variables.get("OMPI_MCA_smsc", "")
+        )
+        if one.unreadable and not switched_off:
             names = [name for name in ("pid", "user") if len({o.namespaces.get(name) for o in job}) > 1]
             why = f"their {' and '.join(names)} namespaces differ" if names else "seccomp or Yama forbids it"
             found.append(
