@@ -3,21 +3,25 @@
 `Communicator` is an mpi4py communicator; see the README for a first program.
 """
 
-from mpicomm.api.communicator import Communicator
-from mpicomm.errors import (
-    BackendUnavailableError,
-    CollectiveTimeoutError,
-    HandleError,
-    InvalidUsageError,
-    KernelCompileError,
-    MpicommError,
-    PeerError,
-)
-from mpicomm.install import install, uninstall
-from mpicomm.kernels.headers import include_dir
-from mpicomm.mpi.ops import AVG
-from mpicomm.symmetric.array import SymmetricArray
-from mpicomm.symmetric.events import SharedEvent
+import sys
+
+# The doctor says why MPI does not load or start, and these modules load and start it.
+if "mpicomm.doctor" not in sys.orig_argv:
+    from mpicomm.api.communicator import Communicator
+    from mpicomm.errors import (
+        BackendUnavailableError,
+        CollectiveTimeoutError,
+        HandleError,
+        InvalidUsageError,
+        KernelCompileError,
+        MpicommError,
+        PeerError,
+    )
+    from mpicomm.install import install, uninstall
+    from mpicomm.kernels.headers import include_dir
+    from mpicomm.mpi.ops import AVG
+    from mpicomm.symmetric.array import SymmetricArray
+    from mpicomm.symmetric.events import SharedEvent
 
 __all__ = [
     "AVG",

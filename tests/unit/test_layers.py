@@ -40,17 +40,27 @@ ROOMS = [
     {"api"},
     {"install", "torch"},
     {"cli"},
-    {"ring", "info", "bench", "__main__"},
+    {"ring", "info", "doctor", "bench", "__main__"},
     {"tune"},
 ]
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 
-MPI_USERS = {"mpi", "cluster", "session", "messages", "api", "install", "torch", "__main__", "cli", "bench"} | {
-    name for name in ROOM if name.startswith(("collectives", "internode"))
-}
+MPI_USERS = {
+    "mpi",
+    "cluster",
+    "session",
+    "messages",
+    "api",
+    "install",
+    "torch",
+    "__main__",
+    "cli",
+    "bench",
+    "doctor",
+} | {name for name in ROOM if name.startswith(("collectives", "internode"))}
 CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/")
 # They are used as any user of the package would be.
-COMMAND_LINES = {"__main__", "cli", "ring", "info", "bench", "tune"}
+COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "tune"}
 
 MODULES = sorted(
     path.relative_to(ROOT / "mpicomm").as_posix()

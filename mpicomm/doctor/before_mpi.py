@@ -1,0 +1,139 @@
+"""Facts of this process that need no MPI, gathered before MPI starts, because MPI may end the process then."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import resource
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import mpi4py
+
+from mpicomm.doctor.facts import Facts, Launch, family_of
+
+_MPIEXEC_S = 5
+_VARIABLES = (
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+    "MPICOMM_HOSTID",
+    "MPIR_CVAR_CH4_CMA_ENABLE",
+    "OMPI_MCA_smsc",
+)
+_CAN_LOCK_ALL = 1 << 14  # CAP_IPC_LOCK
+
+
+def gather() -> Facts:
+    """Return the facts of this process. It loads MPI's library, but does not start MPI. Local."""
+    launch = launch_of(os.environ)
+    mpiexec, family = ("", "") if launch.size else _find_mpiexec()
+    mpi, error = _load_mpi()
+    shm_device, shm_free = _shm()
+    return Facts(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        kernel=platform.release(),
+        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        namespaces={name: str(Path(f"/proc/self/ns/{name}").readlink()) for name in ("net", "ipc", "pid", "user")},
+        variables={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        shm_device=shm_device,
+        shm_free=shm_free,
+        locked_limit=_locked_limit(),
+        infiniband=any(Path("/sys/class/infiniband").glob("*")),
+        launch=launch,
+        mpiexec=mpiexec,
+        mpiexec_family=family,
+        mpi=mpi,
+        mpi_error=error,
+        driver=any(Path(name).exists() for name in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")),
+        driver_cuda=_driver_cuda(),
+        cupy=_installed("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"),
+        shared_service=Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists(),
+    )
+
+
+def launch_of(variables: Mapping[str, str]) -> Launch:
+    """Return what a launcher says in these environment variables."""
+    for family, size, rank, local_size in (
+        ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("MPICH", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
+        # Those of the job step: a batch script has SLURM_NTASKS, too, and is one process.
+        ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
+    ):
+        if variables.get(size, "").isdecimal():
+            rank_text = variables.get(rank, "")
+            # Slurm writes "8(x2)" for two nodes with 8 tasks each.
+            local_text = variables.get(local_size, "").partition("(")[0]
+            return Launch(
+                family,
+                int(rank_text) if rank_text.isdecimal() else 0,
+                int(variables[size]),
+                int(local_text) if local_text.isdecimal() else 1,
+            )
+    return Launch()
+
+
+def _load_mpi() -> tuple[str, str]:
+    """Load MPI's library, and return its description, or else the error."""
+    mpi4py.rc.initialize = False
+    mpi4py.rc.finalize = True
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return "", " ".join(str(error).split())
+    return MPI.Get_library_version(), ""
+
+
+def _find_mpiexec() -> tuple[str, str]:
+    """Return the mpiexec that a shell would start, and its family."""
+    path = shutil.which("mpiexec") or shutil.which("mpirun")
+    if path is None:
+        return "", ""
+    with suppress(OSError, subprocess.SubprocessError):
+        said = subprocess.run(
+            [path, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MPIEXEC_S
+        )
+        return path, family_of(said.stdout)
+    return path, ""
+
+
+def _shm() -> tuple[int, int | None]:
+    """Return the number of the file system /dev/shm and its free bytes."""
+    try:
+        size = os.statvfs("/dev/shm")
+        return os.stat("/dev/shm").st_dev, size.f_bavail * size.f_frsize  # noqa: PTH116
+    except OSError:
+        return 0, None
+
+
+def _locked_limit() -> int | None:
+    status = Path("/proc/self/status").read_text()
+    if int(status.partition("CapEff:")[2].split()[0], 16) & _CAN_LOCK_ALL:
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _driver_cuda() -> int | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    return version.value // 1000 if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
+
+
+def _installed(*names: str) -> tuple[str, ...]:
+    found = []
+    for name in names:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(name)
+            found.append(name)
+    return tuple(found)

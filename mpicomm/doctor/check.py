@@ -1,0 +1,45 @@
+"""What a check is, and words that checks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from mpicomm.doctor.facts import Facts
+
+Job = Sequence[Facts]
+"""The facts of all ranks, in order. Before MPI has started: those of this rank alone."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that goes wrong. README's table of troubles has a row for each, made of these texts."""
+
+    name: str
+    symptom: str
+    """What the user sees."""
+    cause: str
+    mend: str
+    """A command or a setting."""
+    find: Callable[[Job], list[str]]
+    """Returns a sentence for each fault, with the ranks and values of this job."""
+    before_mpi: bool = False
+    """Whether the fault may end the process when MPI starts, so that it has to be found before."""
+
+
+def ranks(numbers: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2"."""
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
+
+
+def by_machine(job: Job) -> list[list[Facts]]:
+    """Return the ranks of each machine: one kernel, and one host name, by which MPI tells machines."""
+    machines: dict[tuple[str, str], list[Facts]] = {}
+    for one in job:
+        machines.setdefault((one.boot_id, one.host), []).append(one)
+    return list(machines.values())
+
+
+def having(job: Job, condition: Callable[[Facts], bool]) -> list[int]:
+    """Return the ranks that fulfil a condition."""
+    return [one.rank for one in job if condition(one)]

