@@ -27,7 +27,6 @@ CALLS: dict[str, Callable[[dist.ProcessGroup], object]] = {
         torch.ones(dist.get_world_size()), torch.ones(dist.get_world_size()), group=group
     ),
     "barrier": lambda group: dist.barrier(group),
-    "monitored_barrier": lambda group: group.monitored_barrier(),
     "wait": lambda group: dist.all_reduce(torch.ones(4), group=group, async_op=True).wait(),
     "future": lambda group: dist.all_reduce(torch.ones(4), group=group, async_op=True).get_future().wait(),
     "all_gather_object": lambda group: dist.all_gather_object([None] * dist.get_world_size(), "x", group=group),
