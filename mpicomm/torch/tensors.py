@@ -27,7 +27,7 @@ class SplitSizesError(InvalidUsageError, RuntimeError):
 
 
 def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return ``tensor``, or a view of it without gradient, whose elements follow each other in memory. Local.
+    """Return a view of ``tensor`` without gradient, whose elements follow each other in memory. Local.
 
     Raises `InvalidUsageError` for a tensor that has gaps, more than one piece of memory, or another device.
     """
@@ -37,8 +37,7 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
         )
     if tensor.device.type not in ("cpu", "cuda"):
         raise DeviceError(f"{name} is on {tensor.device}: pass one on cpu or cuda")
-    if tensor.requires_grad:
-        tensor = tensor.detach()
+    tensor = tensor.detach()  # always: autograd may make an output require a gradient while a thread receives into it
     if tensor.is_contiguous():
         return tensor
     if any(tensor.is_contiguous(memory_format=order) for order in (torch.channels_last, torch.channels_last_3d)):

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _make_nccl_premul_sum
 
+from mpicomm.torch.tensors import flat
 from tests.helpers.torch_cases import FLOATS, Case, Op, reduced, require_same
 
 
@@ -115,6 +116,15 @@ def test_tensors_that_require_gradients(world: dist.ProcessGroup) -> None:
     dist.all_gather(outputs, case.own(4).requires_grad_())
     require_same(outputs, case.all(4))
     assert leaf.requires_grad and leaf.is_leaf and leaf.grad_fn is None
+
+
+def test_the_memory_of_a_call_needs_no_gradient_if_autograd_wants_one_of_the_tensor_meanwhile() -> None:
+    """As after a functional collective has begun; too rarely in the middle of a call for a test with calls."""
+    output = torch.ones(4)
+    memory = flat(output, "output")
+    output.requires_grad_()
+    assert not memory.requires_grad
+    assert memory.data_ptr() == output.data_ptr()
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
