@@ -13,7 +13,12 @@ All ranks of a communicator raise a set-up error together, with the same class a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Return "rank 1" or "ranks 1, 2", as errors name ranks."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 class MpicommError(Exception):

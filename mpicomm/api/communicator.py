@@ -299,8 +299,8 @@ class Communicator(
             super().Free()
             mark_freed(self)
 
-    def free_within(self, limit_s: float) -> None:
-        """Free as `Free` does, but wait no longer than ``limit_s`` seconds for a rank."""
+    def _free_within(self, limit_s: float) -> None:
+        """Free as `Free` does, but wait no longer than ``limit_s`` seconds for a rank. Collective, blocking."""
         if self != MPI.COMM_NULL:
             self._session.hasten(limit_s)
             self.Free()

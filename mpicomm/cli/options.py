@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
 import importlib.metadata
 import json
@@ -30,6 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import mpicomm
 from mpicomm import environment
 from mpicomm.api.communicator import Communicator, RankInfo
+from mpicomm.devices.cuda.driver import newest_cuda
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.sizes import format_size, nbytes_of
 
@@ -281,7 +281,7 @@ def versions() -> dict[str, str]:
         "MPI": " ".join(MPI.Get_library_version().splitlines()[0].split()),
         "CuPy": _distribution_version("cupy-cuda12x", "cupy-cuda13x", "cupy"),
         "cuda-bindings": _distribution_version("cuda-bindings"),
-        "CUDA driver": _cuda_driver_version(),
+        "CUDA driver": ".".join(map(str, newest_cuda() or ())) or None,
         "NVIDIA kernel module": _kernel_module_version(),
         "Linux": platform.release(),
     }
@@ -293,18 +293,6 @@ def _distribution_version(*names: str) -> str | None:
         with suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return None
-
-
-def _cuda_driver_version() -> str | None:
-    """Return the newest CUDA version that the driver supports. This driver call needs no initialisation."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    version = ctypes.c_int()
-    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
-        return None
-    return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _kernel_module_version() -> str | None:

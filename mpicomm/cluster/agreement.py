@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from mpi4py import MPI
 
 from mpicomm import environment
-from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError, name_ranks
 from mpicomm.log import TRACE, logger
 from mpicomm.waiting import wait_until
 
@@ -143,7 +143,7 @@ class Group:
         reasons: dict[str, list[int]] = {}
         for rank, error in failed.items():
             reasons.setdefault(str(error), []).append(rank)
-        text = "; ".join(f"{_names(ranks)}: {reason}" for reason, ranks in reasons.items())
+        text = "; ".join(f"{name_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())
         # At fault are the ranks that an error names, such as the late one of a timeout, else the ranks that raised.
         at_fault = sorted({culprit for rank, error in failed.items() for culprit in error.ranks or (rank,)})
         return type(next(iter(failed.values())))(f"{outcomes[0].step} failed on {text}", ranks=at_fault)
@@ -249,7 +249,7 @@ def _no_patience() -> bool:
 
 def did_not_arrive(step: str, ranks: list[int], timeout_s: float, reason: str) -> CollectiveTimeoutError:
     """Return the error for ranks that are missing; ``reason`` may be ""."""
-    text = f"{step}: {_names(ranks)} did not arrive within {timeout_s:g} s"
+    text = f"{step}: {name_ranks(ranks)} did not arrive within {timeout_s:g} s"
     return CollectiveTimeoutError(f"{text}: {reason}" if reason else text, ranks=ranks)
 
 
@@ -262,10 +262,6 @@ def _portable(error: Exception) -> MpicommError:
     if isinstance(error, MpicommError):
         return type(error)(str(error), ranks=error.ranks)
     return HandleError(f"{type(error).__name__}: {error}")
-
-
-def _names(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def node_key() -> str:

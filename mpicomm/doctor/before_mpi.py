@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import os
 import platform
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import mpi4py
 
+from mpicomm.devices.cuda.driver import newest_cuda
 from mpicomm.doctor.facts import Facts, Launch, family_of
 
 _MPIEXEC_S = 5
@@ -36,6 +36,7 @@ def gather() -> Facts:
     mpiexec, family = ("", "") if launch.size else _find_mpiexec()
     mpi, error = _load_mpi()
     shm_device, shm_free = _shm()
+    cuda = newest_cuda()
     return Facts(
         host=socket.gethostname(),
         pid=os.getpid(),
@@ -53,7 +54,7 @@ def gather() -> Facts:
         mpi=mpi,
         mpi_error=error,
         driver=any(Path(name).exists() for name in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")),
-        driver_cuda=_driver_cuda(),
+        driver_cuda=cuda[0] if cuda else None,
         cupy=_installed("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"),
         shared_service=Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists(),
     )
@@ -119,15 +120,6 @@ def _locked_limit() -> int | None:
         return None
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _driver_cuda() -> int | None:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    version = ctypes.c_int()
-    return version.value // 1000 if driver.cuDriverGetVersion(ctypes.byref(version)) == 0 else None
 
 
 def _installed(*names: str) -> tuple[str, ...]:

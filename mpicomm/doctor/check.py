@@ -1,4 +1,4 @@
-"""What a check is, and words that checks share."""
+"""Check: one thing that goes wrong between ranks, and functions that several checks call."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Check:
 
     name: str
     symptom: str
-    """What the user sees."""
+    """The message or the behaviour that the user sees."""
     cause: str
     mend: str
     """A command or a setting."""
@@ -25,11 +25,6 @@ class Check:
     """Returns a sentence for each fault, with the ranks and values of this job."""
     before_mpi: bool = False
     """Whether the fault may end the process when MPI starts, so that it has to be found before."""
-
-
-def ranks(numbers: Sequence[int]) -> str:
-    """Return "rank 1" or "ranks 1, 2"."""
-    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))
 
 
 def by_machine(job: Job) -> list[list[Facts]]:

@@ -1,4 +1,4 @@
-"""What the doctor knows of one rank. Checks read these facts alone, so tests can make them."""
+"""Facts: all that the doctor knows of one rank. Checks read nothing else, so tests can make facts by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Launch:
-    """What the program that started this process says in environment variables: ``size`` is 0 where nothing does."""
+    """The launcher of this process, as its environment variables describe it. Without a launcher ``size`` is 0."""
 
     family: str = ""
     """"MPICH" (Hydra, Intel MPI), "Open MPI" or "Slurm"."""
@@ -62,7 +62,7 @@ class Facts:
     infiniband: bool = False
     launch: Launch = Launch()
     mpiexec: str = ""
-    """The path of the mpiexec that a shell would start; "" where there is none, or where it was not asked."""
+    """The path of the first mpiexec on the PATH; "" where there is none, and for a rank that a launcher has started."""
     mpiexec_family: str = ""
     mpi: str = ""
     """MPI's own description of its library."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mpicomm.doctor.check import Check, Job, by_machine, having, ranks
+from mpicomm.doctor.check import Check, Job, by_machine, having
+from mpicomm.errors import name_ranks
 
 
 def driver(job: Job) -> list[str]:
@@ -19,7 +20,7 @@ def driver(job: Job) -> list[str]:
         else:
             continue
         reasons.setdefault(reason, []).append(one.rank)
-    return [f"{ranks(found)}: {reason}" for reason, found in reasons.items()]
+    return [f"{name_ranks(found)}: {reason}" for reason, found in reasons.items()]
 
 
 def _cuda_of(cupy: str) -> int:
@@ -37,7 +38,7 @@ def visible(job: Job) -> list[str]:
             if seen and hidden:
                 mask = one.variables.get("CUDA_VISIBLE_DEVICES")
                 how = "the launcher hides it" if mask is None else f"CUDA_VISIBLE_DEVICES={mask} hides it"
-                found.append(f"rank {one.rank} does not see the GPU of {ranks(hidden)}, because {how}")
+                found.append(f"rank {one.rank} does not see the GPU of {name_ranks(hidden)}, because {how}")
     return found
 
 
@@ -48,7 +49,7 @@ def shared(job: Job) -> list[str]:
         if one.memory.uuid and not one.shared_service:
             users.setdefault(one.memory.uuid, []).append(one.rank)
     return [
-        f"{ranks(found)} share a GPU, and NVIDIA's multi-process service does not run, so their kernels take turns"
+        f"{name_ranks(found)} share a GPU, and NVIDIA's multi-process service does not run, so their kernels take turns"
         for found in users.values()
         if len(found) > 1
     ]
@@ -64,14 +65,16 @@ def instances(job: Job) -> list[str]:
             if any(gpu.uuid == one.memory.uuid and " MIG " in gpu.name for gpu in one.gpus)
         }
         if len(users) > 1:
-            found.append(f"{ranks(list(users.values()))} use different MIG instances, which reach no memory of others")
+            found.append(
+                f"{name_ranks(list(users.values()))} use different MIG instances, which reach no memory of others"
+            )
     return found
 
 
 def windows(job: Job) -> list[str]:
     """WSL2 does not share GPU memory."""
     found = having(job, lambda one: "microsoft" in one.kernel.lower() and bool(one.memory.rejected or one.memory.error))
-    return [f"{ranks(found)}: the driver of Windows below WSL2 refuses to share GPU memory"] if found else []
+    return [f"{name_ranks(found)}: the driver of Windows below WSL2 refuses to share GPU memory"] if found else []
 
 
 def access(job: Job) -> list[str]:
@@ -83,7 +86,7 @@ def access(job: Job) -> list[str]:
                 peers = [peer.rank for peer in machine if peer.memory.uuid in own.unreachable]
                 if own.uuid == one.memory.uuid and peers:
                     found.append(
-                        f"the GPU of rank {one.rank}, {own.name}, has no peer access to that of {ranks(peers)}"
+                        f"the GPU of rank {one.rank}, {own.name}, has no peer access to that of {name_ranks(peers)}"
                     )
     return found
 
@@ -99,7 +102,7 @@ def memory(job: Job) -> list[str]:
             differ = [name for name in ("ipc", "pid") if len({peer.namespaces.get(name) for peer in job}) > 1]
             why = f" (the ranks are in different {' and '.join(differ)} namespaces)" if differ else ""
             reasons.setdefault(f"CUDA IPC is refused{why}: {one.memory.rejected['ipc']}", []).append(one.rank)
-    return [f"{ranks(found)}: {reason}" for reason, found in reasons.items()]
+    return [f"{name_ranks(found)}: {reason}" for reason, found in reasons.items()]
 
 
 def pytorch(job: Job) -> list[str]:
@@ -109,7 +112,7 @@ def pytorch(job: Job) -> list[str]:
         for setting in ("expandable_segments:True", "backend:cudaMallocAsync"):
             having_it = having(job, lambda one, n=name, s=setting: s in one.variables.get(n, "").replace(" ", ""))  # type: ignore[misc]
             if having_it:
-                found.append(f"{name} on {ranks(having_it)} has {setting}, whose memory CUDA IPC cannot export")
+                found.append(f"{name} on {name_ranks(having_it)} has {setting}, whose memory CUDA IPC cannot export")
     return found
 
 

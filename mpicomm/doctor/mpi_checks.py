@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from mpicomm.doctor.check import Check, Job, by_machine, having, ranks
+from mpicomm.doctor.check import Check, Job, by_machine, having
+from mpicomm.errors import name_ranks
 from mpicomm.sizes import format_size
 
 # MPICH with 3 ranks had 16 MiB in use at once. Open MPI and NCCL take up to 10 MiB for each rank.
@@ -42,7 +43,7 @@ def mpiexec(job: Job) -> list[str]:
 def threads(job: Job) -> list[str]:
     """MPI allows one thread alone."""
     found = having(job, lambda one: not one.threads_multiple)
-    return [f"MPI on {ranks(found)} has started with less than MPI.THREAD_MULTIPLE"] if found else []
+    return [f"MPI on {name_ranks(found)} has started with less than MPI.THREAD_MULTIPLE"] if found else []
 
 
 def shm(job: Job) -> list[str]:
@@ -69,8 +70,8 @@ def networks(job: Job) -> list[str]:
         if "MPICOMM_HOSTID" not in one.variables:
             kernels.setdefault(one.boot_id, {}).setdefault(one.namespaces.get("net", ""), []).append(one.rank)
     return [
-        f"one machine holds {' and '.join(map(ranks, groups.values()))} in different network namespaces, so they count "
-        "as ranks of several nodes and open no memory of each other"
+        f"one machine holds {' and '.join(map(name_ranks, groups.values()))} in different network namespaces, so they "
+        "count as ranks of several nodes and open no memory of each other"
         for groups in kernels.values()
         if len(groups) > 1
     ]
@@ -89,7 +90,7 @@ def process_memory(job: Job) -> list[str]:
             names = [name for name in ("pid", "user") if len({o.namespaces.get(name) for o in job}) > 1]
             why = f"their {' and '.join(names)} namespaces differ" if names else "seccomp or Yama forbids it"
             found.append(
-                f"rank {one.rank} cannot read memory of {ranks(one.unreadable)} ({one.unreadable_reason}), "
+                f"rank {one.rank} cannot read memory of {name_ranks(one.unreadable)} ({one.unreadable_reason}), "
                 f"as MPI does for long messages: {why}"
             )
     return found

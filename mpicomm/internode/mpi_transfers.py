@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import GRACE_S, abandoned
 from mpicomm.collectives.signature import Signature
-from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, name_ranks
 from mpicomm.internode.steps import Parcel, Wire
 from mpicomm.internode.wire_waits import WireWaits
 from mpicomm.waiting import wait_until
@@ -152,8 +152,8 @@ class Transfers:
         missing = self._missing(transfer.receiving() or transfer.sending())
         raise self._given_up(
             CollectiveTimeoutError(
-                f"{call}: {_names(missing)} did not arrive within {self._timeout_s:g} s; the communicator is unusable "
-                "from here on",
+                f"{call}: {name_ranks(missing)} did not arrive within {self._timeout_s:g} s; the communicator is "
+                "unusable from here on",
                 ranks=missing,
             )
         )
@@ -259,7 +259,3 @@ def arrived(request: MPI.Request, rank: int, nbytes: int) -> bool:
 def _refused(call: Signature, error: MPI.Exception) -> PeerError:
     """Return the error for a message that MPI refuses, as it does where it knows that a rank is gone."""
     return PeerError(f"{call}: MPI reports that a rank is gone, or that its network is: {error}")
-
-
-def _names(ranks: Sequence[int] | set[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, sorted(ranks)))

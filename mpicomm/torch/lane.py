@@ -24,7 +24,9 @@ class Lane:
         self._waiting = 0  # calls that the thread has not ended
         self._queue: SimpleQueue[HostWork | None] | None = None
         self._thread: threading.Thread | None = None
-        self._turn = threading.Lock()  # held during a call
+        # Held during a call, because the engine of a group carries out one call at a time. A caller takes it while it
+        # holds `_lock`, so no call of another thread comes between its look at `_waiting` and its own call.
+        self._turn = threading.Lock()
 
     def run(self, call: Callable[[], None], outputs: Sequence[torch.Tensor], name: str, *, begin: bool) -> Work:
         """Carry out a call, or begin it; its errors are raised here, or by the work. Local."""

@@ -28,7 +28,7 @@ def wait_for_all(store: c10d.Store, rank: int, size: int, timeout_s: float, *, n
     store.set(str(rank), "")
     came = f"Rank {rank} successfully reached monitoredBarrier"
     came += ", but received errors while waiting for send/recv from rank 0"
-    # Rank 0 may have begun to wait when this rank came, and gives its verdict at the end of its own time.
+    # Rank 0 may come as late as `timeout_s` after this rank. It writes the verdict at most `timeout_s` after that.
     if not _comes(store, "verdict", 2 * timeout_s):
         raise GroupTimeoutError(f"{came}: it did not come within {2 * timeout_s:g} s", ranks=[0])
     verdict, missing = json.loads(store.get("verdict"))

@@ -188,7 +188,7 @@ class ProcessGroup(c10d.ProcessGroup):
         comm = self.communicator
         wait_for_all(store, comm.rank, comm.size, timeout_s, name_all=wait_all_ranks)
 
-    # PyTorch calls these names from 2.12 on.
+    # Later versions of PyTorch call these names.
     all_gather_single = _allgather_base
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single = _reduce_scatter_base
@@ -320,7 +320,7 @@ class ProcessGroup(c10d.ProcessGroup):
             logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
             return
         try:
-            self.communicator.free_within(limit_s)
+            self.communicator._free_within(limit_s)
         except MpicommError as error:
             logger.warning("a process group is not freed on all ranks: %s", error)
 

@@ -44,20 +44,23 @@ def _by_mpi(timeout: timedelta) -> Found:
     limit_s = timeout.total_seconds()
     private = duplicate(MPI.COMM_WORLD, _STEP, limit_s)
     group = Group(private, range(private.size), limit_s)
-    hosts = group.exchange(f"{_STEP}: hosts", node_key)
-    address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if len(set(hosts)) == 1 else socket.gethostname())
-    served: list[dist.TCPStore] = []
-
-    def listen() -> tuple[str, int]:
-        if private.rank == 0:
-            port = int(os.environ.get("MASTER_PORT", "0"))
-            served.append(dist.TCPStore(address, port, private.size, True, timeout, wait_for_workers=False))
-            return address, served[0].port
-        return address, 0
-
-    address, port = group.exchange(f"{_STEP}: store", listen)[0]
-    store = served[0] if served else dist.TCPStore(address, port, private.size, False, timeout)
     rank, size = private.rank, private.size
-    private.Free()
+    try:
+        hosts = group.exchange(f"{_STEP}: hosts", node_key)
+        address = os.environ.get("MASTER_ADDR") or ("127.0.0.1" if len(set(hosts)) == 1 else socket.gethostname())
+        served: list[dist.TCPStore] = []
+
+        def listen() -> tuple[str, int]:
+            if private.rank == 0:
+                port = int(os.environ.get("MASTER_PORT", "0"))
+                served.append(dist.TCPStore(address, port, private.size, True, timeout, wait_for_workers=False))
+                return address, served[0].port
+            return address, 0
+
+        address, port = group.exchange(f"{_STEP}: store", listen)[0]
+        store = served[0] if served else dist.TCPStore(address, port, private.size, False, timeout)
+    finally:
+        if group.broken is None:  # MPI waits for all ranks, and one is missing
+            private.Free()
     yield store, rank, size
     raise RuntimeError("PyTorch asks for other ranks, but MPI does not change the ranks of a running program")

@@ -18,7 +18,7 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import array_at
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, name_ranks
 from mpicomm.mpi.span import Span
 from mpicomm.waiting import wait_until
 
@@ -254,10 +254,9 @@ class HostEngine:
             # ranks are behind. If none is, all ranks have come, and the awaited rank makes no progress.
             beyond = self.awaited_beyond()
             late = beyond or [ranks[index] for index in behind or [reason.index]]
-            names = ("rank " if len(late) == 1 else "ranks ") + ", ".join(map(str, late))
             did = "did not arrive" if behind or beyond else "made no progress"
             limit = f"within {self._node.timeout_s:g} s (collective number {self._board.calls} of the communicator)"
-            return CollectiveTimeoutError(f"{text}: {names} {did} {limit}", ranks=late)
+            return CollectiveTimeoutError(f"{text}: {name_ranks(late)} {did} {limit}", ranks=late)
         if isinstance(reason, DifferentSize):
             source, here = ranks[reason.index], ranks[self._node.rank]
             return PeerError(

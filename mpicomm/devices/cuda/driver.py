@@ -31,6 +31,18 @@ def call(function: Callable[..., Any], *arguments: Any, hint: str = "") -> Any:
     return values[0] if values else None
 
 
+def newest_cuda() -> tuple[int, int] | None:
+    """Return the newest CUDA version that the driver supports, without starting it; None without a driver. Local."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = ctypes.c_int()
+    if driver.cuDriverGetVersion(ctypes.byref(version)) != 0:
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
 def is_over(query: Callable[[Any], Any], handle: int) -> bool:
     """Return whether ``cuEventQuery`` or ``cuStreamQuery`` says that work is over; local.
 

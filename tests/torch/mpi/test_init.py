@@ -74,16 +74,10 @@ def test_mpi_alone() -> None:
     require_works()
 
 
-def test_mpi_with_a_device_type_before_the_name() -> None:
-    dist.init_process_group("cpu:mpicomm,cuda:mpicomm")
-    gathered = torch.ones(1)
-    dist.all_reduce(gathered)
-    assert float(gathered) == WORLD.size
-    dist.destroy_process_group()
-
-
-def test_gloo_for_the_host_and_mpicomm_for_gpus() -> None:
-    dist.init_process_group("cpu:gloo,cuda:mpicomm")
+# mpicomm takes the tensors of the host in both.
+@pytest.mark.parametrize("backend", ["cpu:mpicomm,cuda:mpicomm", "cpu:gloo,cuda:mpicomm"])
+def test_device_types_before_the_names(backend: str) -> None:
+    dist.init_process_group(backend)
     gathered = torch.ones(1)
     dist.all_reduce(gathered)
     assert float(gathered) == WORLD.size
