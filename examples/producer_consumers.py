@@ -120,12 +120,12 @@ comm.Barrier()  # the producer keeps its memory until all have read it
 results, difference, copied = comm.gather(result), float(np.max(comm.allgather(difference))), False
 if results is not None:
     rates, curves, errors, allocations = zip(*results[1:], strict=True)
-    best, total, most = int(np.argmin(errors)), BATCHES * ring.nbytes / SLOTS / 2**20, max(allocations) / 2**20
-    copied = most >= total / BATCHES
-    print(f"{len(rates)} of {comm.size} ranks read {total:.0f} MiB in place, in {ring.nbytes / 2**20:.0f} MiB of rank 0's memory")
-    print(f"each allocated at most {most:.2f} MiB, and a copy of a batch would be {total / BATCHES:.0f} MiB")
-    print(f"learning rate {rates[best]:.2f} is the best, with an error of {errors[best]:.4f}")
-    print(f"losses with batches of their own differ by at most {difference:.1e}; {TOLERANCE:.0e} is allowed")
+    best, batch, most = int(np.argmin(errors)), ring.nbytes / SLOTS / 2**20, max(allocations) / 2**20
+    copied = most >= batch
+    where = f"{len(rates)} of {comm.size} ranks read {BATCHES} batches of {batch:.0f} MiB in {SLOTS} slots of rank 0"
+    print(f"{where}, in place: each allocated {most:.2f} MiB at most")
+    print(f"learning rate {rates[best]:.2f} has the least error, {errors[best]:.4f}", end="; ")
+    print(f"losses with own batches differ by at most {difference:.1e}; {TOLERANCE:.0e} is allowed")
     if options.plot:
         from matplotlib.figure import Figure
 

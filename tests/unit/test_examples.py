@@ -11,7 +11,7 @@ from tests.helpers.mpiexec import ROOT, run_job
 
 STOCK = ROOT / "examples" / "stock_mpi4py.py"
 COMPARED = {
-    "producer_consumers": r"{consumers} of {nprocs} ranks read 120 MiB in place, in 6 MiB of rank 0's memory\n",
+    "producer_consumers": r"{consumers} of {nprocs} ranks read 60 batches of 2 MiB in 3 slots of rank 0, in place: ",
     "pipeline": r"{nprocs} ranks, 8 micro-batches: \S+ ms, \d+% of it idle ",
     "fft_transpose": r"{nprocs} ranks transformed 90 x 128 x 100 numbers forward and back in \S+ ms\n",
 }
@@ -45,6 +45,11 @@ def test_halo_exchange_computes_what_one_rank_computes(nprocs: int) -> None:
     grid = " x ".join(map(str, MPI.Compute_dims(nprocs, 2)))
     assert result.stdout.startswith(f"{grid} ranks: steps of ")
     assert result.stdout.endswith(" the same heat as a rank alone computes\n")
+
+
+def test_the_list_of_examples_names_all_programs() -> None:
+    listed = re.findall(r"^\| \[(\w+\.py)\]\(\1\)", (ROOT / "examples/README.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
