@@ -15,7 +15,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.sizes import format_size, nbytes_of
 
 
-def add_communicator_arguments(parser: argparse.ArgumentParser) -> None:
+def add_communicator_arguments(parser: argparse._ActionsContainer) -> None:
     """Add the options that `open_communicator` takes."""
     parser.add_argument("-D", "--device", choices=("auto", "cpu"), default="auto", help="default: auto")
     parser.add_argument(
