@@ -29,7 +29,12 @@ class End:
         self.gpu = Gpu(info)
         self.ordinal = info.ordinal
         with self.gpu.current():
-            self.data, self.window = cupy.empty(nbytes, np.uint8), cupy.empty(nbytes, np.uint8)
+            try:
+                self.data, self.window = cupy.empty(nbytes, np.uint8), cupy.empty(nbytes, np.uint8)
+            except cupy.cuda.memory.OutOfMemoryError as error:
+                raise HandleError(
+                    f"GPU {info.ordinal} has no room for twice {nbytes} bytes: pass a smaller -b"
+                ) from error
             self._words = cupy.zeros(3 * _WORDS, np.uint32)
             self.gpu.pattern.write(self.data, self.ordinal, 0)
         self.zero = self._words[2 * _WORDS :].data.ptr
