@@ -13,13 +13,13 @@ from cupy.cuda import runtime
 
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.errors import HandleError
+from mpicomm.kernels.team import LINE_NBYTES
 from mpicomm.p2p.gpu import Gpu, pinned
-from mpicomm.p2p.kernels import LEAST_STRIDE_NBYTES
 
 _POISON = 0xA5
 _SLOTS = 4
 _SLOT_NBYTES = 8 << 20
-_WORDS = LEAST_STRIDE_NBYTES // 4  # from one line to the next
+_WORDS = LINE_NBYTES // 4  # from one line to the next, as words of two kernels never share one
 
 
 class End:
