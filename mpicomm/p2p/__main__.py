@@ -16,7 +16,7 @@ from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.driver import NoGpuError, visible_devices
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.p2p.options import NBYTES_ON_GPUS, forbid_rank_arguments, parser
-from mpicomm.p2p.report import Report
+from mpicomm.p2p.report import NOTES, Report
 
 # Modules that load MPI, CuPy or matplotlib are imported in functions, where they are needed.
 
@@ -64,7 +64,7 @@ def _in_one_process(options: argparse.Namespace) -> int:
         from mpicomm.p2p.plot import draw
 
         draw(report.matrices, report.end, options.plot, title)
-    report.say("OK" if job.wrong == 0 else f"FAILED: {job.wrong} wrong bytes")
+    report.say(*NOTES, "OK" if job.wrong == 0 else f"FAILED: {job.wrong} wrong bytes")
     return int(job.wrong > 0)
 
 

@@ -14,7 +14,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.p2p.matrix import Cell, Matrix, fill
 from mpicomm.p2p.movers import GET, PUT, GpuMover, Memory, mover_of
 from mpicomm.p2p.options import NBYTES_ON_GPUS, NBYTES_ON_HOST, parser
-from mpicomm.p2p.report import Report
+from mpicomm.p2p.report import NOTES, Report
 
 _POISON = 0xA5
 _SMALL_NBYTES = 16
@@ -151,5 +151,5 @@ def main() -> int:
 
         draw(report.matrices, report.end, options.plot, title)
     comm.Free()
-    report.say("OK" if job.wrong == 0 else f"FAILED: {job.wrong} wrong bytes")
+    report.say(*NOTES, "OK" if job.wrong == 0 else f"FAILED: {job.wrong} wrong bytes")
     return int(job.wrong > 0)

@@ -27,10 +27,10 @@ class Gpu:
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         with self.current():
+            self.stream = self.new_stream()  # the first call of the runtime makes the GPU's context current
             # All are loaded before one can spin: loading may wait for the whole device.
             kernels = kernels_of(info)
             self._hold, self._copy, self._rally, self._chase = map(kernels.load, (HOLD, COPY, RALLY, CHASE))
-            self.stream = self.new_stream()
             self.start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
             self.pattern = Pattern(cupy)
             self._blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]

@@ -9,7 +9,6 @@ from mpicomm.kernels.reductions import options_for
 from mpicomm.kernels.variant import Variant
 
 COPY_THREADS = 512
-LEAST_STRIDE_NBYTES = 128  # words that different kernels write never share a cache line
 
 
 class Holding(ctypes.Structure):

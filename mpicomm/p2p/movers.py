@@ -10,12 +10,12 @@ import numpy as np
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.cli.pattern import Pattern
-from mpicomm.p2p.kernels import LEAST_STRIDE_NBYTES
+from mpicomm.kernels.team import LINE_NBYTES
 from mpicomm.symmetric.array import SymmetricArray
 
 Meet = Callable[[], object]
 _ROUNDS = 1000
-_WORDS = LEAST_STRIDE_NBYTES // 8  # from one line to the next
+_WORDS = LINE_NBYTES // 8  # from one line to the next
 
 PUT, GET = "put", "get"
 """A put moves this rank's data into the window of a peer, a get data of a peer into this rank's window."""

@@ -13,13 +13,13 @@ from cupy.cuda import runtime
 
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.errors import HandleError
+from mpicomm.kernels.team import LINE_NBYTES
 from mpicomm.p2p.gpu import Gpu, pinned
-from mpicomm.p2p.kernels import LEAST_STRIDE_NBYTES
 
 _POISON = 0xA5
 _SLOTS = 4
 _SLOT_NBYTES = 8 << 20
-_WORDS = LEAST_STRIDE_NBYTES // 4  # from one line to the next
+_WORDS = LINE_NBYTES // 4  # from one line to the next, as words of two kernels never share one
 
 
 class End:
@@ -29,7 +29,12 @@ class End:
         self.gpu = Gpu(info)
         self.ordinal = info.ordinal
         with self.gpu.current():
-            self.data, self.window = cupy.empty(nbytes, np.uint8), cupy.empty(nbytes, np.uint8)
+            try:
+                self.data, self.window = cupy.empty(nbytes, np.uint8), cupy.empty(nbytes, np.uint8)
+            except cupy.cuda.memory.OutOfMemoryError as error:
+                raise HandleError(
+                    f"GPU {info.ordinal} has no room for twice {nbytes} bytes: pass a smaller -b"
+                ) from error
             self._words = cupy.zeros(3 * _WORDS, np.uint32)
             self.gpu.pattern.write(self.data, self.ordinal, 0)
         self.zero = self._words[2 * _WORDS :].data.ptr

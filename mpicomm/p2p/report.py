@@ -12,6 +12,12 @@ from rich.table import Table
 
 from mpicomm.p2p.matrix import Cell, Matrix
 
+NOTES = (
+    "Bandwidth counts each byte once; within one memory it is read and written there.",
+    "Latency of copies: the time of each of many in a row. Of a store: half of the time in which a word goes to the",
+    "target and back. Of a load: the time of each of many that wait for each other.",
+    "-: there is nothing to measure, no peer access, or the two kernels did not run at the same time.",
+)
 _FILE_WIDTH = 1000  # wide enough to fold no cell where no terminal sets the width
 
 

@@ -20,8 +20,8 @@ from cuda.bindings import driver
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.p2p.kernels import Chase, Copying, Holding, Rally
 
-# GB/s of copies within a GPU, to another one, and through the host; kernels have one more.
-OWN, LINK, HOST = 1000.0, 200.0, 20.0
+# GB/s of copies within a GPU, from GPU 0 to GPU 1, between others, and through the host; kernels have one more.
+OWN, LINK, BACK, HOST = 1000.0, 200.0, 100.0, 20.0
 KERNEL = 1.0
 COPY_US, STORE_US, LOAD_US = 2.0, 0.5, 0.75
 """What each copy adds; how long words take."""
@@ -88,6 +88,8 @@ class FakeGpus:
         self.enabled: set[tuple[int, int]] = set()
         self.corrupts: str | None = None
         """The kind of copies ("engine", "kernel") of which the last byte is wrong."""
+        self.loses: str | None = None
+        """The kind of copies that move nothing."""
         self._owners: list[tuple[int, int, int]] = []
         self._kept: list[Any] = []
 
@@ -142,6 +144,7 @@ class FakeGpus:
             Stream=lambda non_blocking: Stream(self),
             get_elapsed_time=lambda start, stop: (stop.at_us - start.at_us) / 1e3,
             alloc_pinned_memory=bytearray,
+            memory=SimpleNamespace(OutOfMemoryError=MemoryError),
             runtime=runtime,
         )
         numpy = {name: getattr(np, name) for name in ("add", "right_shift", "bitwise_xor", "multiply", "count_nonzero")}
@@ -196,11 +199,13 @@ class FakeGpus:
         assert owner in (None, here) or (here, owner) in self.enabled, f"GPU {here} has no access to GPU {owner}"
 
     def _move(self, target: int, source: int, nbytes: int, stream: int, kind: str) -> None:
-        ctypes.memmove(target, source, nbytes)
+        if self.loses != kind:
+            ctypes.memmove(target, source, nbytes)
         if self.corrupts == kind:
             ctypes.c_uint8.from_address(target + nbytes - 1).value += 1
         ends = self.owner(target), self.owner(source)
-        gb_s = OWN if ends[0] == ends[1] else LINK if {ends, ends[::-1]} & self.enabled else HOST
+        reached = {ends, ends[::-1]} & self.enabled
+        gb_s = OWN if ends[0] == ends[1] else HOST if not reached else LINK if ends == (1, 0) else BACK
         gb_s += KERNEL if kind == "kernel" else 0
         self.streams[stream].now_us += nbytes / gb_s * 1e-3 + (COPY_US if nbytes < 100 else 0)
 

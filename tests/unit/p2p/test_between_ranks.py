@@ -77,6 +77,19 @@ movers.HostMover.time_us = corrupt
     assert job.stdout.splitlines()[-1] == "FAILED: 6 wrong bytes"
 
 
+def test_copies_that_move_nothing_are_found(tmp_path: Path) -> None:
+    code = """
+time_us = movers.HostMover.time_us
+def lose(self, way, *options):
+    return 1.0 if self.ways[way] == movers.GET else time_us(self, way, *options)
+movers.HostMover.time_us = lose
+"""
+    job = run_changed(tmp_path, 2, code)
+    assert (job.returncode, job.stderr) == (1, "")
+    # One way all four cells, both ways two cells with two copies; some bytes are right by chance.
+    assert int(job.stdout.split()[-3]) > 0.99 * (4 + 2 * 2) * 100003
+
+
 def test_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
     job = run_changed(tmp_path, 2, "import os; os.environ['MPICOMM_HOSTID'] = str(RANK)")
     assert (job.returncode, job.stdout) == (2, "")
@@ -124,7 +137,7 @@ def gpus() -> Iterator[Any]:
 
 def test_a_rank_moves_bytes_and_words_of_gpus(gpus: Any) -> None:
     from mpicomm.p2p.movers import GET, GpuMover
-    from tests.helpers.fake_gpus import KERNEL, LINK, LOAD_US, STORE_US
+    from tests.helpers.fake_gpus import BACK, KERNEL, LINK, LOAD_US, STORE_US
 
     nbytes, count, met = 1 << 20, 3, []
     memory: Any = SimpleNamespace(
@@ -138,7 +151,7 @@ def test_a_rank_moves_bytes_and_words_of_gpus(gpus: Any) -> None:
             source, target = memory.data.peer(1), memory.window.local
         source[:] = number
         time_us = mover.time_us(way, 1, nbytes - 1, count, lambda: met.append(1))
-        gb_s = LINK + (KERNEL if "kernels" in way else 0)
+        gb_s = (BACK if direction == GET else LINK) + (KERNEL if "kernels" in way else 0)
         assert time_us == pytest.approx(count * (nbytes - 1) / gb_s * 1e-3)
         assert (target[:-1] == number).all() and target[-1] != number
     assert mover.word_us(0, 1, lambda: met.append(2)) == STORE_US
