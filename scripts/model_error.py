@@ -7,6 +7,7 @@ tell the cost of the network, which is the engine here. Two groups of two ranks 
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +32,8 @@ def table() -> Table:
     for engine in engines:
         network, group = network_of(engine), group_of(engine)
         runs = [Run(2, size, time_us) for size, time_us in times_of(TWO_RANKS, engine, "Allreduce")]
-        compared = compare(runs, lambda nodes, nbytes, g=group, n=network: _predicted_us(System(g, nodes, n), nbytes))
-        said.append(
-            f"{engine} ({network.latency_us:.0f} us, {network.gb_s:.2g} GB/s): {error_of(compared)}"  # of a message
-        )
+        compared = compare(runs, partial(_predicted_us, group, network))
+        said.append(f"{engine} ({network.latency_us:.0f} us, {network.gb_s:.2g} GB/s): {error_of(compared)}")
         for size, each in zip(sizes_of(TWO_RANKS, engine), compared, strict=True):
             rows.append([engine, size, round(each.run.time_us), round(each.predicted_us), round(each.ratio, 2)])
     text = (
@@ -86,5 +85,5 @@ def _rows(path: Path) -> list[list[Any]]:
     return rows
 
 
-def _predicted_us(system: System, nbytes: int) -> float:
-    return predict(system, "allreduce", nbytes).time_us
+def _predicted_us(group: Group, network: Network, nodes: int, nbytes: int) -> float:
+    return predict(System(group, nodes, network), "allreduce", nbytes).time_us

@@ -10,6 +10,10 @@
 // for each loop. Neighbouring threads move neighbouring units of a region, so that a warp touches whole lines of packed
 // memory where the runs of the region follow each other.
 //
+// The fields of an array of structures are regions with the same loops, whose runs follow each other in packed memory.
+// Their units are numbered structure by structure, so that a warp moves whole structures. If it moved one field of all
+// structures, and then the next field, it would touch most lines of memory once for each field.
+//
 // No unit is moved by two threads, and kernels ahead of this one are over when it begins. So it needs no flags.
 
 #include "bytes.cuh"
@@ -25,12 +29,12 @@ constexpr u32 kAtOnce = 4;  // the units that a thread loads before it stores th
 struct Region {
   u64 memory;      // where the first run lies, from Packing::memory on
   u64 packed;      // where it lies in packed memory
-  u64 first_unit;  // the units of all regions before this one
+  u64 first_unit;  // the units of all regions before this one; for a field but the first, those of all fields, too
   u64 list;        // where the places of the listed loop lie, in bytes from the first region on
   u32 run_nbytes;
   u32 run_units;
   u32 listed;  // the loop whose places are listed, kLoops where none are
-  u32 unused;
+  u32 element_units;  // the units of a run of all fields; for a field but the first it has no meaning
   u32 counts[kLoops];  // the innermost loop first; 1 for a loop that there is not
   i64 strides[kLoops];  // in memory; 0 for the listed loop
   u64 packed_strides[kLoops];
@@ -44,7 +48,9 @@ struct Packing {
   u64 units;
   u32 num_regions;
   u32 unpacks;
-  Region first;  // the first region, which a launch of one region reads from here
+  u32 side_by_side;  // whether all regions are the fields of one array of structures, or one region
+  u32 unused;
+  Region first;  // the first region
 };
 
 // The two places of a unit. It has 0 bytes for a thread that has no unit.
@@ -75,13 +81,21 @@ MPICOMM_DEVICE const i64* list_of(const Packing& x, const Region& region) {
   return reinterpret_cast<const i64*>(reinterpret_cast<u64>(x.regions) + region.list);
 }
 
-MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u64 number) {
+// Returns a unit of a region, or of the structures of which the region is the first field; `index` is its number.
+MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u32 index, u64 number) {
   // The host cuts regions so that 32 bits hold the number of a unit: a division of 64 bits takes four times as long.
   const u32 unit = static_cast<u32>(number - region.first_unit);
-  u32 run = unit / region.run_units;
-  const u32 begin = (unit - run * region.run_units) * kPacketNbytes;
-  u8* packed = x.packed + region.packed + begin;
-  u8* memory = x.memory + region.memory + begin;
+  u32 run = unit / region.element_units;
+  u32 rest = unit - run * region.element_units, units = region.run_units, run_nbytes = region.run_nbytes;
+  u64 at = region.memory, packed_at = region.packed;
+  while (rest >= units) {
+    const Region& field = x.regions[++index];
+    rest -= units;
+    units = field.run_units, run_nbytes = field.run_nbytes, at = field.memory, packed_at = field.packed;
+  }
+  const u32 begin = rest * kPacketNbytes;
+  u8* packed = x.packed + packed_at + begin;
+  u8* memory = x.memory + at + begin;
 #pragma unroll
   for (u32 loop = 0; loop < kLoops; ++loop) {
     if (region.counts[loop] == 1) break;
@@ -91,19 +105,21 @@ MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u64 number) 
     packed += round * region.packed_strides[loop];
     run = rest;
   }
-  const u32 left = region.run_nbytes - begin;
+  const u32 left = run_nbytes - begin;
   const u32 nbytes = left < kPacketNbytes ? left : kPacketNbytes;
   return x.unpacks ? Unit{packed, memory, nbytes} : Unit{memory, packed, nbytes};
 }
 
-// Runs of eight bytes are frequent, because they are the elements of a column of doubles.
-MPICOMM_DEVICE bool is_doubles(const u8* at, u32 nbytes) { return nbytes == 8 && width_of(at) >= 8; }
+// Words of eight bytes are frequent: the elements of a column of doubles, and structures with doubles.
+MPICOMM_DEVICE bool is_doubles(const u8* at, u32 nbytes) { return nbytes % 8 == 0 && width_of(at) >= 8; }
 
 MPICOMM_DEVICE Packet load_unit(const u8* from, u32 nbytes) {
   if (nbytes == kPacketNbytes && width_of(from) == kPacketNbytes) return load_aligned(from);
   if (is_doubles(from, nbytes)) {
-    const u64 word = *reinterpret_cast<const u64*>(from);
-    return {{static_cast<u32>(word), static_cast<u32>(word >> 32), 0, 0}};
+    const u64* words = reinterpret_cast<const u64*>(from);
+    const u64 first = words[0], second = nbytes == kPacketNbytes ? words[1] : 0;
+    return {{static_cast<u32>(first), static_cast<u32>(first >> 32), static_cast<u32>(second),
+             static_cast<u32>(second >> 32)}};
   }
   return load_any(from, width_of(from), nbytes);
 }
@@ -112,14 +128,16 @@ MPICOMM_DEVICE void store_unit(u8* to, const Packet& packet, u32 nbytes) {
   if (nbytes == kPacketNbytes && width_of(to) == kPacketNbytes) {
     store_aligned(to, packet);
   } else if (is_doubles(to, nbytes)) {
-    *reinterpret_cast<u64*>(to) = static_cast<u64>(packet.words[1]) << 32 | packet.words[0];
+    u64* words = reinterpret_cast<u64*>(to);
+    words[0] = static_cast<u64>(packet.words[1]) << 32 | packet.words[0];
+    if (nbytes == kPacketNbytes) words[1] = static_cast<u64>(packet.words[3]) << 32 | packet.words[2];
   } else {
     store_any(to, packet, width_of(to), nbytes);
   }
 }
 
-// Moves the units from `begin` to `end`, of which this thread has each `step`th. `kOne` is whether there is one region:
-// it lies in the kernel's argument, because a thread would else wait for the table before it can load data.
+// Moves the units from `begin` to `end`, of which this thread has each `step`th. `kOne` is whether all are units of the
+// first region: it lies in the kernel's argument, because a thread would else wait for the table before it loads data.
 template <bool kOne>
 MPICOMM_DEVICE void move_units(const Packing& x, u64 begin, u64 end, u64 step) {
   // After a failure packed memory may hold other data, which must not get into the user's memory. Pairs with the store
@@ -138,7 +156,7 @@ MPICOMM_DEVICE void move_units(const Packing& x, u64 begin, u64 end, u64 step) {
       units[i].nbytes = 0;
       if (number >= end) continue;
       if (!kOne) region = region_of(x, number, region);
-      units[i] = unit_of(x, kOne ? x.first : x.regions[region], number);
+      units[i] = unit_of(x, kOne ? x.first : x.regions[region], region, number);
       packets[i] = load_unit(units[i].from, units[i].nbytes);
     }
     if (failed != kClear) return;
@@ -156,7 +174,7 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kPackThreads)
 
 MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
   using mpicomm::u64;
-  if (x.num_regions == 1) {
+  if (x.side_by_side) {
     // All blocks move side by side, which the memory likes best.
     const u64 step = static_cast<u64>(gridDim.x) * blockDim.x;
     mpicomm::move_units<true>(x, static_cast<u64>(blockIdx.x) * blockDim.x, x.units, step);
