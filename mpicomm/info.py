@@ -15,6 +15,7 @@ from rich.table import Table
 
 from mpicomm import environment
 from mpicomm.api.communicator import Communicator
+from mpicomm.cli import arguments, machine
 from mpicomm.cli import options as command_line
 from mpicomm.cluster.cuda_aware import query_cuda_aware
 from mpicomm.collectives.gpu import tuning_file
@@ -33,11 +34,11 @@ def collect(comm: Communicator) -> dict[str, Any]:
     return {
         "ranks": comm.allgather(record),
         "first_calls": outcome,
-        "processor": command_line.processor(),
+        "processor": machine.processor(),
         "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
         "tuning": algorithms(here.device_name, here.links) if comm.device != "cpu" else [],
         "multi_process_service": environment.multi_process_service(),
-        "versions": command_line.versions(),
+        "versions": machine.versions(),
     }
 
 
@@ -160,13 +161,13 @@ def parser() -> argparse.ArgumentParser:
         description="Show the ranks' devices, how they open each other's memory, how much memory a communicator takes, "
         "and the versions in use.",
     )
-    command_line.add_communicator_arguments(result)
+    arguments.add_communicator_arguments(result)
     result.add_argument(
         "--json",
         nargs="?",
         const=None,
         default=False,
-        type=command_line.output_file_or_stdout,
+        type=arguments.output_file_or_stdout,
         metavar="FILE",
         help="write one JSON object, by default to standard output",
     )
@@ -183,7 +184,7 @@ def main() -> int:
     if rank != 0:
         return 0
     if options.json:
-        command_line.write_json(options.json, found)
+        arguments.write_json(options.json, found)
         return 0
     if options.json is None:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
