@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import cupy
@@ -10,6 +11,7 @@ import numpy as np
 
 from mpicomm.cli.pattern import Pattern
 from mpicomm.devices.base import DeviceInfo
+from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.p2p.kernels import CHASE, COPY, COPY_THREADS, HOLD, RALLY, Chase, Copying, Holding, Rally
 
@@ -26,8 +28,9 @@ class Gpu:
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
+        self._context = PrimaryContext(info)  # as long as the process
         with self.current():
-            self.stream = self.new_stream()  # the first call of the runtime makes the GPU's context current
+            self.stream = self.new_stream()
             # All are loaded before one can spin: loading may wait for the whole device.
             kernels = kernels_of(info)
             self._hold, self._copy, self._rally, self._chase = map(kernels.load, (HOLD, COPY, RALLY, CHASE))
@@ -37,9 +40,9 @@ class Gpu:
         self._released = pinned(1, np.uint32)
         self._result = pinned(2, np.uint64)
 
-    def current(self) -> Any:
+    def current(self) -> AbstractContextManager[None]:
         """Return a ``with`` block in which this GPU is the current one."""
-        return cupy.cuda.Device(self.info.ordinal)
+        return self._context.current()
 
     def new_stream(self) -> Any:
         """Return a CuPy stream of this GPU, which waits for no other."""

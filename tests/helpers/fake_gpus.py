@@ -109,6 +109,9 @@ class FakeGpus:
             return self._device(ordinal)
         return SimpleNamespace(synchronize=lambda: None, attributes={"MultiProcessorCount": 2})
 
+    def context(self, info: DeviceInfo) -> Any:
+        return SimpleNamespace(current=lambda: self._device(info.ordinal))
+
     def own(self, array: Any) -> Any:
         memory = array.view(Memory)
         self._owners.append((memory.ctypes.data, memory.ctypes.data + memory.nbytes, self.current))
@@ -224,6 +227,7 @@ def installed(gpus: FakeGpus) -> Iterator[None]:
                 patch.setitem(sys.modules, name, module)
             patch.setattr(driver, "cuDeviceGetP2PAttribute", gpus.cuDeviceGetP2PAttribute)
             patch.setattr("mpicomm.devices.cuda.load.kernels_of", lambda info: gpus)
+            patch.setattr("mpicomm.devices.cuda.context.PrimaryContext", gpus.context)
             for module in ("mpicomm.p2p.__main__", "mpicomm.devices.cuda.driver"):
                 patch.setattr(f"{module}.visible_devices", gpus.devices)
             yield

@@ -138,12 +138,6 @@ def test_chains_in_memory_of_the_host_take_fences_of_the_whole_system() -> None:
     assert fences_of(chain_kernel(None, host_slots=True)) == {"sys"}
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=lambda capability: "sm_{}{}".format(*capability))
-def test_kernels_of_one_source_compile_together(capability: tuple[int, int]) -> None:
-    image = compile_kernel(HOLD.source, capability, HOLD.options)
-    assert all(variant.entry.encode() in image for variant in (HOLD, COPY, RALLY, CHASE))
-
-
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
 def test_kernels_of_one_source_compile_together(capability: tuple[int, int]) -> None:
     image = compile_kernel(HOLD.source, capability, HOLD.options)

@@ -48,7 +48,8 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    # On a GPU the steps of many tensors at once, "foreach", refuse a model of which only some tensors are DTensors.
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
