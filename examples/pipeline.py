@@ -23,7 +23,7 @@ parser.add_argument("--micro-batches", type=int, default=8, metavar="N")
 parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the work of all ranks, as in --plot pipeline.svg")
 options = parser.parse_args()
 if options.micro_batches < 1:
-    parser.error("--micro-batches: use 1 or more")
+    parser.error(f"--micro-batches {options.micro_batches}: use 1 or more")
 if options.plot and not importlib.util.find_spec("matplotlib"):
     sys.exit("--plot needs matplotlib: pip install matplotlib")
 

@@ -36,6 +36,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses, as in --plot loss.svg")
 options = parser.parse_args()
+if options.epochs < 1:
+    parser.error(f"--epochs {options.epochs}: use 1 or more")
 
 comm = mpicomm.Communicator(MPI.COMM_WORLD)
 if BATCH % comm.size:
