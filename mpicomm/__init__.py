@@ -5,8 +5,8 @@
 
 import sys
 
-# The doctor says why MPI does not load or start, and these modules load and start it.
-if "mpicomm.doctor" not in sys.orig_argv:
+# These modules load and start MPI. The doctor says why it does not load or start, and traces are merged without it.
+if not {"mpicomm.doctor", "mpicomm.trace"}.intersection(sys.orig_argv):
     from mpicomm.api.communicator import Communicator
     from mpicomm.errors import (
         BackendUnavailableError,
