@@ -17,42 +17,34 @@ from mpicomm.recording.record import Category
 _BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out")
 _DETAILS = ("dest", "source", "root", "peer")
 _ROWS: dict[str, Operation] = {
-    name: row
-    for row in OPERATIONS.values()
-    for name in (row.name, f"I{row.name.lower()}", f"{row.name}_init")
+    name: row for row in OPERATIONS.values() for name in (row.name, f"I{row.name.lower()}", f"{row.name}_init")
 }
 _COLLECTIVES = ("Barrier", *OPERATIONS)
-_CATEGORIES: dict[str, tuple[Category, bool]] = {
-    # The name, the category, and whether all ranks make such calls in one order.
-    **{name: ("collective", True) for name in _COLLECTIVES},
-    **{f"I{name.lower()}": ("collective", True) for name in _COLLECTIVES},
-    **{name.lower(): ("collective", True) for name in _COLLECTIVES},
-    **{f"{name}_init": ("set-up", True) for name in _COLLECTIVES},
-    **dict.fromkeys(
-        "Send Ssend Bsend Rsend Recv Sendrecv Sendrecv_replace Isend Issend Ibsend Irsend Irecv Isendrecv "
-        "Isendrecv_replace Probe Mprobe send ssend bsend recv sendrecv isend issend ibsend irecv probe mprobe".split(),
-        ("message", False),
-    ),
-    **dict.fromkeys(
-        "Send_init Ssend_init Bsend_init Rsend_init Recv_init Create_group check describe".split(), ("set-up", False)
-    ),
-    **dict.fromkeys(
-        "Dup Dup_with_info Clone Idup Idup_with_info Create Split Split_type Create_cart Create_graph "
-        "Create_dist_graph_adjacent Create_dist_graph Sub empty zeros register shared_event Free Disconnect".split(),
-        ("set-up", True),
-    ),
+
+Kind = tuple[Category, bool]
+"""The category of a call, and whether it is *numbered*: all ranks make such calls in one order."""
+
+OF_COMMUNICATORS: dict[str, Kind] = {
+    name: (category, numbered)
+    for category, numbered, names in (
+        ("collective", True, " ".join(f"{name} I{name.lower()} {name.lower()}" for name in _COLLECTIVES)),
+        ("set-up", True, " ".join(f"{name}_init" for name in _COLLECTIVES)),
+        ("message", False, "Send Ssend Bsend Rsend Recv Sendrecv Sendrecv_replace Probe Mprobe"),
+        ("message", False, "Isend Issend Ibsend Irsend Irecv Isendrecv Isendrecv_replace"),
+        ("message", False, "send ssend bsend recv sendrecv probe mprobe isend issend ibsend irecv"),
+        ("set-up", False, "Send_init Ssend_init Bsend_init Rsend_init Recv_init Create_group check describe"),
+        ("set-up", True, "Dup Dup_with_info Clone Idup Idup_with_info Create Split Split_type Create_cart Sub"),
+        ("set-up", True, "Create_graph Create_dist_graph Create_dist_graph_adjacent Free Disconnect"),
+        ("set-up", True, "empty zeros register shared_event"),
+    )
+    for name in names.split()
 }
-OF_COMMUNICATORS = {name: _CATEGORIES[name] for name in sorted(_CATEGORIES)}
-"""The methods of a communicator that are recorded, where it has them: their category, and whether all ranks call them
-in one order."""
-OF_ARRAYS: dict[str, tuple[Category, bool]] = {
+"""The methods of a communicator that are recorded, where it has them."""
+OF_ARRAYS: dict[str, Kind] = {
     **dict.fromkeys(("put", "get", "signal", "wait_signal"), ("memory", False)),
     "close": ("set-up", True),
 }
-OF_EVENTS: dict[str, tuple[Category, bool]] = {
-    **dict.fromkeys(("record", "wait"), ("memory", False)),
-    "close": ("set-up", True),
-}
+OF_EVENTS: dict[str, Kind] = {**dict.fromkeys(("record", "wait"), ("memory", False)), "close": ("set-up", True)}
 
 
 @dataclass(frozen=True)

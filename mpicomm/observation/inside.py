@@ -84,7 +84,8 @@ class RecordedSession(Session):
         backend: Any = self.backend
         if self.channel is not None and not isinstance(backend, HostBackend):
             self._work = backend._work = DeviceWork(self.channel, backend)
-            backend.__class__ = _subclass(type(backend), _BACKEND_METHODS)
+            cls: Any = type(backend)
+            backend.__class__ = _subclass(cls, _BACKEND_METHODS)
 
 
 class RecordedEngines(Engines):
@@ -97,7 +98,8 @@ class RecordedEngines(Engines):
         if not hasattr(engine, "_work"):
             assert isinstance(self._session, RecordedSession)
             engine._work = self._session._work
-            engine.__class__ = _subclass(type(engine), _ENGINE_METHODS)
+            cls: Any = type(engine)
+            engine.__class__ = _subclass(cls, _ENGINE_METHODS)
         return cache
 
 

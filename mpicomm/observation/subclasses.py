@@ -7,12 +7,12 @@ programs that ask for its class, and objects without records have nothing to ask
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.observation.calls import OF_ARRAYS, OF_COMMUNICATORS, OF_EVENTS, Signature
+from mpicomm.observation.calls import OF_ARRAYS, OF_COMMUNICATORS, OF_EVENTS, Kind, Signature
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.record import Category, Record
 from mpicomm.symmetric.array import SymmetricArray
@@ -24,7 +24,7 @@ _FLUSHED = ("Free", "Disconnect", "check")
 
 def record_calls(called: Any, channel: Channel) -> None:
     """Let the methods of a communicator, array or event record their calls from now on. Local."""
-    cls = type(called)
+    cls: Any = type(called)
     if not hasattr(cls, "_channel"):
         called.__class__ = _subclass(cls)
     called._channel = channel
@@ -32,7 +32,8 @@ def record_calls(called: Any, channel: Channel) -> None:
 
 def _recorded_request(request: MPI.Request, channel: Channel, started: Record) -> Any:
     """Return a request whose waits and starts are recorded as those of the call that has made it."""
-    cls = _request_class(type(request))
+    original: Any = type(request)
+    cls = _request_class(original)
     try:
         made: Any = request
         made.__class__ = cls
@@ -47,7 +48,7 @@ def _recorded_request(request: MPI.Request, channel: Channel, started: Record) -
 
 @functools.cache
 def _subclass(cls: Any) -> Any:
-    table: Mapping[str, tuple[Category, bool]]
+    table: dict[str, Kind]
     if issubclass(cls, MPI.Comm):
         table = OF_COMMUNICATORS
     else:
