@@ -24,20 +24,19 @@ _COLLECTIVES = ("Barrier", *OPERATIONS)
 Kind = tuple[Category, bool]
 """The category of a call, and whether it is *numbered*: all ranks make such calls in one order."""
 
+_TABLE: tuple[tuple[Category, bool, str], ...] = (
+    ("collective", True, " ".join(f"{name} I{name.lower()} {name.lower()}" for name in _COLLECTIVES)),
+    ("set-up", True, " ".join(f"{name}_init" for name in _COLLECTIVES)),
+    ("message", False, "Send Ssend Bsend Rsend Recv Sendrecv Sendrecv_replace Probe Mprobe"),
+    ("message", False, "Isend Issend Ibsend Irsend Irecv Isendrecv Isendrecv_replace"),
+    ("message", False, "send ssend bsend recv sendrecv probe mprobe isend issend ibsend irecv"),
+    ("set-up", False, "Send_init Ssend_init Bsend_init Rsend_init Recv_init Create_group check describe"),
+    ("set-up", True, "Dup Dup_with_info Clone Idup Idup_with_info Create Split Split_type Create_cart Sub"),
+    ("set-up", True, "Create_graph Create_dist_graph Create_dist_graph_adjacent Free Disconnect"),
+    ("set-up", True, "empty zeros register shared_event"),
+)
 OF_COMMUNICATORS: dict[str, Kind] = {
-    name: (category, numbered)
-    for category, numbered, names in (
-        ("collective", True, " ".join(f"{name} I{name.lower()} {name.lower()}" for name in _COLLECTIVES)),
-        ("set-up", True, " ".join(f"{name}_init" for name in _COLLECTIVES)),
-        ("message", False, "Send Ssend Bsend Rsend Recv Sendrecv Sendrecv_replace Probe Mprobe"),
-        ("message", False, "Isend Issend Ibsend Irsend Irecv Isendrecv Isendrecv_replace"),
-        ("message", False, "send ssend bsend recv sendrecv probe mprobe isend issend ibsend irecv"),
-        ("set-up", False, "Send_init Ssend_init Bsend_init Rsend_init Recv_init Create_group check describe"),
-        ("set-up", True, "Dup Dup_with_info Clone Idup Idup_with_info Create Split Split_type Create_cart Sub"),
-        ("set-up", True, "Create_graph Create_dist_graph Create_dist_graph_adjacent Free Disconnect"),
-        ("set-up", True, "empty zeros register shared_event"),
-    )
-    for name in names.split()
+    name: (category, numbered) for category, numbered, names in _TABLE for name in names.split()
 }
 """The methods of a communicator that are recorded, where it has them."""
 OF_ARRAYS: dict[str, Kind] = {

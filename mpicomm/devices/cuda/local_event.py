@@ -15,9 +15,9 @@ from mpicomm.errors import HandleError
 class LocalEvent:
     """An event whose address is ``ptr``, with a time only if it is ``timed``. Local.
 
-    The device must be current when it is made. Its last reference destroys it, in the context in which it was made. That
-    may happen on a thread without a device, where the garbage collector happens to run: the CUDA runtime, left alone,
-    would make a context on the first GPU there, half a GiB of memory for each of the ranks whose GPU is another.
+    The device must be current when it is made. Its last reference destroys it, in the context in which it was made.
+    That may happen on a thread without a device, where the garbage collector happens to run: the CUDA runtime, left
+    alone, would make a context on the first GPU there, half a GiB of memory for each of the ranks whose GPU is another.
     """
 
     __slots__ = ("_context", "ptr")
