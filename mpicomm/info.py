@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mpicomm import environment
 from mpicomm.api.communicator import Communicator
 from mpicomm.cli import options as command_line
 from mpicomm.cluster.cuda_aware import query_cuda_aware
@@ -35,6 +36,7 @@ def collect(comm: Communicator) -> dict[str, Any]:
         "processor": command_line.processor(),
         "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
         "tuning": algorithms(here.device_name, here.links) if comm.device != "cpu" else [],
+        "multi_process_service": environment.multi_process_service(),
         "versions": command_line.versions(),
     }
 
@@ -117,6 +119,9 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     system.add_row("MPI is CUDA-aware", f"{answer} ({mpi['how']})")
     if ranks[0]["internode"]:
         system.add_row("engine between groups of ranks", ranks[0]["internode"])
+    if ranks[0]["device"] != "cpu":
+        runs = "runs" if found["multi_process_service"] else "does not run, so ranks that share a GPU take turns"
+        system.add_row("NVIDIA's multi-process service", runs)
     system.add_row("first collectives", found["first_calls"])
     if found["tuning"]:
         source, *choices = found["tuning"]

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import mpi4py
 
+from mpicomm import environment
 from mpicomm.devices.cuda.driver import newest_cuda
 from mpicomm.doctor.facts import Facts, Launch, family_of
 
@@ -56,7 +57,7 @@ def gather() -> Facts:
         driver=any(Path(name).exists() for name in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")),
         driver_cuda=cuda[0] if cuda else None,
         cupy=_installed("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"),
-        shared_service=Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists(),
+        shared_service=environment.multi_process_service(),
     )
 
 
