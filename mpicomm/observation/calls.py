@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpi4py import MPI
-from numpy import ndarray
 
 from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
@@ -99,16 +98,17 @@ class Facts:
 
 def _size_of(call: str, name: str, buffer: Any, called: Any) -> tuple[int, str] | None:
     """Return the bytes and the element type of a buffer argument; None where there is none."""
-    if type(buffer) is ndarray:
-        return buffer.nbytes, buffer.dtype.name
     if buffer is None or buffer is MPI.IN_PLACE:
         return None
+    nbytes, dtype = getattr(buffer, "nbytes", None), getattr(buffer, "dtype", None)
+    if isinstance(nbytes, int) and dtype is not None:  # an array of any library, which the call alone exports
+        return nbytes, str(dtype).removeprefix("torch.")
     try:
         operand = _parse(call, name, buffer, called)
     except Exception:  # whatever is wrong with it, the call says it, unless the call ignores the buffer
         return None
-    dtype = operand.mpi_type.name if operand.dtype is None and operand.mpi_type else str(operand.dtype or "")
-    return operand.packed_nbytes or _nbytes_by_mpi(operand), dtype
+    named = operand.mpi_type.name if operand.dtype is None and operand.mpi_type else str(operand.dtype or "")
+    return operand.packed_nbytes or _nbytes_by_mpi(operand), named
 
 
 def _parse(call: str, name: str, buffer: Any, called: Any) -> Operand:

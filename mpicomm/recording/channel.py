@@ -38,7 +38,7 @@ class Channel:
         self._recorder = recorder
         self._calls = 0
         self._children: Counter[tuple[int, ...]] = Counter()
-        recorder.channels.append(self)
+        recorder.counts.append(self.counts)
 
     @classmethod
     def open(cls, group: Group, comm: MPI.Intracomm, wanted: Sequence[environment.Recording | None]) -> Channel | None:
@@ -105,7 +105,7 @@ class Channel:
         if numbered and not records:
             self._calls += 1
             number = str(self._calls)
-        record = Record(self, operation, category, 0, number, nbytes, dtype, details or {}, bool(records))
+        record = Record(self.label, operation, category, 0, number, nbytes, dtype, details or {}, bool(records))
         records.append(record)
         if self._recorder.ranges is not None:
             self._recorder.ranges.begin(record)
@@ -132,9 +132,7 @@ class Channel:
                 record.why = "MPI takes host arrays of this size and type"
         if self._recorder.ranges is not None:
             self._recorder.ranges.end(record)
-        if not record.nested:
-            self.counts.add(record)
-        self._recorder.add(record, self.ordinal)
+        self._recorder.add(record, self.ordinal, self.counts)
 
     def flush(self) -> None:
         """Write what is known to the trace file."""

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
-
-if TYPE_CHECKING:
-    from mpicomm.recording.channel import Channel
+from typing import Any, Literal, Protocol
 
 Category = Literal["collective", "message", "memory", "set-up", "wait"]
 
@@ -29,7 +26,8 @@ class Interval(Protocol):
 class Record:
     """A call of this rank. Times are of `clocks.now_ns`."""
 
-    channel: Channel
+    comm: str
+    """The label of the communicator."""
     operation: str
     category: Category
     start_ns: int

@@ -7,17 +7,13 @@ import os
 import sys
 from collections import deque
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 from mpicomm import environment, log
 from mpicomm.errors import MpicommError
 from mpicomm.recording.ranges import Ranges
 from mpicomm.recording.record import Interval, Record, hear_of_slow_way
-from mpicomm.recording.statistics import total
+from mpicomm.recording.statistics import Counts, total
 from mpicomm.recording.trace_file import TraceFile
-
-if TYPE_CHECKING:
-    from mpicomm.recording.channel import Channel
 
 NVTX = "nvtx"
 """The value of MPICOMM_TRACE that asks for NVTX ranges alone."""
@@ -31,10 +27,11 @@ class Recorder:
 
     def __init__(self, settings: environment.Recording, rank: int) -> None:
         self.settings = settings
-        self.channels: list[Channel] = []
+        self.counts: list[Counts] = []
+        """The counts of all communicators."""
         self._rank = rank
         self._process = os.getpid()
-        self._pending: deque[tuple[Record, int, Interval]] = deque()
+        self._pending: deque[tuple[Record, Interval, int, Counts]] = deque()
         traces = settings.trace is not None
         self.ranges = Ranges.find(required=settings.trace == NVTX) if traces else None
         self.file: TraceFile | None = None
@@ -44,33 +41,37 @@ class Recorder:
             log.slow_way_listeners.append(hear_of_slow_way)
         atexit.register(self._finish)
 
-    def add(self, record: Record, ordinal: int) -> None:
+    def add(self, record: Record, ordinal: int, counts: Counts) -> None:
         """Take the record of a call that is over on the host; ``ordinal`` is the device of its streams."""
+        if not record.nested:
+            counts.add(record)
         if self.file is not None:
             self.file.add_call(record)
-        self._pending.extend((record, ordinal, interval) for interval in record.intervals)
+        self._pending.extend((record, interval, ordinal, counts) for interval in record.intervals)
         self.drain()
 
     def drain(self) -> None:
         """Take the device times of all calls that are over on the device, in order. Local, does not block."""
         while self._pending:
             try:
-                record, ordinal, interval = self._pending.popleft()
+                pending = record, interval, ordinal, counts = self._pending.popleft()
             except IndexError:  # another thread has taken the last one
                 return
-            times = interval.times_ns()
+            try:
+                times = interval.times_ns()
+            except MpicommError:  # the device has failed, which the program hears from its calls
+                continue
             if times is None:
-                self._pending.appendleft((record, ordinal, interval))
+                self._pending.appendleft(pending)
                 return
             if not record.nested:
-                record.channel.counts.add_device_time(record, times[1] - times[0])
+                counts.add_device_time(record, times[1] - times[0])
             if self.file is not None:
                 self.file.add_device_time(record, ordinal, interval.stream, *times)
 
     def flush(self) -> None:
         """Take all device times that are known, and write all events to the file."""
-        with suppress(MpicommError):  # a device that has failed has no times
-            self.drain()
+        self.drain()
         if self.file is not None:
             self.file.flush()
 
@@ -93,4 +94,4 @@ class Recorder:
 
             # A file has no width of its own; the table is for people, so stdout stays the program's.
             width = None if sys.stderr.isatty() else 140
-            total(channel.counts.statistics() for channel in self.channels).print(Console(stderr=True, width=width))
+            total(counts.statistics() for counts in self.counts).print(Console(stderr=True, width=width))

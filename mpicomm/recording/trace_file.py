@@ -137,7 +137,7 @@ def _facts(record: Record) -> dict[str, Any]:
         ("algorithm", record.algorithm or None),
         ("why", record.why or None),
         ("slow", "; ".join(record.slow_ways) or None),
-        ("comm", record.channel.label),
+        ("comm", record.comm),
         ("number", record.number or None),
         ("captured", record.captured or None),
         ("error", record.error or None),
