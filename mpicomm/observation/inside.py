@@ -185,5 +185,6 @@ _BACKEND_METHODS: tuple[tuple[str, _Wrapper], ...] = (
 @functools.cache
 def _subclass(cls: Any, wrappers: tuple[tuple[str, _Wrapper], ...]) -> Any:
     """Return a subclass whose methods are wrapped. The class is known at run time alone: importing it loads CUDA."""
-    methods = {name: functools.wraps(getattr(cls, name))(wrap(getattr(cls, name))) for name, wrap in wrappers}
+    found = {name: (getattr(cls, name), wrap) for name, wrap in wrappers if hasattr(cls, name)}
+    methods = {name: functools.wraps(method)(wrap(method)) for name, (method, wrap) in found.items()}
     return type(cls.__name__, (cls,), {**methods, "__doc__": cls.__doc__})

@@ -126,7 +126,7 @@ class Channel:
         records = open_records()
         while records and records.pop() is not record:
             pass
-        if not record.algorithm and record.category in ("collective", "message"):
+        if not (record.algorithm or record.error) and record.category in ("collective", "message"):
             record.algorithm = "mpi"  # all others name their algorithm
             if record.nbytes is not None and not record.slow_ways:
                 record.why = "MPI takes host arrays of this size and type"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpicomm.errors import InvalidUsageError, name_ranks
+from mpicomm.recording.event_names import DEVICE
 from mpicomm.trace.alignment import Clock, clocks_of
 from mpicomm.trace.files import Event, Trace, read_traces
 from mpicomm.trace.waits import Sum, find_waits, flows, sums
@@ -45,7 +46,7 @@ def _merge(paths: list[Path], output: Path) -> None:
         output.write_text(json.dumps(merged), encoding="utf-8")
     except OSError as error:
         raise InvalidUsageError(f"-o {output} cannot be written: {error.strerror}") from None
-    count = sum(event["ph"] == "X" for event in events)
+    count = sum(event["ph"] == "X" and event["cat"] != DEVICE for event in events)
     said = f"{output}: {count} calls of {name_ranks([trace.rank for trace in traces])}; open it in ui.perfetto.dev\n"
     sys.stdout.write(said)
     by_wall_clock = [rank for rank, clock in clocks.items() if clock.by_wall_clock]

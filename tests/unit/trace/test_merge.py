@@ -62,7 +62,9 @@ def test_times_are_of_one_clock_from_the_first_event_on(tmp_path: Path) -> None:
 def test_a_drift_between_two_readings_is_taken_out(tmp_path: Path) -> None:
     first = write(tmp_path, clock(0), call(0, 0, 1))
     # The second clock has lost 100 us after a second, so at 500 ms it is 50 us behind.
-    second = write(tmp_path, clock(1), clock(1, 10**9, 100_000), call(1, 500_000, 500_100), call(1, 2 * 10**6, 2 * 10**6))
+    second = write(
+        tmp_path, clock(1), clock(1, 10**9, 100_000), call(1, 500_000, 500_100), call(1, 2 * 10**6, 2 * 10**6)
+    )
     assert calls(merged(tmp_path, first, second), 1) == [(500_050, 100.01), (2_000_100, 0)]
 
 
@@ -126,9 +128,7 @@ def test_the_work_on_devices_counts_where_all_ranks_have_it(tmp_path: Path) -> N
     assert {(each["pid"], each["tid"]) for each in events if each.get("cat") == "waits"} == {(0, 1000), (1, 1000)}
 
 
-def test_waits_that_the_clocks_cannot_tell_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_waits_that_the_clocks_cannot_tell_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = write(tmp_path, clock(0), call(0, 0, 50), call(0, 100, 160, "2"))
     second = write(tmp_path, clock(1, uncertainty_ns=30_000), call(1, 29, 50), call(1, 131, 160, "2"))
     assert waits(merged(tmp_path, first, second)) == {("Barrier", 0): (1, 31)}
