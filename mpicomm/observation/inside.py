@@ -16,6 +16,8 @@ from mpicomm.collectives.engines import Engines
 from mpicomm.collectives.host import selection
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import HostBackend
+from mpicomm.errors import HandleError
+from mpicomm.log import logger
 from mpicomm.recording.channel import Channel
 from mpicomm.recording.clocks import now_ns
 from mpicomm.recording.record import Interval, current, hear_of_slow_way
@@ -54,7 +56,7 @@ class DeviceWork:
         if interval is None:
             if self._backend.is_capturing(stream):
                 record.captured = True
-            elif (interval := self._timeline.begin(stream)) is not None:
+            elif self._timeline is not None and (interval := self._timeline.begin(stream)) is not None:
                 record.intervals.append(interval)
         try:
             yield
@@ -63,11 +65,15 @@ class DeviceWork:
                 interval.extend()
 
 
-def timeline_of(backend: GpuBackend) -> AnyTimeline:
-    """Return a timeline of a GPU. Local."""
+def timeline_of(backend: GpuBackend) -> AnyTimeline | None:
+    """Return a timeline of a GPU; None, with a warning, where its work cannot be measured. Local."""
     from mpicomm.devices.cuda.timeline import Timeline
 
-    return Timeline(backend, now_ns)
+    try:
+        return Timeline(backend, now_ns)
+    except HandleError as error:  # the other ranks go on to make the communicator, so this rank must not raise alone
+        logger.warning("records have no times of GPU %s: %s", backend.device, error)
+        return None
 
 
 class RecordedSession(Session):

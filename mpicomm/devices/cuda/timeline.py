@@ -27,7 +27,8 @@ class Timeline:
 
     ``now_ns`` reads the host's clock. CUDA tells the time between two events alone, so the clocks are compared by an
     event on a stream that is the timeline's: at first, and later when a second has passed. Where other work delays that
-    event the last comparison stays, because a wait could hold up a rank for which kernels of other ranks wait.
+    event the last comparison stays, because a wait could hold up a rank for which kernels of other ranks wait. Raises
+    `HandleError` where the device fails.
     """
 
     def __init__(self, backend: GpuBackend, now_ns: Callable[[], int]) -> None:
@@ -36,9 +37,8 @@ class Timeline:
         self._idle: list[LocalEvent] = []
         self._base: tuple[LocalEvent, int] | None = None
         self._next_ns = 0
-        with backend.loading():
+        with backend.loading(), self._guarded():
             self._stream: Any = cupy.cuda.Stream(non_blocking=True)
-        with self._guarded():
             self._compare(_FIRST_LIMIT_NS)
 
     def begin(self, stream: int) -> StreamInterval | None:
