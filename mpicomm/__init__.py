@@ -6,7 +6,7 @@
 import sys
 
 # These commands decide themselves whether to start MPI, and when; the modules below load and start it.
-if {"mpicomm.doctor", "mpicomm.p2p"}.isdisjoint(sys.orig_argv):
+if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
     from mpicomm.api.communicator import Communicator
     from mpicomm.errors import (
         BackendUnavailableError,

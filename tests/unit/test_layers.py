@@ -26,6 +26,7 @@ ROOMS = [
     {"devices.cuda"},
     {"mpi"},
     {"cluster"},
+    {"recording"},
     {"sharing"},
     {"symmetric"},
     {"session"},
@@ -37,10 +38,11 @@ ROOMS = [
     {"collectives.engines"},
     {"collectives.dispatch"},
     {"messages"},
+    {"observation"},
     {"api"},
     {"install", "torch"},
     {"cli"},
-    {"ring", "info", "doctor", "bench", "p2p", "__main__"},
+    {"ring", "info", "doctor", "bench", "p2p", "trace", "__main__"},
     {"tune"},
 ]
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
@@ -48,8 +50,10 @@ ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 MPI_USERS = {
     "mpi",
     "cluster",
+    "recording",
     "session",
     "messages",
+    "observation",
     "api",
     "install",
     "torch",
@@ -61,7 +65,7 @@ MPI_USERS = {
 } | {name for name in ROOM if name.startswith(("collectives", "internode"))}
 CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/", "p2p/")
 # They are used as any user of the package would be.
-COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "tune"}
+COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "trace", "tune"}
 
 MODULES = sorted(
     path.relative_to(ROOT / "mpicomm").as_posix()

@@ -27,7 +27,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCK
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory, sendrecv_request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
-from mpicomm.collectives.gpu.choose import Preparation
+from mpicomm.collectives.gpu.choose import NO_CHOICE, Choice, Preparation
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
@@ -186,8 +186,8 @@ class DeviceEngine:
         machine.
         """
         self._require_open(call.operation.name)
-        text, steps = self._preparation.steps(call, asked)
-        plan = self._plan(text, [*before, *steps, *after])
+        text, steps, choice = self._preparation.steps(call, asked)
+        plan = self._plan(text, [*before, *steps, *after], choice)
         if call.lengths_are_private and self._node.size > 1:
             self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
         return plan
@@ -208,7 +208,7 @@ class DeviceEngine:
         self._require_open(signature.operation)
         self._board.post(str(signature))
         barrier = DirectPlanner.of(self._node).barrier(signature.hash32, after_copies=False)
-        return self._plan(str(signature), [barrier])
+        return self._plan(str(signature), [barrier], Choice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
         """Return a plan that sends one message and receives another; ``text`` says so.
@@ -225,7 +225,8 @@ class DeviceEngine:
         before, sent = self._packed_message(sent, scratch, 0, unpacks=False)
         after, received = self._packed_message(received, scratch, _packed_nbytes(sent), unpacks=True)
         launch = self._sendrecv.launch(sent, received, self._arena.region(request).pointers)
-        return self._plan(text, [*before, *([] if launch is None else [launch]), *after], collective=False)
+        steps = [*before, *([] if launch is None else [launch]), *after]
+        return self._plan(text, steps, Choice("one_shot", "in stream order"), collective=False)
 
     def _packed_message(
         self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool
@@ -238,14 +239,14 @@ class DeviceEngine:
         launches = pack_launches(self._backend, [job], pointer, unpacks=unpacks)
         return launches, replace(message, span=Span(pointer, message.span.count))
 
-    def _plan(self, text: str, steps: Sequence[Step], *, collective: bool = True) -> Plan:
+    def _plan(self, text: str, steps: Sequence[Step], choice: Choice = NO_CHOICE, *, collective: bool = True) -> Plan:
         # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
         launches = [step for step in steps if isinstance(step, Launch)]
         if any(self._kernels.find(launch.variant) is None for launch in launches):
             with self._backend.loading():
                 for launch in launches:
                     self._kernels.load(launch.variant)
-        plan = Plan(text, [self._enqueuer(step) for step in steps], collective=collective)
+        plan = Plan(text, [self._enqueuer(step) for step in steps], choice, collective=collective)
         self._plans.add(plan)
         return plan
 
