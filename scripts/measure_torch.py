@@ -222,7 +222,7 @@ def tables(peer: Peer, rows: list[list[Any]], steps: list[list[Any]]) -> list[Ta
         software["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
         if ranks_share_gpus():
             notes.append(
-                "Ranks share a GPU, which they use in turns of some milliseconds, and NCCL goes through sockets, because "
+                "Ranks share a GPU, which they use in turns of some milliseconds, and NCCL goes through sockets, as "
                 "NCCL_HOSTID makes each rank a host: only the host's time to issue can be compared."
             )
     where, started = hardware(records, processor()), command(SIZE)
