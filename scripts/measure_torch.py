@@ -31,7 +31,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm.torch
-from mpicomm.cli.options import output_file, processor, rank_record
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_torch import BATCH, digits, network
