@@ -166,6 +166,25 @@ def test_fully_sharded(mesh: DeviceMesh) -> None:
     require_trained(list(model.parameters()))
 
 
+@pytest.mark.gpu_alone
+def test_fully_sharded_through_symmetric_memory(mesh: DeviceMesh) -> None:
+    def symmetric_nbytes() -> int:
+        return sum(use.device_nbytes for use in comm.describe().memory if use.purpose == "symmetric arrays")
+
+    comm = mpicomm.torch.communicator(mesh.get_group())
+    model = network()
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh).set_allocate_memory_from_process_group_for_comm(True)
+    optimizer = sgd(model.parameters())
+    before = symmetric_nbytes()
+    train(model, optimizer, share)
+    require_trained(list(model.parameters()))
+    after = symmetric_nbytes()
+    assert after > before
+    train(model, optimizer, share)
+    assert symmetric_nbytes() == after
+
+
 @pytest.mark.mpi(min_size=4)
 def test_sharded_in_pairs_that_are_replicated(world: dist.ProcessGroup, device: torch.device) -> None:
     model = network()
