@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from ctypes import c_uint32, c_uint64
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.helpers.mpiexec import ROOT
@@ -18,8 +19,12 @@ ROWS, COLUMNS, BLOCKS, THREADS = 11, 37, 3, 40
 STEPS = 20
 
 
-def heat(plate: np.ndarray[tuple[int, int], np.dtype[np.float64]]) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    later = plate.copy()
+Array = npt.NDArray[np.float64]
+
+
+def heat(plate: Array) -> Array:
+    """Return the heat of the whole plate one step later."""
+    later: Array = plate.copy()
     around = ((plate[:-2, 1:-1] + plate[2:, 1:-1]) + plate[1:-1, :-2]) + plate[1:-1, 2:]
     later[1:-1, 1:-1] = (around * 0.25 + plate[1:-1, 1:-1]) * 0.5
     return later
