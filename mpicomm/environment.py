@@ -22,6 +22,14 @@ MAPPED = "mapped"
 """The engine between groups of ranks of one node."""
 
 
+def multi_process_service() -> bool:
+    """Return whether NVIDIA's multi-process service (MPS) runs, so that processes use a GPU side by side.
+
+    Its control daemon makes a pipe of this name, and its clients look for the pipe in the same folder.
+    """
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
+
+
 def device(argument: int | str) -> int | str:
     """Return ``device=``, or MPICOMM_DEVICE where the argument is "auto": "auto", "cpu" or an ordinal."""
     name, value = "device", argument

@@ -26,7 +26,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm.torch
-from mpicomm.cli.options import output_file, processor
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_torch import BATCH, digits, network

@@ -305,6 +305,15 @@ class Communicator(
             self._session.hasten(limit_s)
             self.Free()
 
+    def _check_at_once(self) -> None:
+        """Raise as `check` does, but wait for no stream; do nothing once the communicator is freed. Local."""
+        if self != MPI.COMM_NULL:
+            self._session.require_usable("check")
+
+    def _prepare_thread(self) -> None:
+        """Let the calling thread, which mpicomm has started, work beside those of the user on this device. Local."""
+        self._session.backend.prepare_thread()
+
     def free(self) -> None:
         """Free as `Free` does, unless the communicator is freed or MPI's own: mpi4py's call for clean-up."""
         if self != MPI.COMM_NULL and not self._name_in_mpi:

@@ -44,6 +44,7 @@ struct Packing {
   u64 units;
   u32 num_regions;
   u32 unpacks;
+  Region first;  // the first region, which a launch of one region reads from here
 };
 
 // The two places of a unit. It has 0 bytes for a thread that has no unit.
@@ -117,43 +118,51 @@ MPICOMM_DEVICE void store_unit(u8* to, const Packet& packet, u32 nbytes) {
   }
 }
 
+// Moves the units from `begin` to `end`, of which this thread has each `step`th. `kOne` is whether there is one region:
+// it lies in the kernel's argument, because a thread would else wait for the table before it can load data.
+template <bool kOne>
+MPICOMM_DEVICE void move_units(const Packing& x, u64 begin, u64 end, u64 step) {
+  // After a failure packed memory may hold other data, which must not get into the user's memory. Pairs with the store
+  // in report_fault: a wait of this stream was an earlier kernel, so a plain load sees its store. A plain load also
+  // stays in the cache of the multiprocessor, where a load of each thread from the one word would queue up. It is in
+  // flight during the first loads of data.
+  const u32 failed = x.unpacks ? *x.failed : kClear;
+  u32 region = 0;
+  // All loads come before the first store, so that kAtOnce loads are in flight at once.
+  for (u64 first = begin + threadIdx.x; first < end; first += kAtOnce * step) {
+    Unit units[kAtOnce];
+    Packet packets[kAtOnce];
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u64 number = first + i * step;
+      units[i].nbytes = 0;
+      if (number >= end) continue;
+      if (!kOne) region = region_of(x, number, region);
+      units[i] = unit_of(x, kOne ? x.first : x.regions[region], number);
+      packets[i] = load_unit(units[i].from, units[i].nbytes);
+    }
+    if (failed != kClear) return;
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      if (units[i].nbytes != 0) store_unit(units[i].to, packets[i], units[i].nbytes);
+    }
+  }
+}
+
 }  // namespace mpicomm
 
 extern "C" __global__ void __launch_bounds__(mpicomm::kPackThreads)
     mpicomm_pack(const __grid_constant__ mpicomm::Packing);
 
 MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
-  using mpicomm::u32;
   using mpicomm::u64;
-  using mpicomm::kAtOnce;
-  // With one region all blocks move side by side, which the memory likes best. With several each block moves consecutive
-  // units, because the search for a near region is short.
-  const bool beside = x.num_regions == 1;
-  const u64 share = beside ? blockDim.x : (x.units + gridDim.x - 1) / gridDim.x;
-  const u64 step = beside ? static_cast<u64>(gridDim.x) * blockDim.x : blockDim.x;
-  const u64 begin = blockIdx.x * share, end = beside || begin + share > x.units ? x.units : begin + share;
-  // After a failure packed memory may hold other data, which must not get into the user's memory. Pairs with the store
-  // in report_fault: a wait of this stream was an earlier kernel, so its store is there. The load is in flight during
-  // the first loads of data.
-  const u32 failed = x.unpacks ? mpicomm::load_relaxed(x.failed) : mpicomm::kClear;
-  u32 region = 0;
-  // All loads come before the first store, so that kAtOnce loads are in flight at once.
-  for (u64 first = begin + threadIdx.x; first < end; first += kAtOnce * step) {
-    mpicomm::Unit units[kAtOnce];
-    mpicomm::Packet packets[kAtOnce];
-#pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) {
-      const u64 number = first + i * step;
-      units[i].nbytes = 0;
-      if (number >= end) continue;
-      region = mpicomm::region_of(x, number, region);
-      units[i] = mpicomm::unit_of(x, x.regions[region], number);
-      packets[i] = mpicomm::load_unit(units[i].from, units[i].nbytes);
-    }
-    if (failed != mpicomm::kClear) return;
-#pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) {
-      if (units[i].nbytes != 0) mpicomm::store_unit(units[i].to, packets[i], units[i].nbytes);
-    }
+  if (x.num_regions == 1) {
+    // All blocks move side by side, which the memory likes best.
+    const u64 step = static_cast<u64>(gridDim.x) * blockDim.x;
+    mpicomm::move_units<true>(x, static_cast<u64>(blockIdx.x) * blockDim.x, x.units, step);
+  } else {
+    // Each block moves consecutive units, because the search for a near region is short.
+    const u64 share = (x.units + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share, end = begin + share;
+    mpicomm::move_units<false>(x, begin, end < x.units ? end : x.units, blockDim.x);
   }
 }

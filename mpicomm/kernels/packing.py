@@ -50,6 +50,7 @@ class PackArguments(ctypes.Structure):
         ("units", ctypes.c_uint64),
         ("num_regions", ctypes.c_uint32),
         ("unpacks", ctypes.c_uint32),
+        ("first", RegionEntry),
     ]
 
 
@@ -64,7 +65,8 @@ class PackTable:
     def arguments(self, regions: int, memory: int, packed: int, failed: int, *, unpacks: bool) -> PackArguments:
         """Return the argument of a launch: the table lies at ``regions``; the regions lie from ``memory`` on, and their
         packed memory from ``packed`` on. Once the word at ``failed`` is not 0, the launch unpacks nothing."""
-        return PackArguments(regions, memory, packed, failed, self.units, self.num_regions, unpacks)
+        first = RegionEntry.from_buffer_copy(self.content) if self.num_regions else RegionEntry()
+        return PackArguments(regions, memory, packed, failed, self.units, self.num_regions, unpacks, first)
 
 
 PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))

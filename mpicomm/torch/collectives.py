@@ -149,14 +149,8 @@ class Collectives:
         received.scatter()
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here, and on a GPU until the current stream has done its work. Blocking."""
-        if isinstance(self._comm.device, int):
-            stream = torch.cuda.current_stream(self._comm.device)
-            self._comm.Barrier(stream=stream)
-            stream.synchronize()
-            self._comm.check(stream)
-        else:
-            self.all_reduce(torch.zeros(1, dtype=torch.uint8), torch.distributed.ReduceOp.SUM)
+        """Wait until all ranks have come here. It is for groups of the host."""
+        self.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), torch.distributed.ReduceOp.SUM)
 
     def _alltoallv(
         self, receive: torch.Tensor, receive_counts: list[int], send: torch.Tensor, send_counts: list[int]

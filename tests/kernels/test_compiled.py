@@ -24,6 +24,7 @@ from mpicomm.kernels.combine import combine_kernel  # noqa: E402
 from mpicomm.kernels.packing import PACK_KERNEL  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from mpicomm.kernels.variant import Variant  # noqa: E402
+from mpicomm.p2p.kernels import CHASE, COPY, HOLD, RALLY  # noqa: E402
 from tests.helpers.kernel_sources import INCLUDES  # noqa: E402
 from tests.helpers.mpiexec import ROOT  # noqa: E402
 
@@ -56,7 +57,7 @@ BANDWIDTH += [
     for size in (2, 4, 8)
 ]
 BANDWIDTH += [chain_kernel(reduction) for reduction in (None, ("int8", "sum"), WIDEST)]
-BANDWIDTH += [direct_kernel(), PACK_KERNEL]
+BANDWIDTH += [direct_kernel(), PACK_KERNEL, COPY]
 BANDWIDTH += [
     combine_kernel(reduction, result)
     for reduction, result in ((("float32", "sum"), "bfloat16"), (("bfloat16", "max"), "bfloat16"), (WIDEST, WIDEST[0]))
@@ -135,6 +136,12 @@ def test_packets_in_memory_of_the_host_take_fences_of_the_whole_system(steps: St
 def test_chains_in_memory_of_the_host_take_fences_of_the_whole_system() -> None:
     assert fences_of(chain_kernel(None)) <= {"gl", "gpu"}
     assert fences_of(chain_kernel(None, host_slots=True)) == {"sys"}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
+def test_kernels_of_one_source_compile_together(capability: tuple[int, int]) -> None:
+    image = compile_kernel(HOLD.source, capability, HOLD.options)
+    assert all(variant.entry.encode() in image for variant in (HOLD, COPY, RALLY, CHASE))
 
 
 # As a user would: nothing of this package but the directory that it names.

@@ -40,7 +40,7 @@ ROOMS = [
     {"api"},
     {"install", "torch"},
     {"cli"},
-    {"ring", "info", "doctor", "bench", "__main__"},
+    {"ring", "info", "doctor", "bench", "p2p", "__main__"},
     {"tune"},
 ]
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
@@ -57,10 +57,11 @@ MPI_USERS = {
     "cli",
     "bench",
     "doctor",
+    "p2p",
 } | {name for name in ROOM if name.startswith(("collectives", "internode"))}
-CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/")
+CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/", "p2p/")
 # They are used as any user of the package would be.
-COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "tune"}
+COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "tune"}
 
 MODULES = sorted(
     path.relative_to(ROOT / "mpicomm").as_posix()

@@ -19,6 +19,8 @@ from mpicomm.torch import communicator
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere
 
+pytestmark = pytest.mark.host_alone
+
 WORLD = MPI.COMM_WORLD
 LIMIT = timedelta(seconds=10)
 OTHER_ORDER = [*range(1, WORLD.size), 0]
