@@ -152,10 +152,14 @@ ALL_FUNCTIONS = ("-DGROUP=Block", "-DDTYPE=float16", "-DOPERATION=sum")
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
 def test_public_header_compiles_in_kernels_of_a_user(capability: tuple[int, int]) -> None:
-    image = compile_kernel(ROOT / "examples" / "ring_sum.cu", capability, USERS)
-    assert image.startswith(b"\x7fELF")
-    assert b"ring_sum" in image
-    assert b"reduce_all" in compile_kernel(FUNCTIONS, capability, (*USERS, *ALL_FUNCTIONS))
+    for source, options, entry in (
+        (ROOT / "examples" / "ring_sum.cu", (), b"ring_sum"),
+        (ROOT / "examples" / "jacobi.cu", ("-fmad=false",), b"relax_all"),
+        (FUNCTIONS, ALL_FUNCTIONS, b"reduce_all"),
+    ):
+        image = compile_kernel(source, capability, (*USERS, *options))
+        assert image.startswith(b"\x7fELF")
+        assert entry in image
 
 
 def test_public_header_compiles_with_nvcc(tmp_path: Path) -> None:

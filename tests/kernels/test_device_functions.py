@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from tests.kernels.build import Builds, Change
-from tests.kernels.device_functions_rig import FUNCTIONS, GROUPS, SOURCE, Messages, exchange, hand_over, reduce_all
+from tests.kernels.device_functions_rig import (
+    FUNCTIONS,
+    GROUPS,
+    IN_TIME,
+    SOURCE,
+    Messages,
+    Rig,
+    exchange,
+    hand_over,
+    reduce_all,
+)
 from tests.kernels.machine import CAUGHT
 
 # Lengths around a unit, a packet and a line, and longer than what all threads move at once.
@@ -20,64 +31,70 @@ SHAPES = [
     Messages(502, 0, 6, rounds=2),
 ]
 REDUCTIONS = [
-    (("float32", "sum"), Messages(500, 0, 0)),
-    (("float32", "sum"), Messages(400, 4, 4)),
-    (("float32", "max"), Messages(404, 8, 4)),
-    (("float16", "sum"), Messages(1250, 6, 6)),
-    (("bfloat16", "sum"), Messages(2002, 2, 2)),
-    (("bfloat16", "min"), Messages(34, 0, 14)),
-    (("float64", "min"), Messages(800, 8, 8)),
-    (("int32", "sum"), Messages(4, 12, 0)),
+    ("float32", "sum", Messages(500, 0, 0)),
+    ("float32", "sum", Messages(400, 4, 4)),
+    ("float32", "max", Messages(404, 8, 4)),
+    ("float16", "sum", Messages(1250, 6, 6)),
+    ("bfloat16", "sum", Messages(2002, 2, 2)),
+    ("bfloat16", "min", Messages(34, 0, 14)),
+    ("float64", "min", Messages(800, 8, 8)),
+    ("int32", "sum", Messages(4, 12, 0)),
 ]
+
+
+def require_all_in_time(failed: Sequence[npt.NDArray[np.uint32]]) -> None:
+    assert not any(each.any() for each in failed), IN_TIME
 
 
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_messages_arrive(builds: Builds, function: str, group: str) -> None:
     for messages in SHAPES:
-        exchange(builds, function, group, messages)
+        require_all_in_time(exchange(Rig(builds, group, messages), function))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_messages_arrive_between_any_number_of_ranks(builds: Builds, function: str, size: int) -> None:
-    exchange(builds, function, "Warp", Messages(100), size=size)
+    require_all_in_time(exchange(Rig(builds, "Warp", Messages(100), size=size), function))
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_wait_for_a_rank_that_does_not_come_ends_on_all_threads(builds: Builds, function: str) -> None:
     for group in GROUPS:
-        failed = exchange(builds, function, group, Messages(100), absent=1, timeout_s=0.001)
+        failed = exchange(Rig(builds, group, Messages(100), absent=1), function, timeout_s=0.001)
         assert [each.all() for each in failed] == [True, False, True]
         assert not failed[1].any()
 
 
 @pytest.mark.parametrize("group", GROUPS)
 def test_blocks_of_a_rank_hand_data_over(builds: Builds, group: str) -> None:
-    hand_over(builds, group)
+    require_all_in_time(hand_over(Rig(builds, group, Messages(200), size=1)))
 
 
-@pytest.mark.parametrize(("reduction", "messages"), REDUCTIONS, ids=str)
-def test_reduction_is_that_of_numpy_in_rank_order(
-    builds: Builds, reduction: tuple[str, str], messages: Messages
-) -> None:
+@pytest.mark.parametrize(("dtype", "op", "messages"), REDUCTIONS, ids=str)
+def test_reduction_is_that_of_numpy_in_rank_order(builds: Builds, dtype: str, op: str, messages: Messages) -> None:
     pytest.importorskip("ml_dtypes")
     for group in GROUPS:
-        reduce_all(builds, group, reduction, messages)
+        require_all_in_time(reduce_all(Rig(builds, group, messages), dtype, op))
 
 
-MOVED = Messages(200, 3, 5)
-RUNS: dict[str, Callable[..., object]] = {
-    **{name: partial(exchange, function=name, messages=MOVED) for name in FUNCTIONS},
-    "between_blocks": hand_over,
-    "reduce_all": partial(reduce_all, reduction=("float32", "sum"), messages=Messages(200, 4, 8)),
-}
+def run(builds: Builds, name: str, group: str, changes: Sequence[Change] = (), *, timeout_s: float = 20) -> None:
+    """Run one kernel of device_functions.cu between three ranks."""
+    messages = Messages(200, 4, 8) if name == "reduce_all" else Messages(200, 3, 5)
+    rig = Rig(builds, group, messages, changes=changes)
+    if name == "reduce_all":
+        require_all_in_time(reduce_all(rig, "float32", "sum", timeout_s=timeout_s))
+    elif name == "between_blocks":
+        require_all_in_time(hand_over(rig, timeout_s=timeout_s))
+    else:
+        require_all_in_time(exchange(rig, name, timeout_s=timeout_s))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*FUNCTIONS, "between_blocks", "reduce_all"])
 def test_no_race(watched_builds: Builds, name: str) -> None:
     for group in ("Warp", "Block"):
-        RUNS[name](watched_builds, group=group)
+        run(watched_builds, name, group)
 
 
 def header(name: str, old: str, new: str) -> Change:
@@ -116,4 +133,4 @@ CONTROLS: list[tuple[str, str, Change]] = [
 @pytest.mark.parametrize(("name", "group", "change"), CONTROLS, ids=lambda part: getattr(part, "old", part))
 def test_mistake_is_seen(watched_builds: Builds, name: str, group: str, change: Change) -> None:
     with pytest.raises(AssertionError, match=CAUGHT):
-        RUNS[name](watched_builds, group=group, changes=[change], timeout_s=1)
+        run(watched_builds, name, group, [change], timeout_s=1)

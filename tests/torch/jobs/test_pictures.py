@@ -42,7 +42,7 @@ def test_gradients_that_are_not_added_are_found(tmp_path: Path) -> None:
     assert result.returncode != 0 and "1e-04 is allowed" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("name", ["producer_consumers", "pipeline", "fft_transpose"])
+@pytest.mark.parametrize("name", ["producer_consumers", "pipeline", "fft_transpose", "jacobi"])
 def test_examples_draw_pictures(name: str, tmp_path: Path) -> None:
     picture = tmp_path / "picture.svg"
     result = run(2, ROOT / f"examples/{name}.py", f"--plot={picture}")
