@@ -20,6 +20,7 @@ if "mpicomm.doctor" not in sys.orig_argv:
     from mpicomm.install import install, uninstall
     from mpicomm.kernels.headers import include_dir
     from mpicomm.mpi.ops import AVG
+    from mpicomm.mpi.own_ops import Op
     from mpicomm.symmetric.array import SymmetricArray
     from mpicomm.symmetric.events import SharedEvent
 
@@ -32,6 +33,7 @@ __all__ = [
     "InvalidUsageError",
     "KernelCompileError",
     "MpicommError",
+    "Op",
     "PeerError",
     "SharedEvent",
     "SymmetricArray",

@@ -22,6 +22,7 @@ from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.overlap import require_separate
+from mpicomm.mpi.own_ops import Op
 from mpicomm.mpi.span import Span
 
 
@@ -271,6 +272,11 @@ class Call:
             return None
         dtypes = [operand.dtype for operand in self.operands]
         if any(dtype is None for dtype in dtypes):  # `in` compares, and to NumPy None is float64
+            if isinstance(self.arguments.op, Op):  # in MPI an error of NumPy would end the program
+                raise InvalidUsageError(
+                    f"{self.operation}: {self.arguments.op!r} is for plain element types, not for derived datatypes "
+                    "or types that NumPy lacks: use MPI.Op.Create"
+                )
             return None
         first = dtypes[0]
         if any(dtype != first for dtype in dtypes):

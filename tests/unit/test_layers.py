@@ -20,7 +20,7 @@ ROOT = Path(mpicomm.__file__).parents[1]
 ROOMS = [
     {"errors", "sizes"},
     {"environment", "waiting", "interrupts"},
-    {"log"},
+    {"log", "expressions"},
     {"kernels"},
     {"devices"},
     {"devices.cuda"},
@@ -162,6 +162,7 @@ def test_public_names() -> None:
         "InvalidUsageError",
         "KernelCompileError",
         "MpicommError",
+        "Op",
         "PeerError",
         "SharedEvent",
         "SymmetricArray",

@@ -28,7 +28,7 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.internode.carrier import Carrier
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.pipeline import DEPTH, carry_out
-from mpicomm.internode.schedules import pieces, schedule_of, steps_of
+from mpicomm.internode.schedules import pieces, require_order, schedule_of, steps_of
 from mpicomm.internode.steps import Combine, Local, Step, Wire
 from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.kernels.reductions import reduction_of
@@ -74,6 +74,7 @@ class CliquesEngine:
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> CliquesPlan:
         """Return this rank's part of a call that was read; see `DeviceEngine.prepare_call`."""
+        require_order(call, self._layout)
         scratch = self._packed.of(call.scratch_nbytes)
         buffers = call.buffers(scratch)
         if call.operation.reduces:
