@@ -93,7 +93,7 @@ def _remake(expression: str, name: str, commute: bool) -> Op:
     return Op(expression, name=name, commute=commute)
 
 
-def _reduce(expression: Expression, a: MPI.buffer, b: MPI.buffer, datatype: MPI.Datatype) -> None:
+def _reduce(expression: Expression, a: Any, b: Any, datatype: MPI.Datatype) -> None:
     """Reduce ``a`` and ``b`` into ``b``, as MPI asks for it. An error here ends the program, as mpi4py says."""
     dtype = numpy_dtype(datatype)
     if dtype is None:

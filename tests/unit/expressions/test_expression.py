@@ -136,7 +136,7 @@ def test_everything_else_is_refused(text: str, said: str) -> None:
 
 def test_what_is_no_text_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="op=3 is no expression"):
-        parse(3, ("a", "b"), "op")  # type: ignore[arg-type]
+        parse(3, ("a", "b"), "op")
 
 
 @pytest.mark.parametrize(
