@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.expressions.bounds import is_index
 from mpicomm.expressions.functions import (
     AND,
     DIVIDE,
     FUNCTIONS,
+    KINDS,
     MULTIPLY,
     NOT,
     OPERATORS,
@@ -24,24 +25,28 @@ from mpicomm.expressions.functions import (
     POWER,
     WHERE,
     Function,
-    Kind,
     Sort,
+    kind_of,
 )
-from mpicomm.expressions.tree import Apply, AsNumber, AsTruth, Node, Number, Power, Truth, Values, Variable
+from mpicomm.expressions.tree import (
+    Apply,
+    Array,
+    AsNumber,
+    AsTruth,
+    Element,
+    Node,
+    Number,
+    Power,
+    Truth,
+    Values,
+    Variable,
+)
 
 LONGEST = 300
 """The most letters of an expression: so no compiler meets more nested calls than it takes."""
 MOST_EXPONENT = 64
 """The largest constant exponent that becomes multiplications."""
 _LARGEST = 2**64 - 1
-_KINDS: dict[str, Kind] = {
-    "bool": "bool",
-    "int": "integer",
-    "uint": "integer",
-    "float": "float",
-    "bfloat": "float",
-    "complex": "complex",
-}
 
 
 @dataclass(frozen=True)
@@ -76,11 +81,16 @@ class Expression:
 @lru_cache
 def _undefined(tree: Node, dtype: str) -> str | None:
     """Return why an expression is not defined on numbers of a dtype, None if it is."""
-    letters = re.match("[a-z]*", dtype)
-    kind = _KINDS.get(letters[0]) if letters else None
+    kind = kind_of(dtype)
     if kind is None:
         return "it is for numbers, and bool"
     for node in tree.walk():
+        given = node.kind if isinstance(node, Variable) else None
+        if isinstance(node, Element):
+            given = kind_of(node.array.dtype)
+        if given is not None and KINDS.index(given) > KINDS.index(kind):
+            name = node.array.name if isinstance(node, Element) else node.name if isinstance(node, Variable) else ""
+            return f"{name} is {given}: convert it"
         if isinstance(node, Number) and kind == "bool":
             return f"{node.value} is no bool: use True or False"
         if isinstance(node, Number) and kind == "integer":
@@ -96,15 +106,21 @@ def _undefined(tree: Node, dtype: str) -> str | None:
 
 
 @lru_cache
-def parse(text: str, names: tuple[str, ...], argument: str) -> Expression:
-    """Return the expression of a text in which ``names`` stand for numbers. Local.
+def parse(
+    text: str,
+    numbers: tuple[Variable, ...],
+    argument: str,
+    arrays: tuple[Array, ...] = (),
+    indices: tuple[Variable, ...] = (),
+) -> Expression:
+    """Return the expression of a text with the names of ``numbers``, of ``arrays``, and of ``indices`` in subscripts.
 
-    Raises `InvalidUsageError` for anything but these names, numbers, operators and `FUNCTIONS`; it names ``argument``
-    and the part of the text.
+    Local. Raises `InvalidUsageError` for anything but these names, literals, operators and `FUNCTIONS`; it names
+    ``argument`` and the part of the text.
     """
     if not isinstance(text, str):
         raise TypeError(f"{argument}={text!r} is no expression: pass text such as {'a + b'!r}")
-    reader = _Reader(text, names, argument)
+    reader = _Reader(text, numbers, argument, arrays, indices)
     if len(text) > LONGEST:
         raise reader.error(f"it has {len(text)} letters: write it with at most {LONGEST}")
     try:
@@ -117,10 +133,20 @@ def parse(text: str, names: tuple[str, ...], argument: str) -> Expression:
 class _Reader:
     """Turns Python's tree into nodes; raises `InvalidUsageError`."""
 
-    def __init__(self, text: str, names: Sequence[str], argument: str) -> None:
+    def __init__(
+        self,
+        text: str,
+        numbers: Sequence[Variable],
+        argument: str,
+        arrays: Sequence[Array],
+        indices: Sequence[Variable],
+    ) -> None:
         self._text = text
-        self._names = names
+        self._numbers = {number.name: number for number in numbers}
         self._argument = argument
+        self._arrays = {array.name: array for array in arrays}
+        self._indices = indices
+        self._names = ", ".join([*self._numbers, *(f"{name}[...]" for name in self._arrays)])
 
     def error(self, reason: str) -> InvalidUsageError:
         return InvalidUsageError(f"{self._argument}={self._text!r}: {reason}")
@@ -144,9 +170,11 @@ class _Reader:
         if isinstance(tree, ast.Constant):
             return self._constant(tree)
         if isinstance(tree, ast.Name):
-            if tree.id not in self._names:
-                raise self.error(f"{tree.id!r} is no name here: use {', '.join(self._names)}")
-            return Variable(tree.id)
+            if tree.id not in self._numbers:
+                raise self.error(f"{tree.id!r} is no name here: use {self._names}")
+            return self._numbers[tree.id]
+        if isinstance(tree, ast.Subscript):
+            return self._element(tree)
         if isinstance(tree, ast.UnaryOp):
             if isinstance(tree.op, ast.Not):
                 return self._apply(NOT, tree.operand)
@@ -165,6 +193,15 @@ class _Reader:
         if isinstance(tree, ast.Call):
             return self._call(tree)
         raise self._unknown(tree)
+
+    def _element(self, tree: ast.Subscript) -> Node:
+        array = self._arrays.get(tree.value.id) if isinstance(tree.value, ast.Name) else None
+        if array is None:
+            raise self._unknown(tree)
+        index = _Reader(self._text, self._indices, self._argument, (), ()).number(tree.slice)
+        if not is_index(index):
+            raise self.error(f"{ast.unparse(tree.slice)!r} is no index: compute it of integers with + - * // %")
+        return Element(array, index)
 
     def _constant(self, tree: ast.Constant) -> Node:
         value = tree.value
@@ -227,7 +264,7 @@ class _Reader:
 
     def _unknown(self, tree: ast.expr) -> InvalidUsageError:
         return self.error(
-            f"{ast.unparse(tree)!r} is not possible here: use {', '.join(self._names)}, numbers, operators, "
+            f"{ast.unparse(tree)!r} is not possible here: use {self._names}, numbers, operators, "
             f"x if c else y, {', '.join(FUNCTIONS)}"
         )
 

@@ -16,13 +16,24 @@ import numpy as np
 Kind = Literal["bool", "integer", "float", "complex"]
 Sort = Literal["number", "truth"]
 
+KINDS: tuple[Kind, ...] = ("bool", "integer", "float", "complex")
+"""All kinds of elements. Numbers of a kind become numbers of a later kind where an expression needs them."""
+_LETTERS: dict[str, Kind] = {"uint": "integer", "int": "integer", "bfloat": "float"}
+
+
+def kind_of(dtype: str) -> Kind | None:
+    """Return the kind of a dtype by its name, such as "float8_e5m2"; None for one of no numbers."""
+    letters = dtype[: next((place for place, letter in enumerate(dtype) if not letter.islower()), len(dtype))]
+    found = _LETTERS.get(letters, letters)
+    return next((kind for kind in KINDS if kind == found), None)
+
+
 _INTEGER: tuple[Kind, ...] = ("integer",)
 _FLOAT: tuple[Kind, ...] = ("float",)
 _BITS: tuple[Kind, ...] = ("bool", "integer")
 _REAL: tuple[Kind, ...] = ("integer", "float")
 _ORDERED: tuple[Kind, ...] = ("bool", "integer", "float")
 _NUMBER: tuple[Kind, ...] = ("integer", "float", "complex")
-_ANY: tuple[Kind, ...] = ("bool", "integer", "float", "complex")
 
 
 @dataclass(frozen=True)
@@ -76,10 +87,10 @@ def _comparison(label: str, cpp: str, numpy: Callable[..., Any], kinds: tuple[Ki
 MULTIPLY = _binary("*", "multiply", np.multiply, _NUMBER, "use and")
 DIVIDE = _binary("/", "divide", np.divide, _FLOAT, "use // for integers")
 POWER = _binary("**", "pow", np.power, _FLOAT, "use a constant exponent such as a ** 2")
-AND = Function("and", "both", np.logical_and, ("truth", "truth"), _ANY, "truth")
-OR = Function("or", "either", np.logical_or, ("truth", "truth"), _ANY, "truth")
-NOT = Function("not", "negation", np.logical_not, ("truth",), _ANY, "truth")
-WHERE = Function("where", "where", np.where, ("truth", "number", "number"), _ANY)
+AND = Function("and", "both", np.logical_and, ("truth", "truth"), KINDS, "truth")
+OR = Function("or", "either", np.logical_or, ("truth", "truth"), KINDS, "truth")
+NOT = Function("not", "negation", np.logical_not, ("truth",), KINDS, "truth")
+WHERE = Function("where", "where", np.where, ("truth", "number", "number"), KINDS)
 
 OPERATORS: dict[type[ast.operator] | type[ast.unaryop] | type[ast.cmpop], Function] = {
     ast.Add: _binary("+", "add", np.add, _NUMBER, "use or"),
@@ -99,8 +110,8 @@ OPERATORS: dict[type[ast.operator] | type[ast.unaryop] | type[ast.cmpop], Functi
     ast.LtE: _comparison("<=", "less_equal", np.less_equal, _ORDERED),
     ast.Gt: _comparison(">", "greater", np.greater, _ORDERED),
     ast.GtE: _comparison(">=", "greater_equal", np.greater_equal, _ORDERED),
-    ast.Eq: _comparison("==", "equal", np.equal, _ANY),
-    ast.NotEq: _comparison("!=", "not_equal", np.not_equal, _ANY),
+    ast.Eq: _comparison("==", "equal", np.equal, KINDS),
+    ast.NotEq: _comparison("!=", "not_equal", np.not_equal, KINDS),
 }
 
 FUNCTIONS = {

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.expressions.functions import Function, Sort, power
+from mpicomm.expressions.functions import Function, Kind, Sort, power
+
+_INDEX = np.dtype(np.int64)
 
 Values = Mapping[str, Any]
 """Arrays or scalars, by the names of an expression."""
@@ -53,7 +55,7 @@ class Number(Node):
         """See `Node`."""
         # Both forms are exact, because a hexadecimal float has all bits.
         text = f"{self.value}ull" if isinstance(self.value, int) else self.value.hex()
-        return f"fn::number<{state}>({text})"
+        return f"fn::literal<{state}>({text})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
         """See `Node`."""
@@ -82,17 +84,48 @@ class Truth(Node):
 
 @dataclass(frozen=True)
 class Variable(Node):
-    """A name, which is a number of the element type."""
+    """A name, which becomes a number of the element type."""
 
     name: str
+    code: str
+    """The name's value in C++."""
+    kind: Kind | None = None
+    """The kind of the value; None where it has the element type."""
 
     def cpp(self, state: str) -> str:
         """See `Node`."""
-        return self.name
+        return self.code if self.kind is None else f"fn::number<{state}>({self.code})"
 
     def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
         """See `Node`."""
-        return values[self.name]
+        value = values[self.name]
+        return value if self.kind is None else value.astype(dtype)
+
+
+@dataclass(frozen=True)
+class Array:
+    """The name of an array."""
+
+    name: str
+    code: str
+    """The address of its elements in C++."""
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Element(Node):
+    """An element of an array, which becomes a number of the element type. The index is computed in 64 bits."""
+
+    array: Array
+    index: Node
+
+    def cpp(self, state: str) -> str:
+        """See `Node`."""
+        return f"fn::element<{state}>({self.array.code},{self.index.cpp('i64')})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """See `Node`."""
+        return values[self.array.name][self.index.evaluate(_INDEX, values)].astype(dtype)
 
 
 @dataclass(frozen=True)

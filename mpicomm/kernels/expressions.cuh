@@ -19,27 +19,50 @@ namespace fn {
 using mpicomm::add;
 using mpicomm::multiply;
 
-// Literals and truth values.
 template <class T>
-struct Literal {
-  MPICOMM_DEVICE static T of(double value) { return static_cast<T>(value); }
-  // A float is made of a double in both forms, or the result would be rounded once where NumPy rounds twice.
-  MPICOMM_DEVICE static T of(u64 value) {
-    if constexpr (kIsInteger<T>) return static_cast<T>(value);
-    else return static_cast<T>(static_cast<double>(value));
+constexpr bool kIsWhole = kIsInteger<T>;
+template <class F>
+constexpr bool kIsWhole<Complex<F>> = false;
+
+// Numbers of other types, and truth values, as numbers of type T.
+template <class T>
+struct As {
+  template <class V>
+  MPICOMM_DEVICE static T number(V value) {
+    return static_cast<T>(value);
   }
-  MPICOMM_DEVICE static T of(bool value) { return static_cast<T>(value ? 1 : 0); }
 };
 template <class F>
-struct Literal<Complex<F>> {
+struct As<Complex<F>> {
   template <class V>
-  MPICOMM_DEVICE static Complex<F> of(V value) {
-    return {Literal<F>::of(value), 0};
+  MPICOMM_DEVICE static Complex<F> number(V value) {
+    return {static_cast<F>(value), 0};
+  }
+  template <class G>
+  MPICOMM_DEVICE static Complex<F> number(Complex<G> value) {
+    return {static_cast<F>(value.real), static_cast<F>(value.imag)};
   }
 };
 template <class T, class V>
 MPICOMM_DEVICE T number(V value) {
-  return Literal<T>::of(value);
+  return As<T>::number(value);
+}
+
+// Literals. An integer becomes a float by way of a double, as Python does it.
+template <class T>
+MPICOMM_DEVICE T literal(double value) {
+  return number<T>(value);
+}
+template <class T>
+MPICOMM_DEVICE T literal(u64 value) {
+  if constexpr (kIsWhole<T>) return number<T>(value);
+  else return number<T>(static_cast<double>(value));
+}
+
+// An element of an array of A, as a number of type T.
+template <class T, class A>
+MPICOMM_DEVICE T element(const A* array, i64 index) {
+  return number<T>(Number<A>::decode(array[index]));
 }
 
 template <class T>

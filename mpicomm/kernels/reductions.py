@@ -11,6 +11,7 @@ import numpy as np
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.expression import Expression, parse
+from mpicomm.expressions.tree import Variable
 
 Reduction = tuple[str, str]
 """A reduction by the names of its element type and its operation."""
@@ -35,12 +36,12 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
 """The operations for each dtype, by the names of NumPy and ml_dtypes."""
 
 
-_OPERANDS = ("a", "b")
+_OPERANDS = (Variable("a", "a"), Variable("b", "b"))
 
 
 def is_own(op: str) -> bool:
     """Return whether an operation is an expression of the user, not a word."""
-    return op in _OPERANDS or not op.isidentifier()
+    return op in ("a", "b") or not op.isidentifier()
 
 
 def own_op(text: str) -> Expression:

@@ -13,14 +13,16 @@ from hypothesis import strategies as st
 
 from mpicomm import InvalidUsageError
 from mpicomm.expressions.expression import LONGEST, Expression, parse
+from mpicomm.expressions.tree import Variable
 from tests.helpers.reductions import require_same, samples
 
+NAMES = (Variable("a", "a"), Variable("b", "b"))
 A = np.array([7, -7, 7, -7, 0, 3], np.int32)
 B = np.array([2, 2, -2, -2, 0, 0], np.int32)
 
 
 def read(text: str) -> Expression:
-    return parse(text, ("a", "b"), "op")
+    return parse(text, NAMES, "op")
 
 
 def value(text: str, a: Any, b: Any) -> Any:
@@ -136,7 +138,7 @@ def test_everything_else_is_refused(text: str, said: str) -> None:
 
 def test_what_is_no_text_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="op=3 is no expression"):
-        parse(3, ("a", "b"), "op")
+        parse(3, NAMES, "op")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 
 from mpicomm.expressions.expression import Expression, parse
 from mpicomm.expressions.functions import FUNCTIONS, OPERATORS
+from mpicomm.expressions.tree import Variable
 from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import cpp_name
 from tests.helpers.reductions import require_same, samples
@@ -20,6 +21,7 @@ from tests.helpers.reductions import require_same, samples
 if shutil.which("g++") is None:
     pytest.skip("there is no g++", allow_module_level=True)
 
+NAMES = (Variable("a", "a"), Variable("b", "b"))
 DTYPES = ("bool", "int8", "uint8", "int32", "int64", "uint64", "float32", "float64", "complex64")
 # The last bits of these are the library's. The others are NumPy's, bit for bit.
 ROUNDED = ("exp", "log", "tanh", "**")
@@ -72,7 +74,7 @@ def some_expression(rng: random.Random, depth: int) -> str:
 def expressions(dtype: str) -> list[Expression]:
     rng = random.Random(dtype)
     texts = every_function() + [some_expression(rng, 1 + number % 3) for number in range(400)]
-    defined = [parsed for text in texts if (parsed := parse(text, ("a", "b"), "op")).undefined(dtype) is None]
+    defined = [parsed for text in texts if (parsed := parse(text, NAMES, "op")).undefined(dtype) is None]
     return list(dict.fromkeys(defined))[:100]
 
 
