@@ -7,6 +7,7 @@ import sys
 
 # The doctor says why MPI does not load or start, and these modules load and start it.
 if "mpicomm.doctor" not in sys.orig_argv:
+    from mpicomm import epilogues
     from mpicomm.api.communicator import Communicator
     from mpicomm.errors import (
         BackendUnavailableError,
@@ -38,6 +39,7 @@ __all__ = [
     "SharedEvent",
     "SymmetricArray",
     "__version__",
+    "epilogues",
     "include_dir",
     "install",
     "uninstall",

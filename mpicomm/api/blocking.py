@@ -8,6 +8,7 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
+from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import REFUSALS, Collectives
 from mpicomm.collectives.host.fast_path import LIMITS, MPI_TYPES, are_apart, is_plain
 from mpicomm.collectives.operations import (
@@ -28,6 +29,7 @@ from mpicomm.collectives.operations import (
     SCATTER,
     SCATTERV,
 )
+from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.buffers import is_host_view
 
 # MPI's methods, looked up once, because `super()` takes a tenth of the time of a small call.
@@ -141,9 +143,26 @@ class BlockingCollectives(MPI.Intracomm):
         return self._collectives.run(ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Allreduce(
-        self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        *,
+        stream: Any = None,
+        algorithm: str = "auto",
+        epilogue: Any = None,
+        **operands: Any,
     ) -> None:
-        """Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element."""
+        """Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element.
+
+        ``epilogue`` is applied to each element of the result before it is stored: an expression of v, the element, i,
+        its index, and ``operands`` by their names, which are numbers and arrays, as in
+        ``epilogue="v * scale + bias[i]", scale=0.5, bias=b``; or one of `mpicomm.epilogues`. See `Epilogue`. In
+        one_shot and two_shot on GPUs the kernel that reduces applies it; elsewhere a kernel behind, or NumPy.
+        """
+        if epilogue is not None or operands:
+            arguments = Arguments(sendbuf, recvbuf, op, epilogue=as_epilogue(epilogue, operands))
+            return self._collectives.run_with_epilogue(arguments, stream, algorithm)
         # is_plain, spelled out as in Bcast.
         if (
             type(recvbuf) is type(sendbuf) is ndarray

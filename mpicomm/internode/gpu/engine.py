@@ -10,10 +10,11 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import GpuCall
+from mpicomm.collectives.gpu.algorithms.base import Finish, GpuCall
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.engine import DeviceEngine
+from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import Plan
@@ -85,6 +86,11 @@ class CliquesEngine:
             packs = pack_launches(self._backend, call.packed.before, scratch.pointer, unpacks=False)
             unpacks = pack_launches(self._backend, call.packed.after, scratch.pointer, unpacks=True)
             before, after = (self._engine.prepare_alone(str(call.signature), steps) for steps in (packs, unpacks))
+        if call.epilogue is not None and call.receive is not None and buffers.output is not None:
+            finish = Finish(call.epilogue, call.receive.pointer)
+            backend = self._backend
+            steps = finish_launches(finish, buffers.output, backend.faults, backend.multiprocessors)
+            after = self._engine.prepare_alone(str(call.signature), steps)
         return CliquesPlan(call.signature, planned, before, after)
 
     def prepare_barrier(self) -> CliquesPlan:
