@@ -49,7 +49,12 @@ class OneShot(Algorithm):
         assert wire is not None
         exchange, planner = call.one_shot, PacketPlanner.of(node)
         yield planner.launch(
-            exchange, call.reduction, call.tag(), wire, nbytes=exchange.longest_nbytes, finish=_finish(call, exchange)
+            exchange,
+            call.reduction,
+            call.tag(),
+            wire,
+            nbytes=exchange.longest_nbytes,
+            finish=finish_within(call, exchange),
         )
         yield from moved(exchange)
 
@@ -88,7 +93,7 @@ class TwoShot(Algorithm):
             wire,
             nbytes=schedule.longest_nbytes,
             fan_out=schedule.second,
-            finish=_finish(call, schedule.first),
+            finish=finish_within(call, schedule.first),
         )
 
     def _wire(self, call: GpuCall, node: Node) -> Wire | None:
@@ -114,7 +119,7 @@ def _finishes(call: GpuCall) -> bool:
     return call.epilogue is not None and not call.epilogue.epilogue.converts
 
 
-def _finish(call: GpuCall, exchange: Exchange) -> tuple[str, EpilogueOperands] | None:
+def finish_within(call: GpuCall, exchange: Exchange) -> tuple[str, EpilogueOperands] | None:
     """Return the epilogue of a call in C++, and its operands for this rank's part of the result."""
     output, reduction = call.buffers.output, exchange.reduction
     if not _finishes(call) or call.epilogue is None or output is None or reduction is None:
