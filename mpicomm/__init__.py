@@ -7,6 +7,7 @@ import sys
 
 # These commands decide themselves whether to start MPI, and when; the modules below load and start it.
 if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
+    from mpicomm import epilogues
     from mpicomm.api.communicator import Communicator
     from mpicomm.errors import (
         BackendUnavailableError,
@@ -20,6 +21,7 @@ if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
     from mpicomm.install import install, uninstall
     from mpicomm.kernels.headers import include_dir
     from mpicomm.mpi.ops import AVG
+    from mpicomm.mpi.own_ops import Op
     from mpicomm.symmetric.array import SymmetricArray
     from mpicomm.symmetric.events import SharedEvent
 
@@ -32,10 +34,12 @@ __all__ = [
     "InvalidUsageError",
     "KernelCompileError",
     "MpicommError",
+    "Op",
     "PeerError",
     "SharedEvent",
     "SymmetricArray",
     "__version__",
+    "epilogues",
     "include_dir",
     "install",
     "uninstall",

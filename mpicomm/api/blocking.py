@@ -8,6 +8,7 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
+from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import REFUSALS, Collectives
 from mpicomm.collectives.host.fast_path import LIMITS, MPI_TYPES, are_apart, is_plain
 from mpicomm.collectives.operations import (
@@ -28,10 +29,11 @@ from mpicomm.collectives.operations import (
     SCATTER,
     SCATTERV,
 )
+from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.buffers import is_host_view
-from mpicomm.mpi.ops import AVG
 
 # MPI's methods, looked up once, because `super()` takes a tenth of the time of a small call.
+_Op = MPI.Op  # the class of MPI's operations; `AVG` and `Op`, which are not for MPI to carry out, are of others
 _allgather = MPI.Intracomm.Allgather
 _allgatherv = MPI.Intracomm.Allgatherv
 _allreduce = MPI.Intracomm.Allreduce
@@ -141,15 +143,32 @@ class BlockingCollectives(MPI.Intracomm):
         return self._collectives.run(ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Allreduce(
-        self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        *,
+        stream: Any = None,
+        algorithm: str = "auto",
+        epilogue: Any = None,
+        **operands: Any,
     ) -> None:
-        """Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element."""
+        """Reduce the ``sendbuf`` of all ranks with ``op`` into every rank's ``recvbuf``, element by element.
+
+        ``epilogue`` is applied to each element of the result before it is stored: an expression of v, the element, i,
+        its index, and ``operands`` by their names, which are numbers and arrays, as in
+        ``epilogue="v * scale + bias[i]", scale=0.5, bias=b``; or one of `mpicomm.epilogues`. See `Epilogue`. In
+        one_shot and two_shot on GPUs the kernel that reduces applies it; elsewhere a kernel behind, or NumPy.
+        """
+        if epilogue is not None or operands:
+            arguments = Arguments(sendbuf, recvbuf, op, epilogue=as_epilogue(epilogue, operands))
+            return self._collectives.run_with_epilogue(arguments, stream, algorithm)
         # is_plain, spelled out as in Bcast.
         if (
             type(recvbuf) is type(sendbuf) is ndarray
             and stream is None
             and algorithm == "auto"
-            and op is not AVG
+            and type(op) is _Op
             and recvbuf.nbytes < LIMITS["Allreduce"]
             and recvbuf.dtype in MPI_TYPES
             and ((recvbuf.base is sendbuf.base is None and recvbuf is not sendbuf) or are_apart(sendbuf, recvbuf))
@@ -203,7 +222,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
-        if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Exscan"]):
+        if stream is None and algorithm == "auto" and type(op) is _Op and is_plain(sendbuf, recvbuf, LIMITS["Exscan"]):
             try:
                 return _exscan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -242,7 +261,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
         # The buffers change places, because only the root's recvbuf means anything.
-        if stream is None and algorithm == "auto" and op is not AVG and is_plain(recvbuf, sendbuf, LIMITS["Reduce"]):
+        if stream is None and algorithm == "auto" and type(op) is _Op and is_plain(recvbuf, sendbuf, LIMITS["Reduce"]):
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)
             except REFUSALS as error:
@@ -267,7 +286,7 @@ class BlockingCollectives(MPI.Intracomm):
         if (
             stream is None
             and algorithm == "auto"
-            and op is not AVG
+            and type(op) is _Op
             and recvcounts is not None
             and is_plain(recvbuf, sendbuf, LIMITS["Reduce_scatter"])
         ):
@@ -286,7 +305,7 @@ class BlockingCollectives(MPI.Intracomm):
         if (
             stream is None
             and algorithm == "auto"
-            and op is not AVG
+            and type(op) is _Op
             and is_plain(recvbuf, sendbuf, LIMITS["Reduce_scatter_block"])
         ):
             try:
@@ -299,7 +318,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``."""
-        if stream is None and algorithm == "auto" and op is not AVG and is_plain(sendbuf, recvbuf, LIMITS["Scan"]):
+        if stream is None and algorithm == "auto" and type(op) is _Op and is_plain(sendbuf, recvbuf, LIMITS["Scan"]):
             try:
                 return _scan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:

@@ -27,6 +27,7 @@ from mpicomm.collectives.operations import (
     SCATTER,
     SCATTERV,
 )
+from mpicomm.epilogues import as_epilogue
 
 
 class NonblockingCollectives(MPI.Intracomm):
@@ -51,10 +52,20 @@ class NonblockingCollectives(MPI.Intracomm):
         return self._collectives.start(ALLGATHERV, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
 
     def Iallreduce(
-        self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
+        self,
+        sendbuf: Any,
+        recvbuf: Any,
+        op: MPI.Op = MPI.SUM,
+        *,
+        stream: Any = None,
+        algorithm: str = "auto",
+        epilogue: Any = None,
+        **operands: Any,
     ) -> MPI.Request:
         """Start `Allreduce`; return its request."""
-        return self._collectives.start(ALLREDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
+        finish = as_epilogue(epilogue, operands)
+        arguments = Arguments(send=sendbuf, receive=recvbuf, op=op, epilogue=finish)
+        return self._collectives.start(ALLREDUCE, arguments, stream, algorithm)
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoall`; return its request."""

@@ -27,6 +27,7 @@ from mpicomm.collectives.operations import (
     SCATTER,
     SCATTERV,
 )
+from mpicomm.epilogues import as_epilogue
 
 
 class PersistentCollectives(MPI.Intracomm):
@@ -61,11 +62,13 @@ class PersistentCollectives(MPI.Intracomm):
         *,
         stream: Any = None,
         algorithm: str = "auto",
+        epilogue: Any = None,
+        **operands: Any,
     ) -> MPI.Prequest:
         """Prepare `Allreduce`; return its request."""
-        return self._collectives.prepare(
-            ALLREDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
-        )
+        finish = as_epilogue(epilogue, operands)
+        arguments = Arguments(send=sendbuf, receive=recvbuf, op=op, epilogue=finish)
+        return self._collectives.prepare(ALLREDUCE, arguments, info, stream, algorithm)
 
     def Alltoall_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"

@@ -7,6 +7,7 @@ from mpicomm.collectives.host import selection
 from mpicomm.collectives.operations import Operation
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
+from mpicomm.mpi.own_ops import Op
 
 
 def require_known(operation: Operation, algorithm: str) -> None:
@@ -42,6 +43,11 @@ def require_possible(call: Call, algorithm: str) -> None:
     elif call.dtype is None:
         raise InvalidUsageError(
             f"algorithm={algorithm!r}: only MPI can carry out {operation} with this operation or datatype"
+        )
+    elif algorithm == "ring" and isinstance(op := call.arguments.op, Op) and not op.commute:
+        raise InvalidUsageError(
+            f'algorithm="ring" of {operation}: the ring reduces in an order of its own, and {op!r} does not commute: '
+            'use "two_shot", or commute=True'
         )
     elif not call.on_device and algorithm not in selection.algorithms_for(operation):
         raise InvalidUsageError(f'algorithm="{algorithm}" of {operation} is for device arrays: use "one_shot"')

@@ -17,11 +17,13 @@ from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
+from mpicomm.epilogues import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.overlap import require_separate
+from mpicomm.mpi.own_ops import Op
 from mpicomm.mpi.span import Span
 
 
@@ -35,6 +37,7 @@ class Arguments:
     root: int = 0
     counts: Sequence[int] | None = None
     """``recvcounts``."""
+    epilogue: Epilogue | None = None
 
 
 class Call:
@@ -81,6 +84,7 @@ class Call:
             )
         self.dtype = self._common_dtype()
         self._require_agreeing_counts()
+        self.epilogue = self._bound_epilogue()
 
     @property
     def in_place(self) -> bool:
@@ -105,7 +109,8 @@ class Call:
         """
         operation = self.operation
         input_too = operation.send == "blocks" and self.send is None
-        return self.receive if operation.into_all and not input_too and self.packed is None else None
+        elsewhere = self.packed is not None or self._converts
+        return self.receive if operation.into_all and not input_too and not elsewhere else None
 
     @property
     def signature(self) -> Signature:
@@ -115,13 +120,17 @@ class Call:
             count = max((operand.count for operand in self.operands), default=0)
         root = self.arguments.root if operation.rooted else None
         asked = None if self._algorithm == "auto" else self._algorithm  # ranks with another algorithm never meet
-        return Signature(operation.name, str(self.dtype), count, self.op, root, asked)
+        epilogue = None if self.epilogue is None else self.epilogue.text
+        return Signature(operation.name, str(self.dtype), count, self.op, root, asked, epilogue)
 
     @property
     def scratch_nbytes(self) -> int:
         """Bytes of scratch memory that this rank needs for `buffers`."""
         if self.packed is not None:
             return self.packed.nbytes
+        if self._converts:
+            assert self.dtype is not None and self.receive is not None
+            return max(1, self.receive.count * self.dtype.itemsize)
         if not self.in_place or self.operation.send == "one":
             return 0
         if self.operation.send == "blocks" and self.on_device:
@@ -149,12 +158,30 @@ class Call:
                 output = self._output(receive, send_blocks, factor)
             else:
                 output_blocks = [_scaled(receive.block(peer), factor) for peer in range(self._size)]
-        if self.packed is not None:
-            scratch = None  # it is in use for the packed elements; reductions alone need more
+        if self._converts and scratch is not None and output is not None:
+            output = Span(scratch.pointer, output.count)
+        if self.packed is not None or self._converts:
+            scratch = None  # it is in use; reduce-scatters alone need more
         root, op = self.arguments.root, self.op or ""
         return Buffers(
             self._rank, self._size, dtype, send, send_blocks, output, output_blocks, op, root, self._cuts, scratch
         )
+
+    @property
+    def _converts(self) -> bool:
+        """Whether the reduction goes to scratch memory, from which the epilogue makes elements of another type."""
+        return self.epilogue is not None and self.epilogue.converts
+
+    def _bound_epilogue(self) -> BoundEpilogue | None:
+        given, receive = self.arguments.epilogue, self.receive
+        if given is None:
+            return None
+        if self.dtype is None or receive is None or receive.dtype is None or not types.is_covered(receive.dtype):
+            raise InvalidUsageError(
+                f"{self.operation}: epilogue={given.expression!r} is for the element types and operations that mpicomm "
+                "reduces itself: leave it out"
+            )
+        return given.bind(self.operation.name, self.dtype, receive)
 
     def _output(self, receive: Operand, send_blocks: list[Span] | None, factor: int) -> Span:
         if self.operation.reduces and send_blocks is not None:
@@ -271,8 +298,15 @@ class Call:
             return None
         dtypes = [operand.dtype for operand in self.operands]
         if any(dtype is None for dtype in dtypes):  # `in` compares, and to NumPy None is float64
+            if isinstance(self.arguments.op, Op):  # in MPI an error of NumPy would end the program
+                raise InvalidUsageError(
+                    f"{self.operation}: {self.arguments.op!r} is for plain element types, not for derived datatypes "
+                    "or types that NumPy lacks: use MPI.Op.Create"
+                )
             return None
         first = dtypes[0]
+        if self.arguments.epilogue is not None:
+            dtypes = dtypes[:1]  # an epilogue may convert
         if any(dtype != first for dtype in dtypes):
             names = " and ".join(f"{operand.name} {operand.dtype}" for operand in self.operands)
             raise InvalidUsageError(f"{self.operation}: the element types differ: {names}; convert one")

@@ -8,10 +8,11 @@ depends only on facts that MPI requires to be the same on all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives.algorithm_argument import require_known, require_possible
@@ -22,7 +23,8 @@ from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.crossover import measure
 from mpicomm.collectives.host.fast_path import is_plainly_mpis
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
-from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.operations import ALLREDUCE, Operation
+from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
@@ -31,6 +33,11 @@ from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import AVG, op_name
 from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
 from mpicomm.session import Session
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.plan_cache import KnownCall, PlanCache
+
+_BYTE = np.dtype(np.uint8)
 
 
 class MessageCall(NamedTuple):
@@ -112,6 +119,19 @@ class Collectives:
         else:
             self._run_on_host(call, algorithm)
 
+    def run_with_epilogue(self, arguments: Arguments, stream: Any, algorithm: str) -> None:
+        """Carry out a blocking all-reduce with an epilogue; on device arrays, enqueue it."""
+        gpu, known = self.engines.gpu, self._find(ALLREDUCE, arguments, algorithm)
+        if gpu and known:
+            gpu.enqueue(known, stream, arguments.send, arguments.receive)
+            return
+        call = self._read(ALLREDUCE, arguments, algorithm)
+        if call.on_device:
+            self._enqueue(call, arguments, stream, algorithm)
+        else:
+            refuse_stream(ALLREDUCE.name, stream)
+            self._finish_on_host(call, algorithm)
+
     def refused(
         self,
         error: BufferError | ValueError,
@@ -138,7 +158,7 @@ class Collectives:
         work = self._begin_known(operation, arguments, stream, algorithm)
         if work is None:
             call = self._read(operation, arguments, algorithm)
-            if not call.on_device and selection.is_mpis_request(call, algorithm):
+            if not call.on_device and call.epilogue is None and selection.is_mpis_request(call, algorithm):
                 refuse_stream(operation.name, stream)
                 given = self._out_of_place(operation, call.arguments)
                 request: MPI.Request = self._mpi(operation, given, f"I{operation.name.lower()}")
@@ -160,7 +180,7 @@ class Collectives:
             refuse_stream(operation.name, stream)
             # `_mpi` would give MPI a copy of the input in place, as the input is when the request is prepared.
             with_copy = operation.send == "counted" and call.in_place
-            if not with_copy and selection.is_mpis_request(call, algorithm):
+            if not with_copy and call.epilogue is None and selection.is_mpis_request(call, algorithm):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
                 return prepared
 
@@ -225,13 +245,18 @@ class Collectives:
             self._neighborhood = neighborhood_of(self._comm)
         return Call(operation, arguments, self._rank, self._size, algorithm, self._neighborhood)
 
-    def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> Work | None:
-        """Begin a call on device arrays that was made before; None if it was not."""
+    def _find(self, operation: Operation, given: Arguments, algorithm: str) -> KnownCall | None:
+        """Return a call on device arrays that was made before; None if it was not."""
         gpu = self.engines.gpu
         if gpu is None:
             return None
-        found = gpu.find(operation, algorithm, given.send, given.receive, given.op, given.root, given.counts)
-        if found is None:
+        root = _root_of(gpu, given)
+        return gpu.find(operation, algorithm, given.send, given.receive, given.op, root, given.counts)
+
+    def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> Work | None:
+        """Begin a call on device arrays that was made before; None if it was not."""
+        gpu, found = self.engines.gpu, self._find(operation, given, algorithm)
+        if gpu is None or found is None:
             return None
         return self._until(operation, gpu.begin(found, stream, given.send, given.receive))
 
@@ -243,7 +268,9 @@ class Collectives:
             return self._until(operation, self._session.set_up(operation.name).backend.completion(resolved))
         refuse_stream(operation.name, stream)
         # It is done when this returns, because the engine of the host has no thread.
-        if selection.is_mpis_request(call, algorithm):  # in place, where MPI has to be given a copy each time
+        if call.epilogue is not None:
+            self._finish_on_host(call, algorithm)
+        elif selection.is_mpis_request(call, algorithm):  # in place, where MPI has to be given a copy each time
             self._mpi(operation, call.arguments)
         else:
             self._run_on_host(call, algorithm)
@@ -272,8 +299,10 @@ class Collectives:
             return resolved
         gpu = self.engines.on_gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, algorithm)
-        key = (operation, algorithm, arguments.send, arguments.receive, arguments.op, arguments.root, arguments.counts)
-        gpu.add(plan, key, by_output=bool(call.operands) and call.operands[0] is call.receive)
+        root = _root_of(gpu, arguments)
+        if root is not None:
+            key = (operation, algorithm, arguments.send, arguments.receive, arguments.op, root, arguments.counts)
+            gpu.add(plan, key, by_output=bool(call.operands) and call.operands[0] is call.receive)
         resolved = session.backend.stream(stream, array)
         gpu.engine.enqueue(plan, resolved)
         if stream is None and any(operand.by_address for operand in call.operands):
@@ -328,8 +357,28 @@ class Collectives:
         scratch = engine.scratch(call.scratch_nbytes)
         engine.run(selection.schedule(call, algorithm, self._size, scratch), call.signature)
 
+    def _finish_on_host(self, call: Call, algorithm: str) -> None:
+        """Carry out an all-reduce on host arrays, then its epilogue; blocking."""
+        epilogue, receive, given = call.epilogue, call.receive, call.arguments
+        assert epilogue is not None and receive is not None
+        made = array_at(receive.pointer, receive.nbytes, _BYTE).view(epilogue.result)
+        reduced, target = made, given.receive
+        if epilogue.converts:
+            reduced = np.empty(receive.total, epilogue.dtype)
+            target = reduced
+        self.run(call.operation, None, algorithm, given.send, target, given.op)
+        epilogue.on_host(reduced, made)
+
     def _crossover_of(self, op: MPI.Op | None) -> int:
         return self._crossover if op is not None and op_name(op) in selection.OPS_OF_CROSSOVER else 0
+
+
+def _root_of(gpu: PlanCache, arguments: Arguments) -> Hashable:
+    """Return the root of a call as a key of plans; of a call with an epilogue, which has no root, the epilogue.
+
+    None where the epilogue has an array that cannot be recognised.
+    """
+    return arguments.root if arguments.epilogue is None else arguments.epilogue.key(gpu.identity_of)
 
 
 def require_here(operation: str, operand: Operand, session: Session) -> None:

@@ -21,9 +21,11 @@ class Signature:
     root: int | None = None
     algorithm: str | None = None
     """The algorithm that the caller named."""
+    epilogue: str | None = None
 
     def __str__(self) -> str:
-        optional = {"count": self.count, "op": self.op, "root": self.root, "algorithm": self.algorithm}
+        optional = {"count": self.count, "op": self.op, "root": self.root}
+        optional |= {"epilogue": self.epilogue, "algorithm": self.algorithm}
         parts = [self.dtype, *(f"{name}={value}" for name, value in optional.items() if value is not None)]
         return f"{self.operation}({', '.join(parts)})"
 

@@ -17,7 +17,7 @@ from mpicomm.devices.host import array_at
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.mpi_transfers import Direct, Transfers
 from mpicomm.internode.pipeline import DEPTH, carry_out
-from mpicomm.internode.schedules import pieces, schedule_of, steps_of
+from mpicomm.internode.schedules import pieces, require_order, schedule_of, steps_of
 from mpicomm.internode.steps import Combine, Local, Move, Step, Wire
 from mpicomm.mpi.types import is_narrow
 
@@ -41,6 +41,7 @@ class HostCliques:
         Where a rank of another clique does not come, or makes another call, all ranks of this clique raise the error of
         the rank that has noticed.
         """
+        require_order(call, self._layout)
         buffers = call.buffers(self._engine.scratch(call.scratch_nbytes))
         schedule = schedule_of(call.operation, call.nbytes or 0, self._layout, algorithm)
         cut = pieces(call.operation, buffers)

@@ -35,6 +35,11 @@ class Layout:
         return min(len(ranks) for ranks in self.cliques)
 
     @cached_property
+    def in_rank_order(self) -> bool:
+        """Whether the ranks of each clique, clique by clique, are in the order of ranks."""
+        return [rank for ranks in self.cliques for rank in ranks] == list(range(self.size))
+
+    @cached_property
     def others(self) -> tuple[int, ...]:
         """The numbers of the other cliques, from the next one on, so that not all ranks begin with the same clique."""
         count = len(self.cliques)

@@ -5,8 +5,8 @@ cliques. All ranks compute with the same numbers in the same order, so results a
 every run of the same layout, whatever engine carries the data. They may differ from the result of one clique, whose
 order is that of the ranks alone.
 
-**Rounding.** Sums, products and averages of floats of 16 bits or fewer are computed in float32 from the first step on,
-travel as float32, and are rounded once, at the end.
+**Rounding.** Sums, products, averages and operations of the user on floats of 16 bits or fewer are computed in float32
+from the first step on, travel as float32, and are rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mpicomm.mpi.span import Span
 from mpicomm.mpi.types import is_narrow
 
 _WIDE = np.dtype(np.float32)
+_EXACT = ("max", "min", "land", "lor", "lxor")  # the operations whose results need no rounding
 
 
 def allreduce_in_one_step(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
@@ -156,7 +157,7 @@ def _prefix(b: Buffers, layout: Layout, room: Room, ranks: int) -> Iterator[Step
 
 def _accumulated(b: Buffers) -> tuple[np.dtype[Any], str]:
     """Return the type in which partial results travel, and the operation with which they are reduced."""
-    wide = is_narrow(b.dtype) and b.op in ("sum", "prod", "avg")
+    wide = is_narrow(b.dtype) and b.op not in _EXACT
     return (_WIDE if wide else b.dtype), ("sum" if b.op == "avg" else b.op)
 
 

@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from mpicomm.collectives import operations as table
+from mpicomm.collectives.call import Call
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.errors import InvalidUsageError
 from mpicomm.internode import movements, reductions
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.steps import Room, Step
+from mpicomm.mpi.own_ops import Op
 from mpicomm.mpi.span import Span
 
 Schedule = Callable[[Buffers, Layout, Room], Iterator[Step]]
@@ -43,6 +45,20 @@ _SCHEDULES: dict[Operation, Schedule] = {
 }
 _OF_ONE_BLOCK = (table.ALLREDUCE, table.BCAST, table.REDUCE)
 """The collectives in which a rank holds no data of each other rank."""
+_IN_RANK_ORDER = (table.SCAN, table.EXSCAN)
+
+
+def require_order(call: Call, layout: Layout) -> None:
+    """Raise `InvalidUsageError` for an operation that does not commute where cliques are not runs of ranks.
+
+    Local, with the same answer on all ranks. The schedules of Scan and Exscan reduce in the order of ranks.
+    """
+    op = call.arguments.op
+    if isinstance(op, Op) and not op.commute and not layout.in_rank_order and call.operation not in _IN_RANK_ORDER:
+        raise InvalidUsageError(
+            f"{call.operation}: {op!r} does not commute, and the ranks of a group do not follow each other: place them "
+            f'so, pass commute=True, or use algorithm="mpi"; the groups are {", ".join(map(str, layout.cliques))}'
+        )
 
 
 def schedule_of(operation: Operation, nbytes: int, layout: Layout, algorithm: str) -> Schedule:

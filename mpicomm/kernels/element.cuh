@@ -1,10 +1,28 @@
 // Element and Op: the reduction that a kernel is compiled for, MPICOMM_OP on elements of MPICOMM_DTYPE. Without these
-// macros the kernel reduces nothing, and an element is a byte.
+// macros the kernel reduces nothing, and an element is a byte. The operation `own` is MPICOMM_EXPRESSION, which the host
+// writes (mpicomm/expressions): a is the reduction of the ranks before, b the next rank's contribution.
 #pragma once
 
 #if defined(MPICOMM_DTYPE)
 
 #include "reduce.cuh"
+
+#if defined(MPICOMM_EXPRESSION)
+#include "expressions.cuh"
+
+namespace mpicomm {
+namespace op {
+template <class T>
+struct own : Numeric<T> {
+  using State = typename Numeric<T>::State;
+  MPICOMM_DEVICE static State next(State a, T x) {
+    [[maybe_unused]] const State b = Number<T>::decode(x);
+    return MPICOMM_EXPRESSION;
+  }
+};
+}  // namespace op
+}  // namespace mpicomm
+#endif
 
 namespace mpicomm {
 using Element = dtype::MPICOMM_DTYPE;

@@ -1,4 +1,7 @@
-"""The reductions that kernels can do, and the compiler options that choose one. Imports no CUDA package."""
+"""The reductions that kernels can do, and the compiler options that choose one. Imports no CUDA package.
+
+An operation is a word, such as "sum", or the text of an expression of the user in a and b.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.expressions.expression import Expression, parse
+from mpicomm.expressions.tree import Variable
 
 Reduction = tuple[str, str]
 """A reduction by the names of its element type and its operation."""
@@ -31,6 +36,22 @@ REDUCTIONS: dict[str, tuple[str, ...]] = {
 """The operations for each dtype, by the names of NumPy and ml_dtypes."""
 
 
+_OPERANDS = (Variable("a", "a"), Variable("b", "b"))
+
+
+def is_own(op: str) -> bool:
+    """Return whether an operation is an expression of the user, not a word."""
+    return op in ("a", "b") or not op.isidentifier()
+
+
+def own_op(text: str) -> Expression:
+    """Return an operation of the user: ``a`` is the reduction of the ranks before, ``b`` the next contribution.
+
+    Raises `InvalidUsageError` where it is none.
+    """
+    return parse(text, _OPERANDS, "op")
+
+
 def cpp_name(dtype: str) -> str:
     """Return the dtype's name in numbers.cuh."""
     return "boolean" if dtype == "bool" else dtype  # bool is a keyword of C++
@@ -44,6 +65,11 @@ def options_for(reduction: Reduction | None) -> tuple[str, ...]:
     if reduction is None:
         return OPTIONS
     dtype, op = reduction
+    if dtype in REDUCTIONS and is_own(op):
+        own = own_op(op)
+        own.require_defined(dtype)
+        expression = f"-DMPICOMM_EXPRESSION={own.cpp('State')}"
+        return (*OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", "-DMPICOMM_OP=own", expression)
     if op not in REDUCTIONS.get(dtype, ()):
         raise InvalidUsageError(
             f"op={op!r} is not defined for {dtype} on a GPU"

@@ -8,7 +8,9 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.reductions import is_own, own_op
 from mpicomm.mpi import types
+from mpicomm.mpi.own_ops import Op
 
 
 class Average(MPI.Op):
@@ -43,28 +45,39 @@ _checked: set[tuple[str, np.dtype[Any]]] = set()
 
 
 def op_name(op: MPI.Op) -> str | None:
-    """Return the name of an operation that the engines know, such as "sum"; None for one that only MPI can carry out.
+    """Return the name of an operation that the engines know; None for one that only MPI can carry out.
 
-    Only MPI carries out MINLOC, MAXLOC, REPLACE, NO_OP and operations that the user has created. Raises `TypeError` for
-    an object that is no operation.
+    The name is a word such as "sum", or the expression of an `Op`. Only MPI carries out MINLOC, MAXLOC, REPLACE, NO_OP
+    and operations that ``MPI.Op.Create`` has made. Raises `TypeError` for an object that is no operation, and
+    `InvalidUsageError` for an `Op` that was freed.
     """
     if op is AVG:
         return "avg"
+    if isinstance(op, Op):
+        if op == MPI.OP_NULL:
+            raise InvalidUsageError(f"op={op!r} was freed: make another")
+        return op.expression
     if isinstance(op, MPI.Op):
         return _NAMES.get(op.handle)
-    raise TypeError(f"op={op!r} is no reduction operation: pass an MPI.Op such as MPI.SUM, or mpicomm.AVG")
+    raise TypeError(
+        f"op={op!r} is no reduction operation: pass an MPI.Op such as MPI.SUM, mpicomm.AVG, or an mpicomm.Op"
+    )
 
 
 def check_legal(name: str, dtype: np.dtype[Any]) -> None:
     """Raise `InvalidUsageError` unless the operation ``name`` is defined for the element type."""
     if (name, dtype) in _checked:
         return
+    shown = "MPI.BYTE" if dtype == types.BYTE else str(dtype)
+    if is_own(name):
+        own_op(name).require_defined(shown)
+        _checked.add((name, dtype))
+        return
     kind = _kind(dtype)
     if kind in _LEGAL[name]:
         _checked.add((name, dtype))
         return
     legal = [other for other, kinds in _LEGAL.items() if kind in kinds]
-    shown = "MPI.BYTE" if dtype == types.BYTE else str(dtype)
     raise InvalidUsageError(
         f"op={name} is not defined for {shown}, only for {_listed(_LEGAL[name])}; "
         f"defined for {shown}: {_listed(legal) if legal else 'none, it can only be moved'}"

@@ -21,10 +21,12 @@ from mpicomm.mpi import types
 from tests.helpers import reference
 from tests.helpers.buffers import Placed, values
 from tests.helpers.compiling import compile_kernels
-from tests.helpers.reductions import Array, Groups, require_same
+from tests.helpers.reductions import OWN, Array, Groups, require_same
 
 _MPI_OPS = ("sum", "prod", "max", "min", "land", "lor", "lxor", "band", "bor", "bxor")
 OPS: dict[str, MPI.Op] = {name: getattr(MPI, name.upper()) for name in _MPI_OPS} | {"avg": mpicomm.AVG}
+# That they commute is not true: so groups of ranks that do not follow each other take them, too.
+OPS |= {text: mpicomm.Op(text, commute=True) for text in OWN}
 
 REDUCTIONS = tuple(name for name, row in OPERATIONS.items() if row.reduces)
 OF_ONE_TYPE = tuple(name for name, row in OPERATIONS.items() if row.send != "typed" and not row.of_neighbors)
@@ -36,12 +38,12 @@ FORMS = ("plain", "counted", "typed", "displaced", "four", "fortran")
 def legal_ops(name: str) -> tuple[str, ...]:
     """Return the reductions that are defined on the element type of that name."""
     if name == "bool":
-        return ("land", "lor", "lxor")
+        return ("land", "lor", "lxor", "a and (not b)")
     if name.startswith("complex"):
-        return ("sum", "prod", "avg")
+        return ("sum", "prod", "avg", "a * 2 - b")
     if "int" in name:
-        return tuple(op for op in OPS if op != "avg")
-    return ("sum", "prod", "max", "min", "avg")
+        return tuple(op for op in OPS if op not in ("avg", "a and (not b)"))
+    return ("sum", "prod", "max", "min", "avg", "a * 2 - b")
 
 
 def algorithms(operation: str) -> tuple[str, ...]:

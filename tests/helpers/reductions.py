@@ -30,7 +30,11 @@ _BINARY: dict[str, Callable[[Array, Array], Array]] = {
     "land": np.logical_and,
     "lor": np.logical_or,
     "lxor": np.logical_xor,
+    # Operations of the user, by their expressions; the first of them neither commutes nor associates.
+    "a * 2 - b": lambda a, b: a * a.dtype.type(2) - b,
+    "a and (not b)": lambda a, b: a & ~b,
 }
+OWN = tuple(op for op in _BINARY if " " in op)
 
 
 def dtype_named(name: str) -> np.dtype[Any]:

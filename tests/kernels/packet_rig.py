@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 
 from mpicomm.collectives.exchange import TwoShot
+from mpicomm.collectives.gpu.algorithms.base import Finish
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
 from mpicomm.collectives.gpu.algorithms.packets.launches import Geometry, PacketPlanner
+from mpicomm.collectives.gpu.algorithms.packets.plan import finish_within
 from mpicomm.collectives.signature import Signature
 from tests.helpers.launch_numbers import begin_behind, old_flags
 from tests.helpers.patterns import Pattern
@@ -76,10 +78,11 @@ class PacketRig:
         *,
         threads: int | None = None,
         nap_us: int = 0,
+        finish: Finish | None = None,
     ) -> None:
         """Enqueue a rank's part of a collective; how threads share the work is the rig's, the same on all ranks."""
         assert threads is None
-        call = pattern.call(signature)
+        call = replace(pattern.call(signature), epilogue=finish)
         for step in pattern.steps:
             exchange, fan_out = (step.first, step.second) if isinstance(step, TwoShot) else (step, None)
             launch = self._planners[rank].launch(
@@ -90,6 +93,7 @@ class PacketRig:
                 nbytes=_ANY_NBYTES if pattern.operation.counts == "private" else step.longest_nbytes,
                 fan_out=fan_out,
                 geometry=self._geometry,
+                finish=finish_within(call, exchange),
             )
             kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
             parameters = [launch.arguments]

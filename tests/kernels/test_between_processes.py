@@ -26,6 +26,7 @@ REDUCTIONS = [
     ("float32", "sum"),
     ("int64", "bxor"),
     ("complex128", "prod"),
+    ("float32", "a * 2 - b"),
 ]
 
 

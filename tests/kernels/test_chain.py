@@ -30,6 +30,7 @@ TYPES = (
     ("float64", "sum"),
     ("complex64", "sum"),
     ("complex128", "prod"),
+    ("float32", "a * 2 - b"),
 )
 
 

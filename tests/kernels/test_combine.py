@@ -24,6 +24,7 @@ CASES = [
     ("int8", "sum", "int8"),
     ("bool", "lor", "bool"),
     ("uint16", "lxor", "uint16"),
+    ("float32", "a * 2 - b", "bfloat16"),
 ]
 
 

@@ -103,6 +103,23 @@ def test_every_type_compiles(reduction: tuple[str, str], capability: tuple[int, 
     assert variant.entry.encode() in image
 
 
+@pytest.mark.parametrize("capability", CAPABILITIES[:: len(CAPABILITIES) - 1], ids="sm_{0[0]}{0[1]}".format)
+@pytest.mark.parametrize(
+    ("dtype", "text"),
+    [
+        ("float64", "min(ceil(a), floor(b)) + exp(a) ** 0.5 - log(abs(b)) * sqrt(a) / tanh(b) + 0.1"),
+        ("bfloat16", "max(a, exp(b), log(a), sqrt(b), tanh(a) ** b, 2.5 / abs(a), -ceil(a), floor(b) ** -3)"),
+        ("int64", "a // b % 3 + (a << b) - (a >> 2) ** 5 if a < b <= abs(a) or not a else ~a & b | a ^ -b"),
+        ("uint8", "where(a >= b and a > 2, max(a, b, 7), 255) * (a == b) + (a != b)"),
+        ("complex64", "a * 2 - conj(b) ** 3 + (a == b) if a else -b"),
+        ("bool", "(a & b | a ^ b) if a < b else True and not b"),
+    ],
+)
+def test_expressions_compile(dtype: str, text: str, capability: tuple[int, int]) -> None:
+    variant = combine_kernel((dtype, text), dtype)
+    assert compile_kernel(variant.source, capability, variant.options).startswith(b"\x7fELF")
+
+
 @pytest.mark.parametrize("variant", BANDWIDTH, ids=lambda variant: " ".join(variant.options[1:]) or "copies")
 def test_kernel_for_bandwidth_has_the_registers_it_needs(variant: Variant) -> None:
     text = (variant.source).read_text()

@@ -186,7 +186,8 @@ def test_no_race(watched_builds: Builds) -> None:
 
 
 @pytest.mark.parametrize(
-    "reduction", [("float32", "sum"), ("bfloat16", "avg"), ("complex128", "prod"), ("int8", "max")]
+    "reduction",
+    [("float32", "sum"), ("bfloat16", "avg"), ("complex128", "prod"), ("int8", "max"), ("bfloat16", "a * 2 - b")],
 )
 def test_local_reductions(builds: Builds, reduction: tuple[str, str]) -> None:
     machine, rng = Machine(builds, 1), np.random.default_rng(3)

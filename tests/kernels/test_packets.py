@@ -78,6 +78,8 @@ TYPES = (
     ("complex128", "sum"),
     ("int16", "sum"),
     ("uint64", "sum"),
+    ("float16", "a * 2 - b"),
+    ("int64", "a * 2 - b"),
 )
 
 

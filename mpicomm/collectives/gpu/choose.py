@@ -14,8 +14,9 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.any_length import inboxes_for, larger_inboxes
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, IN_THE_ARENA
-from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
+from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.errors import InvalidUsageError
@@ -121,7 +122,8 @@ class Preparation:
                 self._board.post(text)  # before this rank waits for others, which may be in another call
                 for request in requests:
                     self.provide(request)
-                return Prepared(text, [*algorithm.plan(call, self._node)], Choice(algorithm.name, why, slow))
+                steps = [*algorithm.plan(call, self._node), *self._finish(call, algorithm)]
+                return Prepared(text, steps, Choice(algorithm.name, why, slow))
             except NoMemoryError as error:
                 in_inboxes = algorithm.name == "one_shot" and self._node.size > 1
                 if not in_inboxes and (asked != "auto" or algorithm.name == "one_shot"):
@@ -136,6 +138,13 @@ class Preparation:
                     _warn_of_memory(call.operation.name, f"without algorithm {algorithm.name!r}", str(error))
                     table = table.without(algorithm.name)
                     algorithm = choose(call, asked, table, self._node)
+
+    def _finish(self, call: GpuCall, algorithm: Algorithm) -> list[Launch]:
+        if call.epilogue is None or algorithm.finishes(call, self._node):
+            return []
+        assert call.buffers.output is not None
+        node = self._node
+        return finish_launches(call.epilogue, call.buffers.output, node.team.faults, node.multiprocessors)
 
     def provide(self, request: Request) -> None:
         """Set up memory for a request where there is none. Collective then, else local. Raises `NoMemoryError`."""

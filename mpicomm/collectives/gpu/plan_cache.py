@@ -97,7 +97,10 @@ class PlanCache:
         root: Hashable,
         counts: Sequence[int] | None,
     ) -> KnownCall | None:
-        """Return a call that was made before; None if it was not. The ``root`` of a message is its ends and tags."""
+        """Return a call that was made before; None if it was not.
+
+        The ``root`` of a message is its ends and tags, and that of a call with an epilogue the key of the epilogue.
+        """
         version = self._session.mappings.version
         if version != self._version:  # symmetric memory may have become ordinary memory, or the other way round
             self._version = version
@@ -165,15 +168,15 @@ class PlanCache:
                 root,
                 algorithm,
             )
-        sent, received, shares = self._identity_of(send), self._identity_of(receive), _identify_said(counts)
+        sent, received, shares = self.identity_of(send), self.identity_of(receive), _identify_said(counts)
         if sent is None or received is None or shares is None:
             return None
         return operation, sent, received, shares, id(op), root, algorithm
 
-    def _identity_of(self, argument: Any) -> Hashable:
+    def identity_of(self, argument: Any) -> Hashable:
         """Return the key of a buffer argument, None where it cannot be recognised."""
         if type(argument) in (list, tuple) and argument:
-            array, length = self._identity_of(argument[0]), len(argument)
+            array, length = self.identity_of(argument[0]), len(argument)
             said = None if array is None else _identify_said(argument[1] if length == 2 else tuple(argument[1:]))
             return None if said is None else (array, length, said)
         identify = self._identify.get(type(argument)) or self._find(type(argument))

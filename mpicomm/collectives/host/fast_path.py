@@ -16,7 +16,6 @@ from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.host.selection import least_mapped, use_mapped
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi.buffers import is_host_view
-from mpicomm.mpi.ops import AVG
 from mpicomm.mpi.types import numpy_dtype
 
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
@@ -83,8 +82,8 @@ def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, cross
     The answer agrees with `selection.is_mpis`, which decides on ranks that pass their buffers in other forms.
     """
     send, receive = _array(arguments.send), _array(arguments.receive)
-    if arguments.op is AVG:
-        return False
+    if arguments.op is not None and type(arguments.op) is not MPI.Op:
+        return False  # `AVG`, or an operation of the user
     counted, of_root, is_vector, gathers = _FACTS[operation]
     if counted and (arguments.counts is None or type(send) is not ndarray):
         return False  # the ranks have to exchange their counts, or MPI must get a copy of an input in place

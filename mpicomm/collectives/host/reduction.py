@@ -11,19 +11,21 @@ x / 1 is not x.
 - ``max`` and ``min`` return NaN where any part is NaN. Of 0.0 and -0.0, which are equal, they return the one that NumPy
   returns on this processor, on x86 the later one.
 - ``land``, ``lor`` and ``lxor`` return 0 or 1 in the type of the parts.
+- An expression of the user is computed as `Op` says.
 - ``avg`` is the sum divided by the number of parts, of floats and complex numbers.
 - Floating-point errors are not reported: overflow gives inf, inf - inf gives NaN. Callers hold ``np.errstate``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.reductions import is_own, own_op
 from mpicomm.mpi.types import is_narrow
 
 _UFUNCS: dict[str, np.ufunc] = {
@@ -40,7 +42,7 @@ _UFUNCS: dict[str, np.ufunc] = {
     "bxor": np.bitwise_xor,
 }
 OPERATIONS = tuple(_UFUNCS)
-"""The names of all operations."""
+"""The names of all operations but those of the user."""
 
 _FLOAT32 = np.dtype(np.float32)
 # Parts, accumulator and result of a block stay in a core's L2 cache while they go through several operations.
@@ -49,6 +51,8 @@ _BLOCK_NBYTES = 128 * 1024
 
 def is_supported(op: str, dtype: np.dtype[Any]) -> bool:
     """Return whether ``op`` is defined on ``dtype``; local."""
+    if is_own(op):
+        return own_op(op).undefined(dtype.name) is None
     if op not in _UFUNCS:
         return False
     kind = "f" if is_narrow(dtype) else dtype.kind
@@ -63,8 +67,24 @@ def is_supported(op: str, dtype: np.dtype[Any]) -> bool:
 
 def require_supported(op: str, dtype: np.dtype[Any]) -> None:
     """Raise `InvalidUsageError` unless ``op`` is defined on ``dtype``."""
+    if is_own(op):
+        own_op(op).require_defined(dtype.name)
     if not is_supported(op, dtype):
         raise InvalidUsageError(f"op={op!r} is not defined on {dtype.name}: use another op, or convert the data")
+
+
+def _own_function(op: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
+    """Return an operation of the user on arrays of ``dtype``, with the face of a ufunc."""
+    expression = own_op(op)
+
+    def reduce(a: npt.NDArray[Any], b: npt.NDArray[Any], out: npt.NDArray[Any] | None = None) -> Any:
+        value = expression.evaluate(dtype, {"a": a, "b": b})
+        if out is None:
+            return value
+        np.copyto(out, value)
+        return out
+
+    return reduce
 
 
 class Reducer:
@@ -72,9 +92,9 @@ class Reducer:
 
     def __init__(self, op: str, dtype: np.dtype[Any]) -> None:
         require_supported(op, dtype)
-        self._ufunc = _UFUNCS[op]
         self._average = op == "avg"
         self._dtype = _FLOAT32 if is_narrow(dtype) else dtype
+        self._ufunc: Callable[..., Any] = _own_function(op, self._dtype) if is_own(op) else _UFUNCS[op]
         self._narrow = is_narrow(dtype)
         self._block = max(_BLOCK_NBYTES // self._dtype.itemsize, 2)
         # Made when first needed, because two parts of a wide type need none.

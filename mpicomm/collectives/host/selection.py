@@ -17,6 +17,7 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import ring_refusal
 from mpicomm.errors import InvalidUsageError
+from mpicomm.kernels.reductions import is_own
 from mpicomm.mpi import types
 from mpicomm.mpi.span import Span
 
@@ -81,8 +82,8 @@ def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -
         return False
     if dtype is None:
         return True
-    if op == "avg" or (op is not None and dtype == np.float16):  # MPI would round float16 after every step
-        return False
+    if op is not None and (op == "avg" or is_own(op) or dtype == np.float16):
+        return False  # MPI has no order for expressions of the user, and would round float16 after every step
     return types.mpi_datatype(dtype) is not None
 
 

@@ -10,11 +10,12 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import GpuCall
+from mpicomm.collectives.gpu.algorithms.base import Finish, GpuCall
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.choose import Choice
 from mpicomm.collectives.gpu.engine import DeviceEngine
+from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import Plan
@@ -29,7 +30,7 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.internode.carrier import Carrier
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.pipeline import DEPTH, carry_out
-from mpicomm.internode.schedules import pieces, schedule_of, steps_of
+from mpicomm.internode.schedules import pieces, require_order, schedule_of, steps_of
 from mpicomm.internode.steps import Combine, Local, Step, Wire
 from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.kernels.reductions import reduction_of
@@ -83,6 +84,7 @@ class CliquesEngine:
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> CliquesPlan:
         """Return this rank's part of a call that was read; see `DeviceEngine.prepare_call`."""
+        require_order(call, self._layout)
         scratch = self._packed.of(call.scratch_nbytes)
         buffers = call.buffers(scratch)
         if call.operation.reduces:
@@ -93,6 +95,11 @@ class CliquesEngine:
             packs = pack_launches(self._backend, call.packed.before, scratch.pointer, unpacks=False)
             unpacks = pack_launches(self._backend, call.packed.after, scratch.pointer, unpacks=True)
             before, after = (self._engine.prepare_alone(str(call.signature), steps) for steps in (packs, unpacks))
+        if call.epilogue is not None and call.receive is not None and buffers.output is not None:
+            finish = Finish(call.epilogue, call.receive.pointer)
+            backend = self._backend
+            steps = finish_launches(finish, buffers.output, backend.faults, backend.multiprocessors)
+            after = self._engine.prepare_alone(str(call.signature), steps)
         return CliquesPlan(call.signature, planned, self._choice(asked), before, after)
 
     def prepare_barrier(self) -> CliquesPlan:

@@ -19,7 +19,7 @@ from mpicomm.mpi.types import COVERED
 from tests.helpers.buffers import Placed
 from tests.helpers.communicator_calls import OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
 from tests.helpers.communicators import array_module, communicator
-from tests.helpers.reductions import dtype_named
+from tests.helpers.reductions import OWN, dtype_named
 
 FLOAT32 = np.dtype(np.float32)
 LARGE = 1 << 20  # elements: mapped memory in any case
@@ -44,14 +44,15 @@ def test_reductions_that_are_not_defined(comm: mpicomm.Communicator, xp: Any, wa
             dtype = dtype_named(name)
         except ImportError:
             continue
-        if op in legal_ops(name):
+        if op in legal_ops(name) or op == "a and (not b)":  # which is defined for all types
             continue
+        said = repr(op) if op in OWN else op
         operation = REDUCTIONS[len(name + op) % len(REDUCTIONS)]
         content = np.ones(LARGE if way == "large" and (name, op) == ("float32", "band") else 4 * comm.size, dtype)
         send, receive = Placed(xp, content), Placed(xp, np.zeros_like(content))
         counts = {"recvcounts": [content.size // comm.size] * comm.size} if operation == "Reduce_scatter" else {}
         part = content.size // comm.size if "scatter" in operation else content.size
-        with pytest.raises(InvalidUsageError, match=f"op={op} is not defined for {name}"):
+        with pytest.raises(InvalidUsageError, match=re.escape(f"op={said} is not defined for {name}")):
             call(
                 comm,
                 "one_shot" if content.size < LARGE and way == "large" else way,

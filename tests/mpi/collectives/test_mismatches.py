@@ -27,6 +27,7 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "dtype": ("Allreduce", {"dtype": np.dtype(np.int32)}, {"dtype": FLOAT32}),
     "dtype of movement": ("Allgather", {"dtype": np.dtype(np.int32)}, {"dtype": FLOAT32}),
     "op": ("Allreduce", {"op": "sum"}, {"op": "max"}),
+    "expression": ("Allreduce", {"op": "sum"}, {"op": "a * 2 - b"}),
     "algorithm": ("Allreduce", {"algorithm": "one_shot"}, {"algorithm": "two_shot"}),
     "ring": ("Allreduce", {"algorithm": "one_shot"}, {"algorithm": "ring"}),
 }

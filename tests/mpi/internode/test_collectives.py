@@ -14,7 +14,7 @@ from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.communicator_calls import MOVEMENTS, OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
 from tests.helpers.communicators import array_module
 from tests.helpers.hosts_by_name import PLACEMENTS, groups_of, on_hosts
-from tests.helpers.reductions import dtype_or_skip
+from tests.helpers.reductions import dtype_or_skip, reduced
 
 WORLD = MPI.COMM_WORLD
 COUNTS = (0, 1, 1025)
@@ -113,6 +113,25 @@ def test_long_calls_go_in_pieces(comm: mpicomm.Communicator, xp: Any, placement:
         prepared.run(comm)
         comm.check()
         prepared.check()
+
+
+def test_operations_that_do_not_commute(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
+    groups = groups_of(placement, comm.size, str(comm.device))
+    parts = [np.arange(7, dtype=np.int32) * (rank + 1) for rank in range(comm.size)]
+    array, op = xp.asarray(parts[comm.rank]), mpicomm.Op("a * 2 - b")
+    result = xp.zeros_like(array)
+    if sorted(groups) == list(groups) and sum(groups, ()) == tuple(range(comm.size)):
+        comm.Allreduce(array, result, op)
+        comm.check()
+        assert (result == xp.asarray(reduced(op.expression, parts, groups))).all()
+    else:
+        with pytest.raises(
+            mpicomm.InvalidUsageError, match=r"Allreduce: .* does not commute, and the ranks of a group"
+        ):
+            comm.Allreduce(array, result, op)
+    comm.Scan(array, result, op)
+    comm.check()
+    assert (result == xp.asarray(reduced(op.expression, parts[: comm.rank + 1]))).all()
 
 
 def test_parts_of_the_communicator(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm import InvalidUsageError
+from mpicomm import InvalidUsageError, Op
 from mpicomm.mpi.ops import AVG, check_legal, op_name
 from mpicomm.mpi.types import COVERED, covered_dtype
 
@@ -42,7 +42,7 @@ def test_what_is_no_operation_is_a_type_error(op: Any) -> None:
     with pytest.raises(TypeError):
         MPI.COMM_SELF.Allreduce(np.zeros(1), np.zeros(1), op)
     with pytest.raises(
-        TypeError, match=r"is no reduction operation: pass an MPI\.Op such as MPI\.SUM, or mpicomm\.AVG"
+        TypeError, match=r"is no reduction operation: pass an MPI\.Op such as MPI\.SUM, mpicomm\.AVG, or an mpicomm\.Op"
     ):
         op_name(op)
 
@@ -51,6 +51,33 @@ def test_average() -> None:
     assert op_name(AVG) == "avg"
     assert repr(AVG) == "mpicomm.AVG"
     assert copy.deepcopy(AVG) is AVG and pickle.loads(pickle.dumps(AVG)) is AVG
+
+
+def test_operation_of_an_expression() -> None:
+    op = Op("( a )+b*2", name="axpy", commute=True)
+    assert op_name(op) == op.expression == "a + b * 2"
+    assert op.Is_commutative() and op.commute and not Op("a - b").Is_commutative()
+    assert repr(op) == "mpicomm.Op('a + b * 2', name='axpy', commute=True)"
+    assert Op("a + b * 2", name="axpy", commute=True) is op and Op("a + b * 2") is not op
+    assert copy.deepcopy(op) is op and pickle.loads(pickle.dumps(op)) is op
+    first, second = np.arange(4, dtype=np.int16), np.full(4, 5, np.int16)
+    op.Reduce_local(first, second)
+    assert second.tolist() == [10, 11, 12, 13]
+    op.Free()
+    with pytest.raises(InvalidUsageError, match=r"mpicomm\.Op\('a \+ b \* 2'.* was freed: make another"):
+        op_name(op)
+    assert Op("a + b * 2", name="axpy", commute=True) is not op
+
+
+def test_mpi_holds_few_operations_of_expressions() -> None:
+    made: list[Op] = []
+    with pytest.raises(InvalidUsageError, match="call Free of operations that are not used"):
+        while len(made) < 10_000:
+            made.append(Op(f"a + {len(made)}"))
+    for op in made:
+        op.Free()
+    for _ in range(2 * len(made)):  # there is place again for each that was freed
+        Op("a + 0").Free()
 
 
 INTEGERS = {f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}

@@ -20,6 +20,8 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
+from mpicomm.epilogues import BoundEpilogue
+from mpicomm.kernels.epilogue import EpilogueOperands
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span
@@ -56,6 +58,20 @@ class Node:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """The epilogue of a call, and the place of the elements that it makes."""
+
+    epilogue: BoundEpilogue
+    pointer: int
+
+    def operands(self, first: int = 0) -> EpilogueOperands:
+        """Return the operands for a kernel whose output begins with element ``first`` of the result."""
+        operands = EpilogueOperands.from_buffer_copy(self.epilogue.operands)
+        operands.first = first
+        return operands
+
+
+@dataclass(frozen=True)
 class GpuCall:
     """One rank's collective call on device arrays."""
 
@@ -66,6 +82,7 @@ class GpuCall:
     """Bytes of the whole call, by which a table chooses; 0 where ranks may know different numbers."""
     memory: Mapped | None = None
     """The place of all ranks' output, if that is symmetric memory."""
+    epilogue: Finish | None = None
 
     @classmethod
     def of(cls, call: Call, mappings: Mappings, scratch: Span | None) -> GpuCall:
@@ -73,7 +90,10 @@ class GpuCall:
         output, memory = call.common_output, None
         if output is not None and output.total:
             memory = mappings.find(output.pointer, output.nbytes)
-        return cls(call.operation, call.signature, call.buffers(scratch), call.nbytes or 0, memory)
+        finish = None
+        if call.epilogue is not None and call.receive is not None:
+            finish = Finish(call.epilogue, call.receive.pointer)
+        return cls(call.operation, call.signature, call.buffers(scratch), call.nbytes or 0, memory, finish)
 
     @property
     def lengths_are_private(self) -> bool:
@@ -136,6 +156,10 @@ class Algorithm(ABC):
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """Return the memory that it needs beyond the arena's own."""
         return ()
+
+    def finishes(self, call: GpuCall, node: Node) -> bool:
+        """Return whether its steps apply the epilogue of a call that has one; else a step behind them does."""
+        return False
 
     @abstractmethod
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,15 +13,17 @@ import pytest
 pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda-bindings")
 
 from mpicomm.collectives.gpu import choose
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.base import Finish, Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.choose import Preparation
 from mpicomm.collectives.signature import Signature
+from mpicomm.epilogues import Epilogue
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import Team
+from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.span import Span
 from tests.helpers import patterns
 from tests.helpers.tuning import row, table
@@ -68,10 +71,16 @@ class Rig:
         board, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
         self._preparation = Preparation(TABLE, node, self.arena, board, calls)  # type: ignore[arg-type]
 
-    def steps(self, count: int, asked: str = "auto") -> list[Step]:
+    def steps(self, count: int, asked: str = "auto", result: str = "") -> list[Step]:
+        """Return the steps of an all-reduce, with an epilogue to elements of ``result`` if that is given."""
         send, output = Span(1 << 40, count), Span(2 << 40, count)
         pattern = patterns.allreduce(0, 3, FLOAT32, send, output, "sum")
-        return self._preparation.steps(pattern.call(Signature("Allreduce", "float32", count, "sum")), asked)[1]
+        call = pattern.call(Signature("Allreduce", "float32", count, "sum"))
+        if result:
+            receive = parse(np.empty(count, result), writable=True, name="recvbuf")
+            epilogue = Epilogue("v * i").bind("Allreduce", FLOAT32, receive)
+            call = replace(call, epilogue=Finish(epilogue, output.pointer if result == "float32" else 3 << 40))
+        return self._preparation.steps(call, asked)[1]
 
 
 def is_copied(steps: Iterable[Step]) -> bool:
@@ -89,6 +98,20 @@ def test_the_table_decides_and_an_algorithm_may_be_asked_for() -> None:
     assert not is_copied(rig.steps(1000, "one_shot")) and is_copied(rig.steps(100, "copy_engine"))
     assert rig.posted[:1] == ["Allreduce(float32, count=2, op=sum)"]
     assert rig.arena.tried == ["collectives: copies"] * 2
+
+
+def test_an_epilogue_is_applied_by_the_kernel_that_reduces_or_by_one_behind() -> None:
+    rig = Rig()
+    for asked in ("one_shot", "two_shot"):
+        (fused,) = rig.steps(100, asked, "float32")
+        assert isinstance(fused, Launch) and fused.variant.entry == "mpicomm_packets"
+        assert fused.arguments.operands.count == 100
+        _, behind = rig.steps(100, asked, "float64")  # packets of another size do not go on
+        assert isinstance(behind, Launch) and behind.variant.entry == "mpicomm_epilogue"
+        assert (behind.arguments.source, behind.arguments.output) == (2 << 40, 3 << 40)
+    last = rig.steps(1000, "copy_engine", "float32")[-1]
+    assert isinstance(last, Launch) and last.variant.entry == "mpicomm_epilogue"
+    assert last.arguments.source == last.arguments.output == 2 << 40
 
 
 def test_without_memory_for_copy_engines_another_way_is_taken_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

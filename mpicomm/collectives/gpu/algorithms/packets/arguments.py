@@ -6,6 +6,7 @@ import ctypes
 from pathlib import Path
 from typing import Literal
 
+from mpicomm.kernels.epilogue import EpilogueOperands, epilogue_options
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
@@ -61,6 +62,12 @@ class PacketArguments(ctypes.Structure):
     ]
 
 
+class FinishedPacketArguments(PacketArguments):
+    """The host's copy of ``Packets`` in a kernel with an epilogue."""
+
+    _fields_ = [("operands", EpilogueOperands)]
+
+
 def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
     """Return the most worker threads of a block between ``size`` ranks: ``kWorkers`` in packet_worker.cuh."""
     if one_step:
@@ -78,15 +85,20 @@ def packet_kernel(
     *,
     fan_out: bool,
     host_slots: bool = False,
+    epilogue: str = "",
 ) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the kernel that does not reduce.
+
+    ``epilogue`` is the expression of an epilogue in C++, whose operands are in `FinishedPacketArguments`.
 
     ``host_slots``: whether inboxes lie in memory of the host. The kernel is another one then if it uses slots again
     within a launch. Raises as `options_for`.
     """
     fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
     fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
-    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *_WIRES[wire], *_STEPS[steps], *fans, *fences)
+    finish = epilogue_options(epilogue) if epilogue else ()
+    ways = (*_WIRES[wire], *_STEPS[steps], *fans, *fences)
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *finish)
     return Variant(Path(__file__).with_name("packets.cu"), "mpicomm_packets", options)
 
 

@@ -10,6 +10,9 @@
 #if defined(MPICOMM_DTYPE)
 #include "reduce_packets.cuh"
 #endif
+#if defined(MPICOMM_EPILOGUE)
+#include "epilogue.cuh"
+#endif
 
 namespace mpicomm {
 
@@ -39,6 +42,9 @@ struct Packets {
   u32 targets;  // the targets of the fan-out, likewise
   u32 paced;    // the peers with messages longer than an inbox, of different lengths each way
   u32 unused;
+#if defined(MPICOMM_EPILOGUE)
+  Operands operands;  // of the epilogue, which the rank that reduces a unit applies to it
+#endif
 };
 
 #if defined(MPICOMM_FAN_OUT)
@@ -102,6 +108,19 @@ MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
 #endif
   return single(units, sources);
 }
+
+// Returns the result of a reduction with its epilogue. `at` is its offset in this rank's output.
+#if defined(MPICOMM_EPILOGUE)
+MPICOMM_DEVICE Packet finish_unit(const Packet& unit, u64 at, const Operands& operands) {
+  Elements elements = __builtin_bit_cast(Elements, unit);
+  const u64 first = operands.first + at / sizeof(Element);
+#pragma unroll
+  for (u32 e = 0; e < kUnitNbytes / sizeof(Element); ++e) {
+    if (first + e < operands.count) elements.of[e] = finish(elements.of[e], static_cast<i64>(first + e), operands);
+  }
+  return __builtin_bit_cast(Packet, elements);
+}
+#endif
 
 // The units that a thread sends in a turn, in registers. They are in order of the distance from this rank, because a
 // rank begins with the rank after it (team.cuh).

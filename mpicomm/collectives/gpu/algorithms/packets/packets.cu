@@ -200,7 +200,11 @@ MPICOMM_DEVICE void run(const Packets& x) {
       Packet units[kRanks];
 #pragma unroll
       for (u32 source = 0; source < kRanks; ++source) units[source] = source == rank ? in : Wire::unit(b[source]);
+#if defined(MPICOMM_EPILOGUE)
+      const Packet result = finish_unit(reduce(units, x.sources), b_at, x.operands);
+#else
       const Packet result = reduce(units, x.sources);
+#endif
       if constexpr (kFanOut) {
         const Wire::Flag flag = Wire::flag(count);
 #pragma unroll

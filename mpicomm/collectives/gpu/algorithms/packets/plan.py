@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
+from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire, carried_nbytes, flags_can_carry
 from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner, large_inboxes
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.operations import Operation
+from mpicomm.kernels.epilogue import EpilogueOperands
 from mpicomm.kernels.reductions import Reduction
 
 
@@ -37,12 +39,23 @@ class OneShot(Algorithm):
         """See `Algorithm`."""
         return _memory(node, self._wire(call, node), call.one_shot.longest_nbytes)
 
+    def finishes(self, call: GpuCall, node: Node) -> bool:
+        """See `Algorithm`."""
+        return _finishes(call)
+
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
         wire = self._wire(call, node)
         assert wire is not None
         exchange, planner = call.one_shot, PacketPlanner.of(node)
-        yield planner.launch(exchange, call.reduction, call.tag(), wire, nbytes=exchange.longest_nbytes)
+        yield planner.launch(
+            exchange,
+            call.reduction,
+            call.tag(),
+            wire,
+            nbytes=exchange.longest_nbytes,
+            finish=finish_within(call, exchange),
+        )
         yield from moved(exchange)
 
     def _wire(self, call: GpuCall, node: Node) -> Wire | None:
@@ -65,6 +78,10 @@ class TwoShot(Algorithm):
         """See `Algorithm`."""
         return _memory(node, self._wire(call, node), call.two_shot.longest_nbytes)
 
+    def finishes(self, call: GpuCall, node: Node) -> bool:
+        """See `Algorithm`."""
+        return _finishes(call)
+
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
         wire, schedule = self._wire(call, node), call.two_shot
@@ -76,6 +93,7 @@ class TwoShot(Algorithm):
             wire,
             nbytes=schedule.longest_nbytes,
             fan_out=schedule.second,
+            finish=finish_within(call, schedule.first),
         )
 
     def _wire(self, call: GpuCall, node: Node) -> Wire | None:
@@ -94,6 +112,20 @@ def packet_wire(
     if (reduction is None or flags_can_carry(reduction[0])) and nbytes <= most_flagged_nbytes:
         return "flagged"
     return "sentinel" if nbytes <= most_sentinel_nbytes else None
+
+
+def _finishes(call: GpuCall) -> bool:
+    """Return whether the rank that reduces an element applies the epilogue: packets carry elements of one size."""
+    return call.epilogue is not None and not call.epilogue.epilogue.converts
+
+
+def finish_within(call: GpuCall, exchange: Exchange) -> tuple[str, EpilogueOperands] | None:
+    """Return the epilogue of a call in C++, and its operands for this rank's part of the result."""
+    output, reduction = call.buffers.output, exchange.reduction
+    if not _finishes(call) or call.epilogue is None or output is None or reduction is None:
+        return None
+    first = (reduction.output.pointer - output.pointer) // exchange.dtype.itemsize
+    return call.epilogue.epilogue.code, call.epilogue.operands(first)
 
 
 def _memory(node: Node, wire: Wire | None, nbytes: int) -> Sequence[Request]:

@@ -20,7 +20,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
 from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, Side
 from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.kernels import combine, message, packing, team
+from mpicomm.kernels import combine, epilogue, message, packing, team
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.team import Faults, Team
@@ -118,19 +118,37 @@ CONSTANTS = {
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: Path) -> None:
     assert SENTINELS[0] == packets.ABSENT
+    require_agreement(name, STRUCTURES[name], CONSTANTS[name], tmp_path)
+
+
+def test_host_and_kernel_agree_on_epilogues(tmp_path: Path) -> None:
+    structures = {"mpicomm::Epilogue": epilogue.EpilogueArguments, "mpicomm::Operands": epilogue.EpilogueOperands}
+    constants = {"kMostOperands": epilogue.MOST_OPERANDS, "kEpilogueThreads": epilogue.EPILOGUE_THREADS}
+    options = epilogue.epilogue_options("v")
+    require_agreement("epilogue.cu", structures, constants, tmp_path, options)
+    packets_of_both = {"mpicomm::Packets": packets.FinishedPacketArguments}
+    require_agreement("packets.cu", packets_of_both, {}, tmp_path, options)
+
+
+def require_agreement(
+    name: str,
+    structures: dict[str, type[ctypes.Structure]],
+    constants: dict[str, int],
+    tmp_path: Path,
+    options: tuple[str, ...] = (),
+) -> None:
     lines = [f'#include "{name}"']
-    lines += [f"static_assert(mpicomm::{constant} == {value});" for constant, value in CONSTANTS[name].items()]
+    lines += [f"static_assert(mpicomm::{constant} == {value});" for constant, value in constants.items()]
     # NVRTC brings no header that defines offsetof; this is what its compiler makes of it.
-    for cpp, structure in STRUCTURES[name].items():
+    for cpp, structure in structures.items():
         lines.append(f"static_assert(sizeof({cpp}) == {ctypes.sizeof(structure)});")
         for field in structure._fields_:
             offset = getattr(structure, field[0]).offset
             lines.append(f"static_assert(__INTADDR__(&static_cast<{cpp}*>(nullptr)->{field[0]}) == {offset});")
     source = tmp_path / "check.cu"
     source.write_text("\n".join(lines))
-    compile_kernel(
-        source, (9, 0), (*options_for(("float32", "sum")), "-DMPICOMM_RANKS=4", "-DMPICOMM_RESULT=float32", *INCLUDES)
-    )
+    reduction = (*options_for(("float32", "sum")), "-DMPICOMM_RANKS=4", "-DMPICOMM_RESULT=float32")
+    compile_kernel(source, (9, 0), (*reduction, *options, *INCLUDES))
 
 
 @pytest.mark.parametrize("steps", ["one", "few", "laps"])

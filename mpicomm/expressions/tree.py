@@ -1,0 +1,220 @@
+"""The tree of an expression: each node knows its CUDA C++ and its value on NumPy arrays."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mpicomm.expressions.functions import Function, Kind, Sort, power
+
+_INDEX = np.dtype(np.int64)
+
+Values = Mapping[str, Any]
+"""Arrays or scalars, by the names of an expression."""
+
+
+class Node(ABC):
+    """A part of an expression."""
+
+    @property
+    def gives(self) -> Sort:
+        """The sort of its value."""
+        return "number"
+
+    @property
+    def below(self) -> tuple[Node, ...]:
+        """The parts of which it consists."""
+        return ()
+
+    @abstractmethod
+    def cpp(self, state: str) -> str:
+        """Return it in C++, without spaces; ``state`` is the type in which it computes."""
+
+    @abstractmethod
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """Return its value: of ``dtype`` if that is a number."""
+
+    def walk(self) -> Iterator[Node]:
+        """Yield it and all nodes below it."""
+        yield self
+        for node in self.below:
+            yield from node.walk()
+
+
+@dataclass(frozen=True)
+class Number(Node):
+    """A literal, which becomes a number of the element type."""
+
+    value: int | float
+
+    def cpp(self, state: str) -> str:
+        """See `Node`."""
+        # Both forms are exact, because a hexadecimal float has all bits.
+        text = f"{self.value}ull" if isinstance(self.value, int) else self.value.hex()
+        return f"fn::literal<{state}>({text})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """See `Node`."""
+        return dtype.type(self.value if dtype.kind in "iu" else float(self.value))
+
+
+@dataclass(frozen=True)
+class Truth(Node):
+    """``True`` or ``False``."""
+
+    value: bool
+
+    @property
+    def gives(self) -> Sort:
+        """See `Node`."""
+        return "truth"
+
+    def cpp(self, state: str) -> str:
+        """See `Node`."""
+        return "true" if self.value else "false"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """See `Node`."""
+        return np.bool_(self.value)
+
+
+@dataclass(frozen=True)
+class Variable(Node):
+    """A name, which becomes a number of the element type."""
+
+    name: str
+    code: str
+    """The name's value in C++."""
+    kind: Kind | None = None
+    """The kind of the value; None where it has the element type."""
+
+    def cpp(self, state: str) -> str:
+        """See `Node`."""
+        return self.code if self.kind is None else f"fn::number<{state}>({self.code})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """See `Node`."""
+        value = values[self.name]
+        return value if self.kind is None else value.astype(dtype)
+
+
+@dataclass(frozen=True)
+class Array:
+    """The name of an array."""
+
+    name: str
+    code: str
+    """The address of its elements in C++."""
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Element(Node):
+    """An element of an array, which becomes a number of the element type. The index is computed in 64 bits."""
+
+    array: Array
+    index: Node
+
+    def cpp(self, state: str) -> str:
+        """See `Node`."""
+        return f"fn::element<{state}>({self.array.code},{self.index.cpp('i64')})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """See `Node`."""
+        return values[self.array.name][self.index.evaluate(_INDEX, values)].astype(dtype)
+
+
+@dataclass(frozen=True)
+class Apply(Node):
+    """A function of other nodes, which give the sorts that it takes."""
+
+    function: Function
+    arguments: tuple[Node, ...]
+
+    @property
+    def gives(self) -> Sort:
+        """See `Node`."""
+        return self.function.gives
+
+    @property
+    def below(self) -> tuple[Node, ...]:
+        """See `Node`."""
+        return self.arguments
+
+    def cpp(self, state: str) -> str:
+        """See `Node`."""
+        return f"fn::{self.function.cpp}({','.join(argument.cpp(state) for argument in self.arguments)})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """See `Node`."""
+        return self.function.numpy(*(argument.evaluate(dtype, values) for argument in self.arguments))
+
+
+@dataclass(frozen=True)
+class Power(Node):
+    """A node to the power of a constant, at least 1: multiplications, the same ones in C++ and NumPy."""
+
+    base: Node
+    exponent: int
+
+    @property
+    def below(self) -> tuple[Node, ...]:
+        """See `Node`."""
+        return (self.base,)
+
+    def cpp(self, state: str) -> str:
+        """See `Node`."""
+        return f"fn::power<{self.exponent}>({self.base.cpp(state)})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """See `Node`."""
+        return power(self.base.evaluate(dtype, values), self.exponent)
+
+
+@dataclass(frozen=True)
+class AsTruth(Node):
+    """Whether a number is not zero."""
+
+    number: Node
+
+    @property
+    def gives(self) -> Sort:
+        """See `Node`."""
+        return "truth"
+
+    @property
+    def below(self) -> tuple[Node, ...]:
+        """See `Node`."""
+        return (self.number,)
+
+    def cpp(self, state: str) -> str:
+        """See `Node`."""
+        return f"is_true({self.number.cpp(state)})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """See `Node`."""
+        return self.number.evaluate(dtype, values) != dtype.type(0)
+
+
+@dataclass(frozen=True)
+class AsNumber(Node):
+    """1 or 0 for a truth value."""
+
+    truth: Node
+
+    @property
+    def below(self) -> tuple[Node, ...]:
+        """See `Node`."""
+        return (self.truth,)
+
+    def cpp(self, state: str) -> str:
+        """See `Node`."""
+        return f"fn::number<{state}>({self.truth.cpp(state)})"
+
+    def evaluate(self, dtype: np.dtype[Any], values: Values) -> Any:
+        """See `Node`."""
+        return self.truth.evaluate(dtype, values).astype(dtype)

@@ -1,0 +1,106 @@
+"""Op: a reduction operation of the user, which kernels, NumPy and MPI carry out."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.errors import InvalidUsageError
+from mpicomm.expressions.expression import Expression
+from mpicomm.kernels.reductions import own_op
+from mpicomm.mpi.types import is_narrow, numpy_dtype
+
+_WIDE = np.dtype(np.float32)
+_made: dict[tuple[str, str, bool], Op] = {}
+
+
+class Op(MPI.Op):
+    """A reduction operation that an expression defines: ``Op("max(abs(a), abs(b))", name="absmax", commute=True)``.
+
+    In the expression ``a`` is the reduction of the ranks before, and ``b`` the contribution of the next rank. NVRTC
+    compiles it into the kernels for arrays of GPUs; NumPy computes it on host arrays. It is an MPI.Op, so it goes
+    wherever an operation goes: Allreduce, Reduce, Reduce_scatter, Reduce_scatter_block, Scan and Exscan, blocking,
+    nonblocking and persistent; plain mpi4py calls it too.
+
+    **Order.** A Communicator reduces in rank order, ``f(f(x0, x1), x2)``, with the same bits on all ranks. As in MPI
+    the operation has to be associative where MPI carries the call out, with ``algorithm="ring"``, and between several
+    groups of ranks, each of which is reduced first. ``commute=True`` says that the order does not matter either: MPI
+    and the ring use that.
+
+    **Expressions** are Python's, of the names a and b and of numbers, computed in the element type:
+
+    - ``+ - *``, and ``** n`` with a constant n from 1 to 64, which multiplies: on integers, floats and complex numbers;
+    - ``/``, ``** x`` for other exponents, ``ceil exp floor log sqrt tanh``: on floats;
+    - ``// %``, which round down as Python's do and give 0 where b is 0, ``<< >> ~``: on integers;
+    - ``& | ^``: on integers and bool; ``conj``: on complex numbers; ``abs``: on integers and floats;
+    - ``min max`` (NaN wins) and ``< <= > >=``: on bool, integers and floats; ``== !=``: on all;
+    - ``and or not``, ``x if c else y`` and ``where(c, x, y)``: on all. A number is true unless it is 0; the truth
+      values of comparisons, ``and``, ``or`` and ``not`` are 1 and 0 where a number is needed.
+
+    Integers wrap. Floats of 16 bits or fewer are computed in float32 and rounded once. The host has the bits of a GPU,
+    but for exp, log, tanh, ``** x`` and products of complex numbers, whose last bits may differ.
+
+    Equal arguments give the same object. MPI holds few of them (mpi4py: 32): `Free` gives one back. Making one is
+    *local*. Raises `InvalidUsageError` for anything else in the expression. A call raises it for element types on which
+    the expression is not defined, and `PeerError` on all ranks where ranks pass different expressions.
+    """
+
+    _expression: Expression
+    _name: str
+    _commute: bool
+
+    def __new__(cls, expression: str, *, name: str = "", commute: bool = False) -> Op:
+        """Return the operation of these arguments; see the class."""
+        parsed = own_op(expression)
+        key = parsed.text, name, bool(commute)
+        if key not in _made:
+            try:
+                made = super().__new__(cls, MPI.Op.Create(partial(_reduce, parsed), bool(commute)))
+            except RuntimeError as error:
+                raise InvalidUsageError(
+                    f"op={expression!r}: {error}: call Free of operations that are not used"
+                ) from error
+            made._expression, made._name, made._commute = parsed, name, bool(commute)
+            _made[key] = made
+        return _made[key]
+
+    @property
+    def expression(self) -> str:
+        """The expression, in one form, however it was written."""
+        return self._expression.text
+
+    @property
+    def commute(self) -> bool:
+        """Whether the order of operands does not matter."""
+        return self._commute
+
+    def Free(self) -> None:
+        """Give the operation back to MPI; local. It must not be used any more."""
+        _made.pop((self._expression.text, self._name, self._commute), None)
+        super().Free()
+
+    def __repr__(self) -> str:
+        return f"mpicomm.Op({self._expression.text!r}, name={self._name!r}, commute={self._commute})"
+
+    def __reduce__(self) -> Any:
+        return _remake, (self._expression.text, self._name, self._commute)
+
+
+def _remake(expression: str, name: str, commute: bool) -> Op:
+    return Op(expression, name=name, commute=commute)
+
+
+def _reduce(expression: Expression, a: Any, b: Any, datatype: MPI.Datatype) -> None:
+    """Reduce ``a`` and ``b`` into ``b``, as MPI asks for it. An error here ends the program, as mpi4py says."""
+    dtype = numpy_dtype(datatype)
+    if dtype is None:
+        raise InvalidUsageError(f"op={expression.text!r}: it is for plain element types, not for {datatype.name}")
+    expression.require_defined(dtype.name)
+    first, second = np.frombuffer(a, dtype), np.frombuffer(b, dtype)
+    wide = _WIDE if is_narrow(dtype) else dtype
+    with np.errstate(all="ignore"):
+        values = {"a": first.astype(wide, copy=False), "b": second.astype(wide, copy=False)}
+        np.copyto(second, expression.evaluate(wide, values), casting="unsafe")

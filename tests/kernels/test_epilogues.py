@@ -1,0 +1,153 @@
+"""Epilogues in the kernels that reduce, and in the kernel behind them: the bits of NumPy in both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpicomm.collectives.gpu.algorithms.base import Finish
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
+from mpicomm.collectives.gpu.finish_launches import finish_launches
+from mpicomm.collectives.signature import Signature
+from mpicomm.epilogues import BoundEpilogue, Epilogue, fp8
+from mpicomm.kernels.epilogue import EpilogueOperands
+from mpicomm.mpi.arguments import parse
+from mpicomm.mpi.span import Span
+from tests.helpers import patterns
+from tests.helpers.reductions import Array, dtype_named, reduced, require_same, samples
+from tests.kernels.build import Builds, Change
+from tests.kernels.exchange_rig import kernel_of
+from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.packet_rig import PacketRig
+from tests.kernels.packet_runs import INBOX_NBYTES, SMALL
+
+pytest.importorskip("ml_dtypes")
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+RNG = np.random.default_rng(7)
+BIAS, ROW = samples(np.dtype(np.float32), 5000, RNG), samples(dtype_named("bfloat16"), 7, RNG)
+WORDS = Epilogue("words[i]", words=np.full(5000, ABSENT, np.uint32).view(np.float32))
+AFFINE = Epilogue("v * scale + bias[i] - row[i % n]", scale=0.3, n=7, bias=BIAS, row=ROW)
+
+
+def bound(epilogue: Epilogue, dtype: str, result: str, count: int) -> BoundEpilogue:
+    receive = parse(np.zeros(count, dtype_named(result)), writable=True, name="recvbuf")
+    return epilogue.bind("Allreduce", dtype_named(dtype), receive)
+
+
+def on_rank(epilogue: BoundEpilogue, machine: Machine, rank: int) -> BoundEpilogue:
+    """Return it with its arrays in memory of a rank."""
+    operands = EpilogueOperands.from_buffer_copy(epilogue.operands)
+    for place, array in enumerate(epilogue.arrays.values(), len(epilogue.numbers)):
+        operands.words[place] = machine.place(rank, np.asarray(array.owner)).address
+    return replace(epilogue, operands=operands)
+
+
+def finished(epilogue: BoundEpilogue, values: Array) -> Array:
+    made = np.empty(values.size, epilogue.result)
+    epilogue.on_host(values, made)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("epilogue", "dtype", "result"),
+    [
+        (AFFINE, "float32", "float32"),
+        (AFFINE, "float16", "float16"),
+        (AFFINE, "bfloat16", "float32"),
+        (AFFINE, "float64", "bfloat16"),
+        (Epilogue("conj(v) - i"), "complex64", "complex128"),
+        (fp8(0.25), "float32", "float8_e4m3fn"),
+        (fp8(np.array([3], np.float32), "float8_e5m2"), "bfloat16", "float8_e5m2"),
+        (Epilogue("v * 3 + i % k - d[i // 2]", k=5, d=np.arange(5000, dtype=np.uint8)), "int32", "int64"),
+        (Epilogue("v + i"), "int8", "float16"),
+        (Epilogue("v and not m[i]", m=RNG.random(5000) < 0.5), "bool", "int16"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_the_kernel_behind(builds: Builds, epilogue: Epilogue, dtype: str, result: str) -> None:
+    machine = Machine(builds, 1)
+    for count, offset in ((1, 0), (4099, 0), (1001, 1)):
+        whole = bound(epilogue, dtype, result, count)
+        values = samples(whole.dtype, count, RNG)
+        source = machine.place(0, values, offset=offset * whole.dtype.itemsize)
+        target = machine.place(0, np.zeros(count, whole.result), offset=offset * whole.result.itemsize)
+        if dtype == result and offset:
+            target = source  # in place
+        finish = Finish(on_rank(whole, machine, 0), target.address)
+        (launch,) = finish_launches(finish, Span(source.address, count), machine.faults[0], 2)
+        kernel = kernel_of(builds, launch.variant)
+        machine.launch(0, kernel, [launch.arguments], blocks=launch.blocks, threads=64)
+        machine.run()
+        require_same(target.view(whole.result).copy(), finished(whole, values))
+        machine.clear()
+
+
+def test_the_kernel_behind_a_failed_one_does_nothing(builds: Builds) -> None:
+    machine, values = Machine(builds, 1), np.ones(100, np.float32)
+    machine.failed[0].bytes[:] = 1
+    whole = bound(Epilogue("v + 1"), "float32", "float32", values.size)
+    place = machine.place(0, values)
+    (launch,) = finish_launches(Finish(whole, place.address), Span(place.address, 100), machine.faults[0], 1)
+    machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=1, threads=64)
+    machine.run()
+    require_same(place.view(np.float32).copy(), values)
+
+
+def run_fused(
+    builds: Builds, wire: Wire, epilogue: Epilogue, reduction: tuple[str, str], changes: Sequence[Change] = ()
+) -> None:
+    """All-reduces in one hop and in two, in place and not, of which the last elements are in no whole packet."""
+    size, rng, (name, op) = 3, np.random.default_rng(3), reduction
+    rig = PacketRig(Machine(builds, size), wire, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=2)
+    checks: list[tuple[Any, Array]] = []
+    for count in (1, 5, 2003) if wire == "sentinel" else (1, 5, 301):
+        for two_shot in (False, True):
+            whole = bound(epilogue, name, name, count)
+            parts = [samples(whole.dtype, count, rng) for _ in range(size)]
+            expected = finished(whole, reduced(op, parts))
+            for rank, part in enumerate(parts):
+                source = rig.machine.place(rank, part)
+                target = source if two_shot else rig.machine.place(rank, np.zeros_like(part))
+                send, output = Span(source.address, count), Span(target.address, count)
+                pattern = patterns.allreduce(
+                    rank, size, whole.dtype, send, output, op, piece_nbytes=1 << 30 if two_shot else None
+                )
+                signature = Signature("Allreduce", name, count, op, epilogue=whole.text)
+                finish = Finish(on_rank(whole, rig.machine, rank), output.pointer)
+                rig.run(rank, pattern, signature, finish=finish)
+                checks.append((target, expected))
+    rig.machine.run(jitter_us=100)
+    for target, expected in checks:
+        require_same(target.view(expected.dtype).copy(), expected)
+        if epilogue is WORDS and target.bytes.tobytes() != expected.tobytes():
+            raise AssertionError("words differ, first at any place")
+
+
+@pytest.mark.parametrize("wire", ["flagged", "sentinel"])
+@pytest.mark.parametrize(
+    "reduction", [("float32", "sum"), ("bfloat16", "avg"), ("float16", "a * 2 - b"), ("float64", "max")], ids="-".join
+)
+def test_in_the_kernel_that_reduces(builds: Builds, wire: Wire, reduction: tuple[str, str]) -> None:
+    run_fused(builds, wire, AFFINE, reduction)
+
+
+def test_results_that_say_that_no_packet_has_come(builds: Builds) -> None:
+    """An epilogue may make the words that stand for empty slots, which no sum of floats does."""
+    run_fused(builds, "sentinel", WORDS, ("float32", "sum"))
+
+
+def test_results_that_lose_such_a_word_are_found(builds: Builds) -> None:
+    change = Change("packet_wires.cuh", "#if defined(MPICOMM_DTYPE) && !defined(MPICOMM_EPILOGUE)", "#if 1")
+    with pytest.raises(AssertionError, match=CAUGHT):
+        run_fused(builds, "sentinel", WORDS, ("float32", "sum"), (change,))
+
+
+def test_an_epilogue_that_forgets_where_its_shard_begins_is_found(builds: Builds) -> None:
+    change = Change("packet_worker.cuh", "operands.first + at / sizeof(Element)", "at / sizeof(Element)")
+    with pytest.raises(AssertionError, match=CAUGHT):
+        run_fused(builds, "flagged", Epilogue("v + i"), ("float32", "sum"), (change,))

@@ -1,0 +1,140 @@
+"""All-reduces with an epilogue: the same bits by every algorithm, in every form of call, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm import InvalidUsageError, PeerError
+from mpicomm.epilogues import Epilogue, fp8
+from tests.helpers.buffers import Placed
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.reductions import Array, dtype_or_skip, reduced, require_same
+
+COUNTS = (5, 3001, 70_001)
+
+
+def part(rank: int, count: int, name: str = "float32") -> Array:
+    # Sums of these are exact, so MPI, which adds small host arrays in an order of its own, has the same bits.
+    numbers = np.random.default_rng([rank, count]).integers(-3, 4, count)
+    return numbers.astype(np.float32).astype(dtype_or_skip(name))
+
+
+def total(comm: mpicomm.Communicator, count: int, name: str = "float32") -> Array:
+    return reduced("sum", [part(rank, count, name) for rank in range(comm.size)])
+
+
+def algorithms(comm: mpicomm.Communicator) -> tuple[str, ...]:
+    return ("auto", "one_shot", "two_shot", "ring", *(("copy_engine",) if comm.device != "cpu" else ()))
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float64"])
+def test_every_algorithm_has_the_same_bits(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    rows = Placed(xp, np.linspace(-1, 1, 7).astype(np.float32))
+    for count in COUNTS:
+        bias = Placed(xp, np.random.default_rng(count).standard_normal(count).astype(dtype_or_skip(name)))
+        wide = np.float64 if name == "float64" else np.float32
+        n, i = wide(0.1), np.arange(count)
+        expected = total(comm, count, name).astype(wide) * n + bias.get().astype(wide)
+        expected = (expected - rows.get().astype(wide)[i % 7] * i.astype(wide)).astype(dtype_or_skip(name))
+        send = Placed(xp, part(comm.rank, count, name))
+        for algorithm in algorithms(comm):
+            for receive in (Placed(xp, np.zeros_like(expected)), Placed(xp, part(comm.rank, count, name))):
+                in_place = bool(receive.get().any())
+                for _ in range(1 if in_place else 3):  # known calls take a shorter way
+                    comm.Allreduce(
+                        MPI.IN_PLACE if in_place else send.array,
+                        receive.array,
+                        algorithm=algorithm,
+                        epilogue="v * n + bias[i] - rows[i % k] * i",
+                        n=0.1,
+                        k=7,
+                        bias=bias.array,
+                        rows=rows.array,
+                    )
+                comm.check()
+                require_same(receive.get(), expected)
+
+
+def test_numbers_and_contents_may_change_from_call_to_call(comm: mpicomm.Communicator, xp: Any) -> None:
+    send, receive, bias = (xp.asarray(part(comm.rank, 1000)), xp.empty(1000, xp.float32), xp.zeros(1000, xp.float32))
+    expected = total(comm, 1000)
+    for turn in range(4):
+        bias[...] = turn
+        comm.Allreduce(send, receive, epilogue="v * n + bias[i]", n=turn // 2, bias=bias)
+        comm.check()
+        assert (receive == xp.asarray(expected * (turn // 2) + turn)).all()
+        comm.Allreduce(send, receive)
+        comm.check()
+        assert (receive == xp.asarray(expected)).all()
+
+
+def test_requests(comm: mpicomm.Communicator, xp: Any) -> None:
+    send, receive = xp.asarray(part(comm.rank, 1000)), xp.zeros(1000, xp.float32)
+    expected = xp.asarray(total(comm, 1000) - 2)
+    comm.Iallreduce(send, receive, epilogue="v - n", n=2).Wait()
+    assert (receive == expected).all()
+    request = comm.Allreduce_init(send, receive, epilogue=Epilogue("v - n", n=2))
+    for _ in range(3):
+        receive[...] = 0
+        request.Start()
+        request.Wait()
+        assert (receive == expected).all()
+    request.Free()
+
+
+@pytest.mark.parametrize(("name", "result"), [("float32", "float8_e4m3fn"), ("bfloat16", "float8_e5m2")])
+def test_conversion_to_eight_bits(comm: mpicomm.Communicator, xp: Any, name: str, result: str) -> None:
+    dtype = dtype_or_skip(result)
+    limit = np.float32(448 if result == "float8_e4m3fn" else 57344)
+    for count, algorithm in ((5, "auto"), (3001, "two_shot"), (70_001, "auto")):
+        send, receive = Placed(xp, part(comm.rank, count, name)), Placed(xp, np.zeros(count, dtype))
+        expected = np.clip(total(comm, count, name).astype(np.float32) * np.float32(1e4), -limit, limit).astype(dtype)
+        for scale in (1e4, xp.full(1, 1e4, xp.float32)):
+            comm.Allreduce(send.array, receive.array, algorithm=algorithm, epilogue=fp8(scale, result))
+            comm.check()
+            require_same(receive.get(), expected)
+
+
+def test_bad_epilogues(comm: mpicomm.Communicator, xp: Any) -> None:
+    send, receive, few = (xp.ones(n, xp.float32) for n in (8, 8, 7))
+    whole = xp.ones(8, xp.int32)
+    cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
+        (InvalidUsageError, "few has 7 elements, and its index goes from 0 to 7 for 8", "v + few[i]", {"few": few}),
+        (InvalidUsageError, "goes from -1 to 6", "v + few[i - 1]", {"few": few}),
+        (InvalidUsageError, "'b' is no name here: use v, i", "v + b", {}),
+        (InvalidUsageError, "'v' is no name here: use i", "v + few[v]", {"few": few}),
+        (InvalidUsageError, "out overlaps recvbuf: copy one", "v + out[i]", {"out": receive}),
+        (TypeError, "no number and no array", "v + x[i]", {"x": "text"}),
+        (InvalidUsageError, "the operand sqrt has a name of its own", "v", {"sqrt": 3}),
+        (InvalidUsageError, "has 9 operands: pass up to 8", "v", dict.fromkeys("abcdefghj", 1)),
+        (TypeError, "epilogue=3 is no epilogue: pass an expression", 3, {}),
+        (TypeError, "scale: operands are for an expression", fp8(1.0), {"scale": 2}),
+        (TypeError, "scale: no argument of the call has this name", None, {"scale": 2}),
+    ]
+    if xp is not np:
+        cases.append((InvalidUsageError, "x is not on the device of recvbuf", "v + x[i]", {"x": np.ones(8)}))
+    for error, said, epilogue, operands in cases:
+        with pytest.raises(error, match=said):
+            comm.Allreduce(send, receive, epilogue=epilogue, **operands)
+    with pytest.raises(InvalidUsageError, match="recvbuf has int32 for results of float32: pass one of float"):
+        comm.Allreduce(send, whole, epilogue="v")
+    with pytest.raises(InvalidUsageError, match="n is float: convert it"):
+        comm.Allreduce(whole, xp.ones(8, xp.int32), epilogue="v * n", n=0.5)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_ranks_with_different_epilogues_are_told(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("on the host each rank applies its own epilogue to its own result")
+    with communicator(device, timeout_s=10) as comm, array_module(comm) as xp:
+        send, receive = xp.ones(8, xp.float32), xp.ones(8, xp.float32)
+        with pytest.raises(PeerError, match=r"epilogue='v \* n', n=0, .*epilogue='v \* n', n=1, "):
+            comm.Allreduce(send, receive, epilogue="v * n", n=min(comm.rank, 1))
+            comm.check()
+            comm.Allreduce(send, receive)
+            comm.check()

@@ -1,0 +1,169 @@
+"""Which expressions are read, what they mean on NumPy arrays, and which are refused with which way out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mpicomm import InvalidUsageError
+from mpicomm.expressions.expression import LONGEST, Expression, parse
+from mpicomm.expressions.tree import Variable
+from tests.helpers.reductions import require_same, samples
+
+NAMES = (Variable("a", "a"), Variable("b", "b"))
+A = np.array([7, -7, 7, -7, 0, 3], np.int32)
+B = np.array([2, 2, -2, -2, 0, 0], np.int32)
+
+
+def read(text: str) -> Expression:
+    return parse(text, NAMES, "op")
+
+
+def value(text: str, a: Any, b: Any) -> Any:
+    with np.errstate(all="ignore"):
+        return read(text).evaluate(a.dtype, {"a": a, "b": b})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a // b", [3, -4, -4, 3, 0, 0]),
+        ("a % b", [1, 1, -1, -1, 0, 0]),
+        ("a ** 3 - -b", [345, -341, 341, -345, 0, 27]),
+        ("a << b", [28, -28, 0, 0, 0, 3]),
+        ("-7 >> a", [-1, -1, -1, -1, -7, -1]),
+        ("~a & 6 | b ^ 1", [3, 7, -1, -1, 7, 5]),
+        ("min(a, b, 1)", [1, -7, -2, -7, 0, 0]),
+        ("a < b <= 2", [0, 1, 0, 1, 0, 0]),
+        ("(a > 0) + (b != 0)", [2, 1, 2, 1, 0, 1]),
+        ("a and not b", [0, 0, 0, 0, 0, 1]),
+        ("a or b", [1, 1, 1, 1, 0, 1]),
+        ("where(b, a, 5)", [7, -7, 7, -7, 5, 5]),
+        ("a if b == 2 else abs(a)", [7, -7, 7, 7, 0, 3]),
+        ("1 if True and a == a else 2", [1, 1, 1, 1, 1, 1]),
+        ("+a", A.tolist()),
+    ],
+)
+def test_integers(text: str, expected: list[int]) -> None:
+    result = value(text, A, B)
+    assert np.broadcast_to(result, A.shape).tolist() == expected
+    assert result.dtype == A.dtype
+
+
+def test_numbers_take_the_type_of_the_elements() -> None:
+    a = np.array([0.1, 2.5], np.float32)
+    require_same(value("a * 0.1", a, a), a * np.float32(0.1))
+    require_same(value("sqrt(a) ** -2", a, a), np.float32(1) / (np.sqrt(a) * np.sqrt(a)))
+    assert value("a + 200", np.array([100], np.uint8), A).tolist() == [44]
+    assert value("conj(a) * 2", np.array([1 + 2j], np.complex64), A).tolist() == [2 - 4j]
+    assert np.isnan(value("max(a, b)", np.array([np.nan, 1.0]), np.array([1.0, np.nan]))).all()
+
+
+def test_the_text_has_one_form() -> None:
+    assert read("( a )+b*2").text == read("a + b * 2").text == "a + b * 2"
+    assert read("(a + b) * 2").text != read("a + b * 2").text
+
+
+Tree = tuple[str, Callable[..., Any]]
+
+LEAVES: list[Tree] = [("a", lambda a, b: a), ("b", lambda a, b: b), ("3", lambda a, b: np.int16(3))]
+JOINED: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "&": operator.and_,
+    "^": operator.xor,
+}
+
+
+def joined(operands: st.SearchStrategy[Tree]) -> st.SearchStrategy[Tree]:
+    def join(x: Tree, sign: str, y: Tree) -> Tree:
+        return f"({x[0]} {sign} {y[0]})", lambda a, b: JOINED[sign](x[1](a, b), y[1](a, b))
+
+    return st.builds(join, operands, st.sampled_from(sorted(JOINED)), operands)
+
+
+@given(st.recursive(st.sampled_from(LEAVES), joined, max_leaves=12))
+def test_means_what_python_means(tree: Tree) -> None:
+    text, function = tree
+    rng = np.random.default_rng(0)
+    a, b = (samples(np.dtype(np.int16), 50, rng) for _ in range(2))
+    with np.errstate(all="ignore"):
+        expected = function(a, b)
+    assert (value(text, a, b) == expected).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('__import__("os").system("true")', "is no function here: use abs, ceil"),
+        ("a.real", "'a.real' is not possible here: use a, b, numbers, operators"),
+        ("a); while (1) {}; (b", "it is no expression of Python"),
+        ("a; b", "it is no expression of Python"),
+        ("a\0", "it is no expression of Python"),
+        ("(" * 290 + "a", "it is no expression of Python"),
+        ("a + c", "'c' is no name here: use a, b"),
+        ("State", "'State' is no name here"),
+        ("a[0]", "is not possible here"),
+        ("[a for a in b]", "is not possible here"),
+        ("lambda: a", "is not possible here"),
+        ("(a := b)", "is not possible here"),
+        ("a @ b", "is not possible here"),
+        ("a is b", "is not possible here"),
+        ("f'{a}'", "is not possible here"),
+        ("'a'", "is not possible here"),
+        ("2j", "is not possible here"),
+        ("min(*a)", "is not possible here"),
+        ("sqrt(x=a)", "is not possible here"),
+        ("sqrt(a, b)", "sqrt takes 1 operands, not 2"),
+        ("max(a)", "max takes 2 operands, not 1"),
+        ("a ** 65", "the exponent 65 is not in 1 to 64"),
+        ("a ** 0", "the exponent 0 is not in 1 to 64"),
+        (f"a + {2**64}", "the largest integer is 18446744073709551615"),
+        ("a + 1e999", "a number is too large"),
+        ("a" + " + a" * LONGEST, f"write it with at most {LONGEST}"),
+    ],
+)
+def test_everything_else_is_refused(text: str, said: str) -> None:
+    with pytest.raises(InvalidUsageError, match="op=") as raised:
+        read(text)
+    assert said in str(raised.value)
+
+
+def test_what_is_no_text_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="op=3 is no expression"):
+        parse(3, NAMES, "op")
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "said"),
+    [
+        ("a / b", "int32", "/ is for float: use // for integers"),
+        ("a // b", "float32", "// is for integer: use floor(a / b) for floats"),
+        ("sqrt(a)", "complex64", "sqrt is for float: convert the complex64"),
+        ("a < b", "complex128", "< is for bool, integer, float"),
+        ("a + b", "bool", "+ is for integer, float, complex: use or"),
+        ("a ** 2", "bool", "* is for integer, float, complex: use and"),
+        ("a or 1", "bool", "1 is no bool: use True or False"),
+        ("a + 0.5", "uint8", "0.5 is no uint8: use an integer"),
+        ("a & 256", "uint8", "256 is no uint8: the largest is 255"),
+        ("a | b", "bfloat16", "| is for bool, integer"),
+        ("a", "MPI.BYTE", "it is for numbers, and bool"),
+    ],
+)
+def test_types_for_which_an_expression_is_not_defined(text: str, dtype: str, said: str) -> None:
+    with pytest.raises(InvalidUsageError) as raised:
+        read(text).require_defined(dtype)
+    assert f"op={text!r} is not defined for {dtype}: " in str(raised.value)
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e5m2", "longdouble"])
+def test_floats_of_all_names(dtype: str) -> None:
+    read("sqrt(a) / b").require_defined(np.dtype(dtype).name if dtype == "longdouble" else dtype)
