@@ -118,11 +118,13 @@ def test_merged_traces_say_who_waited_for_whom(
     monkeypatch.setattr(clocks, "clock_key", lambda: str(rank))
     ahead_ns = rank * 7_200_000_000_000
     monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
-    with communicator("cpu") as comm, comm.Split(0) as part:
+    with communicator("cpu") as comm:
+        part = comm.Split(0)
         part.Barrier()
         if rank == size - 1:
             time.sleep(LATE_S)
         part.Barrier()
+        part.Free()
     MPI.COMM_WORLD.Barrier()
     if rank == 0:
         capsys.readouterr()
