@@ -167,6 +167,9 @@ def test_bad_epilogues(comm: mpicomm.Communicator, xp: Any) -> None:
     for error, said, epilogue, operands in cases:
         with pytest.raises(error, match=said):
             comm.Allreduce(send, receive, epilogue=epilogue, **operands)
+    if xp is not np:
+        with pytest.raises(InvalidUsageError, match="MPI applies no epilogue to device arrays"):
+            comm.Allreduce(send, receive, epilogue="v", algorithm="mpi")
     with pytest.raises(InvalidUsageError, match="recvbuf has int32 for results of float32: pass one of float"):
         comm.Allreduce(send, whole, epilogue="v")
     with pytest.raises(InvalidUsageError, match="n is float: convert it"):
