@@ -19,8 +19,8 @@ extern "C" __global__ void ring_sum(float* sums, const float* values, u32 count,
     const u64 inbox = (call % 2 * size + step) * count;
     const u64 number = call * (size - 1) + step + 1;
     for (u32 i = threadIdx.x; i < count; i += blockDim.x) mpicomm::part<float>(inboxes, next)[inbox + i] = passing[i];
-    mpicomm::signal_from_block(mpicomm::part<u64>(flags, next), number);
-    if (!mpicomm::wait_in_block(mpicomm::part<u64>(flags, rank), number, timeout_ns)) {
+    mpicomm::signal(mpicomm::Block(), mpicomm::part<u64>(flags, next), number);
+    if (!mpicomm::wait(mpicomm::Block(), mpicomm::part<u64>(flags, rank), number, timeout_ns)) {
       if (threadIdx.x == 0) *failed = 1;
       return;
     }

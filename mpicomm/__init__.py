@@ -5,8 +5,8 @@
 
 import sys
 
-# The doctor says why MPI does not load or start, and these modules load and start it.
-if "mpicomm.doctor" not in sys.orig_argv:
+# These commands decide themselves whether to start MPI, and when; the modules below load and start it.
+if {"mpicomm.doctor", "mpicomm.p2p", "mpicomm.trace"}.isdisjoint(sys.orig_argv):
     from mpicomm import epilogues
     from mpicomm.api.communicator import Communicator
     from mpicomm.errors import (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 from mpicomm.errors import InvalidUsageError
@@ -20,6 +21,14 @@ INTERNODE = ("nccl", "mpi", "staged")
 """The engines that move device memory between groups of ranks on any nodes, the best one first."""
 MAPPED = "mapped"
 """The engine between groups of ranks of one node."""
+
+
+def multi_process_service() -> bool:
+    """Return whether NVIDIA's multi-process service (MPS) runs, so that processes use a GPU side by side.
+
+    Its control daemon makes a pipe of this name, and its clients look for the pipe in the same folder.
+    """
+    return Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists()
 
 
 def device(argument: int | str) -> int | str:
@@ -121,6 +130,28 @@ def debug() -> str:
 def debug_file() -> str | None:
     """Return MPICOMM_DEBUG_FILE: the name of the log file, in which %h, %p and %r stand for host, pid and rank."""
     return os.environ.get("MPICOMM_DEBUG_FILE") or None
+
+
+@dataclass(frozen=True)
+class Recording:
+    """The records that the environment asks for."""
+
+    trace: str | None
+    """MPICOMM_TRACE: the name of the trace file, in which %h, %p and %r stand for host, pid and rank, or "nvtx" for
+    NVTX ranges alone."""
+    stats: bool
+    """Whether MPICOMM_STATS asks for a table of the calls at the end of the program."""
+
+
+def recording() -> Recording | None:
+    """Return the records of calls that MPICOMM_TRACE and MPICOMM_STATS ask for; None where they ask for none."""
+    stats = os.environ.get("MPICOMM_STATS", "0")
+    if stats not in ("0", "1"):
+        raise InvalidUsageError(f"MPICOMM_STATS={stats!r}: use 1 for a table of the calls at the end, 0 for none")
+    trace = os.environ.get("MPICOMM_TRACE") or None
+    if trace is not None and trace.endswith("/"):
+        raise InvalidUsageError(f'MPICOMM_TRACE={trace!r} names a folder: name a file, as in "{trace}trace-%r.json"')
+    return Recording(trace, stats == "1") if trace is not None or stats == "1" else None
 
 
 def tuning() -> str | None:

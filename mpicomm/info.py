@@ -13,7 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from mpicomm import environment
 from mpicomm.api.communicator import Communicator
+from mpicomm.cli import arguments, machine
 from mpicomm.cli import options as command_line
 from mpicomm.cluster.cuda_aware import query_cuda_aware
 from mpicomm.collectives.gpu import tuning_file
@@ -32,10 +34,11 @@ def collect(comm: Communicator) -> dict[str, Any]:
     return {
         "ranks": comm.allgather(record),
         "first_calls": outcome,
-        "processor": command_line.processor(),
+        "processor": machine.processor(),
         "cuda_aware_mpi": dataclasses.asdict(query_cuda_aware()),
         "tuning": algorithms(here.device_name, here.links) if comm.device != "cpu" else [],
-        "versions": command_line.versions(),
+        "multi_process_service": environment.multi_process_service(),
+        "versions": machine.versions(),
     }
 
 
@@ -117,6 +120,9 @@ def tables(found: Mapping[str, Any]) -> list[Table]:
     system.add_row("MPI is CUDA-aware", f"{answer} ({mpi['how']})")
     if ranks[0]["internode"]:
         system.add_row("engine between groups of ranks", ranks[0]["internode"])
+    if ranks[0]["device"] != "cpu":
+        runs = "runs" if found["multi_process_service"] else "does not run, so ranks that share a GPU take turns"
+        system.add_row("NVIDIA's multi-process service", runs)
     system.add_row("first collectives", found["first_calls"])
     if found["tuning"]:
         source, *choices = found["tuning"]
@@ -155,13 +161,13 @@ def parser() -> argparse.ArgumentParser:
         description="Show the ranks' devices, how they open each other's memory, how much memory a communicator takes, "
         "and the versions in use.",
     )
-    command_line.add_communicator_arguments(result)
+    arguments.add_communicator_arguments(result)
     result.add_argument(
         "--json",
         nargs="?",
         const=None,
         default=False,
-        type=command_line.output_file_or_stdout,
+        type=arguments.output_file_or_stdout,
         metavar="FILE",
         help="write one JSON object, by default to standard output",
     )
@@ -178,7 +184,7 @@ def main() -> int:
     if rank != 0:
         return 0
     if options.json:
-        command_line.write_json(options.json, found)
+        arguments.write_json(options.json, found)
         return 0
     if options.json is None:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")

@@ -64,7 +64,8 @@ def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: floa
     if not _replaced:
         world, own = MPI.COMM_WORLD, MPI.COMM_SELF
         session = Session.create(world, device, handle, timeout_s)
-        alone = Session(own, session.placement.subset([world.rank]))
+        channel = session.channel and session.channel.child([world.rank])
+        alone = Session(own, session.placement.subset([world.rank]), channel=channel)
         for owner, name, replacement in (
             (MPI, "COMM_WORLD", InstalledCommunicator.permanent(world, session, "COMM_WORLD")),
             (MPI, "COMM_SELF", InstalledCommunicator.permanent(own, alone, "COMM_SELF")),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from collections.abc import Callable
 
 from mpicomm import environment
 from mpicomm.errors import InvalidUsageError
@@ -17,6 +18,22 @@ TRACE = logging.DEBUG - 5
 logging.addLevelName(TRACE, "TRACE")
 
 logger = logging.getLogger("mpicomm")
+
+slow_way_listeners: list[Callable[[str], None]] = []
+"""They are told the reason whenever a call takes a slow way, also where the log has named it before."""
+
+
+def tell_slow_way(reason: str) -> None:
+    """Tell the listeners why the call of this thread takes a slow way. Local."""
+    for listener in slow_way_listeners:
+        listener(reason)
+
+
+def file_name(pattern: str, rank: int) -> str:
+    """Return ``pattern`` with host, pid and ``rank`` in the places of %h, %p and %r."""
+    for mark, text in (("%h", socket.gethostname()), ("%p", str(os.getpid())), ("%r", str(rank))):
+        pattern = pattern.replace(mark, text)
+    return pattern
 
 
 def configure(rank: int) -> None:
@@ -30,8 +47,7 @@ def configure(rank: int) -> None:
     if path is None:
         handler = logging.StreamHandler()
     else:
-        for mark, text in (("%h", host), ("%p", str(pid)), ("%r", str(rank))):
-            path = path.replace(mark, text)
+        path = file_name(path, rank)
         try:
             handler = logging.FileHandler(path)
         except OSError as error:

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 
 from mpicomm.api.communicator import Communicator, RankInfo
+from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
+from mpicomm.cli.pattern import Pattern
 from mpicomm.cli.report import header, matrices, setting
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sizes import format_size
@@ -25,51 +27,6 @@ DIRECTIONS = ("put", "get")
 
 _CHECKS = 4  # patterns per size and direction; half go through mapped memory, half through copies
 _POISON = 0xA5
-_CHUNK_NBYTES = 1 << 20  # of the pattern at once: takes little memory, and fits into a CPU's cache
-_WORD = np.dtype(np.uint32)
-
-
-class Pattern:
-    """Bytes that depend on the rank that wrote them, the iteration and their index.
-
-    They are a 32-bit hash of the word index and a seed, so shifted, swapped, stale or missing data do not match. ``xp``
-    is the array module, numpy or cupy.
-    """
-
-    def __init__(self, xp: Any) -> None:
-        self._xp = xp
-        self._ramp = xp.arange(_CHUNK_NBYTES // _WORD.itemsize, dtype=_WORD) * _WORD.type(0x9E3779B1)
-        self._words = xp.empty_like(self._ramp)
-        self._shifted = xp.empty_like(self._ramp)
-        self._expected = xp.empty(_CHUNK_NBYTES, np.uint8)
-
-    def write(self, target: Any, rank: int, iteration: int) -> None:
-        """Write the pattern into an array of bytes. The elementwise kernel (or NumPy loop) stores straight into it."""
-        for start in range(0, target.size, _CHUNK_NBYTES):
-            self._write_chunk(target[start : start + _CHUNK_NBYTES], start, rank, iteration)
-
-    def count_wrong(self, array: Any, rank: int, iteration: int) -> int:
-        """Return how many bytes of an array differ from the pattern. All bytes are compared."""
-        wrong = 0
-        for start in range(0, array.size, _CHUNK_NBYTES):
-            chunk = array[start : start + _CHUNK_NBYTES]
-            expected = self._expected[: chunk.size]
-            self._write_chunk(expected, start, rank, iteration)
-            wrong += int(self._xp.count_nonzero(chunk != expected))
-        return wrong
-
-    def _write_chunk(self, target: Any, start: int, rank: int, iteration: int) -> None:
-        xp = self._xp
-        count = -(-target.size // _WORD.itemsize)
-        words, shifted = self._words[:count], self._shifted[:count]
-        offset = start // _WORD.itemsize * 0x9E3779B1 + (rank + 1) * 0x85EBCA77 + (iteration + 1) * 0xC2B2AE3D
-        xp.add(self._ramp[:count], _WORD.type(offset % 2**32), out=words)
-        xp.right_shift(words, _WORD.type(15), out=shifted)
-        xp.bitwise_xor(words, shifted, out=words)
-        xp.multiply(words, _WORD.type(0x2C1B3C6D), out=words)
-        xp.right_shift(words, _WORD.type(13), out=shifted)
-        # The last step works on bytes: the target needs no alignment, and a tail is no special case.
-        xp.bitwise_xor(words.view(np.uint8)[: target.size], shifted.view(np.uint8)[: target.size], out=target)
 
 
 @dataclass(frozen=True)
@@ -213,10 +170,10 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m mpicomm.ring",
         description="Every rank moves bytes to and from its neighbours in a ring, checks each, and is timed.",
     )
-    command_line.add_sweep_arguments(result, smallest=1 << 10, factor=4)
+    arguments.add_sweep_arguments(result, smallest=1 << 10, factor=4)
     result.add_argument("--direction", choices=(*DIRECTIONS, "both"), default="both", help="default: both")
-    command_line.add_communicator_arguments(result)
-    result.add_argument("--json", type=command_line.output_file, metavar="FILE", help="write the results there too")
+    arguments.add_communicator_arguments(result)
+    result.add_argument("--json", type=arguments.output_file, metavar="FILE", help="write the results there too")
     return result
 
 
@@ -252,7 +209,7 @@ def main() -> int:
 
     outcome = report(ranks, options, results)
     if options.json is not None and comm.rank == 0:
-        command_line.write_json(options.json, outcome)
+        arguments.write_json(options.json, outcome)
     comm.Free()
     show("# OK" if outcome["ok"] else f"# FAILED: {outcome['wrong']} wrong")
     return 0 if outcome["ok"] else 1

@@ -15,6 +15,7 @@ from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse, summed
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError
+from mpicomm.recording.channel import Channel
 from mpicomm.sharing.choose_on_nodes import choose_handles, node_of
 from mpicomm.symmetric.owner import AnyShared, Shared
 from mpicomm.symmetric.registry import Mappings
@@ -35,6 +36,7 @@ class Session:
     collective.
 
     `set_up` duplicates ``comm``, which stays the caller's. ``backend`` is this rank's device where it is open already.
+    ``channel`` takes the records of the communicator's calls; None where the environment asks for none.
     """
 
     backend: HostBackend | GpuBackend
@@ -48,9 +50,15 @@ class Session:
     pads: SignalPads
 
     def __init__(
-        self, comm: MPI.Intracomm, placement: Placement, backend: HostBackend | GpuBackend | None = None
+        self,
+        comm: MPI.Intracomm,
+        placement: Placement,
+        backend: HostBackend | GpuBackend | None = None,
+        *,
+        channel: Channel | None = None,
     ) -> None:
         self.placement = placement
+        self.channel = channel
         self.mappings = Mappings()
         """The symmetric arrays that are open."""
         self._comm = comm
@@ -82,8 +90,13 @@ class Session:
         with _freed_on_failure(private, group):
             # A bad value on one rank must not keep that rank from telling the others: exchanges check the values.
             group.agree("Communicator: timeout_s", lambda: environment.timeout_s(timeout_s))
-            group.agree("Communicator: log", lambda: log.configure(world_rank()))
-            session = cls(comm, find_placement(group, device, handle))
+
+            def configure() -> environment.Recording | None:
+                log.configure(world_rank())
+                return environment.recording()
+
+            channel = Channel.open(group, private, group.exchange("Communicator: log", configure))
+            session = cls(comm, find_placement(group, device, handle), channel=channel)
             with session._opened_on_all_ranks(group):
                 session.backend.make_current()
                 session.placement = choose_handles(group, session.placement, session.backend)
@@ -213,6 +226,8 @@ class Session:
         if self._groups:
             self.group.patience = self.awaited_elsewhere
         late = self._meet("Free")
+        if self.channel is not None and late is None and self._groups and self.intact:
+            self.channel.part(self.group, self.private)
         self._freed = True
         try:
             self._give_back([*reversed(self._shared), *self._beside], "Free", late)

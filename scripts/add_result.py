@@ -15,7 +15,7 @@ from typing import Any
 
 from result_file import hardware, without
 
-from mpicomm.cli.options import write_json
+from mpicomm.cli.arguments import write_json
 
 FOLDER = Path(__file__).parent / "results"
 

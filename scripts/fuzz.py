@@ -16,7 +16,8 @@ import sys
 
 from result_file import LONG_RUNS, Table, add_tables, hardware, today
 
-from mpicomm.cli.options import output_file, processor
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
 from mpicomm.devices import handle
 from mpicomm.devices.handle import PACKET_NBYTES, MemoryHandle
 from mpicomm.errors import HandleError

@@ -24,7 +24,9 @@ from mpi4py import MPI
 from result_file import Table, add_tables, command, hardware
 
 import mpicomm
-from mpicomm.cli.options import output_file, processor, rank_record
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
 
 WORLD = MPI.COMM_WORLD
 ROUNDS = 21

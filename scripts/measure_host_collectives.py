@@ -22,7 +22,8 @@ import numpy.typing as npt
 from mpi4py import MPI
 from result_file import Table, add_tables, command, hardware
 
-from mpicomm.cli.options import output_file, processor
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Arguments, Call

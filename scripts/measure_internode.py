@@ -22,7 +22,9 @@ from mpi4py import MPI
 from result_file import Table, add_tables, command, hardware
 from rich.console import Console
 
-from mpicomm.cli.options import output_file, processor, rank_record
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
 from mpicomm.sizes import format_size, nbytes_of
 
 WORLD = MPI.COMM_WORLD

@@ -25,7 +25,9 @@ from result_file import Table, add_tables, command, hardware
 from rich.console import Console
 
 import mpicomm
-from mpicomm.cli.options import output_file, processor, rank_record
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
 from mpicomm.sizes import format_size, nbytes_of
 
 WORLD = MPI.COMM_WORLD

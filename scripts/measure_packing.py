@@ -22,7 +22,9 @@ from result_file import Table, add_tables, command, hardware
 
 import mpicomm
 from mpicomm.bench.machine import Gpu
-from mpicomm.cli.options import output_file, processor, rank_record
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
 from mpicomm.collectives.gpu.pack_launches import pack_launches
 from mpicomm.collectives.gpu.plan import launching
 from mpicomm.devices.cuda.backend import CudaBackend

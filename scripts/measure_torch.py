@@ -1,10 +1,14 @@
-"""Measure PyTorch's backends mpicomm and gloo on the host: `mpiexec -n N python scripts/measure_torch.py`.
+"""Measure PyTorch's backends mpicomm and gloo, or NCCL on GPUs: `mpiexec -n N python scripts/measure_torch.py`.
 
 `torch.distributed.all_reduce` of float32 tensors, blocking, and begun with ``async_op=True`` and waited for at once.
 Then a step of the network of examples/train_torch.py with DistributedDataParallel. Both backends have groups of the
 same ranks in one job, and take turns. A time is the slowest rank's for one of five calls in a row: the median of the
 rounds. Before each round the tensor receives other numbers, whose sums are exact. After it each element is compared,
 so a call that does nothing is found. ``--kib 64,256`` picks sizes; ``--json FILE`` adds the rows to a result file.
+
+``--gpu`` takes tensors of GPUs. There a call is issued when it returns, and done later: the table has both times. Ranks
+may share a GPU. NCCL refuses that between ranks of one host, so each rank then counts as a host of its own, by
+NCCL_HOSTID, and NCCL sends through sockets: the host's time to issue is all that can be compared.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +31,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import mpicomm.torch
-from mpicomm.cli.options import output_file, processor
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_torch import BATCH, digits, network
@@ -41,10 +48,10 @@ Call = Callable[[], object]
 class Checked:
     """A tensor that all-reduces replace by the sum over all ranks, in rounds with different numbers."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._base = torch.arange(nbytes // 4) % 13
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self._base = torch.arange(nbytes // 4, device=device) % 13
         self._round = 0
-        self.tensor, self._expected = torch.empty(2, nbytes // 4)
+        self.tensor, self._expected = torch.empty(2, nbytes // 4, device=device)
 
     def fill(self) -> None:
         """Put this rank's numbers into the tensor."""
@@ -60,50 +67,81 @@ class Checked:
             sys.exit(f"rank {RANK}: all_reduce of {self.tensor.nbytes} bytes gave a wrong sum")
 
 
-def measure(ways: dict[str, Call], rounds: int, before: Call, after: Call) -> dict[str, float]:
-    """Return the seconds of a call by each way; they take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
+@dataclass(frozen=True)
+class Peer:
+    """The backend beside mpicomm, with a group of the same ranks, and the device of the tensors."""
+
+    name: str
+    group: dist.ProcessGroup
+    device: torch.device
+
+    def finish(self) -> None:
+        """Wait for the GPU, if the tensors are there."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def measure(
+    ways: dict[str, Call], rounds: int, peer: Peer, before: Call, after: Call
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the seconds until a call by each way is issued, and until it is done; the ways take turns."""
+    issued: dict[str, list[float]] = {name: [] for name in ways}
+    done: dict[str, list[float]] = {name: [] for name in ways}
     order = list(ways)
     for _ in range(rounds + 1):  # the first round sets up memory
         order.append(order.pop(0))
         for name in order:
             before()
+            peer.finish()
             WORLD.Barrier()
             start = time.perf_counter()
             for _ in range(CALLS):
                 ways[name]()
-            taken = (time.perf_counter() - start) / CALLS
+            called = time.perf_counter()
+            peer.finish()
+            ended = time.perf_counter()
             after()
-            seconds[name].append(WORLD.allreduce(taken, MPI.MAX))
+            issued[name].append(WORLD.allreduce((called - start) / CALLS, MPI.MAX))
+            done[name].append(WORLD.allreduce((ended - start) / CALLS, MPI.MAX))
+    return medians(issued), medians(done)
+
+
+def medians(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """Return the median of all rounds but the first."""
     return {name: statistics.median(values[1:]) for name, values in seconds.items()}
 
 
-def all_reduce(nbytes: int, gloo: dist.ProcessGroup, rounds: int) -> list[Any]:
+def all_reduce(nbytes: int, peer: Peer, rounds: int) -> list[Any]:
     """Measure one size, and return its row."""
-    checked = Checked(nbytes)
-    groups, tensor = {"mpicomm": dist.group.WORLD, "gloo": gloo}, checked.tensor
+    checked = Checked(nbytes, peer.device)
+    groups, tensor = {"mpicomm": dist.group.WORLD, peer.name: peer.group}, checked.tensor
     ways: dict[str, Call] = {}
     for name, group in groups.items():
         ways[name] = lambda group=group: dist.all_reduce(tensor, group=group)  # type: ignore[misc]
         ways[f"{name}, begun"] = lambda group=group: dist.all_reduce(tensor, group=group, async_op=True).wait()  # type: ignore[misc]
-    times = {name: 1e6 * value for name, value in measure(ways, rounds, checked.fill, checked.check).items()}
     row: list[Any] = [f"{nbytes >> 10} KiB" if nbytes < 1 << 20 else f"{nbytes >> 20} MiB"]
-    for begun in ("", ", begun"):
-        own, other = times[f"mpicomm{begun}"], times[f"gloo{begun}"]
-        row += [round(own, 1), round(other, 1), round(other / own, 2)]
+    issued, done = measure(ways, rounds, peer, checked.fill, checked.check)
+    for times in (issued, done) if peer.device.type == "cuda" else (done,):
+        for begun in ("", ", begun"):
+            own, other = 1e6 * times[f"mpicomm{begun}"], 1e6 * times[f"{peer.name}{begun}"]
+            row += [round(own, 1), round(other, 1), round(other / own, 2)]
     return row
 
 
-def training_steps(gloo: dist.ProcessGroup, rounds: int) -> list[list[Any]]:
+def training_steps(peer: Peer, rounds: int) -> list[list[Any]]:
     """Measure a step of training, check that all ways train alike, and return a row for each way."""
-    images, shown = (part[RANK:BATCH:SIZE] for part in digits(torch.device("cpu")))
-    hooked = DistributedDataParallel(network())
+    images, shown = (part[RANK:BATCH:SIZE] for part in digits(peer.device))
+
+    def model() -> nn.Module:
+        return network().to(peer.device)
+
+    hooked = DistributedDataParallel(model())
     hooked.register_comm_hook(None, mpicomm.torch.allreduce_hook)
     models = {
-        "gloo": DistributedDataParallel(network(), process_group=gloo),
-        "mpicomm": DistributedDataParallel(network()),
+        peer.name: DistributedDataParallel(model(), process_group=peer.group),
+        "mpicomm": DistributedDataParallel(model()),
         "mpicomm, `allreduce_hook`": hooked,
-        "none: gradients stay on their rank": network(),
+        "none: gradients stay on their rank": model(),
     }
 
     def step_of(model: nn.Module) -> Call:
@@ -117,12 +155,12 @@ def training_steps(gloo: dist.ProcessGroup, rounds: int) -> list[list[Any]]:
         return step
 
     ways = {name: step_of(model) for name, model in models.items()}
-    times = measure(ways, rounds, lambda: None, lambda: None)
+    _, times = measure(ways, rounds, peer, lambda: None, lambda: None)
     trained = [list(model.parameters()) for model in models.values()][:-1]
     for others in trained[1:]:
         for one, other in zip(trained[0], others, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4)
-    return [[name, round(1e3 * value, 2), round(times["gloo"] / value, 2)] for name, value in times.items()]
+    return [[name, round(1e3 * value, 2), round(times[peer.name] / value, 2)] for name, value in times.items()]
 
 
 def main() -> None:
@@ -130,47 +168,82 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kib", default="4,16,64,256,1024,4096,16384,65536")
     parser.add_argument("--rounds", type=int, default=21, help="of large tensors; small ones and steps have five times")
+    parser.add_argument("--gpu", action="store_true", help="on GPUs, against NCCL")
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     torch.set_num_threads(1)  # of each rank, because the ranks share the cores
     dist.init_process_group("mpicomm")
-    gloo = dist.new_group(backend="gloo")
+    peer = peer_on_gpus() if options.gpu else Peer("gloo", dist.new_group(backend="gloo"), torch.device("cpu"))
     rows = []
     for kib in options.kib.split(","):
         nbytes = int(kib) << 10
-        rows.append(all_reduce(nbytes, gloo, options.rounds if nbytes > 1 << 20 else 5 * options.rounds))
-    steps = training_steps(gloo, 5 * options.rounds)
+        rows.append(all_reduce(nbytes, peer, options.rounds if nbytes > 1 << 20 else 5 * options.rounds))
+    steps = training_steps(peer, 5 * options.rounds)
+    described = tables(peer, rows, steps)
     if RANK == 0:
         sys.stdout.write("".join(f"{row}\n" for row in rows + steps))
     if RANK == 0 and options.json is not None:
-        add_tables(options.json, tables(rows, steps))
+        add_tables(options.json, described)
     dist.destroy_process_group()
 
 
-def tables(rows: list[list[Any]], steps: list[list[Any]]) -> list[Table]:
-    """Return the tables of a result file."""
-    where, started = hardware([], processor()), command(SIZE)
+def peer_on_gpus() -> Peer:
+    """Return a group of NCCL, which works also where ranks share a GPU."""
+    device = mpicomm.torch.communicator().device
+    if device == "cpu":
+        sys.exit("--gpu needs a GPU and a PyTorch for GPUs")
+    torch.cuda.set_device(device)
+    if ranks_share_gpus():
+        os.environ["NCCL_HOSTID"] = f"rank {RANK}"
+    group = dist.new_group(backend="nccl")
+    dist.all_reduce(torch.ones(1, device=f"cuda:{device}"), group=group)  # NCCL sets itself up
+    return Peer("NCCL", group, torch.device("cuda", device))
+
+
+def ranks_share_gpus() -> bool:
+    """Return whether there are fewer GPUs than ranks. Collective."""
+    return len(set(WORLD.allgather(str(torch.cuda.get_device_properties().uuid)))) < SIZE
+
+
+def tables(peer: Peer, rows: list[list[Any]], steps: list[list[Any]]) -> list[Table]:
+    """Return the tables of a result file. Collective."""
     software, notes = {"torch": torch.__version__}, []
     cores = len(os.sched_getaffinity(0))
     if cores < SIZE:
         notes.append(f"{SIZE} ranks share {cores} cores, so a rank that waits keeps another from its work.")
-    ratio = "gloo's time by mpicomm's"
+    ratio = f"{peer.name}'s time by mpicomm's"
+    columns = ["mpicomm, us", f"{peer.name}, us", ratio]
+    columns += [f"begun: {columns[0]}", f"begun: {columns[1]}", ratio]
+    text = '"Begun" is `all_reduce(async_op=True)`, waited for at once. float32; each rank has one thread.'
+    place = "the host"
+    records = WORLD.allgather(rank_record(mpicomm.torch.communicator().describe()))
+    if peer.device.type == "cuda":
+        place = "GPUs"
+        columns = [f"issued: {name}" for name in columns] + [f"done: {name}" for name in columns]
+        text += " A call is issued when it returns to the program, and done when its kernels are."
+        software["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        if ranks_share_gpus():
+            notes.append(
+                "Ranks share a GPU, which they use in turns of some milliseconds, and NCCL goes through sockets, as "
+                "NCCL_HOSTID makes each rank a host: only the host's time to issue can be compared."
+            )
+    where, started = hardware(records, processor()), command(SIZE)
     calls = Table(
         "Calls",
-        f"PyTorch's all_reduce on the host, backends mpicomm and gloo, {SIZE} ranks",
+        f"PyTorch's all_reduce on {place}, backends mpicomm and {peer.name}, {SIZE} ranks",
         where,
-        columns=["size", "mpicomm, us", "gloo, us", ratio, "begun: mpicomm, us", "begun: gloo, us", ratio],
+        columns=["size", *columns],
         rows=rows,
-        text='"Begun" is `all_reduce(async_op=True)`, waited for at once. float32; each rank has one thread.',
+        text=text,
         notes=notes,
         command=started,
         versions=software,
     )
     training = Table(
         "Calls",
-        f"A training step of PyTorch on the host, {SIZE} ranks",
+        f"A training step of PyTorch on {place}, {SIZE} ranks",
         where,
-        columns=["who averages the gradients", "step, ms", "gloo's time by this"],
+        columns=["who averages the gradients", "step, ms", f"{peer.name}'s time by this"],
         rows=steps,
         text=f"DistributedDataParallel, the network of examples/train_torch.py, {BATCH} samples of all ranks together.",
         notes=notes,

@@ -1,7 +1,7 @@
 """Predict collectives over many nodes from recorded results of one: `python scripts/predict.py`.
 
-It replaces scripts/results/predicted-8-h200.json; then run `python scripts/results/tables.py`. A test compares the file
-with what this script would write.
+It replaces scripts/results/predicted-8-h200.json, and predicted-against-runs-h100.json by model_error.py; then run
+`python scripts/results/tables.py`. A test compares the files with what this script would write.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import model_error
 from result_file import Table, add_tables
 
 from mpicomm.bench.model.group import Group, read_group
@@ -20,7 +21,7 @@ from mpicomm.bench.model.schedules import System, predict
 from mpicomm.internode.schedules import PIECE_NBYTES
 
 FOLDER = Path(__file__).resolve().parent / "results"
-NAME = "predicted-8-h200.json"
+NAME, AGAINST_RUNS = "predicted-8-h200.json", "predicted-against-runs-h100.json"
 SOURCES = [FOLDER / f"{name}-8-h200.json" for name in ("allreduce", "allgather", "alltoall", "bcast")]
 NETWORK = Network(gb_s=50, latency_us=5)
 NODES = [2**power for power in range(1, 11)]
@@ -85,11 +86,12 @@ def _rounded(time_us: float | None) -> float | None:
 
 
 def main() -> None:
-    """Write the file."""
+    """Write the files."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    path = FOLDER / NAME
-    path.unlink(missing_ok=True)
-    add_tables(path, tables())
+    for name, found in ((NAME, tables()), (AGAINST_RUNS, [model_error.table()])):
+        path = FOLDER / name
+        path.unlink(missing_ok=True)
+        add_tables(path, found)
 
 
 if __name__ == "__main__":

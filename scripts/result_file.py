@@ -15,7 +15,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from mpicomm.cli.options import versions, write_json
+from mpicomm.cli.arguments import write_json
+from mpicomm.cli.machine import versions
 
 LONG_RUNS = ["run", "date", "how many", "result"]
 """The columns of tables of reliability: a row is a run."""
@@ -38,7 +39,7 @@ class Table:
     command: str | None = None
     """The same for all rows; None where a column says it."""
     versions: dict[str, str] = field(default_factory=dict)
-    """Of software that `mpicomm.cli.options.versions` does not name."""
+    """Of software that `mpicomm.cli.machine.versions` does not name."""
 
 
 def add_tables(path: Path, tables: Sequence[Table]) -> None:

@@ -30,7 +30,9 @@ from pathlib import Path
 from result_file import LONG_RUNS, Table, add_tables, hardware, today
 from soak_rounds import MIB, WORLD, Soak
 
-from mpicomm.cli.options import output_file, processor, rank_record
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
 from tests.helpers.communicators import array_module, communicator
 
 SETTLED_S = 0.3  # after that time the threads that complete requests have ended

@@ -67,7 +67,7 @@ def record(options: argparse.Namespace, victims: int, slowest: float) -> None:
     # Imported here, because this import starts MPI in this process, and the jobs above must not inherit it.
     from result_file import LONG_RUNS, Table, add_tables, hardware, today
 
-    from mpicomm.cli.options import processor
+    from mpicomm.cli.machine import processor
     from mpicomm.devices.cuda.driver import visible_devices
     from mpicomm.errors import BackendUnavailableError
 

@@ -33,6 +33,9 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.in_stream_order import InStreamOrder
+from mpicomm.observation.inside import record_inside
+from mpicomm.observation.subclasses import record_calls
+from mpicomm.recording.statistics import Statistics
 from mpicomm.session import Session
 from mpicomm.symmetric import create
 from mpicomm.symmetric.array import SymmetricArray
@@ -162,6 +165,9 @@ class Communicator(
         # Peers open this rank's outbox as messages come, and only they know whether they have: Free waits for them.
         session.keep_beside(self._messages.memory, opened_by_peers=self._messages.described)
         self._block_limit = min(LIMITS["Gather"], LIMITS["Scatter"]) // len(session.placement.places)
+        if session.channel is not None:
+            record_inside(self._collectives, session)
+            record_calls(self, session.channel)
 
     def __repr__(self) -> str:
         if self == MPI.COMM_NULL:
@@ -285,6 +291,19 @@ class Communicator(
             memory=session.memory_use(),
         )
 
+    def stats(self) -> Statistics:
+        """Return the calls of this communicator on this rank so far: how many, their bytes and times. Local.
+
+        ``rows`` has an entry for each operation, size class and algorithm, ``slow_ways`` the slow ways that calls took,
+        and ``print(comm.stats())`` shows both as tables. Device times are those of calls that are over: `check` waits
+        for them. Raises `InvalidUsageError` where the program was started without MPICOMM_STATS and MPICOMM_TRACE.
+        """
+        channel = self._session.channel
+        if channel is None:
+            raise InvalidUsageError("stats: calls are not counted: set MPICOMM_STATS=1 when the program starts")
+        channel.flush()
+        return channel.counts.statistics()
+
     def Free(self) -> None:
         """Free the communicator with all its arrays and events. Collective, blocking.
 
@@ -304,6 +323,15 @@ class Communicator(
         if self != MPI.COMM_NULL:
             self._session.hasten(limit_s)
             self.Free()
+
+    def _check_at_once(self) -> None:
+        """Raise as `check` does, but wait for no stream; do nothing once the communicator is freed. Local."""
+        if self != MPI.COMM_NULL:
+            self._session.require_usable("check")
+
+    def _prepare_thread(self) -> None:
+        """Let the calling thread, which mpicomm has started, work beside those of the user on this device. Local."""
+        self._session.backend.prepare_thread()
 
     def free(self) -> None:
         """Free as `Free` does, unless the communicator is freed or MPI's own: mpi4py's call for clean-up."""

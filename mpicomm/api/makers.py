@@ -162,7 +162,9 @@ class Makers(MPI.Intracomm):
             group.Free()
             parent_group.Free()
         child = MPI.Intracomm.__new__(cls, comm)
-        child._begin(Session(comm, self._session.placement.subset(ranks)))
+        channel = self._session.channel
+        made = None if channel is None else channel.child(ranks)
+        child._begin(Session(comm, self._session.placement.subset(ranks), channel=made))
         return child
 
 

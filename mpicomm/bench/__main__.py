@@ -16,6 +16,7 @@ from mpicomm.bench.model.command import main as run_model
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.results import Results, Row
 from mpicomm.bench.table import Table
+from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
 from mpicomm.sizes import format_size
@@ -113,7 +114,7 @@ def finish(
     }
     if comm.rank == 0:
         if options.json is not None:
-            command_line.write_json(options.json, document)
+            arguments.write_json(options.json, document)
         if options.plot is not None:
             from mpicomm.bench.plot import draw  # matplotlib takes a second to import
 

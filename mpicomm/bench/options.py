@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.bench.contenders import known_peers
@@ -17,7 +15,7 @@ from mpicomm.bench.content import OPS
 from mpicomm.bench.model.network import Network
 from mpicomm.bench.operations import ALIASES, BARRIER, OPERATIONS
 from mpicomm.bench.peers import PEERS
-from mpicomm.cli import options as command_line
+from mpicomm.cli import arguments
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import check_legal
 from mpicomm.mpi.types import covered_dtype
@@ -57,9 +55,9 @@ def parser() -> argparse.ArgumentParser:
         description="Time a collective, check what it returns, and compare with other libraries. Options are those of "
         "nccl-tests; on GPUs -n calls make a CUDA graph, which is timed -G times (-G 0 or --eager: call by call).",
     )
-    count = command_line.count_from
+    count = arguments.count_from
     result.add_argument("collective", type=_collective, metavar="COLLECTIVE", help=", ".join(OPERATIONS))
-    command_line.add_sweep_arguments(result, smallest=8, factor=2)
+    arguments.add_sweep_arguments(result, smallest=8, factor=2)
     result.add_argument("-d", "--datatype", type=_dtype_name, default="float32", metavar="TYPE", help=", ".join(DTYPES))
     result.add_argument("-o", "--op", choices=OPS, default="sum", help="default: sum")
     result.add_argument("-c", "--check", type=count(0), default=1, metavar="N", help="checked calls; default: 1")
@@ -76,11 +74,14 @@ def parser() -> argparse.ArgumentParser:
     )
     result.add_argument("--compare", type=_peers, default=[], metavar="PEER,...", help=", ".join(PEERS))
     result.add_argument("--beside", choices=("matmul",), help="time a matrix product beside the largest size")
-    result.add_argument("-J", "--json", type=command_line.output_file, metavar="FILE", help="write the results there")
+    result.add_argument("-J", "--json", type=arguments.output_file, metavar="FILE", help="write the results there")
     result.add_argument(
-        "--plot", type=_plot_file, metavar="FILE", help="draw time and bus bandwidth by size: FILE.png or FILE.svg"
+        "--plot",
+        type=arguments.plot_file,
+        metavar="FILE",
+        help="draw time and bus bandwidth by size: FILE.png or FILE.svg",
     )
-    command_line.add_communicator_arguments(result)
+    arguments.add_communicator_arguments(result)
     _add_model_arguments(result)
     return result
 
@@ -132,7 +133,6 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
     if options.beside and comm.device == "cpu":
         raise InvalidUsageError("--beside is for GPUs: on the host no product runs beside a call: leave it out")
-    _require_matplotlib(options)
 
 
 def require_model(options: argparse.Namespace) -> None:
@@ -144,7 +144,6 @@ def require_model(options: argparse.Namespace) -> None:
     for name in _OF_MEASUREMENTS:
         if getattr(options, name) != defaults.get_default(name):
             raise InvalidUsageError(f"--{name} is not for --model, which measures nothing: leave it out")
-    _require_matplotlib(options)
 
 
 def forbid_model_arguments(options: argparse.Namespace) -> None:
@@ -152,12 +151,6 @@ def forbid_model_arguments(options: argparse.Namespace) -> None:
     for option, value in (("--network", options.network), ("--from", options.sources), ("--against", options.against)):
         if value is not None:
             raise InvalidUsageError(f"{option} is for --model NODES: add that, or leave {option} out")
-
-
-def _require_matplotlib(options: argparse.Namespace) -> None:
-    plots = importlib.util.find_spec("matplotlib") is not None
-    if options.plot and not MPI.COMM_WORLD.bcast(plots):  # rank 0 draws
-        raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")
 
 
 def _collective(text: str) -> str:
@@ -183,7 +176,7 @@ def _peers(text: str) -> list[str]:
 
 def _nodes(text: str) -> list[int]:
     try:
-        return [command_line.count_from(1)(part) for part in text.split(",")]
+        return [arguments.count_from(1)(part) for part in text.split(",")]
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r}: use whole numbers of nodes from 1 up, as in 2,4,8") from None
 
@@ -196,10 +189,3 @@ def _network(text: str) -> Network:
     if not (0 < gb_s < math.inf and 0 < latency_us < math.inf):
         raise argparse.ArgumentTypeError(f"{text!r}: use GBPS,US, two numbers above 0, as in 50,5")
     return Network(gb_s, latency_us)
-
-
-def _plot_file(text: str) -> Any:
-    path = command_line.output_file(text)
-    if path.suffix not in (".png", ".svg"):
-        raise argparse.ArgumentTypeError(f"{text!r}: use a name that ends in .png or .svg")
-    return path

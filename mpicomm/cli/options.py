@@ -1,37 +1,28 @@
-"""Code of all command lines: a run that ends on all ranks together, options, sizes as text, and facts for a report."""
+"""Code of command lines on ranks: a run that ends on all ranks together, options read once, output of one rank."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
-import json
 import os
-import platform
-import re
 import signal
 import socket
 import sys
 import time
 import traceback
-import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-import mpi4py
-import numpy as np
 from mpi4py import MPI
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-import mpicomm
-from mpicomm import environment
 from mpicomm.api.communicator import Communicator, RankInfo
-from mpicomm.devices.cuda.driver import newest_cuda
+from mpicomm.cli.arguments import required_sizes
+from mpicomm.cli.machine import format_uuid
 from mpicomm.errors import InvalidUsageError, MpicommError
-from mpicomm.sizes import format_size, nbytes_of
 
 _TOGETHER_S = 0.5
 _FORWARD_S = 0.2  # an MPI launcher that is told to abort drops output that it has not forwarded yet
@@ -104,14 +95,6 @@ def parse_args(parser: argparse.ArgumentParser) -> argparse.Namespace:
     sys.exit(outcome)
 
 
-def add_communicator_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `open_communicator` takes."""
-    parser.add_argument("-D", "--device", choices=("auto", "cpu"), default="auto", help="default: auto")
-    parser.add_argument(
-        "--handle", choices=environment.HANDLES, default="auto", help="how memory is opened; default: auto"
-    )
-
-
 def open_communicator(device: str, handle: str) -> Communicator:
     """Return a communicator of all ranks. Collective."""
     global _device
@@ -127,21 +110,6 @@ def show(*lines: str) -> None:
         sys.stdout.flush()
 
 
-def add_sweep_arguments(parser: argparse.ArgumentParser, *, smallest: int, factor: int) -> None:
-    """Add nccl-tests' options for the sizes to measure and the numbers of iterations."""
-    parser.add_argument(
-        "-b", "--minbytes", type=parse_size, default=smallest, metavar="SIZE", help=f"default: {format_size(smallest)}"
-    )
-    parser.add_argument("-e", "--maxbytes", type=parse_size, metavar="SIZE", help="default: 64M on the cpu, 1G on GPUs")
-    parser.add_argument(
-        "-f", "--stepfactor", type=count_from(2), default=factor, metavar="N", help=f"default: {factor}"
-    )
-    parser.add_argument(
-        "-n", "--iters", type=count_from(1), default=20, metavar="N", help="timed iterations; default: 20"
-    )
-    parser.add_argument("-w", "--warmup_iters", type=count_from(0), default=5, metavar="N", help="default: 5")
-
-
 def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:
     """Return the sizes that the options ask for, the largest included if the steps reach it.
 
@@ -150,70 +118,6 @@ def swept_sizes(options: argparse.Namespace, comm: Communicator) -> list[int]:
     if options.maxbytes is None:
         options.maxbytes = max(options.minbytes, 64 << 20 if comm.device == "cpu" else 1 << 30)
     return required_sizes(options)
-
-
-def required_sizes(options: argparse.Namespace) -> list[int]:
-    """Return the sizes from -b to -e. Raises `InvalidUsageError` if there is none."""
-    found = sizes(options.minbytes, options.maxbytes, options.stepfactor)
-    if not found:
-        raise InvalidUsageError(
-            f"no size to measure: -b {format_size(options.minbytes)} is above -e {format_size(options.maxbytes)}: "
-            "pass a larger -e"
-        )
-    return found
-
-
-def sizes(smallest: int, largest: int, factor: int) -> list[int]:
-    """Return the sizes of a sweep, the largest included if the steps reach it."""
-    found = []
-    while smallest <= largest:
-        found.append(smallest)
-        smallest *= factor
-    return found
-
-
-def parse_size(text: str) -> int:
-    """Read a size in bytes, as `nbytes_of` does; an argparse type."""
-    try:
-        return nbytes_of(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def count_from(smallest: int) -> Callable[[str], int]:
-    """Return an argparse type that reads a whole number not below ``smallest``."""
-
-    def parse_count(text: str) -> int:
-        if not re.fullmatch(r"[0-9]+", text) or int(text) < smallest:
-            raise argparse.ArgumentTypeError(f"{text!r}: use a whole number from {smallest} up")
-        return int(text)
-
-    return parse_count
-
-
-def output_file(text: str) -> Path:
-    """Return a path, after checking that a file can be written there, before a long run; an argparse type."""
-    path = Path(text).absolute()
-    if path.exists() and not path.is_file():
-        raise argparse.ArgumentTypeError(f"{text!r} exists and is no file: name another one")
-    if not os.access(path.parent, os.W_OK):
-        raise argparse.ArgumentTypeError(f"{text!r}: {path.parent} is no directory that can be written to")
-    return path
-
-
-def output_file_or_stdout(text: str) -> Path | None:
-    """As `output_file`; None for "-", which is standard output."""
-    return None if text == "-" else output_file(text)
-
-
-def write_json(path: Path, document: object) -> None:
-    """Write a JSON file. It appears whole or not at all."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        partial.write_text(json.dumps(document, indent=2) + "\n")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 _LAUNCHERS = ("mpiexec", "mpirun", "mpiexec.hydra", "orterun", "prterun", "srun")
@@ -255,50 +159,6 @@ def progress_line(description: str, completed: int, total: int) -> AbstractConte
     return progress
 
 
-def format_uuid(device_uuid: bytes) -> str | None:
-    """Return a GPU's UUID as nvidia-smi writes it, ``None`` for host memory."""
-    return f"GPU-{uuid.UUID(bytes=device_uuid)}" if any(device_uuid) else None
-
-
 def rank_record(info: RankInfo) -> dict[str, Any]:
     """Return the description of a rank and its links, for a JSON report."""
     return {**dataclasses.asdict(info), "device_uuid": format_uuid(info.device_uuid)}
-
-
-def processor() -> str:
-    """Return the model name of this machine's processor and how many of its cores this process may use. Local."""
-    match = re.search(r"^model name\s*: (.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-    return f"{match[1] if match else platform.machine()}, {len(os.sched_getaffinity(0))} cores"
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the software in use, without software that is not installed. Local."""
-    found: dict[str, str | None] = {
-        "mpicomm": mpicomm.__version__,
-        "Python": platform.python_version(),
-        "numpy": np.__version__,
-        "mpi4py": mpi4py.__version__,
-        "MPI": " ".join(MPI.Get_library_version().splitlines()[0].split()),
-        "CuPy": _distribution_version("cupy-cuda12x", "cupy-cuda13x", "cupy"),
-        "cuda-bindings": _distribution_version("cuda-bindings"),
-        "CUDA driver": ".".join(map(str, newest_cuda() or ())) or None,
-        "NVIDIA kernel module": _kernel_module_version(),
-        "Linux": platform.release(),
-    }
-    return {name: version for name, version in found.items() if version is not None}
-
-
-def _distribution_version(*names: str) -> str | None:
-    for name in names:
-        with suppress(importlib.metadata.PackageNotFoundError):
-            return importlib.metadata.version(name)
-    return None
-
-
-def _kernel_module_version() -> str | None:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    match = re.search(r"\d+\.[\d.]+", text)  # "... Open Kernel Module for x86_64  580.65.06  Release Build ..."
-    return match[0] if match else None

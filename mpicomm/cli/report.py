@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-import sys
 from collections.abc import Sequence
-from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any
 
 import mpicomm
 from mpicomm import environment
 from mpicomm.api.communicator import RankInfo
+from mpicomm.cli import machine
 from mpicomm.cli import options as command_line
 from mpicomm.devices.base import Link
 
@@ -21,7 +18,7 @@ def header(title: str, ranks: Sequence[RankInfo], requested_handle: str) -> list
     """Return the lines that name the command, the ranks with their devices, and the handle."""
     hosts = sorted({info.host for info in ranks})
     count = "1 rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
-    lines = [f"mpicomm {mpicomm.__version__} {title}: {count} on {', '.join(hosts)} ({command_line.processor()})"]
+    lines = [f"mpicomm {mpicomm.__version__} {title}: {count} on {', '.join(hosts)} ({machine.processor()})"]
     for info in ranks:
         device = f"{info.device:>2} [{info.pci_bus_id}] {info.device_name}" if info.pci_bus_id else info.device
         lines.append(f" Rank {info.rank:>2} Pid {info.pid:>6} on {info.host} device {device}")
@@ -62,11 +59,7 @@ def _mark(value: int | bool | None) -> str:
 def setting(ranks: Sequence[RankInfo], options: argparse.Namespace) -> dict[str, Any]:
     """Return the date, the command and the machine of a measurement, for the JSON file."""
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(sys.orig_argv),
-        "options": {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()},
-        "processor": command_line.processor(),
-        "versions": command_line.versions(),
+        **machine.run_record(options),
         "ranks": [command_line.rank_record(info) for info in ranks],
         "handle": ranks[0].handle,
     }

@@ -301,8 +301,14 @@ def _announce(placement: Placement, *, automatic: bool) -> None:
             if places[rank].device != "cpu":
                 users.setdefault(places[rank].device_uuid, []).append(rank)
         shared = [ranks for ranks in users.values() if len(ranks) > 1]
-        if shared:
-            logger.warning("ranks share a GPU, which is correct but slow: %s", shared)
+        if shared and environment.multi_process_service():
+            logger.info("ranks share a GPU, side by side by NVIDIA's multi-process service: %s", shared)
+        elif shared:
+            logger.warning(
+                "ranks share a GPU and take turns on it, which is slow: %s; start one rank for each GPU, or let "
+                "NVIDIA's multi-process service run them side by side: nvidia-cuda-mps-control -d",
+                shared,
+            )
 
 
 def _bind_cpu(place: RankPlace) -> None:

@@ -13,6 +13,7 @@ from typing import NoReturn
 import mpi4py
 
 from mpicomm import environment
+from mpicomm.cli import arguments
 from mpicomm.doctor import before_mpi
 from mpicomm.doctor.check import Check
 from mpicomm.doctor.facts import Facts
@@ -80,7 +81,7 @@ def _examine_ranks(facts: Facts) -> int:
         elif options.json is None:
             sys.stdout.write(json.dumps(record(job, results), indent=2) + "\n")
         else:
-            command_line.write_json(options.json, record(job, results))
+            arguments.write_json(options.json, record(job, results))
     return int(any(faults for _, faults in results))
 
 
@@ -99,20 +100,18 @@ def _end_without(error: CollectiveTimeoutError) -> NoReturn:
 
 
 def _parser() -> argparse.ArgumentParser:
-    from mpicomm.cli.options import add_communicator_arguments, output_file_or_stdout
-
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.doctor",
         description="Find what keeps ranks from working, and say the mend. Exit code 1 for a fault. "
         "python -m mpicomm.info shows devices, paths and versions.",
     )
-    add_communicator_arguments(result)
+    arguments.add_communicator_arguments(result)
     result.add_argument(
         "--json",
         nargs="?",
         const=None,
         default=False,
-        type=output_file_or_stdout,
+        type=arguments.output_file_or_stdout,
         metavar="FILE",
         help="write one JSON object, by default to standard output",
     )

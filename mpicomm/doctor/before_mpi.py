@@ -9,14 +9,15 @@ import resource
 import shutil
 import socket
 import subprocess
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import mpi4py
 
+from mpicomm import environment
+from mpicomm.cli.launch import launch_of
 from mpicomm.devices.cuda.driver import newest_cuda
-from mpicomm.doctor.facts import Facts, Launch, family_of
+from mpicomm.doctor.facts import Facts, family_of
 
 _MPIEXEC_S = 5
 _VARIABLES = (
@@ -56,29 +57,8 @@ def gather() -> Facts:
         driver=any(Path(name).exists() for name in ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg")),
         driver_cuda=cuda[0] if cuda else None,
         cupy=_installed("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"),
-        shared_service=Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"), "control").exists(),
+        shared_service=environment.multi_process_service(),
     )
-
-
-def launch_of(variables: Mapping[str, str]) -> Launch:
-    """Return what a launcher says in these environment variables."""
-    for family, size, rank, local_size in (
-        ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        ("MPICH", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
-        # Those of the job step: a batch script has SLURM_NTASKS, too, and is one process.
-        ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
-    ):
-        if variables.get(size, "").isdecimal():
-            rank_text = variables.get(rank, "")
-            # Slurm writes "8(x2)" for two nodes with 8 tasks each.
-            local_text = variables.get(local_size, "").partition("(")[0]
-            return Launch(
-                family,
-                int(rank_text) if rank_text.isdecimal() else 0,
-                int(variables[size]),
-                int(local_text) if local_text.isdecimal() else 1,
-            )
-    return Launch()
 
 
 def _load_mpi() -> tuple[str, str]:

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True)
-class Launch:
-    """The launcher of this process, as its environment variables describe it. Without a launcher ``size`` is 0."""
-
-    family: str = ""
-    """"MPICH" (Hydra, Intel MPI), "Open MPI" or "Slurm"."""
-    rank: int = 0
-    size: int = 0
-    local_size: int = 1
+from mpicomm.cli.launch import Launch
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,7 @@ class Facts:
     locked_limit: int | None = None
     """How much memory this process may lock; None where there is no limit."""
     infiniband: bool = False
-    launch: Launch = Launch()
+    launch: Launch = field(default_factory=Launch)
     mpiexec: str = ""
     """The path of the first mpiexec on the PATH; "" where there is none, and for a rank that a launcher has started."""
     mpiexec_family: str = ""

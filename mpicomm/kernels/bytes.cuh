@@ -63,9 +63,9 @@ MPICOMM_DEVICE void store_any(u8* to, const Packet& packet, u32 width, u64 nbyte
   }
 }
 
-// Copies whole packets to an aligned address; `load` loads one packet.
-template <class Load>
-MPICOMM_DEVICE void copy_packets(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads, Load load) {
+// Copies whole packets; `load` loads one packet, `store` stores one.
+template <class Load, class Store>
+MPICOMM_DEVICE void copy_packets(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads, Load load, Store store) {
   constexpr u32 kAtOnce = 4;
   const u64 stride = static_cast<u64>(threads) * kPacketNbytes;
   // All loads come before the first store, so that kAtOnce loads are in flight at once.
@@ -77,7 +77,7 @@ MPICOMM_DEVICE void copy_packets(u8* to, const u8* from, u64 nbytes, u32 thread,
     }
 #pragma unroll
     for (u32 i = 0; i < kAtOnce; ++i) {
-      if (start + i * stride < nbytes) store_aligned(to + start + i * stride, packets[i]);
+      if (start + i * stride < nbytes) store(to + start + i * stride, packets[i]);
     }
   }
 }
@@ -86,21 +86,30 @@ MPICOMM_DEVICE void copy_each_byte(u8* to, const u8* from, u64 nbytes, u32 threa
   for (u64 at = thread; at < nbytes; at += threads) to[at] = from[at];
 }
 
-// Copies `nbytes` with `threads` threads, of which the caller is number `thread`.
+// The side of a copy on which accesses are wide where source and target are not aligned alike: the peer's.
+enum class Wide : u8 { kStores, kLoads };
+
+// Copies `nbytes` with `threads` threads, of which the caller is number `thread`. Accesses of the wide side move whole
+// packets, except in front of the first multiple of `alignment` and behind the last packet; those of the other side are
+// as wide as its address allows. If a peer's memory is the wide side and `alignment` is a line, a warp moves whole lines,
+// and a link carries them as such.
+template <Wide wide = Wide::kStores, u64 alignment = kLineNbytes>
 MPICOMM_DEVICE void copy_bytes(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads) {
-  // The threads copy single bytes up to the first whole line of the target. The target may be a peer's memory: a warp
-  // then stores whole lines, and a link carries them as such. If source and target are not aligned alike, the loads are
-  // narrow and the stores stay wide.
-  const u64 unaligned = -reinterpret_cast<u64>(to) % kLineNbytes, head = nbytes < unaligned ? nbytes : unaligned;
+  constexpr bool kWideStores = wide == Wide::kStores;
+  const u64 unaligned = -reinterpret_cast<u64>(kWideStores ? to : from) % alignment;
+  const u64 head = nbytes < unaligned ? nbytes : unaligned;
   copy_each_byte(to, from, head, thread, threads);
   to += head, from += head, nbytes -= head;
   const u64 rest = nbytes % kPacketNbytes;
-  const u32 width = width_of(from);
+  const u32 width = width_of(kWideStores ? from : to);
   if (width == kPacketNbytes) {
-    copy_packets(to, from, nbytes - rest, thread, threads, load_aligned);
+    copy_packets(to, from, nbytes - rest, thread, threads, load_aligned, store_aligned);
+  } else if constexpr (kWideStores) {
+    const auto load = [&](const u8* place) { return load_any(place, width, kPacketNbytes); };
+    copy_packets(to, from, nbytes - rest, thread, threads, load, store_aligned);
   } else {
-    const auto load = [&](const u8* packet) { return load_any(packet, width, kPacketNbytes); };
-    copy_packets(to, from, nbytes - rest, thread, threads, load);
+    const auto store = [&](u8* place, const Packet& packet) { store_any(place, packet, width, kPacketNbytes); };
+    copy_packets(to, from, nbytes - rest, thread, threads, load_aligned, store);
   }
   copy_each_byte(to + nbytes - rest, from + nbytes - rest, rest, thread, threads);
 }

@@ -85,7 +85,17 @@ MPICOMM_DEVICE void store_release(u64* p, u64 value) {
   asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
 }
 
-// The same acquire and release, between the threads of one block.
+// The same acquire and release, between the threads of one device.
+MPICOMM_DEVICE u64 load_acquire_on_device(const u64* p) {
+  u64 value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(p) : "memory");
+  return value;
+}
+MPICOMM_DEVICE void store_release_on_device(u64* p, u64 value) {
+  asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(p), "l"(value) : "memory");
+}
+
+// The same between the threads of one block.
 MPICOMM_DEVICE u32 load_acquire_in_block(const u32* p) {
   u32 value;
   asm volatile("ld.acquire.cta.global.u32 %0, [%1];" : "=r"(value) : "l"(p) : "memory");
@@ -214,6 +224,8 @@ MPICOMM_DEVICE u64 load_acquire(const u64* p) { return yield_and_load(p, __ATOMI
 MPICOMM_DEVICE Pair load_acquire(const Pair* p) { return {load_acquire(&p->first), load_acquire(&p->second)}; }
 MPICOMM_DEVICE void store_release(u32* p, u32 value) { yield_and_store(p, value, __ATOMIC_RELEASE); }
 MPICOMM_DEVICE void store_release(u64* p, u64 value) { yield_and_store(p, value, __ATOMIC_RELEASE); }
+MPICOMM_DEVICE u64 load_acquire_on_device(const u64* p) { return load_acquire(p); }
+MPICOMM_DEVICE void store_release_on_device(u64* p, u64 value) { store_release(p, value); }
 MPICOMM_DEVICE u32 load_acquire_in_block(const u32* p) { return load_acquire(p); }
 MPICOMM_DEVICE void store_release_in_block(u32* p, u32 value) { store_release(p, value); }
 MPICOMM_DEVICE u32 load_relaxed(const u32* p) { return yield_and_load(p, __ATOMIC_RELAXED); }

@@ -10,6 +10,10 @@
 // for each loop. Neighbouring threads move neighbouring units of a region, so that a warp touches whole lines of packed
 // memory where the runs of the region follow each other.
 //
+// The fields of an array of structures are regions with the same loops, whose runs follow each other in packed memory.
+// Their units are numbered structure by structure, so that a warp moves whole structures. If it moved one field of all
+// structures, and then the next field, it would touch most lines of memory once for each field.
+//
 // No unit is moved by two threads, and kernels ahead of this one are over when it begins. So it needs no flags.
 
 #include "bytes.cuh"
@@ -25,12 +29,12 @@ constexpr u32 kAtOnce = 4;  // the units that a thread loads before it stores th
 struct Region {
   u64 memory;      // where the first run lies, from Packing::memory on
   u64 packed;      // where it lies in packed memory
-  u64 first_unit;  // the units of all regions before this one
+  u64 first_unit;  // the units of all regions before this one; for a field but the first, those of all fields, too
   u64 list;        // where the places of the listed loop lie, in bytes from the first region on
   u32 run_nbytes;
   u32 run_units;
   u32 listed;  // the loop whose places are listed, kLoops where none are
-  u32 unused;
+  u32 element_units;  // the units of a run of all fields; for a field but the first it has no meaning
   u32 counts[kLoops];  // the innermost loop first; 1 for a loop that there is not
   i64 strides[kLoops];  // in memory; 0 for the listed loop
   u64 packed_strides[kLoops];
@@ -44,6 +48,9 @@ struct Packing {
   u64 units;
   u32 num_regions;
   u32 unpacks;
+  u32 side_by_side;  // whether all regions are the fields of one array of structures, or one region
+  u32 unused;
+  Region first;  // the first region
 };
 
 // The two places of a unit. It has 0 bytes for a thread that has no unit.
@@ -74,13 +81,21 @@ MPICOMM_DEVICE const i64* list_of(const Packing& x, const Region& region) {
   return reinterpret_cast<const i64*>(reinterpret_cast<u64>(x.regions) + region.list);
 }
 
-MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u64 number) {
+// Returns a unit of a region, or of the structures of which the region is the first field; `index` is its number.
+MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u32 index, u64 number) {
   // The host cuts regions so that 32 bits hold the number of a unit: a division of 64 bits takes four times as long.
   const u32 unit = static_cast<u32>(number - region.first_unit);
-  u32 run = unit / region.run_units;
-  const u32 begin = (unit - run * region.run_units) * kPacketNbytes;
-  u8* packed = x.packed + region.packed + begin;
-  u8* memory = x.memory + region.memory + begin;
+  u32 run = unit / region.element_units;
+  u32 rest = unit - run * region.element_units, units = region.run_units, run_nbytes = region.run_nbytes;
+  u64 at = region.memory, packed_at = region.packed;
+  while (rest >= units) {
+    const Region& field = x.regions[++index];
+    rest -= units;
+    units = field.run_units, run_nbytes = field.run_nbytes, at = field.memory, packed_at = field.packed;
+  }
+  const u32 begin = rest * kPacketNbytes;
+  u8* packed = x.packed + packed_at + begin;
+  u8* memory = x.memory + at + begin;
 #pragma unroll
   for (u32 loop = 0; loop < kLoops; ++loop) {
     if (region.counts[loop] == 1) break;
@@ -90,19 +105,21 @@ MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u64 number) 
     packed += round * region.packed_strides[loop];
     run = rest;
   }
-  const u32 left = region.run_nbytes - begin;
+  const u32 left = run_nbytes - begin;
   const u32 nbytes = left < kPacketNbytes ? left : kPacketNbytes;
   return x.unpacks ? Unit{packed, memory, nbytes} : Unit{memory, packed, nbytes};
 }
 
-// Runs of eight bytes are frequent, because they are the elements of a column of doubles.
-MPICOMM_DEVICE bool is_doubles(const u8* at, u32 nbytes) { return nbytes == 8 && width_of(at) >= 8; }
+// Words of eight bytes are frequent: the elements of a column of doubles, and structures with doubles.
+MPICOMM_DEVICE bool is_doubles(const u8* at, u32 nbytes) { return nbytes % 8 == 0 && width_of(at) >= 8; }
 
 MPICOMM_DEVICE Packet load_unit(const u8* from, u32 nbytes) {
   if (nbytes == kPacketNbytes && width_of(from) == kPacketNbytes) return load_aligned(from);
   if (is_doubles(from, nbytes)) {
-    const u64 word = *reinterpret_cast<const u64*>(from);
-    return {{static_cast<u32>(word), static_cast<u32>(word >> 32), 0, 0}};
+    const u64* words = reinterpret_cast<const u64*>(from);
+    const u64 first = words[0], second = nbytes == kPacketNbytes ? words[1] : 0;
+    return {{static_cast<u32>(first), static_cast<u32>(first >> 32), static_cast<u32>(second),
+             static_cast<u32>(second >> 32)}};
   }
   return load_any(from, width_of(from), nbytes);
 }
@@ -111,9 +128,42 @@ MPICOMM_DEVICE void store_unit(u8* to, const Packet& packet, u32 nbytes) {
   if (nbytes == kPacketNbytes && width_of(to) == kPacketNbytes) {
     store_aligned(to, packet);
   } else if (is_doubles(to, nbytes)) {
-    *reinterpret_cast<u64*>(to) = static_cast<u64>(packet.words[1]) << 32 | packet.words[0];
+    u64* words = reinterpret_cast<u64*>(to);
+    words[0] = static_cast<u64>(packet.words[1]) << 32 | packet.words[0];
+    if (nbytes == kPacketNbytes) words[1] = static_cast<u64>(packet.words[3]) << 32 | packet.words[2];
   } else {
     store_any(to, packet, width_of(to), nbytes);
+  }
+}
+
+// Moves the units from `begin` to `end`, of which this thread has each `step`th. `kOne` is whether all are units of the
+// first region: it lies in the kernel's argument, because a thread would else wait for the table before it loads data.
+template <bool kOne>
+MPICOMM_DEVICE void move_units(const Packing& x, u64 begin, u64 end, u64 step) {
+  // After a failure packed memory may hold other data, which must not get into the user's memory. Pairs with the store
+  // in report_fault: a wait of this stream was an earlier kernel, so a plain load sees its store. A plain load also
+  // stays in the cache of the multiprocessor, where a load of each thread from the one word would queue up. It is in
+  // flight during the first loads of data.
+  const u32 failed = x.unpacks ? *x.failed : kClear;
+  u32 region = 0;
+  // All loads come before the first store, so that kAtOnce loads are in flight at once.
+  for (u64 first = begin + threadIdx.x; first < end; first += kAtOnce * step) {
+    Unit units[kAtOnce];
+    Packet packets[kAtOnce];
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      const u64 number = first + i * step;
+      units[i].nbytes = 0;
+      if (number >= end) continue;
+      if (!kOne) region = region_of(x, number, region);
+      units[i] = unit_of(x, kOne ? x.first : x.regions[region], region, number);
+      packets[i] = load_unit(units[i].from, units[i].nbytes);
+    }
+    if (failed != kClear) return;
+#pragma unroll
+    for (u32 i = 0; i < kAtOnce; ++i) {
+      if (units[i].nbytes != 0) store_unit(units[i].to, packets[i], units[i].nbytes);
+    }
   }
 }
 
@@ -123,37 +173,14 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kPackThreads)
     mpicomm_pack(const __grid_constant__ mpicomm::Packing);
 
 MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
-  using mpicomm::u32;
   using mpicomm::u64;
-  using mpicomm::kAtOnce;
-  // With one region all blocks move side by side, which the memory likes best. With several each block moves consecutive
-  // units, because the search for a near region is short.
-  const bool beside = x.num_regions == 1;
-  const u64 share = beside ? blockDim.x : (x.units + gridDim.x - 1) / gridDim.x;
-  const u64 step = beside ? static_cast<u64>(gridDim.x) * blockDim.x : blockDim.x;
-  const u64 begin = blockIdx.x * share, end = beside || begin + share > x.units ? x.units : begin + share;
-  // After a failure packed memory may hold other data, which must not get into the user's memory. Pairs with the store
-  // in report_fault: a wait of this stream was an earlier kernel, so its store is there. The load is in flight during
-  // the first loads of data.
-  const u32 failed = x.unpacks ? mpicomm::load_relaxed(x.failed) : mpicomm::kClear;
-  u32 region = 0;
-  // All loads come before the first store, so that kAtOnce loads are in flight at once.
-  for (u64 first = begin + threadIdx.x; first < end; first += kAtOnce * step) {
-    mpicomm::Unit units[kAtOnce];
-    mpicomm::Packet packets[kAtOnce];
-#pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) {
-      const u64 number = first + i * step;
-      units[i].nbytes = 0;
-      if (number >= end) continue;
-      region = mpicomm::region_of(x, number, region);
-      units[i] = mpicomm::unit_of(x, x.regions[region], number);
-      packets[i] = mpicomm::load_unit(units[i].from, units[i].nbytes);
-    }
-    if (failed != mpicomm::kClear) return;
-#pragma unroll
-    for (u32 i = 0; i < kAtOnce; ++i) {
-      if (units[i].nbytes != 0) mpicomm::store_unit(units[i].to, packets[i], units[i].nbytes);
-    }
+  if (x.side_by_side) {
+    // All blocks move side by side, which the memory likes best.
+    const u64 step = static_cast<u64>(gridDim.x) * blockDim.x;
+    mpicomm::move_units<true>(x, static_cast<u64>(blockIdx.x) * blockDim.x, x.units, step);
+  } else {
+    // Each block moves consecutive units, because the search for a near region is short.
+    const u64 share = (x.units + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share, end = begin + share;
+    mpicomm::move_units<false>(x, begin, end < x.units ? end : x.units, blockDim.x);
   }
 }

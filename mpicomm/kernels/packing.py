@@ -27,7 +27,7 @@ class RegionEntry(ctypes.Structure):
         ("run_nbytes", ctypes.c_uint32),
         ("run_units", ctypes.c_uint32),
         ("listed", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("element_units", ctypes.c_uint32),
         ("counts", ctypes.c_uint32 * LOOPS),
         ("strides", ctypes.c_int64 * LOOPS),
         ("packed_strides", ctypes.c_uint64 * LOOPS),
@@ -50,6 +50,9 @@ class PackArguments(ctypes.Structure):
         ("units", ctypes.c_uint64),
         ("num_regions", ctypes.c_uint32),
         ("unpacks", ctypes.c_uint32),
+        ("side_by_side", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+        ("first", RegionEntry),
     ]
 
 
@@ -60,11 +63,15 @@ class PackTable:
     content: bytes
     num_regions: int
     units: int
+    side_by_side: bool
+    """Whether all regions are the fields of one array of structures, or one region."""
 
     def arguments(self, regions: int, memory: int, packed: int, failed: int, *, unpacks: bool) -> PackArguments:
         """Return the argument of a launch: the table lies at ``regions``; the regions lie from ``memory`` on, and their
         packed memory from ``packed`` on. Once the word at ``failed`` is not 0, the launch unpacks nothing."""
-        return PackArguments(regions, memory, packed, failed, self.units, self.num_regions, unpacks)
+        first = RegionEntry.from_buffer_copy(self.content) if self.num_regions else RegionEntry()
+        numbers = self.units, self.num_regions, unpacks, self.side_by_side, 0
+        return PackArguments(regions, memory, packed, failed, *numbers, first)
 
 
 PACK_KERNEL = Variant(SHARED / "pack.cu", "mpicomm_pack", options_for(None))

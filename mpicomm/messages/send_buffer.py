@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpicomm.devices.base import Backend
 from mpicomm.errors import HandleError
-from mpicomm.log import logger
+from mpicomm.log import logger, tell_slow_way
 from mpicomm.messages.description import DESCRIPTION_NBYTES
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import Rendezvous
@@ -73,6 +73,7 @@ def eager_derived(backend: Backend, spec: Any, stream: int) -> SendBuffer:
 
 def warn_once(reason: str) -> None:
     """Warn, once per reason and process, that messages are eager."""
+    tell_slow_way(f"through pinned host memory and MPI: {reason}")
     if reason not in _warned:
         _warned.add(reason)
         logger.warning("messages of GPU arrays go through pinned host memory and MPI, which is slower: %s", reason)

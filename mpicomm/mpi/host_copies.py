@@ -13,7 +13,7 @@ from mpi4py import MPI
 from mpicomm.devices.base import Backend
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.log import logger
+from mpicomm.log import logger, tell_slow_way
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import parse, with_buffer
 from mpicomm.mpi.bottom import require_host_addresses
@@ -91,6 +91,7 @@ class HostCopies:
 
 def announce(operation: str, reason: str) -> None:
     """Log once per operation and reason, at INFO, that a call on device arrays goes through host memory."""
+    tell_slow_way(f"through pinned host memory and MPI: {reason}")
     if f"{operation} {reason}" not in _named:
         _named.add(f"{operation} {reason}")
         logger.info("%s on device arrays goes through pinned host memory and MPI: %s", operation, reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,6 +12,7 @@ from mpicomm.mpi.regions import Region, rounds_of
 
 _MOST_UNITS = 1 << 31  # the kernel counts the units of a region in 32 bits
 _MOST_RUN_NBYTES = 1 << 30
+_MOST_FIELDS = 16  # a thread passes all fields before its own
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,41 @@ def table_for(layout: Layout) -> PackTable:
 
 def table_of(jobs: Iterable[PackJob]) -> PackTable:
     """Return the table that packs or unpacks all of ``jobs`` in one launch. Local."""
-    parts = [(job, part) for job in jobs for region in job.layout.regions for part in _parts(region)]
-    lists, entries, units = _Lists(ENTRY_NBYTES * len(parts)), [], 0
-    for job, part in parts:
-        entries.append(_entry(part, job, units, lists))
-        units += part.runs * _run_units(part)
-    return PackTable(b"".join([*entries, *lists.places]), len(entries), units)
+    structures = [
+        (job, fields)
+        for job in jobs
+        for fields in _structures(part for each in job.layout.regions for part in _parts(each))
+    ]
+    num_regions = sum(len(fields) for _, fields in structures)
+    lists, entries, units = _Lists(ENTRY_NBYTES * num_regions), [], 0
+    for job, fields in structures:
+        element_units = sum(map(_run_units, fields))
+        end = units + fields[0].runs * element_units
+        # The kernel takes the last region that begins at or before a unit: all fields but the first begin at the end.
+        begins = [units, *[end] * (len(fields) - 1)]
+        entries += [_entry(*each, job, element_units, lists) for each in zip(fields, begins, strict=True)]
+        units = end
+    return PackTable(b"".join([*entries, *lists.places]), num_regions, units, len(structures) == 1)
+
+
+def _structures(parts: Iterable[Region]) -> Iterator[list[Region]]:
+    """Join regions that are the fields of an array of structures; all others stay alone."""
+    fields: list[Region] = []
+    for part in parts:
+        if fields and not _is_next_field(fields, part):
+            yield fields
+            fields = []
+        fields.append(part)
+    if fields:
+        yield fields
+
+
+def _is_next_field(fields: Sequence[Region], part: Region) -> bool:
+    """Return whether the runs of a region follow those of ``fields``, in packed memory and in the same loops."""
+    last = fields[-1]
+    follows = part.loops == last.loops and part.packed == last.packed + last.run_nbytes
+    units = part.runs * sum(map(_run_units, [*fields, part]))
+    return bool(part.loops) and follows and len(fields) < _MOST_FIELDS and units < _MOST_UNITS
 
 
 class _Lists:
@@ -73,7 +103,7 @@ def _parts(region: Region) -> Iterator[Region]:
             yield from _parts(rounds_of(region, start, min(start + step, rounds)))
 
 
-def _entry(region: Region, job: PackJob, first_unit: int, lists: _Lists) -> bytes:
+def _entry(region: Region, first_unit: int, job: PackJob, element_units: int, lists: _Lists) -> bytes:
     listed, found = LOOPS, 0
     counts, strides, packed_strides = [1] * LOOPS, [0] * LOOPS, [0] * LOOPS
     for place, loop in enumerate(reversed(region.loops)):
@@ -82,6 +112,6 @@ def _entry(region: Region, job: PackJob, first_unit: int, lists: _Lists) -> byte
             listed, found = place, lists.offset_of(loop.places)
     return ENTRY.pack(
         *((job.memory + region.offset) % (1 << 64), job.packed + region.packed, first_unit, found),
-        *(region.run_nbytes, _run_units(region), listed, 0),
+        *(region.run_nbytes, _run_units(region), listed, element_units),
         *(*counts, *strides, *packed_strides),
     )

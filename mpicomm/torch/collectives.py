@@ -13,7 +13,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.collectives.host.selection import best_mapped
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.errors import InvalidUsageError
-from mpicomm.torch.reductions import divide, mpi_op, premultiplied
+from mpicomm.torch.reductions import reduction_of
 from mpicomm.torch.tensors import (
     ElementTypeMismatchError,
     Pieces,
@@ -21,7 +21,6 @@ from mpicomm.torch.tensors import (
     apart,
     flat,
     movable,
-    require_reducible,
 )
 
 
@@ -38,22 +37,22 @@ class Collectives:
     def all_reduce(self, tensor: torch.Tensor, op: Any, name: str = "tensor") -> None:
         """Reduce ``tensor`` over all ranks, in place."""
         memory = flat(tensor, name)
-        require_reducible(memory, name)
-        given = premultiplied(op, memory)
+        reduction = reduction_of(op, memory, name)
+        given = reduction.given(memory)
         send = MPI.IN_PLACE if given is memory else given
-        self._comm.Allreduce(send, memory, mpi_op(op, memory), algorithm=self._way("Allreduce", memory))
-        divide(op, memory, self._comm.size)
+        self._comm.Allreduce(send, memory, reduction.op, algorithm=self._way("Allreduce", memory))
+        reduction.finish(memory, self._comm.size)
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> None:
         """Reduce ``tensor`` over all ranks into the root's ``tensor``."""
         memory = flat(tensor, "tensor")
-        require_reducible(memory, "tensor")
-        given = premultiplied(op, memory)
+        reduction = reduction_of(op, memory, "tensor")
+        given = reduction.given(memory)
         send = MPI.IN_PLACE if given is memory and self._comm.rank == root else given
         receive = memory if self._comm.rank == root else None
-        self._comm.Reduce(send, receive, mpi_op(op, memory), root, algorithm=self._way("Reduce", memory))
+        self._comm.Reduce(send, receive, reduction.op, root, algorithm=self._way("Reduce", memory))
         if receive is not None:
-            divide(op, receive, self._comm.size)
+            reduction.finish(receive, self._comm.size)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Give the root's ``tensor`` to all ranks."""
@@ -106,23 +105,23 @@ class Collectives:
         """Reduce ``given`` over all ranks, and put this rank's block of the result into ``output``."""
         receive, send = flat(output, "output"), flat(given, "input")
         self._require_blocks(send, receive, "input", "output")
-        require_reducible(receive, "output")
-        send = apart(premultiplied(op, send), receive)
+        reduction = reduction_of(op, receive, "output")
+        send = apart(reduction.given(send), receive)
         way = self._way("Reduce_scatter_block", send)
-        self._comm.Reduce_scatter_block(send, receive, mpi_op(op, receive), algorithm=way)
-        divide(op, receive, self._comm.size)
+        self._comm.Reduce_scatter_block(send, receive, reduction.op, algorithm=way)
+        reduction.finish(receive, self._comm.size)
 
     def reduce_scatter_list(self, output: torch.Tensor, given: Sequence[torch.Tensor], op: Any) -> None:
         """Reduce the given tensors over all ranks, and put the one of this rank's number into ``output``."""
         pieces = self._pieces(given, "input_list")
         receive = flat(output, "output")
-        require_reducible(receive, "output")
+        reduction = reduction_of(op, receive, "output")
         self._require_size(receive, pieces.counts[self._comm.rank], f"input_list[{self._comm.rank}]", "output")
         self._require_type(receive, pieces.memory, "output", "input_list")
-        send = apart(premultiplied(op, pieces.gather()), receive)
+        send = apart(reduction.given(pieces.gather()), receive)
         way = self._way("Reduce_scatter", send)
-        self._comm.Reduce_scatter(send, receive, pieces.counts, mpi_op(op, receive), algorithm=way)
-        divide(op, receive, self._comm.size)
+        self._comm.Reduce_scatter(send, receive, pieces.counts, reduction.op, algorithm=way)
+        reduction.finish(receive, self._comm.size)
 
     def all_to_all(
         self,
@@ -149,14 +148,8 @@ class Collectives:
         received.scatter()
 
     def barrier(self) -> None:
-        """Wait until all ranks have come here, and on a GPU until the current stream has done its work. Blocking."""
-        if isinstance(self._comm.device, int):
-            stream = torch.cuda.current_stream(self._comm.device)
-            self._comm.Barrier(stream=stream)
-            stream.synchronize()
-            self._comm.check(stream)
-        else:
-            self.all_reduce(torch.zeros(1, dtype=torch.uint8), torch.distributed.ReduceOp.SUM)
+        """Wait until all ranks have come here. It is for groups of the host."""
+        self.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), torch.distributed.ReduceOp.SUM)
 
     def _alltoallv(
         self, receive: torch.Tensor, receive_counts: list[int], send: torch.Tensor, send_counts: list[int]

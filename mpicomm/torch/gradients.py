@@ -1,6 +1,6 @@
 """The communication hook for PyTorch's DistributedDataParallel, which reads the annotations of the hook as objects."""
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,22 +28,23 @@ class AllreduceState:
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
         gradients = bucket.buffer()
-        call = self._call(bucket, gradients)
-        future: torch.futures.Future[Any] = self.group.begin("average", call, [gradients]).get_future()
+        work = self._begin(bucket.index(), gradients)
+        future: torch.futures.Future[Any] = work.get_future()
         return future.then(lambda done: done.value()[0])
 
-    def _call(self, bucket: dist.GradBucket, gradients: torch.Tensor) -> Callable[[], None]:
+    def _begin(self, index: int, gradients: torch.Tensor) -> dist.Work:
         collectives = self.group.collectives
         if self.wire_dtype is None or gradients.dtype == self.wire_dtype:
-            return lambda: collectives.all_reduce(gradients, dist.ReduceOp.AVG)
-        wire = self._wire(bucket.index(), gradients)
+            average = partial(collectives.all_reduce, gradients, dist.ReduceOp.AVG)
+            return self.group.begin("average", average, [gradients])
+        wire = self._wire(index, gradients)
 
         def call() -> None:
             wire.copy_(gradients)
             collectives.all_reduce(wire, dist.ReduceOp.AVG)
             gradients.copy_(wire)
 
-        return call
+        return self.group.begin("average", call, [gradients], [wire])
 
     def _wire(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
         """Return memory for the gradients of a bucket as they travel; on GPUs collective for a new size."""

@@ -1,9 +1,10 @@
-"""Lane: the order of the calls of one group on tensors of the host."""
+"""Lane: the order of the calls of one group, and the thread of those on tensors of the host."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from queue import SimpleQueue
 
 import torch
@@ -12,10 +13,11 @@ from mpicomm.torch.works import HostWork, Work
 
 
 class Lane:
-    """Carries out calls on tensors of the host, in the order in which the program makes them.
+    """Keeps the calls of a group in the order in which the program makes them, and carries out those on the host.
 
     A thread carries out the asynchronous ones, so that the program computes meanwhile, and so that ranks may begin
-    calls of two groups in different orders. A blocking call runs in the caller's thread where no call is before it.
+    calls of two groups in different orders. A blocking call runs in the caller's thread, after the calls before it.
+    A call on tensors of a GPU, which does not wait for its kernels, takes its turn by a ``with`` block.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,21 +30,41 @@ class Lane:
         # holds `_lock`, so no call of another thread comes between its look at `_waiting` and its own call.
         self._turn = threading.Lock()
 
-    def run(self, call: Callable[[], None], outputs: Sequence[torch.Tensor], name: str, *, begin: bool) -> Work:
-        """Carry out a call, or begin it; its errors are raised here, or by the work. Local."""
-        if begin:
-            return self._begin(call, outputs, name)
+    def run(
+        self,
+        call: Callable[[], None],
+        outputs: Sequence[torch.Tensor],
+        name: str,
+        *,
+        begin: bool,
+        limit: timedelta | None = None,
+    ) -> Work:
+        """Carry out a call, or begin it; its errors are raised here, or by the work. Local.
+
+        Each wait for the call ends after ``limit``, and the call goes on.
+        """
+        if begin or limit is not None:
+            work = self._begin(HostWork(call, outputs, name, limit))
+            if not begin:
+                work.wait()
+            return work
+        with self:
+            call()
+        return Work(outputs)
+
+    def __enter__(self) -> None:
+        """Wait until all calls before are over: the ``with`` block is the turn of a call of the calling thread."""
+        if threading.current_thread() is self._thread:
+            self._turn.acquire()  # for a callback of a call, which comes before all that is in the queue
+            return
         with self._lock:
             is_first = self._waiting == 0 and self._turn.acquire(blocking=False)
         if not is_first:
-            work = self._begin(call, outputs, name)
-            work.wait()
-            return work
-        try:
-            call()
-        finally:
-            self._turn.release()
-        return Work(outputs)
+            self._begin(HostWork(lambda: None, (), "turn")).wait()
+            self._turn.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self._turn.release()
 
     def close(self, limit_s: float) -> bool:
         """End the thread after the calls that it has; return whether it has ended within ``limit_s`` seconds. Local."""
@@ -55,8 +77,13 @@ class Lane:
             thread.join(limit_s)
         return thread is None or not thread.is_alive()
 
-    def _begin(self, call: Callable[[], None], outputs: Sequence[torch.Tensor], name: str) -> HostWork:
-        work = HostWork(call, outputs, name)
+    def _begin(self, work: HostWork) -> HostWork:
+        if threading.current_thread() is self._thread:
+            # A callback of a call may wait for the work, so that the thread would never come to it in the queue.
+            with self:
+                work.carry_out()
+            work.end()
+            return work
         with self._lock:
             if self._queue is None:
                 self._queue = SimpleQueue()
@@ -73,4 +100,5 @@ class Lane:
                 work.carry_out()
             with self._lock:
                 self._waiting -= 1
+            work.end()
             del work  # it keeps the outputs

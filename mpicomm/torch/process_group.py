@@ -19,9 +19,10 @@ from mpicomm.torch.failures import expected
 from mpicomm.torch.lane import Lane
 from mpicomm.torch.monitored_barrier import wait_for_all
 from mpicomm.torch.parts import part_of
+from mpicomm.torch.streams import Streams
 from mpicomm.torch.symmetric_pool import SymmetricPool
-from mpicomm.torch.tensors import flat, movable
-from mpicomm.torch.works import JoinedWork, MessageWork, StreamWork, Work
+from mpicomm.torch.tensors import DeviceError, flat, movable
+from mpicomm.torch.works import FOREVER, JoinedWork, MessageWork, Work
 
 Tensors = Sequence[torch.Tensor]
 
@@ -34,7 +35,8 @@ class ProcessGroup(c10d.ProcessGroup):
 
     The methods of collectives are *collective*. On tensors of the host a blocking call returns when it is done, and a
     thread carries out an asynchronous one. On tensors of a GPU a call is enqueued on the current stream, and an
-    asynchronous one on a stream of the group, after the work of the current stream.
+    asynchronous one on a stream of the group, after the work of the current stream. Where the options of a call name a
+    timeout, the host waits for the call, so long at most; the call itself ends with the timeout of the group.
 
     It is a subclass of PyTorch's process group, not of its `Backend`, because PyTorch hides the works of a `Backend` in
     Python behind works that never are completed.
@@ -52,10 +54,9 @@ class ProcessGroup(c10d.ProcessGroup):
         self.communicator = comm
         self._store = store
         self.collectives = Collectives(comm)
-        self._pool = SymmetricPool(comm)
+        self._streams = None if comm.device == "cpu" else Streams(comm, SymmetricPool(comm))
         self._timeout_s = timeout_s
         self._lane = Lane(f"mpicomm rank {comm.rank} of {comm.size}")
-        self._side: torch.cuda.Stream | None = None
         self._coalesced: list[Work] | None = None
         self._sequence = 0
         self._monitored = 0
@@ -173,11 +174,17 @@ class ProcessGroup(c10d.ProcessGroup):
         return self._run("all_to_all", opts, lambda: self.collectives.all_to_all_list(outputs, inputs), outputs, inputs)
 
     def barrier(self, opts: Any = None) -> Work:
-        """See `torch.distributed.barrier`. On a GPU it blocks, until the current stream has done its work, too."""
+        """See `torch.distributed.barrier`. On a GPU a rank also waits until its current stream has done its work."""
         self._require_open("barrier")
-        begin = getattr(opts, "asyncOp", False) and self.communicator.device == "cpu"
-        call = expected("barrier", self.collectives.barrier)
-        return self._lane.run(call, (), "barrier", begin=begin)
+        begin, limit = getattr(opts, "asyncOp", False), _limit(opts)
+        if self._streams is None:
+            call = expected("barrier", self.collectives.barrier)
+            return self._lane.run(call, (), "barrier", begin=begin, limit=limit)
+        with self._lane:
+            work = self._streams.barrier(limit or FOREVER)
+        if not begin:
+            work.wait()
+        return work
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """See `torch.distributed.monitored_barrier`. It leaves the group usable."""
@@ -198,24 +205,30 @@ class ProcessGroup(c10d.ProcessGroup):
     # Messages
 
     def send(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """See `torch.distributed.isend`; MPI matches messages by rank and tag. Does not block."""
+        """See `torch.distributed.isend`; MPI matches messages by rank and tag. Does not block.
+
+        In a capture the kernels of the two ranks match messages by their order.
+        """
         (tensor,) = tensors
-        self._require_open("send")
-        request = self.communicator.Isend(movable(flat(tensor, "tensor")), rank, tag)
+        memory = self._message_memory("send", tensor)
+        if self._is_captured(memory):
+            return self._enqueue_message("send", tensor, lambda: self.communicator.Send(memory, rank, tag))
+        request = self.communicator.Isend(memory, rank, tag)
         return self._message(request, tensor, f"send to rank {rank}", receives=False)
 
     def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
-        """See `torch.distributed.irecv`. Does not block."""
+        """See `torch.distributed.irecv`, and `send`. Does not block."""
         (tensor,) = tensors
-        self._require_open("recv")
-        request = self.communicator.Irecv(movable(flat(tensor, "tensor")), rank, tag)
+        memory = self._message_memory("recv", tensor)
+        if self._is_captured(memory):
+            return self._enqueue_message("recv", tensor, lambda: self.communicator.Recv(memory, rank, tag))
+        request = self.communicator.Irecv(memory, rank, tag)
         return self._message(request, tensor, f"recv from rank {rank}", receives=True)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """See `torch.distributed.irecv` without ``src``. Does not block."""
         (tensor,) = tensors
-        self._require_open("recv")
-        request = self.communicator.Irecv(movable(flat(tensor, "tensor")), MPI.ANY_SOURCE, tag)
+        request = self.communicator.Irecv(self._message_memory("recv", tensor), MPI.ANY_SOURCE, tag)
         return self._message(request, tensor, "recv from any rank", receives=True)
 
     def _start_coalescing(self, device: Any = None) -> None:
@@ -264,21 +277,23 @@ class ProcessGroup(c10d.ProcessGroup):
 
     def supports_tensor_alloc(self, device: Any) -> bool:
         """Return whether `allocate_tensor` has memory that collectives fill faster: on this rank's GPU."""
-        return torch.device(device).type == "cuda" and self.communicator.device != "cpu"
+        return torch.device(device).type == "cuda" and self._streams is not None
 
     def allocate_tensor(self, size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a tensor of ``size`` elements, on a GPU in symmetric memory: see `SymmetricPool.allocate`."""
-        if not self.supports_tensor_alloc(device):
+        if self._streams is None or torch.device(device).type != "cuda":
             return torch.empty(size, dtype=dtype, device=device)
-        return self._pool.allocate((size,), dtype, torch.cuda.current_stream(device).cuda_stream)
+        with self._lane:
+            return self._streams.allocate(size, dtype)
 
     def eager_connect_single_device(self, device: torch.device) -> None:
-        """Check the ``device_id`` of `torch.distributed.init_process_group`. Local."""
+        """Take the ``device_id`` of `torch.distributed.init_process_group`. Local."""
         if device.index != self.communicator.device:
             raise InvalidUsageError(
                 f"device_id={device} is not the device {self.communicator.device} of this rank: call "
                 f"torch.cuda.set_device({device.index}) on every rank before init_process_group"
             )
+        self.bound_device_id = device  # without which `torch.distributed.split_group` refuses the group
 
     def perform_nocolor_split(self, device: torch.device) -> None:
         """Do nothing: ranks that are in no part of a group have no share in making the part."""
@@ -329,39 +344,41 @@ class ProcessGroup(c10d.ProcessGroup):
         self._open = False
         self._lane.close(0)
 
-    def begin(self, name: str, call: Callable[[], None], outputs: Tensors) -> Work:
+    def begin(self, name: str, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
         """Begin a call of several collectives and tensor operations, as an asynchronous collective. Collective."""
-        return self._run(name, None, call, outputs)
+        return self._run(name, None, call, outputs, inputs)
 
     def _run(self, name: str, opts: Any, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
         self._require_open(name)
         self._sequence += 1
-        begin = getattr(opts, "asyncOp", True)
+        begin, limit = getattr(opts, "asyncOp", True), _limit(opts)
         call = expected(name, call)
         given = (*outputs, *inputs)
-        if given[0].is_cuda:
-            work = self._enqueue(name, call, outputs, given, begin=begin)
-        else:
-            work = self._lane.run(call, outputs, name, begin=begin)
+        if not given[0].is_cuda:
+            return self._joined(self._lane.run(call, outputs, name, begin=begin, limit=limit))
+        if self._streams is None:
+            raise DeviceError(f"{name}: a tensor is on {given[0].device}, but this group has no GPU: pass tensor.cpu()")
+        with self._lane:
+            work = self._streams.run(name, call, outputs, given, begin=begin, limit=limit)
+        if limit is not None and not begin:
+            work.wait()
         return self._joined(work)
 
-    def _enqueue(self, name: str, call: Callable[[], None], outputs: Tensors, given: Tensors, *, begin: bool) -> Work:
-        if not begin:
-            call()
-            return Work(outputs)
-        device = given[0].get_device()
-        if self._side is None:
-            self._side = torch.cuda.Stream(device)
-        # The event of the work orders later work of the caller's stream; this orders the call after earlier work.
-        self._side.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(self._side):
-            call()
-            for tensor in given:
-                tensor.record_stream(self._side)  # or PyTorch gives the memory away when the caller drops the tensor
-            return StreamWork(outputs, device, name, self.communicator.check)
+    def _message_memory(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        self._require_open(name)
+        return movable(flat(tensor, "tensor"))
+
+    def _is_captured(self, memory: torch.Tensor) -> bool:
+        return memory.is_cuda and self._streams is not None and self._streams.capture()
+
+    def _enqueue_message(self, name: str, tensor: torch.Tensor, call: Callable[[], None]) -> Work:
+        with self._lane:
+            expected(name, call)()
+        return self._joined(Work([tensor]))
 
     def _message(self, request: MPI.Request, tensor: torch.Tensor, name: str, *, receives: bool) -> Work:
-        return self._joined(MessageWork(request, tensor, name, self._timeout_s, receives=receives))
+        prepare_thread = self.communicator._prepare_thread
+        return self._joined(MessageWork(request, tensor, name, self._timeout_s, prepare_thread, receives=receives))
 
     def _joined(self, work: Work) -> Work:
         if self._coalesced is not None:
@@ -371,3 +388,9 @@ class ProcessGroup(c10d.ProcessGroup):
     def _require_open(self, name: str) -> None:
         if not self._open:
             raise InvalidUsageError(f"{name}: the process group was destroyed or aborted; make another")
+
+
+def _limit(opts: Any) -> timedelta | None:
+    """Return the timeout of a single call, None where it has none."""
+    timeout = getattr(opts, "timeout", FOREVER)
+    return timeout if timeout > FOREVER else None

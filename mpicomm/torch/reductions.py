@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import AVG
-from mpicomm.torch.tensors import ElementTypeError
+from mpicomm.torch.tensors import ElementTypeError, require_reducible
 
 _Kind = dist.ReduceOp.RedOpType
+_PREMUL_SUM = int(_Kind.PREMUL_SUM)
 _OPS = {
     _Kind.SUM: MPI.SUM,
     _Kind.AVG: AVG,
@@ -37,40 +39,51 @@ _LOGICAL_OPS = {
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
 
 
-def mpi_op(op: Any, memory: torch.Tensor) -> MPI.Op:
-    """Return the operation of mpicomm for a ``ReduceOp`` on these elements. Local."""
-    kind = _kind(op)
-    if is_whole_average(op, memory):
-        return MPI.SUM
-    found = (_LOGICAL_OPS if memory.dtype is torch.bool else _OPS).get(kind)
+@dataclass(frozen=True)
+class Reduction:
+    """How a Communicator carries out a ``ReduceOp`` on elements of one type."""
+
+    op: MPI.Op
+    averages_whole: bool
+    """Whether the sum of whole numbers is to be divided, toward zero, as PyTorch's backend for NCCL has it."""
+    factor: Any = None
+    """What each rank multiplies its elements with before; None for 1."""
+
+    def given(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return what this rank gives to the sum: ``memory``, or new memory. Local; on a GPU stream-ordered."""
+        return memory if self.factor is None else memory * self.factor
+
+    def finish(self, memory: torch.Tensor, size: int) -> None:
+        """Make the result over ``size`` ranks in ``memory`` what is asked for. Local; on a GPU stream-ordered."""
+        if self.averages_whole:
+            memory.div_(size, rounding_mode="trunc")
+
+
+_reductions: dict[tuple[int, torch.dtype], Reduction] = {}
+
+
+def reduction_of(op: Any, memory: torch.Tensor, name: str) -> Reduction:
+    """Return the reduction by a ``ReduceOp`` of ``memory``, the tensor ``name`` as `flat` returns it. Local.
+
+    Raises `ElementTypeError` for elements that mpicomm cannot reduce, and `InvalidUsageError` for unknown operations.
+    """
+    kind = op if isinstance(op, _Kind) else op.op
+    key = int(kind), memory.dtype  # programs repeat their calls, and to look at an operation takes long
+    reduction = _reductions.get(key)
+    if reduction is None:
+        require_reducible(memory, name)
+        whole = kind == _Kind.AVG and memory.dtype in _WHOLE
+        reduction = _reductions[key] = Reduction(MPI.SUM if whole else _mpi_op(kind, memory.dtype), whole)
+    if kind is not op and key[0] == _PREMUL_SUM:
+        _, factor = op.__getstate__()  # the only way to the factor from Python
+        return replace(reduction, factor=factor)
+    return reduction
+
+
+def _mpi_op(kind: Any, dtype: torch.dtype) -> MPI.Op:
+    found = (_LOGICAL_OPS if dtype is torch.bool else _OPS).get(kind)
     if found is None:
-        if memory.dtype is torch.bool:
+        if dtype is torch.bool:
             raise ElementTypeError(f"op={kind.name} is not defined for torch.bool: convert the tensor, or use SUM")
         raise InvalidUsageError(f"op={kind.name} is unknown: use one of {', '.join(each.name for each in _OPS)}")
     return found
-
-
-def is_whole_average(op: Any, memory: torch.Tensor) -> bool:
-    """Return whether ``op`` averages whole numbers, which mpicomm adds and `divide` divides. Local."""
-    return _kind(op) == _Kind.AVG and memory.dtype in _WHOLE
-
-
-def divide(op: Any, memory: torch.Tensor, size: int) -> None:
-    """Make the sum over ``size`` ranks in ``memory`` what ``op`` asks for. Local; on a GPU stream-ordered.
-
-    The average of whole numbers is rounded toward zero, as PyTorch's backend for NCCL has it.
-    """
-    if is_whole_average(op, memory):
-        memory.div_(size, rounding_mode="trunc")
-
-
-def premultiplied(op: Any, memory: torch.Tensor) -> torch.Tensor:
-    """Return ``memory`` times the factor of PREMUL_SUM, as new memory; for other operations ``memory``. Local."""
-    if isinstance(op, _Kind) or op.op != _Kind.PREMUL_SUM:
-        return memory
-    _, factor = op.__getstate__()  # the only way to the factor from Python
-    return memory * factor
-
-
-def _kind(op: Any) -> Any:
-    return op if isinstance(op, _Kind) else op.op

@@ -19,4 +19,8 @@ def register() -> None:
     if hasattr(dist.Backend, NAME.upper()):
         return
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=["cpu", "cuda"])
+    # PyTorch from 2.15 on records the calls of a group in C++, unless the backend says that it records them itself. A
+    # group in Python has no such calls, and PyTorch raises where it looks for them.
+    recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    recording.add(NAME)
     install_handler()

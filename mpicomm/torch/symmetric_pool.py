@@ -18,6 +18,8 @@ class _Block:
     array: SymmetricArray
     user: StorageWeakRef
     """The storage of the tensor that was made of it last."""
+    call: torch.cuda.Event | None = None
+    """The end of the last call that uses it on another stream than its own."""
 
 
 class SymmetricPool:
@@ -30,22 +32,40 @@ class SymmetricPool:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._blocks: dict[tuple[int, int], list[_Block]] = {}
+        self._by_address: dict[int, _Block] = {}
 
-    def allocate(self, shape: Sequence[int], dtype: torch.dtype, stream: int = 0) -> torch.Tensor:
-        """Return a tensor of undefined contents for work on ``stream``.
+    def allocate(
+        self, shape: Sequence[int], dtype: torch.dtype, stream: torch.cuda.Stream | None = None
+    ) -> torch.Tensor:
+        """Return a tensor of undefined contents for work on ``stream``, None on the host.
 
         Collective where no memory of the size is free, else local. All ranks ask for the same sizes and drop their
         tensors at the same places in the program, because a rank alone that needs new memory would wait for the others
         in vain: it raises `CollectiveTimeoutError` then.
         """
         nbytes = max(math.prod(shape), 1) * dtype.itemsize
-        blocks = self._blocks.setdefault((nbytes, stream), [])
+        blocks = self._blocks.setdefault((nbytes, 0 if stream is None else stream.cuda_stream), [])
         block = next((each for each in blocks if each.user.expired()), None)
         array = self._comm.empty(nbytes, "uint8") if block is None else block.array
-        memory = torch.from_dlpack(array)
+        # -1: no stream waits for another one, as there is no work on the memory of the array yet.
+        memory = torch.from_dlpack(array if stream is None else array.__dlpack__(stream=-1))
         user = StorageWeakRef(memory.untyped_storage())
         if block is None:
-            blocks.append(_Block(array, user))
-        else:
-            block.user = user
+            block = self._by_address[memory.data_ptr()] = _Block(array, user)
+            blocks.append(block)
+        block.user = user
+        if stream is not None and block.call is not None:
+            stream.wait_event(block.call)
+            block.call = None
         return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+    def used(self, tensors: Sequence[torch.Tensor], call: torch.cuda.Event) -> None:
+        """Remember that a call uses ``tensors`` until ``call``, which is on another stream than theirs. Local.
+
+        The program may drop them before. PyTorch's `record_stream` does this for PyTorch's own memory alone.
+        """
+        if self._by_address:
+            for tensor in tensors:
+                block = self._by_address.get(tensor.untyped_storage().data_ptr())
+                if block is not None:
+                    block.call = call

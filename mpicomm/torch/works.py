@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.failures import GroupTimeoutError
 from mpicomm.waiting import wait_until
 
-_FOREVER = timedelta(0)
+FOREVER = timedelta(0)
+"""PyTorch's word for a wait without a limit."""
 
 
 class Work(c10d.Work):
@@ -30,7 +32,7 @@ class Work(c10d.Work):
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
-    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
         """Wait until the outputs may be used; raise the error of the call.
 
         For tensors of a GPU the current stream waits and not the host, unless ``timeout`` is given.
@@ -74,7 +76,8 @@ class Work(c10d.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future whose value are the outputs; where the call has an error, RuntimeError with its text."""
         if self._future is None:
-            ended: torch.futures.Future[Any] = torch.futures.Future()
+            gpus = {output.device for output in self._outputs if output.is_cuda}
+            ended: torch.futures.Future[Any] = torch.futures.Future(devices=list(gpus))
             # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors.
             # An exception of a callback is an error there, too.
             self._future = ended.then(self._outcome)
@@ -86,7 +89,8 @@ class Work(c10d.Work):
         return self.get_future().then(self._result)
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        ended.set_result(None)
+        # For tensors of a GPU PyTorch records events on the current streams, which those who take the value wait for.
+        ended.set_result(None if self._error is not None else self._outputs)
 
     def _outcome(self, _: Any) -> list[torch.Tensor]:
         if self._error is not None:
@@ -103,32 +107,39 @@ class Work(c10d.Work):
 class HostWork(Work):
     """A call on tensors of the host, which a thread carries out."""
 
-    def __init__(self, call: Callable[[], None], outputs: Sequence[torch.Tensor], name: str) -> None:
+    def __init__(
+        self, call: Callable[[], None], outputs: Sequence[torch.Tensor], name: str, limit: timedelta | None = None
+    ) -> None:
         super().__init__(outputs)
         self._call: Callable[[], None] | None = call
         self._name = name
+        self._limit = limit or FOREVER
         self._over = threading.Event()
         self._lock = threading.Lock()  # so that a future is settled once
         self._ended: torch.futures.Future[Any] | None = None
 
     def carry_out(self) -> None:
-        """Carry the call out; its error is the work's."""
+        """Carry the call out; its error is the work's. `end` is to follow."""
         assert self._call is not None
         try:
             self._call()
         except BaseException as error:
             self._error = error
         self._call = None  # it keeps the tensors
+
+    def end(self) -> None:
+        """Release those who wait, and call the callbacks of the future, which may make further calls."""
         with self._lock:
             self._over.set()
             ended = self._ended
         if ended is not None:
             super()._settle(ended)
 
-    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        if not self._over.wait(timeout.total_seconds() or None):
-            raise _too_late(self._name, timeout)
+        limit = timeout or self._limit
+        if not self._over.wait(limit.total_seconds() or None):
+            raise _too_late(self._name, limit)
         return super().wait()
 
     def is_completed(self) -> bool:
@@ -144,37 +155,49 @@ class HostWork(Work):
 
 
 class StreamWork(Work):
-    """A call that is enqueued on a stream of its group. Created in the context of that stream."""
+    """A call that is enqueued on ``stream``, which may capture a graph.
+
+    With a ``limit`` the host waits for the call, too, so long at most; `FOREVER` is no limit. ``check`` raises the
+    error of the call once it has ended. Threads of this work begin with ``prepare_thread``.
+    """
 
     def __init__(
-        self, outputs: Sequence[torch.Tensor], device: int, name: str, check: Callable[[torch.cuda.Stream], None]
+        self,
+        outputs: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream,
+        name: str,
+        check: Callable[[], None],
+        prepare_thread: Callable[[], None],
+        limit: timedelta | None = None,
     ) -> None:
         super().__init__(outputs)
         self._name = name
-        self._stream = torch.cuda.current_stream(device)
-        self._event = self._stream.record_event()
+        self._stream = stream
+        self.event: torch.cuda.Event = stream.record_event()
         self._check = check
+        self._prepare_thread = prepare_thread
+        self._limit = limit
 
-    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        torch.cuda.current_stream(self._stream.device).wait_event(self._event)
-        if timeout and not wait_until(self._event.query, timeout.total_seconds()):
-            raise _too_late(self._name, timeout)
+        torch.cuda.current_stream(self._stream.device).wait_event(self.event)
+        limit = timeout or self._limit
+        if limit is None or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
+            return super().wait()
+        if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
+            raise _too_late(self._name, limit)
         return super().wait()
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self._event.query():
+        if not self.event.query():
             return False
         if self._error is None:
             try:
-                self._check(self._stream)
+                self._check()
             except Exception as error:
                 self._error = error
         return True
-
-    def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        raise AssertionError("get_future has settled it")
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is complete: the streams of those who take its value wait for the call."""
@@ -184,15 +207,35 @@ class StreamWork(Work):
                 self._future.set_result(self._outputs)
         return self._future
 
+    def get_future_result(self) -> torch.futures.Future[Any]:
+        """See `Work.get_future_result`."""
+        future: torch.futures.Future[Any] = torch.futures.Future()
+
+        def settle() -> None:
+            self._prepare_thread()
+            wait_until(self.is_completed, math.inf)
+            future.set_result(self._result(None))
+
+        threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
+        return future
+
 
 class MessageWork(Work):
     """Messages that are sent or received."""
 
     def __init__(
-        self, request: MPI.Request, tensor: torch.Tensor, name: str, timeout_s: float, *, receives: bool
+        self,
+        request: MPI.Request,
+        tensor: torch.Tensor,
+        name: str,
+        timeout_s: float,
+        prepare_thread: Callable[[], None],
+        *,
+        receives: bool,
     ) -> None:
         super().__init__([tensor])
         complete_abandoned()
+        self._prepare_thread = prepare_thread
         self._request = request
         self._name = name
         self._timeout_s = timeout_s
@@ -200,7 +243,7 @@ class MessageWork(Work):
         self._lock = threading.Lock()
         self._over = False
 
-    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, or after the group's timeout."""
         limit_s = timeout.total_seconds() or self._timeout_s
         if not wait_until(self.is_completed, limit_s):
@@ -222,6 +265,7 @@ class MessageWork(Work):
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
         def settle() -> None:
+            self._prepare_thread()
             try:
                 self.wait()
             except Exception as error:
@@ -255,7 +299,7 @@ class JoinedWork(Work):
         super().__init__([output for work in works for output in work._outputs])
         self._works = works
 
-    def wait(self, timeout: timedelta = _FOREVER) -> bool:
+    def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; ``timeout`` bounds each of the calls."""
         for work in self._works:
             work.wait(timeout)
@@ -271,9 +315,16 @@ class JoinedWork(Work):
         # The value of the joined future has a list of outputs for each call.
         joined = torch.futures.collect_all([work.get_future() for work in self._works])
 
+        gpu = next((output.device for output in self._outputs if output.is_cuda), None)
+
         def settle(_: Any) -> None:
-            self.is_completed()
-            super(JoinedWork, self)._settle(ended)
+            # On the host all calls are over. On a GPU this stream waits for them, and no stream of the program does.
+            with torch.cuda.stream(torch.cuda.Stream(gpu) if gpu else None):
+                try:
+                    self.wait()
+                except Exception as error:
+                    self._error = error
+                super(JoinedWork, self)._settle(ended)
 
         joined.add_done_callback(settle)
 

@@ -12,6 +12,7 @@ from mpicomm.api.communicator import Communicator, RankInfo
 from mpicomm.bench.machine import Gpu
 from mpicomm.bench.measure import Effort
 from mpicomm.bench.options import DTYPES
+from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header
 from mpicomm.collectives.gpu import tuning_file
@@ -35,9 +36,9 @@ def parser() -> argparse.ArgumentParser:
         "the largest measured one keep their algorithm, from that file or from the table that is built in.",
         conflict_handler="resolve",
     )
-    command_line.add_sweep_arguments(result, smallest=1 << 10, factor=2)
+    arguments.add_sweep_arguments(result, smallest=1 << 10, factor=2)
     result.add_argument(  # replaces the option that add_sweep_arguments added
-        "-e", "--maxbytes", type=command_line.parse_size, default=256 << 20, metavar="SIZE", help="default: 256M"
+        "-e", "--maxbytes", type=arguments.parse_size, default=256 << 20, metavar="SIZE", help="default: 256M"
     )
     result.add_argument(
         "--operations",
@@ -55,9 +56,9 @@ def parser() -> argparse.ArgumentParser:
         help="to measure with; all algorithms of the operations have to carry it; default: float32",
     )
     result.add_argument(
-        "--output", type=command_line.output_file, metavar="FILE", help="default: the file that later runs look for"
+        "--output", type=arguments.output_file, metavar="FILE", help="default: the file that later runs look for"
     )
-    command_line.add_communicator_arguments(result)
+    arguments.add_communicator_arguments(result)
     return result
 
 
@@ -127,7 +128,7 @@ def main() -> int:
         return 1
     table = table.updated(row for row, _ in results)
     if rank == 0:
-        command_line.write_json(path, tuning_file.to_json(table))
+        arguments.write_json(path, tuning_file.to_json(table))
     command_line.show("# wrote", *(f"# {line}" for line in table.describe()), "# OK")
     return 0
 
@@ -138,7 +139,7 @@ def _open_table(output: Path | None, device: str) -> tuple[Path, Tuning]:
         raise InvalidUsageError("there is no home directory to keep the table in: name a file with --output")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        command_line.output_file(str(path))
+        arguments.output_file(str(path))
     except (OSError, argparse.ArgumentTypeError) as error:
         raise InvalidUsageError(f"the table cannot be kept: {error}; name another file with --output") from error
     if not path.exists():

@@ -1,4 +1,4 @@
-"""The bench and tune on GPUs, with all that they compare with: small runs, which check every element."""
+"""The bench, tune and p2p on GPUs, with all that they compare with: small runs, which check every element."""
 
 from __future__ import annotations
 
@@ -47,3 +47,13 @@ def test_tune_writes_a_table_of_this_machine(tmp_path: Path) -> None:
     assert (job.returncode, job.stdout.splitlines()[-1]) == (0, "# OK"), job.stdout + job.stderr
     told = run_job(RANKS, "-m", "mpicomm.info", MPICOMM_TUNING=str(path))
     assert (told.returncode, str(path) in told.stdout) == (0, True), told.stdout + told.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, RANKS])
+def test_p2p_measures_every_pair(ranks: int, tmp_path: Path) -> None:
+    path = tmp_path / "p2p.json"
+    job = run_job(ranks, "-m", "mpicomm.p2p", "-b", "4M", "-n", "2", "-r", "1", "--json", str(path))
+    assert (job.returncode, job.stdout.splitlines()[-1]) == (0, "OK"), job.stdout + job.stderr
+    found = json.loads(path.read_text())
+    size = len(DEVICES) if ranks == 1 else ranks
+    assert all(len(matrix["cells"]) == len(matrix["cells"][0]) == size for matrix in found["matrices"])

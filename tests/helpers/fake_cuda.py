@@ -65,6 +65,7 @@ class FakeCuda:
 
     CUDARuntimeError, CUDADriverError = CUDARuntimeError, CUDADriverError
     eventDisableTiming = streamCaptureModeRelaxed = 2  # noqa: N815
+    eventDefault = 0  # noqa: N815
     memcpyDeviceToDevice = 3  # noqa: N815
 
     def __init__(self, seed: int) -> None:
@@ -82,6 +83,10 @@ class FakeCuda:
         """The errors that functions raise in place of their work."""
         self.interrupts: dict[str, BaseException] = {}
         """The errors that functions raise once, when they have done their work."""
+        self.now_us = 0
+        """The time of the device: each piece of work takes a microsecond."""
+        self._timed: set[int] = set()
+        self._times_us: dict[int, int] = {}
         self.streams: list[int] = []
         """The streams that CuPy has made."""
         self.events: dict[int, Place | None] = {}
@@ -144,6 +149,10 @@ class FakeCuda:
                 act()
                 self._queues[stream].popleft()
                 self._over[stream] += 1
+                self.now_us += 1
+                for event, place in self.events.items():
+                    if place is not None and place[:2] == (stream, self._over[stream]):
+                        self._times_us[event] = self.now_us
                 return True
         return False
 
@@ -164,10 +173,18 @@ class FakeCuda:
 
     @_may_fail
     def eventCreateWithFlags(self, flags: int) -> int:
-        assert flags == self.eventDisableTiming
+        assert flags in (self.eventDefault, self.eventDisableTiming)
         event = self._new()
         self.events[event] = None
+        if flags != self.eventDisableTiming:
+            self._timed.add(event)
         return event
+
+    @_may_fail
+    def eventElapsedTime(self, start: int, stop: int) -> float:
+        if not {start, stop} <= self._timed or not all(self.is_over(self.events[event]) for event in (start, stop)):
+            raise CUDARuntimeError("cudaErrorInvalidResourceHandle, or cudaErrorNotReady")
+        return (self._times_us[stop] - self._times_us[start]) / 1000
 
     def eventDestroy(self, event: int) -> None:
         del self.events[event]
@@ -177,6 +194,7 @@ class FakeCuda:
     def eventRecord(self, event: int, stream: int) -> None:
         assert event in self.events
         self.events[event] = self.end_of(stream)
+        self._times_us[event] = self.now_us  # unless work comes before it
 
     def streamWaitEvent(self, stream: int, event: int) -> None:
         place = self.events[event]

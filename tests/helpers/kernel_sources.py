@@ -9,6 +9,6 @@ from mpicomm.kernels.headers import SHARED
 
 PACKAGE = Path(mpicomm.__file__).parent
 SOURCES = {path.name: path for path in sorted(PACKAGE.rglob("*.cu"))}
-HEADERS = {path.name: path for path in sorted(PACKAGE.rglob("*.cuh")) if path.parent != SHARED / "include"}
+HEADERS = {path.name: path for path in sorted(PACKAGE.rglob("*.cuh")) if not path.is_relative_to(SHARED / "include")}
 DIRECTORIES = sorted({SHARED, *(path.parent for path in SOURCES.values())})
 INCLUDES = tuple(f"-I{directory}" for directory in DIRECTORIES)

@@ -336,7 +336,7 @@ def take_for_gpu(
     was = comm._session.placement
     device = ThreadDevice(comm.rank, timeout_s or was.here.timeout_s, **options)
     placement = Placement([replace(place, device=0, handle=handle) for place in was.places], was.rank)
-    comm._begin(Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device)))
+    comm._begin(Session(MPI.Intracomm(comm), placement, cast(GpuBackend, device), channel=comm._session.channel))
     return device
 
 

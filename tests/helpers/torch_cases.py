@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 Op = dist.ReduceOp
 
@@ -36,12 +38,12 @@ _JOINED_TRUTHS: dict[object, Callable[[torch.Tensor, torch.Tensor], torch.Tensor
 
 def tensor_of(rank: int, dtype: torch.dtype, shape: Sequence[int], salt: int = 0) -> torch.Tensor:
     """Return what ``rank`` passes: small whole numbers other than 0, so that reductions of few ranks are exact."""
-    random = torch.Generator().manual_seed(100 * salt + rank)
-    numbers = torch.randint(1, 4, tuple(shape), generator=random)
+    random = torch.Generator("cpu").manual_seed(100 * salt + rank)
+    numbers = torch.randint(1, 4, tuple(shape), generator=random, device="cpu")
     if dtype is torch.bool:
         return numbers > 2
     if dtype.is_signed:
-        numbers *= 1 - 2 * torch.randint(0, 2, tuple(shape), generator=random)
+        numbers *= 1 - 2 * torch.randint(0, 2, tuple(shape), generator=random, device="cpu")
     if dtype.is_complex:
         return torch.complex(numbers.double(), numbers.double().flip(-1) if shape else numbers.double()).to(dtype)
     return numbers.to(dtype)
@@ -69,26 +71,30 @@ class Case:
     async_op: bool = False
     rank: int = field(init=False)
     size: int = field(init=False)
+    device: torch.device = field(init=False)
 
     def __post_init__(self) -> None:
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        # Where the test's tensors are; gloo takes few calls on tensors of a GPU.
+        self.device = torch.device("cpu") if dist.get_backend(self.group) == "gloo" else torch.get_default_device()
 
     def of(self, rank: int, *shape: int, salt: int = 0) -> torch.Tensor:
-        """Return the tensor that ``rank`` passes."""
+        """Return the tensor that ``rank`` passes, on the host, where PyTorch calculates what has to come of it."""
         return tensor_of(rank, self.dtype, shape, salt)
 
     def own(self, *shape: int, salt: int = 0) -> torch.Tensor:
         """Return the tensor that this rank passes."""
-        return self.of(self.rank, *shape, salt=salt)
+        return self.of(self.rank, *shape, salt=salt).to(self.device)
 
     def all(self, *shape: int, salt: int = 0) -> list[torch.Tensor]:
-        """Return the tensors that all ranks pass."""
+        """Return the tensors that all ranks pass, on the host."""
         return [self.of(rank, *shape, salt=salt) for rank in range(self.size)]
 
     def empty(self, *shape: int) -> torch.Tensor:
         """Return a tensor that receives. Its bytes are none that a rank sends."""
         nbytes = torch.Size(shape).numel() * self.dtype.itemsize
-        filled = torch.full((nbytes,), 0 if self.dtype is torch.bool else 77, dtype=torch.uint8)
+        byte = 0 if self.dtype is torch.bool else 77
+        filled = torch.full((nbytes,), byte, dtype=torch.uint8, device=self.device)
         return filled.view(self.dtype).view(shape)
 
     def wait(self, work: dist.Work | None) -> None:
@@ -96,9 +102,27 @@ class Case:
         if self.async_op:
             assert work is not None
             work.wait()
-            assert work.is_completed()
+            assert self.device.type == "cuda" or work.is_completed()
         else:
             assert work is None
+
+
+@contextmanager
+def while_the_last_rank_is_late() -> Iterator[bool]:
+    """Tell whether this rank is on time. The last rank begins when the others have left the block."""
+    world = MPI.COMM_WORLD
+    on_time = world.rank != world.size - 1
+    if not on_time:
+        world.Barrier()
+    yield on_time
+    if on_time:
+        world.Barrier()
+
+
+def finish(case: Case) -> None:
+    """Wait for the GPU, if the tensors are there."""
+    if case.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def require_same(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
@@ -111,4 +135,4 @@ def require_same(got: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) 
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)

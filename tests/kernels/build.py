@@ -137,7 +137,8 @@ def _changed(directory: Path, source: Path, changes: Sequence[Change]) -> Path:
     for change in changes:
         text = (copy / change.file).read_text()
         # A change that fits nowhere would leave a kernel without a mistake, one that fits twice another mistake.
-        assert text.count(change.old) == 1, f"{change.file} has {text.count(change.old)} of: {change.old}"
+        if text.count(change.old) != 1:  # no AssertionError, which tests of changed kernels expect
+            raise ValueError(f"{change.file} has {text.count(change.old)} of: {change.old}")
         (copy / change.file).write_text(text.replace(change.old, change.new))
     return copy / source.name
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from mpicomm.kernels.epilogue import epilogue_kernel, norm_kernel  # noqa: E402
 from mpicomm.kernels.packing import PACK_KERNEL  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from mpicomm.kernels.variant import Variant  # noqa: E402
+from mpicomm.p2p.kernels import CHASE, COPY, HOLD, RALLY  # noqa: E402
 from tests.helpers.kernel_sources import INCLUDES  # noqa: E402
 from tests.helpers.mpiexec import ROOT  # noqa: E402
 
@@ -55,7 +58,7 @@ BANDWIDTH += [
     for size in (2, 4, 8)
 ]
 BANDWIDTH += [chain_kernel(reduction) for reduction in (None, ("int8", "sum"), WIDEST)]
-BANDWIDTH += [direct_kernel(), PACK_KERNEL]
+BANDWIDTH += [direct_kernel(), PACK_KERNEL, COPY]
 BANDWIDTH += [
     combine_kernel(reduction, result)
     for reduction, result in ((("float32", "sum"), "bfloat16"), (("bfloat16", "max"), "bfloat16"), (WIDEST, WIDEST[0]))
@@ -169,9 +172,55 @@ def test_chains_in_memory_of_the_host_take_fences_of_the_whole_system() -> None:
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
-def test_public_header_compiles_in_a_kernel_of_a_user(capability: tuple[int, int]) -> None:
-    source = ROOT / "examples" / "ring_sum.cu"
-    # As a user would: nothing of this package but the directory that it names.
-    image = compile_kernel(source, capability, (f"-I{mpicomm.include_dir()}",))
-    assert image.startswith(b"\x7fELF")
-    assert b"ring_sum" in image
+def test_kernels_of_one_source_compile_together(capability: tuple[int, int]) -> None:
+    image = compile_kernel(HOLD.source, capability, HOLD.options)
+    assert all(variant.entry.encode() in image for variant in (HOLD, COPY, RALLY, CHASE))
+
+
+# As a user would: nothing of this package but the directory that it names.
+USERS = (f"-I{mpicomm.include_dir()}",)
+FUNCTIONS = ROOT / "tests" / "kernels" / "device_functions.cu"
+ALL_FUNCTIONS = ("-DGROUP=Block", "-DDTYPE=float16", "-DOPERATION=sum")
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: "sm_{}{}".format(*capability))
+def test_public_header_compiles_in_kernels_of_a_user(capability: tuple[int, int]) -> None:
+    for source, options, entry in (
+        (ROOT / "examples" / "ring_sum.cu", (), b"ring_sum"),
+        (ROOT / "examples" / "jacobi.cu", ("-fmad=false",), b"relax_all"),
+        (FUNCTIONS, ALL_FUNCTIONS, b"reduce_all"),
+    ):
+        image = compile_kernel(source, capability, (*USERS, *options))
+        assert image.startswith(b"\x7fELF")
+        assert entry in image
+
+
+def test_public_header_compiles_with_nvcc(tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc", path="/usr/local/cuda/bin") or shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("there is no nvcc")
+    command = [nvcc, "-std=c++17", "-arch=sm_90", "-Werror", "all-warnings", *USERS, *ALL_FUNCTIONS]
+    result = subprocess.run(
+        [*command, "-c", str(FUNCTIONS), "-o", str(tmp_path / "functions.o")], capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture
+def functions_ptx() -> dict[str, str]:
+    """Return the PTX of the kernels of device_functions.cu, by their names."""
+    ptx = compile_kernel(FUNCTIONS, (99, 0), (*USERS, *ALL_FUNCTIONS)).decode(errors="replace")
+    names = re.findall(r"\.visible \.entry (\w+)", ptx)
+    return dict(zip(names, ptx.split(".visible .entry ")[1:], strict=True))
+
+
+@pytest.mark.parametrize("name", ["put_around", "get_around", "reduce_all"])
+def test_functions_for_users_move_words_of_sixteen_bytes(functions_ptx: dict[str, str], name: str) -> None:
+    for access in ("ld", "st"):
+        assert re.search(rf"\t{access}\.(global\.)?v4\.b32", functions_ptx[name])
+
+
+def test_flags_have_the_scope_that_the_user_names(functions_ptx: dict[str, str]) -> None:
+    for name, scope in (("put_around", "sys"), ("meet", "sys"), ("between_blocks", "gpu")):
+        found = re.findall(r"(acquire|release)\.(\w+)\.", functions_ptx[name])
+        assert set(found) == {("acquire", scope), ("release", scope)}, name

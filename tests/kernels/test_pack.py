@@ -109,6 +109,10 @@ def test_several_jobs_go_in_one_launch(builds: Builds) -> None:
         Change("pack.cu", "(x.regions) + region.list", "(x.regions) + x.regions->list"),
         Change("pack.cu", "left < kPacketNbytes ? left : kPacketNbytes", "kPacketNbytes"),
         Change("pack.cu", "first_unit <= number", "first_unit < number"),
+        Change("pack.cu", "x.side_by_side", "true"),
+        Change("pack.cu", "rest -= units;", ""),
+        Change("pack.cu", "x.regions[++index]", "x.regions[1]"),
+        Change("pack.cu", "second = nbytes == kPacketNbytes ? words[1] : 0", "second = 0"),
     ],
 )
 def test_a_mistake_is_seen(builds: Builds, change: Change) -> None:
@@ -136,7 +140,7 @@ def test_nothing_is_unpacked_after_a_failure(builds: Builds) -> None:
 
 def test_unpacking_after_a_failure_is_seen(builds: Builds) -> None:
     with pytest.raises(AssertionError):
-        after_a_failure(builds, [Change("pack.cu", "if (failed != mpicomm::kClear) return;", "")])
+        after_a_failure(builds, [Change("pack.cu", "if (failed != kClear) return;", "")])
 
 
 def test_packing_goes_on_after_a_failure(builds: Builds) -> None:

@@ -73,10 +73,10 @@ def test_no_race(watched_builds: Builds, size: int) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        Change("include/mpicomm.cuh", "{ store_release(flag, number); }", "{ store_relaxed(flag, number); }"),
-        Change("include/mpicomm.cuh", "load_acquire(flag)", "load_relaxed(flag)"),
-        Change("include/mpicomm.cuh", "  __syncthreads();\n", ""),
-        Change("include/mpicomm.cuh", "return __syncthreads_and(!first ||", "return (!first ||"),
+        Change("include/mpicomm/flags.cuh", "else store_release(", "else store_relaxed("),
+        Change("include/mpicomm/flags.cuh", "has_reached(load_acquire(", "has_reached(load_relaxed("),
+        Change("include/mpicomm/flags.cuh", "  group.sync();\n", ""),
+        Change("include/mpicomm/flags.cuh", "return group.all(", "return ("),
         Change("ring_sum.cu", "call % 2 * size", "0 * size"),
     ],
     ids=["release turned relaxed", "acquire turned relaxed", "signal early", "wait alone", "one buffer"],

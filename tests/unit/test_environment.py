@@ -192,3 +192,37 @@ def test_internode_that_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     expected = re.escape(f"MPICOMM_INTERNODE={name!r}: use nccl, mpi, staged, mapped or auto")
     with pytest.raises(InvalidUsageError, match=expected):
         environment.internode()
+
+
+@pytest.mark.parametrize(
+    ("variables", "recording"),
+    [
+        ({}, None),
+        ({"MPICOMM_STATS": "0", "MPICOMM_TRACE": ""}, None),
+        ({"MPICOMM_STATS": "1"}, environment.Recording(None, stats=True)),
+        ({"MPICOMM_TRACE": "trace-%r.json"}, environment.Recording("trace-%r.json", stats=False)),
+    ],
+)
+def test_recording(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], recording: environment.Recording | None
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment.recording() == recording
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("MPICOMM_STATS", "yes", "MPICOMM_STATS='yes': use 1"),
+        (
+            "MPICOMM_TRACE",
+            "traces/",
+            "MPICOMM_TRACE='traces/' names a folder: name a file, as in \"traces/trace-%r.json\"",
+        ),
+    ],
+)
+def test_recording_that_is_none(monkeypatch: pytest.MonkeyPatch, name: str, text: str, said: str) -> None:
+    monkeypatch.setenv(name, text)
+    with pytest.raises(InvalidUsageError, match=f"^{re.escape(said)}"):
+        environment.recording()

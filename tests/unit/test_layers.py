@@ -27,6 +27,7 @@ ROOMS = [
     {"mpi"},
     {"finishes"},
     {"cluster", "epilogues"},
+    {"recording"},
     {"sharing"},
     {"symmetric"},
     {"session"},
@@ -38,10 +39,11 @@ ROOMS = [
     {"collectives.engines"},
     {"collectives.dispatch"},
     {"messages"},
+    {"observation"},
     {"api"},
     {"install", "torch"},
     {"cli"},
-    {"ring", "info", "doctor", "bench", "__main__"},
+    {"ring", "info", "doctor", "bench", "p2p", "trace", "__main__"},
     {"tune"},
 ]
 ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
@@ -49,8 +51,10 @@ ROOM = {name: number for number, names in enumerate(ROOMS) for name in names}
 MPI_USERS = {
     "mpi",
     "cluster",
+    "recording",
     "session",
     "messages",
+    "observation",
     "api",
     "install",
     "torch",
@@ -58,10 +62,11 @@ MPI_USERS = {
     "cli",
     "bench",
     "doctor",
+    "p2p",
 } | {name for name in ROOM if name.startswith(("collectives", "internode"))}
-CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/")
+CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/", "p2p/")
 # They are used as any user of the package would be.
-COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "tune"}
+COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "trace", "tune"}
 
 MODULES = sorted(
     path.relative_to(ROOT / "mpicomm").as_posix()

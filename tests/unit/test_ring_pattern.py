@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpicomm.ring import Pattern
+from mpicomm.cli.pattern import Pattern
 
 CHUNK = 1 << 20
 SIZES = (1, 2, 3, 4, 5, 7, 8, 1024, 4099, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 3)

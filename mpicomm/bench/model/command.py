@@ -21,6 +21,7 @@ from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.options import dtype_and_op
 from mpicomm.bench.results import Results
 from mpicomm.bench.results import Row as ResultRow
+from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 
 _WIDTHS = (7, 8, 14, 14, 9, 12, 16, 16)
@@ -69,7 +70,7 @@ def main(options: argparse.Namespace) -> int:
         options.maxbytes = max(options.minbytes, 1 << 30)
     group, network, collective = read_group(options.sources), options.network, options.collective
     runs = read_runs(options.against) if options.against else []
-    rows = predictions(group, network, options, command_line.required_sizes(options))
+    rows = predictions(group, network, options, arguments.required_sizes(options))
     about = [
         f"mpicomm {mpicomm.__version__} bench {collective} --model: all times below are PREDICTED, none is measured",
         f"network: {network.gb_s:g} GB/s and {network.latency_us:g} us, as --network says, for each rank's card",
@@ -117,7 +118,7 @@ def write_files(options: argparse.Namespace, about: Sequence[str], rows: Sequenc
             "error": error,
             "predictions": [row.record() for row in rows],
         }
-        command_line.write_json(options.json, document)
+        arguments.write_json(options.json, document)
     if options.plot is not None:
         from mpicomm.bench.plot import draw  # matplotlib takes a second to import
 

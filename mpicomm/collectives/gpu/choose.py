@@ -7,6 +7,7 @@ algorithm needs, and returns the steps of this rank.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
@@ -54,6 +55,39 @@ def _first(name: str, call: GpuCall, node: Node) -> tuple[Algorithm | None, str]
     return None, reason
 
 
+class Choice(NamedTuple):
+    """The algorithm of a call in words, for records of calls."""
+
+    algorithm: str = ""
+    why: str = ""
+    slow: str = ""
+    """Why the call takes a slow way; "" for calls that do not."""
+
+
+NO_CHOICE = Choice()
+"""For plans that are parts of calls."""
+
+
+class Prepared(NamedTuple):
+    """The part of this rank in a call."""
+
+    text: str
+    """The call in words."""
+    steps: list[Step]
+    choice: Choice
+
+
+def _reason(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> str:
+    """Return why `choose` takes the algorithm that it takes."""
+    if asked != "auto":
+        return f'algorithm="{asked}"'
+    if node.size == 1 or call.nbytes == 0:
+        return "there is nothing to choose"
+    wanted = tuning.algorithm(call.operation.name, call.nbytes, node.size, registered=call.memory is not None)
+    algorithm, refusal = _first(wanted, call, node)
+    return "by the table" if algorithm is not None else f"by the table, without {wanted}: {refusal}"
+
+
 class Preparation:
     """Chooses an algorithm for each call and sets up its memory. Local but for a set-up, in which all ranks meet."""
 
@@ -72,11 +106,12 @@ class Preparation:
         self._calls = calls
         self._refused: dict[str, tuple[int, NoMemoryError]] = {}  # by purpose: the least memory that was refused
 
-    def steps(self, call: GpuCall, asked: str) -> tuple[str, list[Step]]:
-        """Return a call in words and this rank's steps; see `DeviceEngine.prepare`."""
+    def steps(self, call: GpuCall, asked: str) -> Prepared:
+        """Return this rank's steps of a call; see `DeviceEngine.prepare`."""
         _ = call.reduction  # it raises here where it is not defined, before the other ranks are told of the call
         table = self._tuning
         algorithm = choose(call, asked, table, self._node)
+        why, slow = _reason(call, asked, table, self._node), ""
         while True:
             requests = algorithm.memory(call, self._node)
             text = call.text(into_memory=algorithm.into_memory)
@@ -87,13 +122,15 @@ class Preparation:
                 self._board.post(text)  # before this rank waits for others, which may be in another call
                 for request in requests:
                     self.provide(request)
-                return text, [*algorithm.plan(call, self._node), *self._finish(call, algorithm)]
+                steps = [*algorithm.plan(call, self._node), *self._finish(call, algorithm)]
+                return Prepared(text, steps, Choice(algorithm.name, why, slow))
             except NoMemoryError as error:
                 in_inboxes = algorithm.name == "one_shot" and self._node.size > 1
                 if not in_inboxes and (asked != "auto" or algorithm.name == "one_shot"):
                     raise
                 for request in requests:
                     self._remember_refusal(request, error)
+                slow = f"for want of memory for {algorithm.name!r}: {error}"
                 if in_inboxes:
                     _warn_of_memory(call.operation.name, "in the inboxes of the arena alone", str(error))
                     algorithm = IN_THE_ARENA

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -12,6 +13,7 @@ from weakref import WeakSet
 import cupy
 from cupy.cuda import runtime
 
+from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Call
@@ -25,7 +27,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCK
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory, sendrecv_request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
-from mpicomm.collectives.gpu.choose import Preparation
+from mpicomm.collectives.gpu.choose import NO_CHOICE, Choice, Preparation
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
@@ -50,6 +52,29 @@ MAX_CHANNELS = 128
 _MESSAGE_CHANNELS = 128  # of two ranks, each way: the blocks that send and the blocks that receive
 _MOST_STAGED_NBYTES = 1 << 30
 _STAGED_PART = 64  # and at most this part of a device's memory
+
+
+@dataclass(frozen=True)
+class _Told:
+    """The device of a rank, as the ranks tell each other."""
+
+    multiprocessors: int
+    total_nbytes: int
+    uuid: bytes
+    takes_turns: bool
+    """Whether the device runs one process at a time, so that a kernel has all multiprocessors."""
+
+
+def _told(backend: GpuBackend) -> _Told:
+    takes_turns = not environment.multi_process_service()
+    return _Told(backend.multiprocessors, backend.total_nbytes, backend.info.uuid, takes_turns)
+
+
+def _most_side_by_side(told: Sequence[_Told]) -> int:
+    """Return the most ranks whose kernels run at once on one device."""
+    if all(each.takes_turns for each in told):
+        return 1
+    return max(Counter(each.uuid for each in told).values())
 
 
 def _packed_nbytes(message: Message | None) -> int:
@@ -81,15 +106,16 @@ class DeviceEngine:
         self._group = node
         self._backend = backend
         self._board = board
-        told = node.exchange(
-            "collectives: set-up", lambda: (backend.multiprocessors, backend.total_nbytes, backend.info.uuid)
-        )
-        # All blocks of all ranks must run at once: as many as the smallest of the devices can hold.
-        multiprocessors = min(count for count, *_ in told)
-        most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(total for _, total, _ in told) // _STAGED_PART)
+        told = node.exchange("collectives: set-up", lambda: _told(backend))
+        # All blocks of all ranks must run at once, because they wait for each other: as many as the smallest of the
+        # devices can hold. Ranks that run side by side on a device share its multiprocessors. If they did not, one
+        # rank's waiting blocks could keep out the blocks that they wait for.
+        side_by_side = _most_side_by_side(told)
+        multiprocessors = max(1, min(each.multiprocessors for each in told) // side_by_side)
+        most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(each.total_nbytes for each in told) // _STAGED_PART)
 
         def link_gb_s() -> float | None:
-            return slowest_gb_s(backend.link(uuid, kind) for *_, uuid in told[1:])
+            return slowest_gb_s(backend.link(each.uuid, kind) for each in told[1:])
 
         def find() -> Tuning | None:
             return tuning_file.find(backend.info.name, link_gb_s) if node.rank == 0 else None
@@ -114,7 +140,8 @@ class DeviceEngine:
             most_staged_nbytes,
             # Devices before 9.0 cannot set up a kernel's blocks before the last kernel has ended. A kernel that begins
             # early relies on the last kernel's stores being seen on this device, which says nothing of host memory.
-            early=backend.info.compute_capability >= (9, 0) and not host_slots,
+            # Side by side, blocks that are set up early could keep out blocks that another rank waits for.
+            early=backend.info.compute_capability >= (9, 0) and not host_slots and side_by_side == 1,
             host_slots=host_slots,
         )
         self._longest = LongestMessage(node)
@@ -159,8 +186,8 @@ class DeviceEngine:
         machine.
         """
         self._require_open(call.operation.name)
-        text, steps = self._preparation.steps(call, asked)
-        plan = self._plan(text, [*before, *steps, *after])
+        text, steps, choice = self._preparation.steps(call, asked)
+        plan = self._plan(text, [*before, *steps, *after], choice)
         if call.lengths_are_private and self._node.size > 1:
             self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
         return plan
@@ -181,7 +208,7 @@ class DeviceEngine:
         self._require_open(signature.operation)
         self._board.post(str(signature))
         barrier = DirectPlanner.of(self._node).barrier(signature.hash32, after_copies=False)
-        return self._plan(str(signature), [barrier])
+        return self._plan(str(signature), [barrier], Choice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
         """Return a plan that sends one message and receives another; ``text`` says so.
@@ -198,7 +225,8 @@ class DeviceEngine:
         before, sent = self._packed_message(sent, scratch, 0, unpacks=False)
         after, received = self._packed_message(received, scratch, _packed_nbytes(sent), unpacks=True)
         launch = self._sendrecv.launch(sent, received, self._arena.region(request).pointers)
-        return self._plan(text, [*before, *([] if launch is None else [launch]), *after], collective=False)
+        steps = [*before, *([] if launch is None else [launch]), *after]
+        return self._plan(text, steps, Choice("one_shot", "in stream order"), collective=False)
 
     def _packed_message(
         self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool
@@ -211,14 +239,14 @@ class DeviceEngine:
         launches = pack_launches(self._backend, [job], pointer, unpacks=unpacks)
         return launches, replace(message, span=Span(pointer, message.span.count))
 
-    def _plan(self, text: str, steps: Sequence[Step], *, collective: bool = True) -> Plan:
+    def _plan(self, text: str, steps: Sequence[Step], choice: Choice = NO_CHOICE, *, collective: bool = True) -> Plan:
         # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
         launches = [step for step in steps if isinstance(step, Launch)]
         if any(self._kernels.find(launch.variant) is None for launch in launches):
             with self._backend.loading():
                 for launch in launches:
                     self._kernels.load(launch.variant)
-        plan = Plan(text, [self._enqueuer(step) for step in steps], collective=collective)
+        plan = Plan(text, [self._enqueuer(step) for step in steps], choice, collective=collective)
         self._plans.add(plan)
         return plan
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cupy.cuda import runtime
 
 from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.choose import NO_CHOICE, Choice
 from mpicomm.devices.cuda.load import Kernel
 from mpicomm.devices.cuda.stream_order import Enqueue
 
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
 class Plan:
     """The steps of one call, ready to be enqueued.
 
-    ``text`` is the call in words, for errors. ``collective`` is whether all ranks make the call, so that the ranks'
-    calls can be compared.
+    ``text`` is the call in words, for errors. ``choice`` says its algorithm, for records. ``collective`` is whether all
+    ranks make the call, so that the ranks' calls can be compared.
     """
 
-    def __init__(self, text: str, steps: Sequence[Enqueue], *, collective: bool = True) -> None:
+    def __init__(
+        self, text: str, steps: Sequence[Enqueue], choice: Choice = NO_CHOICE, *, collective: bool = True
+    ) -> None:
         self.text = text
+        self.choice = choice
         self.collective = collective
         self.private_nbytes: int | None = None
         """This rank's longest message, where only the two ranks of a message know its length; else None."""

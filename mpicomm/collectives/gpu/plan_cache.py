@@ -16,6 +16,7 @@ from mpicomm.mpi.layout import layout_of
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
     from mpicomm.collectives.exchange import Message
+    from mpicomm.collectives.gpu.choose import Choice
     from mpicomm.session import Session
     from mpicomm.symmetric.registry import Mappings
 
@@ -28,6 +29,8 @@ class AnyPlan(Protocol):
 
     text: str
     """The call in words."""
+    choice: Choice
+    """Its algorithm in words."""
 
     @property
     def is_old(self) -> bool:

@@ -19,6 +19,10 @@ class DriverShutDownError(HandleError):
     """The driver has shut down with the process, and has released everything already."""
 
 
+class NoGpuError(BackendUnavailableError):
+    """There is no NVIDIA driver, or it shows no GPU to this process."""
+
+
 def call(function: Callable[..., Any], *arguments: Any, hint: str = "") -> Any:
     """Call a function of ``cuda.bindings.driver``, and return its results without its status.
 
@@ -99,7 +103,7 @@ def visible_devices() -> list[DeviceInfo]:
     count = 0 if int(status) != 0 else call(driver.cuDeviceGetCount)
     if count == 0:
         mask = os.environ.get("CUDA_VISIBLE_DEVICES")
-        raise BackendUnavailableError(
+        raise NoGpuError(
             "no GPU is visible: CUDA_VISIBLE_DEVICES is "
             + ("not set, so the driver itself lists none" if mask is None else f"{mask!r}; widen or unset it")
             + ', or use device="cpu"'
@@ -112,7 +116,7 @@ def _driver_major() -> int:
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise BackendUnavailableError(
+        raise NoGpuError(
             f"no NVIDIA driver: {error}; install it (or start the container with GPUs, e.g. --gpus all), "
             'or use device="cpu"'
         ) from error

@@ -13,19 +13,19 @@ from mpicomm.errors import HandleError
 
 
 class LocalEvent:
-    """An event without timing, whose address is ``ptr``. The device must be current when it is made. Local.
+    """An event whose address is ``ptr``, with a time only if it is ``timed``. Local.
 
-    Its last reference destroys it, in the context in which it was made. That may happen on a thread without a device,
-    where the garbage collector happens to run: the CUDA runtime, left alone, would make a context on the first GPU
-    there, half a GiB of memory for each of the ranks whose GPU is another.
+    The device must be current when it is made. Its last reference destroys it, in the context in which it was made.
+    That may happen on a thread without a device, where the garbage collector happens to run: the CUDA runtime, left
+    alone, would make a context on the first GPU there, half a GiB of memory for each of the ranks whose GPU is another.
     """
 
     __slots__ = ("_context", "ptr")
 
-    def __init__(self) -> None:
+    def __init__(self, *, timed: bool = False) -> None:
         self.ptr: int = 0
         self._context: int = driver.ctxGetCurrent()
-        self.ptr = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+        self.ptr = runtime.eventCreateWithFlags(runtime.eventDefault if timed else runtime.eventDisableTiming)
 
     def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.ptr and not is_finalizing():

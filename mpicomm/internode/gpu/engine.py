@@ -13,6 +13,7 @@ from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu.algorithms.base import Finish, GpuCall
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
+from mpicomm.collectives.gpu.choose import Choice
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
@@ -43,9 +44,17 @@ _BYTE = np.dtype(np.uint8)
 class CliquesPlan:
     """This rank's part of a call, ready to be enqueued again and again: plans of its clique, and wires."""
 
-    def __init__(self, call: Signature, pieces: Sequence[Sequence[Item]], before: Plan | None, after: Plan | None):
+    def __init__(
+        self,
+        call: Signature,
+        pieces: Sequence[Sequence[Item]],
+        choice: Choice,
+        before: Plan | None = None,
+        after: Plan | None = None,
+    ):
         self.call = call
         self.text = str(call)
+        self.choice = choice
         self.pieces = pieces
         self.before, self.after = before, after
 
@@ -91,7 +100,7 @@ class CliquesEngine:
             backend = self._backend
             steps = finish_launches(finish, buffers.output, backend.faults, backend.multiprocessors)
             after = self._engine.prepare_alone(str(call.signature), steps)
-        return CliquesPlan(call.signature, planned, before, after)
+        return CliquesPlan(call.signature, planned, self._choice(asked), before, after)
 
     def prepare_barrier(self) -> CliquesPlan:
         """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local.
@@ -103,7 +112,13 @@ class CliquesEngine:
         blocks = [Span(memory.pointer + 1 + rank, 1) for rank in range(layout.size)]
         buffers = Buffers(layout.rank, layout.size, _BYTE, send=Span(memory.pointer, 1), blocks=blocks)
         call = Signature("Barrier", str(_BYTE))
-        return CliquesPlan(call, self._plan(ALLGATHER, buffers, call, layout.size, "auto"), None, None)
+        return CliquesPlan(call, self._plan(ALLGATHER, buffers, call, layout.size, "auto"), self._choice("auto"))
+
+    def _choice(self, asked: str) -> Choice:
+        """Return the algorithm of a call in words: a schedule of the cliques, and the carrier between them."""
+        why = "" if asked == "auto" else f', algorithm="{asked}"'
+        slow = "between groups of ranks through pinned host memory" if self._carrier.name == "staged" else ""
+        return Choice(f"groups, {self._carrier.name}", f"{len(self._layout.cliques)} groups of ranks{why}", slow)
 
     def _plan(
         self, operation: Operation, buffers: Buffers, call: Signature, nbytes: int, asked: str

@@ -1,66 +1,39 @@
-// For kernels of users: `#include <mpicomm.cuh>`, compiled with -I and the directory that mpicomm.include_dir()
-// returns.
+// For kernels of users: `#include <mpicomm.cuh>`, compiled as C++17 with -I and the directory that mpicomm.include_dir()
+// returns. NVRTC and nvcc compile it; other compilers compile it for CPU threads.
 //
-// Kernels of different ranks meet at flags: words of a SymmetricArray of uint64, zero at first. Data goes into another
-// SymmetricArray. A kernel reaches its parts on all ranks through `pointers`:
+// A kernel reaches the parts of a SymmetricArray on all ranks through its `pointers`, and these functions work on them:
 //
-//     mpicomm::part<float>(data, peer)[i] = ...;                      // all threads of the block, in the peer's memory
-//     mpicomm::signal_from_block(mpicomm::part<u64>(flags, peer), number);
+//     put, get                        copy to a peer, and from a peer
+//     signal, wait                    order the work of two groups of threads, on any ranks
+//     barrier                         orders the work of all ranks
+//     send_packets, receive_packets   short messages that carry their own flags: no signal is needed
+//     reduce_load                     the sum, maximum or minimum over the parts of all ranks
 //
-//     if (!mpicomm::wait_in_block(mpicomm::part<u64>(flags, rank), number, timeout_ns)) return;    // on the peer
+// A group of threads calls each of them together: mpicomm::Thread(), mpicomm::Warp() or mpicomm::Block(), the first
+// argument. Data and flags lie in SymmetricArrays, flags in one of uint64 that is zero at first:
+//
+//     mpicomm::put(mpicomm::Block(), mpicomm::part<float>(data, peer), mine, nbytes);
+//     mpicomm::signal(mpicomm::Block(), mpicomm::part<u64>(flags, peer), number);
+//
+//     if (!mpicomm::wait(mpicomm::Block(), mpicomm::part<u64>(flags, rank), number, timeout_ns)) return;  // on the peer
 //     ... = mpicomm::part<float>(data, rank)[i];
 //
-// A flag has one writer, and its number only grows. No rank resets a flag, because it could not know which kernels
-// still look at it. A writer also has to learn when it may write a buffer again: from a flag in the other direction, or
-// from later data of the reader. examples/ring_sum.cu uses two buffers in turns.
+// Plain loads and stores through `part` do the same as get and put. A writer also has to learn when it may write memory
+// again that a reader still reads: from a flag in the other direction, from a barrier, or from later data of the reader.
+//
+// At a timeout a function returns false to all threads of the group. The data that it waited for may be missing, in part
+// or in whole. The kernel then stores that fact where its host looks, and returns: the communicator does not know of it.
+// Ranks that wait for this one run into their own timeouts.
 //
 // All blocks that wait must run at once with the blocks that they wait for. In a grid that is larger than the GPU, or
 // between ranks that share a GPU, blocks could wait for blocks that cannot begin.
+//
+// examples/ring_sum.cu and examples/jacobi.cu are kernels with these functions.
 #pragma once
 
-#include "../memory_order.cuh"
-
-namespace mpicomm {
-
-// Returns the part of `rank` of a SymmetricArray, as mapped on this rank; null for ranks of other nodes. `pointers` is
-// the address of the array that `SymmetricArray.pointers` returns.
-template <class T>
-MPICOMM_DEVICE T* part(const u64* pointers, u32 rank) {
-  return reinterpret_cast<T*>(pointers[rank]);
-}
-
-// Raises a flag to `number`. Pairs with `wait`. Publishes the stores of this thread, on any rank, and the stores of
-// other threads that it has seen.
-MPICOMM_DEVICE void signal(u64* flag, u64 number) { store_release(flag, number); }
-
-// Waits until a flag has reached `number`. Pairs with `signal`: the caller may then read what the signal published.
-// Returns false if `timeout_ns` have passed first; the caller may not read it then.
-MPICOMM_DEVICE bool wait(const u64* flag, u64 number, u64 timeout_ns) {
-  constexpr u32 kPollsBeforeClock = 1000;
-  u64 start = 0;
-  // Signed, as for every flag: a flag that is ahead has reached the number, too.
-  for (u32 polls = 0; static_cast<long long>(load_acquire(flag) - number) < 0; ++polls) {
-    if (polls < kPollsBeforeClock) continue;
-    const u64 now = clock_ns();
-    if (start == 0) start = now;
-    if (now - start > timeout_ns) return false;
-  }
-  return true;
-}
-
-// `signal` by a block: raises the flag once all threads of the block have made their stores before the call. All
-// threads of the block call it together; none may have returned.
-MPICOMM_DEVICE void signal_from_block(u64* flag, u64 number) {
-  // The first thread has seen the stores of the other threads at the barrier, and its release publishes them. Without
-  // the barrier the flag could arrive before their data.
-  __syncthreads();
-  if (threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0) signal(flag, number);
-}
-
-// `wait` by a block: all threads of the block call it together and get the same answer.
-MPICOMM_DEVICE bool wait_in_block(const u64* flag, u64 number, u64 timeout_ns) {
-  const bool first = threadIdx.x == 0 && threadIdx.y == 0 && threadIdx.z == 0;
-  return __syncthreads_and(!first || wait(flag, number, timeout_ns));
-}
-
-}  // namespace mpicomm
+#include "mpicomm/barrier.cuh"
+#include "mpicomm/copies.cuh"
+#include "mpicomm/flags.cuh"
+#include "mpicomm/groups.cuh"
+#include "mpicomm/packets.cuh"
+#include "mpicomm/reduce_load.cuh"

@@ -242,16 +242,16 @@ void Block::release_block() {
   }
 }
 
-void Block::meet_warp(unsigned mask) {
+void Block::meet_warp(unsigned mask, bool orders) {
   const unsigned thread = running_->place.thread.x, lane = thread % kWarp;
   Warp& warp = warps_[thread / kWarp];
   if ((mask >> lane & 1) == 0) die(*this, "a thread is not in its own mask");
-  release(warp.sync);
+  if (orders) release(warp.sync);
   warp.waiting |= 1u << lane;
   running_->mask = mask;
   release_warp(warp, thread - lane);
   leave();
-  acquire(warp.sync);
+  if (orders) acquire(warp.sync);
 }
 
 // A lane that returns while others wait counts as one that has come.
@@ -282,7 +282,7 @@ bool Block::one_in(unsigned chances) { return jitter_.us > 0 && draw() % chances
 const Place& place() { return current->running_->place; }
 void yield() { current->yield(); }
 Tally meet_block(bool agrees) { return current->meet_block(agrees); }
-void meet_warp(unsigned mask) { current->meet_warp(mask); }
+void meet_warp(unsigned mask, bool orders) { current->meet_warp(mask, orders); }
 unsigned long long* warp_words() { return current->warps_[place().thread.x / kWarp].words; }
 unsigned live_lanes() { return current->warps_[place().thread.x / kWarp].live; }
 

@@ -26,8 +26,9 @@ void yield();
 // Waits until all threads of the block that have not returned have called it.
 Tally meet_block(bool agrees);
 
-// Waits until all threads of the warp that are in `mask` have called it with the same mask.
-void meet_warp(unsigned mask);
+// Waits until all threads of the warp that are in `mask` have called it with the same mask. Only if `orders` does a
+// thread see afterwards what the others did before.
+void meet_warp(unsigned mask, bool orders);
 
 // Returns one word for each lane of the thread's warp, through which the lanes exchange values.
 unsigned long long* warp_words();

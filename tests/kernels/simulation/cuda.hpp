@@ -60,9 +60,9 @@ inline int __syncthreads_and(int predicate) {
   const cpu::Tally tally = cpu::meet_block(predicate != 0);
   return tally.agreed == tally.arrived;
 }
-inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { cpu::meet_warp(mask & cpu::live_lanes()); }
+inline void __syncwarp(unsigned mask = 0xFFFFFFFFu) { cpu::meet_warp(mask & cpu::live_lanes(), true); }
 
-// ---- exchanges within a warp
+// ---- exchanges within a warp, which order no memory
 
 namespace cpu {
 
@@ -74,11 +74,14 @@ T from_lane(unsigned mask, T value, unsigned from) {
   static_assert(sizeof(T) <= 8 && std::is_trivially_copyable_v<T>);
   unsigned long long* const words = warp_words();
   mask &= live_lanes();
-  memcpy(&words[lane()], &value, sizeof(T));
-  meet_warp(mask);
+  unsigned long long word = 0;
+  memcpy(&word, &value, sizeof(T));
+  __atomic_store_n(&words[lane()], word, __ATOMIC_RELAXED);
+  meet_warp(mask, false);
+  word = __atomic_load_n(&words[from], __ATOMIC_RELAXED);
+  meet_warp(mask, false);
   T result;
-  memcpy(&result, &words[from], sizeof(T));
-  meet_warp(mask);
+  memcpy(&result, &word, sizeof(T));
   return result;
 }
 
@@ -111,13 +114,13 @@ T __shfl_up_sync(unsigned mask, T value, unsigned offset, int width = 32) {
 inline unsigned __ballot_sync(unsigned mask, int predicate) {
   unsigned long long* const words = cpu::warp_words();
   mask &= cpu::live_lanes();
-  words[cpu::lane()] = predicate != 0;
-  cpu::meet_warp(mask);
+  __atomic_store_n(&words[cpu::lane()], predicate != 0, __ATOMIC_RELAXED);
+  cpu::meet_warp(mask, false);
   unsigned votes = 0;
   for (unsigned lane = 0; lane < 32; ++lane) {
-    if (mask >> lane & 1 && words[lane]) votes |= 1u << lane;
+    if (mask >> lane & 1 && __atomic_load_n(&words[lane], __ATOMIC_RELAXED)) votes |= 1u << lane;
   }
-  cpu::meet_warp(mask);
+  cpu::meet_warp(mask, false);
   return votes;
 }
 inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }

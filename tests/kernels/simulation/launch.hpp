@@ -46,7 +46,7 @@ class Block {
   void leave();
   void yield();
   Tally meet_block(bool agrees);
-  void meet_warp(unsigned mask);
+  void meet_warp(unsigned mask, bool orders);
   void release_block();
   void release_warp(Warp& warp, unsigned first);
   unsigned draw();
@@ -55,7 +55,7 @@ class Block {
   friend const Place& place();
   friend void yield();
   friend Tally meet_block(bool);
-  friend void meet_warp(unsigned);
+  friend void meet_warp(unsigned, bool);
   friend unsigned long long* warp_words();
   friend unsigned live_lanes();
 

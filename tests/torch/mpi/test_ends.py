@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import mpicomm
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.host_alone]
 
 
 def _is_last(group: dist.ProcessGroup) -> bool:

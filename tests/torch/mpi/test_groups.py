@@ -43,6 +43,7 @@ def test_the_communicator_of_a_group_has_its_ranks(world: dist.ProcessGroup) -> 
         dist.destroy_process_group(last)
 
 
+@pytest.mark.host_alone
 def test_a_group_of_another_backend_has_no_communicator(gloo: dist.ProcessGroup) -> None:
     with pytest.raises(InvalidUsageError, match="is no group of mpicomm"):
         communicator(gloo)
@@ -58,6 +59,7 @@ def test_all_groups_of_some_ranks(world: dist.ProcessGroup) -> None:
             dist.destroy_process_group(group)
 
 
+@pytest.mark.host_alone
 def test_a_group_made_by_its_ranks_alone(world: dist.ProcessGroup) -> None:
     mine = [rank for rank in range(dist.get_world_size()) if rank % 2 == dist.get_rank() % 2]
     group = dist.new_group(mine, use_local_synchronization=True)
@@ -65,6 +67,7 @@ def test_a_group_made_by_its_ranks_alone(world: dist.ProcessGroup) -> None:
     dist.destroy_process_group(group)
 
 
+@pytest.mark.host_alone
 def test_subgroups(world: dist.ProcessGroup) -> None:
     size = dist.get_world_size()
     width = 2 if size % 2 == 0 else 1
@@ -90,6 +93,7 @@ def test_a_group_of_a_group_counts_roots_in_itself(world: dist.ProcessGroup) -> 
         dist.destroy_process_group(group)
 
 
+@pytest.mark.host_alone
 def test_groups_in_groups_of_different_sizes_at_the_same_time(world: dist.ProcessGroup) -> None:
     groups = [dist.new_group(list(range(count))) for count in range(1, dist.get_world_size() + 1)]
     for group in reversed(groups):
@@ -100,8 +104,8 @@ def test_groups_in_groups_of_different_sizes_at_the_same_time(world: dist.Proces
 
 
 @pytest.mark.mpi(min_size=4)
-def test_a_mesh_of_two_dimensions(world: dist.ProcessGroup) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+def test_a_mesh_of_two_dimensions(world: dist.ProcessGroup, device: torch.device) -> None:
+    mesh = init_device_mesh(device.type, (2, 2), mesh_dim_names=("rows", "columns"))
     for name in ("rows", "columns"):
         require_works(mesh.get_group(name))
         assert isinstance(communicator(mesh.get_group(name)), mpicomm.Communicator)
@@ -139,6 +143,7 @@ def test_a_group_that_is_destroyed_refuses_calls_and_the_others_go_on(world: dis
     require_works(world)
 
 
+@pytest.mark.host_alone
 def test_many_groups_leave_nothing(world: dist.ProcessGroup) -> None:
     def cycle() -> None:
         group = dist.new_group()

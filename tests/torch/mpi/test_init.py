@@ -13,11 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch.distributed.device_mesh import init_device_mesh
 
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.torch import communicator
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.raising import raises_everywhere
+
+pytestmark = pytest.mark.host_alone
 
 WORLD = MPI.COMM_WORLD
 LIMIT = timedelta(seconds=10)
@@ -155,6 +158,21 @@ def test_a_rank_that_never_comes_to_init_is_named() -> None:
         with pytest.raises(CollectiveTimeoutError, match=f"rank {culprit} did not arrive"):
             dist.init_process_group("mpicomm", timeout=timedelta(seconds=0.5))
     dist.init_process_group("mpicomm")
+    require_works()
+
+
+@pytest.mark.gpu_alone
+def test_groups_can_be_split_after_a_device_id() -> None:
+    torch.cuda.set_device(WORLD.rank % torch.cuda.device_count())
+    device = torch.device("cuda", torch.cuda.current_device())
+    dist.init_process_group("mpicomm", device_id=device, timeout=LIMIT)
+    even, odd = (list(range(first, WORLD.size, 2)) for first in range(2))
+    part = dist.split_group(split_ranks=[even, odd] if odd else [even])
+    total = torch.full((3,), WORLD.rank, device=device)
+    dist.all_reduce(total, group=part)
+    assert total.tolist() == [sum(odd if WORLD.rank % 2 else even)] * 3
+    mesh = init_device_mesh("cuda", (WORLD.size,))
+    dist.all_reduce(total, dist.ReduceOp.MAX, group=mesh.get_group())
     require_works()
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpicomm.torch
 from mpicomm import CollectiveTimeoutError, MpicommError
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.host_alone]
 
 TIMEOUT_S = 0.3
 SLACK_S = 1.0

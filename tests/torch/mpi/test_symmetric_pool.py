@@ -8,6 +8,9 @@ import torch.distributed as dist
 
 import mpicomm.torch
 from mpicomm.torch.symmetric_pool import SymmetricPool
+from tests.helpers.torch_cases import while_the_last_rank_is_late
+
+COUNT = 1 << 18
 
 
 @pytest.fixture
@@ -32,11 +35,32 @@ def test_memory_is_used_again_when_the_last_view_is_gone(pool: SymmetricPool) ->
     assert pool.allocate((32,), torch.int32).data_ptr() == address
 
 
+@pytest.mark.gpu_alone
 def test_memory_stays_with_its_stream(pool: SymmetricPool) -> None:
-    address = pool.allocate((16,), torch.int64, stream=1).data_ptr()
-    other = pool.allocate((16,), torch.int64, stream=2)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    address = pool.allocate((16,), torch.int64, first).data_ptr()
+    other = pool.allocate((16,), torch.int64, second)
     assert other.data_ptr() != address
-    assert pool.allocate((16,), torch.int64, stream=1).data_ptr() == address
+    assert pool.allocate((16,), torch.int64, first).data_ptr() == address
+
+
+@pytest.mark.gpu_alone
+@pytest.mark.mpi(min_size=2)
+def test_memory_that_a_call_still_uses_is_not_written_by_its_next_user(
+    world: dist.ProcessGroup, device: torch.device
+) -> None:
+    def tensor(value: float) -> torch.Tensor:
+        return world.allocate_tensor(COUNT, dtype=torch.float32, device=device).fill_(value)
+
+    dist.all_reduce(tensor(1.0), async_op=True).wait()
+    address = tensor(1.0).data_ptr()
+    torch.cuda.synchronize()
+    with while_the_last_rank_is_late():
+        dist.all_reduce(tensor(1.0), async_op=True)  # neither the tensor nor the work is kept
+        after = tensor(7.0)
+    torch.cuda.synchronize()
+    assert after.data_ptr() == address
+    assert (after == 7).all()
 
 
 def test_empty_tensors_have_no_elements(pool: SymmetricPool) -> None:

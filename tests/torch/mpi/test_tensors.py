@@ -40,7 +40,7 @@ def test_splits_of_nothing(world: dist.ProcessGroup) -> None:
     sent = [3 if (case.rank, peer) == (0, last) else 0 for peer in range(case.size)]
     received = [3 if (peer, case.rank) == (0, last) else 0 for peer in range(case.size)]
     got = case.empty(sum(received), 2)
-    dist.all_to_all_single(got, case.of(0, 3, 2)[: sum(sent)], received, sent)
+    dist.all_to_all_single(got, case.of(0, 3, 2)[: sum(sent)].to(case.device), received, sent)
     require_same([got], [case.of(0, 3, 2)[: sum(received)]])
 
 
@@ -87,7 +87,7 @@ def test_tensors_that_share_memory(world: dist.ProcessGroup, async_op: bool) -> 
         gathered[place] = case.own(3)
         outputs = list(gathered) if case.rank == 0 else None
         case.wait(dist.gather(gathered[place], outputs, 0, async_op=async_op))
-        scattered = torch.stack([case.of(0, 3, salt=peer) for peer in range(case.size)])
+        scattered = torch.stack([case.of(0, 3, salt=peer) for peer in range(case.size)]).to(case.device)
         given = list(scattered) if case.rank == 0 else None
         case.wait(dist.scatter(scattered[place], given, 0, async_op=async_op))
         require_same([scattered[place]], [case.of(0, 3, salt=case.rank)])
@@ -158,12 +158,12 @@ def test_sums_of_multiples_by_a_tensor(world: dist.ProcessGroup) -> None:
 def test_sums_that_round_are_near_those_of_gloo_and_the_same_on_all_ranks(
     world: dist.ProcessGroup, gloo: dist.ProcessGroup, dtype: torch.dtype, count: int
 ) -> None:
-    random = torch.Generator().manual_seed(dist.get_rank())
-    given = torch.randn(count, generator=random, dtype=dtype)
-    mine, other = given.clone(), given.clone()
+    random = torch.Generator("cpu").manual_seed(dist.get_rank())
+    other = torch.randn(count, generator=random, dtype=dtype, device="cpu")
+    mine = other.to(torch.get_default_device(), copy=True)
     dist.all_reduce(mine)
     dist.all_reduce(other, group=gloo)
-    torch.testing.assert_close(mine, other)
+    torch.testing.assert_close(mine.cpu(), other)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     require_same(everyone, [mine] * len(everyone))

@@ -37,8 +37,9 @@ def network() -> nn.Sequential:
 
 
 def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    random = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, WIDTH, generator=random), torch.randn(BATCH, 4, generator=random)
+    random = torch.Generator("cpu").manual_seed(step)
+    given, wanted = (torch.randn(BATCH, width, generator=random, device="cpu") for width in (WIDTH, 4))
+    return given.to(torch.get_default_device()), wanted.to(torch.get_default_device())
 
 
 def share(tensor: torch.Tensor) -> torch.Tensor:
@@ -47,7 +48,8 @@ def share(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+    # On a GPU the steps of many tensors at once, "foreach", refuse a model of which only some tensors are DTensors.
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, part: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -72,8 +74,8 @@ def require_trained(parameters: Sequence[torch.Tensor]) -> None:
 
 
 @pytest.fixture
-def mesh(world: dist.ProcessGroup) -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+def mesh(world: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (dist.get_world_size(),))
 
 
 DDP_OPTIONS: dict[str, dict[str, Any]] = {
@@ -164,10 +166,29 @@ def test_fully_sharded(mesh: DeviceMesh) -> None:
     require_trained(list(model.parameters()))
 
 
-@pytest.mark.mpi(min_size=4)
-def test_sharded_in_pairs_that_are_replicated(world: dist.ProcessGroup) -> None:
+@pytest.mark.gpu_alone
+def test_fully_sharded_through_symmetric_memory(mesh: DeviceMesh) -> None:
+    def symmetric_nbytes() -> int:
+        return sum(use.device_nbytes for use in comm.describe().memory if use.purpose == "symmetric arrays")
+
+    comm = mpicomm.torch.communicator(mesh.get_group())
     model = network()
-    fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh).set_allocate_memory_from_process_group_for_comm(True)
+    optimizer = sgd(model.parameters())
+    before = symmetric_nbytes()
+    train(model, optimizer, share)
+    require_trained(list(model.parameters()))
+    after = symmetric_nbytes()
+    assert after > before
+    train(model, optimizer, share)
+    assert symmetric_nbytes() == after
+
+
+@pytest.mark.mpi(min_size=4)
+def test_sharded_in_pairs_that_are_replicated(world: dist.ProcessGroup, device: torch.device) -> None:
+    model = network()
+    fully_shard(model, mesh=init_device_mesh(device.type, (2, 2), mesh_dim_names=("replicas", "shards")))
     train(model, sgd(model.parameters()), share)
     require_trained(list(model.parameters()))
 
@@ -196,7 +217,7 @@ def test_tensor_parallel(mesh: DeviceMesh) -> None:
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B])
-def test_pipeline(world: dist.ProcessGroup, schedule: Any) -> None:
+def test_pipeline(world: dist.ProcessGroup, device: torch.device, schedule: Any) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(3)
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(size)]
@@ -204,7 +225,7 @@ def test_pipeline(world: dist.ProcessGroup, schedule: Any) -> None:
     given, wanted = batch(0)[0], batch(1)[0]
     nn.functional.mse_loss(alone(given), wanted).backward()
 
-    stage = PipelineStage(layers[rank], rank, size, torch.device("cpu"))
+    stage = PipelineStage(layers[rank], rank, size, device)
     pipeline = schedule(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     if rank == 0:
         pipeline.step(given)

@@ -1,8 +1,8 @@
 """PyTorch's own tests of ``torch.distributed``, from its wheel, as a class whose tests call the backend ``mpicomm``.
 
-PyTorch's decorators compare the name of the backend when Python imports them, and some tests want ``gloo`` or ``mpi``.
-So this imports PyTorch's file as for each of the two, takes from each what it does not skip, and names ``mpicomm`` to
-the tests afterwards.
+PyTorch's decorators compare the name of the backend when Python imports them, and some tests want ``gloo``, ``mpi`` or,
+on GPUs, ``nccl``. So this imports PyTorch's file as for each of them, takes from each what it does not skip, and names
+``mpicomm`` to the tests afterwards.
 """
 
 from __future__ import annotations
@@ -24,12 +24,18 @@ from mpicomm.waiting import wait_until
 
 
 class _Name(str):
-    """The name of the backend as the tests compare it: they do on the host what they do with gloo."""
+    """The name of the backend as the tests compare it: they do what they do with the backend ``alike``."""
 
+    alike = "gloo"
     __hash__ = str.__hash__
 
     def __eq__(self, other: object) -> bool:
-        return str.__eq__(self, other) or other == "gloo"
+        return str.__eq__(self, other) or other == self.alike
+
+
+class _NameOnGpus(_Name):
+    alike = "nccl"
+    __hash__ = str.__hash__
 
 
 BACKEND = "mpicomm"
@@ -42,15 +48,21 @@ def _needs_gpus(count: int, **_: Any) -> Callable[[_Test], _Test]:
     return unittest.skipIf(torch.cuda.device_count() < count, f"the test needs {count} GPUs")
 
 
+def _gpus_of_ranks(size: int, _: str) -> dict[int, list[int]]:
+    """Return the GPU of each rank, in a list. Ranks share a GPU where there are too few."""
+    return {rank: [rank % torch.cuda.device_count()] for rank in range(size)}
+
+
 def _import_as_for(backend: str) -> ModuleType:
     """Return a copy of PyTorch's file whose decorators take the backend for ``backend``."""
     environment = {"BACKEND": backend, "WORLD_SIZE": str(MPI.COMM_WORLD.size), "INIT_METHOD": "file://"}
     # PyTorch's decorators for GPUs end the process, but pytest has to know before a test runs. PyTorch keeps the tests
     # of groups from less than 8 ranks, although these tests need 3.
-    decorators: dict[str, Any] = {
+    replaced: dict[str, Any] = {
         "skip_if_lt_x_gpu": _needs_gpus,
-        "skip_if_no_gpu": _needs_gpus(max(1, MPI.COMM_WORLD.size)),
+        "skip_if_no_gpu": _needs_gpus(1),
         "skip_if_small_worldsize": lambda test: test,
+        "init_multigpu_helper": _gpus_of_ranks,
     }
     original = find_spec(_FILE)
     assert original is not None
@@ -59,13 +71,13 @@ def _import_as_for(backend: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = module_from_spec(spec)  # pickle looks there for classes of the tests
-    with mock.patch.dict(os.environ, environment), mock.patch.multiple(common_distributed, **decorators):
+    with mock.patch.dict(os.environ, environment), mock.patch.multiple(common_distributed, **replaced):
         spec.loader.exec_module(module)
-    module.BACKEND = _Name(BACKEND)  # type: ignore[attr-defined]
+    module.BACKEND = (_NameOnGpus if backend == "nccl" else _Name)(BACKEND)  # type: ignore[attr-defined]
     return module
 
 
-_MODULES = [_import_as_for(backend) for backend in ("gloo", "mpi")]
+_MODULES = [_import_as_for(name) for name in ("gloo", "mpi", *(["nccl"] if torch.cuda.is_available() else []))]
 
 
 def name_method(init_method: str) -> None:
@@ -102,9 +114,10 @@ def _tests_of(module: ModuleType) -> dict[str, _Test]:
 ALL = list(_tests_of(_MODULES[0]))
 """The names of all tests."""
 
-for _name, _test in _tests_of(_MODULES[1]).items():
-    if _is_skipped(getattr(DistributedTests, _name)) and not _is_skipped(_test):
-        setattr(DistributedTests, _name, _test)
+for _module in _MODULES[1:]:
+    for _name, _test in _tests_of(_module).items():
+        if _is_skipped(getattr(DistributedTests, _name)) and not _is_skipped(_test):
+            setattr(DistributedTests, _name, _test)
 
 RUNNABLE = [name for name in ALL if not _is_skipped(getattr(DistributedTests, name))]
-"""The names of the tests that PyTorch does not keep from a backend with the calls of gloo and MPI, here."""
+"""The names of the tests that PyTorch does not keep from a backend with the calls of these, here."""

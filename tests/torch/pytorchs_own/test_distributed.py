@@ -1,6 +1,7 @@
 """PyTorch's own tests of ``torch.distributed`` with the backend ``mpicomm``.
 
-They need 3 ranks, because they make groups of the ranks 1 and 2; some run on exactly 4.
+They need 3 ranks, because they make groups of the ranks 1 and 2; some run on exactly 4. On GPUs, which the ranks may
+share, those with tensors of GPUs run, too.
 """
 
 from __future__ import annotations

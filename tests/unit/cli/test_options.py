@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpicomm import info
-from mpicomm.cli import options as command_line
+from mpicomm.cli import arguments, machine
 from mpicomm.sizes import format_size
 
 
@@ -29,7 +29,7 @@ from mpicomm.sizes import format_size
     ],
 )
 def test_parse_size(text: str, nbytes: int) -> None:
-    assert command_line.parse_size(text) == nbytes
+    assert arguments.parse_size(text) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -37,13 +37,13 @@ def test_parse_size(text: str, nbytes: int) -> None:
 )
 def test_bad_sizes_are_refused_with_the_text(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError) as raised:
-        command_line.parse_size(text)
+        arguments.parse_size(text)
     assert repr(text) in str(raised.value)
 
 
 @given(st.one_of(st.integers(1, 1 << 50), st.integers(1, 2048).map(lambda n: n << 20)))
 def test_sizes_survive_the_round_trip(nbytes: int) -> None:
-    assert command_line.parse_size(format_size(nbytes)) == nbytes
+    assert arguments.parse_size(format_size(nbytes)) == nbytes
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_format_size_uses_the_largest_unit_that_divides(nbytes: int, text: str) 
 
 
 def test_counts_have_a_smallest_value() -> None:
-    parse = command_line.count_from(2)
+    parse = arguments.count_from(2)
     assert parse("2") == 2
     for text in ("1", "-3", "two", "2.0", ""):
         with pytest.raises(argparse.ArgumentTypeError):
@@ -63,17 +63,17 @@ def test_counts_have_a_smallest_value() -> None:
 
 
 def test_output_file_needs_a_directory_to_write_to(tmp_path: Path) -> None:
-    assert command_line.output_file(str(tmp_path / "new.json")) == tmp_path / "new.json"
+    assert arguments.output_file(str(tmp_path / "new.json")) == tmp_path / "new.json"
     for bad in (tmp_path, tmp_path / "missing" / "new.json", Path("/dev/null")):
         with pytest.raises(argparse.ArgumentTypeError):
-            command_line.output_file(str(bad))
+            arguments.output_file(str(bad))
 
 
 def test_write_json_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) -> None:
     path, link = tmp_path / "out.json", tmp_path / "link.json"
-    command_line.write_json(path, {"a": 1})
+    arguments.write_json(path, {"a": 1})
     os.link(path, link)
-    command_line.write_json(path, {"a": 2})
+    arguments.write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2}
     assert json.loads(link.read_text()) == {"a": 1}  # a reader of the old file still sees all of its content
     assert sorted(tmp_path.iterdir()) == [link, path]
@@ -81,26 +81,26 @@ def test_write_json_replaces_the_file_and_leaves_nothing_else(tmp_path: Path) ->
 
 def test_write_json_that_fails_leaves_things_as_they_were(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    command_line.write_json(path, {"a": 1})
+    arguments.write_json(path, {"a": 1})
     with pytest.raises(TypeError):
-        command_line.write_json(path, {"a": object()})
+        arguments.write_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     (tmp_path / "folder").mkdir()
     with pytest.raises(IsADirectoryError):
-        command_line.write_json(tmp_path / "folder", {})
+        arguments.write_json(tmp_path / "folder", {})
     assert sorted(tmp_path.iterdir()) == [tmp_path / "folder", path]
 
 
 def test_format_uuid() -> None:
-    assert command_line.format_uuid(bytes(16)) is None
-    assert command_line.format_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
+    assert machine.format_uuid(bytes(16)) is None
+    assert machine.format_uuid(bytes(range(16))) == "GPU-00010203-0405-0607-0809-0a0b0c0d0e0f"
 
 
 def test_sizes_of_a_sweep() -> None:
-    assert command_line.sizes(1024, 65536, 4) == [1024, 4096, 16384, 65536]
-    assert command_line.sizes(1000, 5000, 2) == [1000, 2000, 4000]
-    assert command_line.sizes(8, 8, 2) == [8]
-    assert command_line.sizes(9, 8, 2) == []
+    assert arguments.sizes(1024, 65536, 4) == [1024, 4096, 16384, 65536]
+    assert arguments.sizes(1000, 5000, 2) == [1000, 2000, 4000]
+    assert arguments.sizes(8, 8, 2) == [8]
+    assert arguments.sizes(9, 8, 2) == []
 
 
 def test_ranks_with_equal_settings_share_a_line() -> None:

@@ -217,7 +217,11 @@ def test_arguments_that_differ_are_refused_with_who_said_what() -> None:
 @pytest.mark.parametrize(
     ("places", "rank", "said"),
     [
-        ([place(visible=[A], device=0)] * 2, 0, ["ranks share a GPU, which is correct but slow: [[0, 1]]"]),
+        (
+            [place(visible=[A], device=0)] * 2,
+            0,
+            ["ranks share a GPU and take turns on it, which is slow: [[0, 1]]; start"],
+        ),
         ([place(visible=[A], device=0)] * 2, 1, []),
         ([place(visible=[A, B], device=0), place(visible=[A, B], device=1)], 0, []),
         ([place(visible=[A, B], device=0), place(visible=[B, A], device=1)], 0, ["[[0, 1]]"]),

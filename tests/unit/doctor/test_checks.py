@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import mpicomm
-from mpicomm.doctor.before_mpi import launch_of
-from mpicomm.doctor.facts import Facts, Gpu, Launch, Memory, family_of
+from mpicomm.cli.launch import Launch, launch_of
+from mpicomm.doctor.facts import Facts, Gpu, Memory, family_of
 from mpicomm.doctor.report import CHECKS, examine, lines, readme_table
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"

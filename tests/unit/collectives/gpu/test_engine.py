@@ -1,9 +1,10 @@
-"""The engine counts calls with private lengths and says its memory, over a CUDA that launches nothing."""
+"""The engine counts calls with private lengths, says its memory and shares a GPU, over a CUDA that launches nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +35,13 @@ class Rig:
         )
         self.launched: list[Any] = []
         self.told: list[str] = []
-        kernel = SimpleNamespace(launch_structure=lambda stream, x, **shape: self.launched.append(x))
+        self.shapes: list[dict[str, Any]] = []
+
+        def launch(stream: int, x: Any, **shape: Any) -> None:
+            self.launched.append(x)
+            self.shapes.append(shape)
+
+        kernel = SimpleNamespace(launch_structure=launch)
         kernels = SimpleNamespace(find=lambda variant: kernel, load=lambda variant: kernel)
         monkeypatch.setattr(cuda, "getDevice", lambda: 0, raising=False)
         monkeypatch.setattr(engine, "kernels_of", lambda info: kernels)
@@ -128,3 +135,17 @@ def test_messages_in_stream_order_that_exceed_the_bound_are_refused(
     for _ in range(2):
         with pytest.raises(InvalidUsageError, match=text):
             engine.prepare_messages("Send", Message(1, Span(1 << 50, 8), 0), None)
+
+
+@pytest.mark.parametrize(("service", "most_blocks"), [(False, 128), (True, 66)])
+def test_ranks_that_run_side_by_side_on_a_gpu_share_its_multiprocessors(
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: bool, most_blocks: int
+) -> None:
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    if service:
+        (tmp_path / "control").touch()
+    rig = Rig(cuda, monkeypatch)  # both ranks have the same GPU, of 132 multiprocessors
+    rig.enqueue(rig.alltoallv(64 * MIB))
+    (shape,) = rig.shapes
+    assert shape["blocks"] == most_blocks
+    assert shape["early"] == (not service)  # blocks that wait early would keep out those of the other rank

@@ -26,6 +26,7 @@
 
 #include "channel_words.cuh"
 #if defined(MPICOMM_DTYPE)
+#include "element.cuh"
 #include "reduce_bytes.cuh"
 #endif
 
@@ -120,7 +121,8 @@ MPICOMM_DEVICE void reduce_chunk(const Chunk& chunk) {
   const bool aligned = width_of(exchange.output) == 16 && width_of(exchange.own) == 16;
   const auto source = [&](u32 place) { return chunk.of(exchange.sources[place]); };
   u8* const output = exchange.output + chunk.range.begin;
-  reduce_bytes(output, source, exchange.num_sources, chunk.range.nbytes, aligned, threadIdx.x, blockDim.x);
+  const u64 nbytes = chunk.range.nbytes;
+  reduce_bytes<Op, Element>(output, source, exchange.num_sources, nbytes, aligned, threadIdx.x, blockDim.x);
 }
 #endif
 

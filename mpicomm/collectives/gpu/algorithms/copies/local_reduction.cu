@@ -1,6 +1,7 @@
 // Reduces arrays in this rank's memory: its own contribution, and those of the other ranks, which copy engines have
 // brought.
 
+#include "element.cuh"
 #include "reduce_bytes.cuh"
 #include "team.cuh"
 
@@ -29,7 +30,7 @@ MPICOMM_KERNEL void mpicomm_local_reduction(const __grid_constant__ mpicomm::Loc
   bool aligned = mpicomm::width_of(x.output) == 16;
   for (u32 place = 0; place < x.num_sources; ++place) aligned = aligned && mpicomm::width_of(x.sources[place]) == 16;
   // There are few blocks, so each thread has as many loads in flight as its 128 registers hold.
-  mpicomm::reduce_bytes<2 * mpicomm::kAtOnce>(
+  mpicomm::reduce_bytes<mpicomm::Op, mpicomm::Element, 2 * mpicomm::kAtOnce<mpicomm::Element>>(
       x.output, [&](u32 place) { return x.sources[place]; }, x.num_sources, x.nbytes, aligned,
       blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }

@@ -25,6 +25,7 @@ from mpicomm.kernels import combine, epilogue, message, packing, team
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.team import Faults, Team
+from mpicomm.p2p import kernels as p2p
 from tests.helpers.kernel_sources import INCLUDES, SOURCES
 from tests.helpers.reductions import SENTINELS
 
@@ -60,6 +61,12 @@ STRUCTURES: dict[str, dict[str, type[ctypes.Structure]]] = {
     "message.cu": {"mpicomm::MessageStep": message.MessageStep},
     "chain.cu": {"mpicomm::Place": Place, "mpicomm::Chain": ChainArguments},
     "sendrecv.cu": {"mpicomm::Side": Side, "mpicomm::Sendrecv": SendrecvArguments},
+    "p2p.cu": {
+        "mpicomm::Holding": p2p.Holding,
+        "mpicomm::Copying": p2p.Copying,
+        "mpicomm::Rally": p2p.Rally,
+        "mpicomm::Chase": p2p.Chase,
+    },
 }
 CONSTANTS = {
     "team.cuh": {
@@ -99,6 +106,7 @@ CONSTANTS = {
         "kChainSlots": chain.CHAIN_SLOTS,
         "kBatchNbytes": chain.BATCH_NBYTES,
     },
+    "p2p.cu": {"kCopyThreads": p2p.COPY_THREADS},
     "sendrecv.cu": {
         "kSendrecvThreads": sendrecv.SENDRECV_THREADS,
         "kSendrecvBlocks": sendrecv.SENDRECV_BLOCKS,

@@ -1,0 +1,112 @@
+"""Options of command lines and their types, sizes of a sweep, and JSON files. Imports no MPI."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from mpicomm import environment
+from mpicomm.errors import InvalidUsageError
+from mpicomm.sizes import format_size, nbytes_of
+
+
+def add_communicator_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options that `open_communicator` takes."""
+    parser.add_argument("-D", "--device", choices=("auto", "cpu"), default="auto", help="default: auto")
+    parser.add_argument(
+        "--handle", choices=environment.HANDLES, default="auto", help="how memory is opened; default: auto"
+    )
+
+
+def add_sweep_arguments(parser: argparse.ArgumentParser, *, smallest: int, factor: int) -> None:
+    """Add nccl-tests' options for the sizes to measure and the numbers of iterations."""
+    parser.add_argument(
+        "-b", "--minbytes", type=parse_size, default=smallest, metavar="SIZE", help=f"default: {format_size(smallest)}"
+    )
+    parser.add_argument("-e", "--maxbytes", type=parse_size, metavar="SIZE", help="default: 64M on the cpu, 1G on GPUs")
+    parser.add_argument(
+        "-f", "--stepfactor", type=count_from(2), default=factor, metavar="N", help=f"default: {factor}"
+    )
+    parser.add_argument(
+        "-n", "--iters", type=count_from(1), default=20, metavar="N", help="timed iterations; default: 20"
+    )
+    parser.add_argument("-w", "--warmup_iters", type=count_from(0), default=5, metavar="N", help="default: 5")
+
+
+def required_sizes(options: argparse.Namespace) -> list[int]:
+    """Return the sizes from -b to -e. Raises `InvalidUsageError` if there is none."""
+    found = sizes(options.minbytes, options.maxbytes, options.stepfactor)
+    if not found:
+        raise InvalidUsageError(
+            f"no size to measure: -b {format_size(options.minbytes)} is above -e {format_size(options.maxbytes)}: "
+            "pass a larger -e"
+        )
+    return found
+
+
+def sizes(smallest: int, largest: int, factor: int) -> list[int]:
+    """Return the sizes of a sweep, the largest included if the steps reach it."""
+    found = []
+    while smallest <= largest:
+        found.append(smallest)
+        smallest *= factor
+    return found
+
+
+def parse_size(text: str) -> int:
+    """Read a size in bytes, as `nbytes_of` does; an argparse type."""
+    try:
+        return nbytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def count_from(smallest: int) -> Callable[[str], int]:
+    """Return an argparse type that reads a whole number not below ``smallest``."""
+
+    def parse_count(text: str) -> int:
+        if not re.fullmatch(r"[0-9]+", text) or int(text) < smallest:
+            raise argparse.ArgumentTypeError(f"{text!r}: use a whole number from {smallest} up")
+        return int(text)
+
+    return parse_count
+
+
+def output_file(text: str) -> Path:
+    """Return a path, after checking that a file can be written there, before a long run; an argparse type."""
+    path = Path(text).absolute()
+    if path.exists() and not path.is_file():
+        raise argparse.ArgumentTypeError(f"{text!r} exists and is no file: name another one")
+    if not os.access(path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r}: {path.parent} is no directory that can be written to")
+    return path
+
+
+def plot_file(text: str) -> Path:
+    """As `output_file`, for a picture, which matplotlib draws."""
+    path = output_file(text)
+    if path.suffix not in (".png", ".svg"):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a name that ends in .png or .svg")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise argparse.ArgumentTypeError("drawing needs matplotlib: pip install matplotlib")
+    return path
+
+
+def output_file_or_stdout(text: str) -> Path | None:
+    """As `output_file`; None for "-", which is standard output."""
+    return None if text == "-" else output_file(text)
+
+
+def write_json(path: Path, document: object) -> None:
+    """Write a JSON file. It appears whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        partial.write_text(json.dumps(document, indent=2) + "\n")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

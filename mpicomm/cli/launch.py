@@ -1,0 +1,38 @@
+"""The launcher of this process, as its environment variables describe it. Imports no MPI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launcher of this process, as its environment variables describe it. Without a launcher ``size`` is 0."""
+
+    family: str = ""
+    """"MPICH" (Hydra, Intel MPI), "Open MPI" or "Slurm"."""
+    rank: int = 0
+    size: int = 0
+    local_size: int = 1
+
+
+def launch_of(variables: Mapping[str, str]) -> Launch:
+    """Return what a launcher says in these environment variables."""
+    for family, size, rank, local_size in (
+        ("Open MPI", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("MPICH", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
+        # Those of the job step: a batch script has SLURM_NTASKS, too, and is one process.
+        ("Slurm", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE"),
+    ):
+        if variables.get(size, "").isdecimal():
+            rank_text = variables.get(rank, "")
+            # Slurm writes "8(x2)" for two nodes with 8 tasks each.
+            local_text = variables.get(local_size, "").partition("(")[0]
+            return Launch(
+                family,
+                int(rank_text) if rank_text.isdecimal() else 0,
+                int(variables[size]),
+                int(local_text) if local_text.isdecimal() else 1,
+            )
+    return Launch()

@@ -1,0 +1,134 @@
+"""Timeline: when the work of streams began and ended, by the host's clock."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import cupy
+from cuda.bindings import driver
+from cupy.cuda import runtime
+
+from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.cuda.capture import relaxed, takes_part
+from mpicomm.devices.cuda.driver import is_over
+from mpicomm.devices.cuda.local_event import LocalEvent
+from mpicomm.errors import HandleError
+
+_READ_EVERY_NS = 1_000_000_000  # CUDA's times are floats, which after a second are exact to a tenth of a microsecond
+_FIRST_LIMIT_NS = 1_000_000_000
+_LIMIT_NS = 1_000_000
+_ROUNDS = 5
+
+
+class Timeline:
+    """Measures the work of one GPU's streams by CUDA events. Local; it never waits for the user's streams.
+
+    ``now_ns`` reads the host's clock. CUDA tells the time between two events alone, so the clocks are compared by an
+    event on a stream that is the timeline's: at first, and later when a second has passed. Where other work delays that
+    event the last comparison stays, because a wait could hold up a rank for which kernels of other ranks wait. Raises
+    `HandleError` where the device fails.
+    """
+
+    def __init__(self, backend: GpuBackend, now_ns: Callable[[], int]) -> None:
+        self._backend = backend
+        self._now_ns = now_ns
+        self._idle: list[LocalEvent] = []
+        self._base: tuple[LocalEvent, int] | None = None
+        self._next_ns = 0
+        with backend.loading(), self._guarded():
+            self._stream: Any = cupy.cuda.Stream(non_blocking=True)
+            self._compare(_FIRST_LIMIT_NS)
+
+    def begin(self, stream: int) -> StreamInterval | None:
+        """Begin an interval behind the work that ``stream`` has been given so far; None where it cannot be measured."""
+        with contextlib.suppress(HandleError), self._guarded():
+            if takes_part(stream):
+                return None
+            if self._now_ns() > self._next_ns:
+                self._compare(_LIMIT_NS)
+            if self._base is None:
+                return None
+            interval = StreamInterval(self, stream, self._base, self._take(), self._take())
+            runtime.eventRecord(interval.start.ptr, stream)
+            runtime.eventRecord(interval.stop.ptr, stream)
+            return interval
+        return None  # the call itself says what has failed
+
+    def extend(self, interval: StreamInterval) -> None:
+        """Let an interval end behind the work that its stream has been given so far."""
+        with contextlib.suppress(HandleError), self._guarded():
+            runtime.eventRecord(interval.stop.ptr, interval.stream)
+
+    def times_ns(self, interval: StreamInterval) -> tuple[int, int] | None:
+        """Return begin and end of an interval, once; None while it is not over. Raises `HandleError`."""
+        with self._guarded():
+            if not is_over(driver.cuEventQuery, interval.stop.ptr):
+                return None
+            base, base_ns = interval.base
+            start_ns = base_ns + round(runtime.eventElapsedTime(base.ptr, interval.start.ptr) * 1e6)
+            lasted_ns = round(runtime.eventElapsedTime(interval.start.ptr, interval.stop.ptr) * 1e6)
+        self._idle += (interval.start, interval.stop)
+        return start_ns, start_ns + lasted_ns
+
+    def _compare(self, limit_ns: int) -> None:
+        """Compare the clocks by an event, which happens between its record and the answer that it is over."""
+        shortest = limit_ns
+        for _ in range(_ROUNDS):
+            event = self._take()
+            begin = self._now_ns()
+            runtime.eventRecord(event.ptr, self._stream.ptr)
+            while not is_over(driver.cuEventQuery, event.ptr) and self._now_ns() - begin < limit_ns:
+                pass
+            taken = self._now_ns() - begin
+            if taken < shortest:
+                shortest, self._base = taken, (event, begin + taken // 2)
+            if taken >= limit_ns:
+                break
+        self._next_ns = self._now_ns() + _READ_EVERY_NS
+
+    def _take(self) -> LocalEvent:
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return LocalEvent(timed=True)
+
+    @contextlib.contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Make the device current and the thread relaxed, because a query would spoil a graph that a thread captures.
+
+        Errors of CuPy become `HandleError`.
+        """
+        with self._backend.current(), relaxed():
+            try:
+                yield
+            except runtime.CUDARuntimeError as error:
+                raise HandleError(f"the times of a stream cannot be measured: {error}") from None
+
+
+class StreamInterval:
+    """A part of a stream's work, from one event to another."""
+
+    __slots__ = ("_timeline", "base", "start", "stop", "stream")
+
+    def __init__(
+        self, timeline: Timeline, stream: int, base: tuple[LocalEvent, int], start: LocalEvent, stop: LocalEvent
+    ) -> None:
+        self._timeline = timeline
+        self.stream = stream
+        self.base = base
+        """An event of an earlier time, and that time in nanoseconds of the host's clock."""
+        self.start = start
+        self.stop = stop
+
+    def extend(self) -> None:
+        """Let the interval end behind the work that the stream has been given so far. Local, does not block."""
+        self._timeline.extend(self)
+
+    def times_ns(self) -> tuple[int, int] | None:
+        """Return when it began and ended, by the host's clock; None while it is not over. Local, does not block.
+
+        Nobody calls it again once it has returned times. Raises `HandleError` where the device has failed.
+        """
+        return self._timeline.times_ns(self)

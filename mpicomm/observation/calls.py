@@ -1,0 +1,137 @@
+"""The calls that are recorded, and the facts of a call that its arguments say."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
+from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
+from mpicomm.recording.record import Category
+
+_BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out")
+_DETAILS = ("dest", "source", "root", "peer")
+_ROWS: dict[str, Operation] = {
+    name: row for row in OPERATIONS.values() for name in (row.name, f"I{row.name.lower()}", f"{row.name}_init")
+}
+_COLLECTIVES = ("Barrier", *OPERATIONS)
+
+Kind = tuple[Category, bool]
+"""The category of a call, and whether it is *numbered*: all ranks make such calls in one order."""
+
+_TABLE: tuple[tuple[Category, bool, str], ...] = (
+    ("collective", True, " ".join(f"{name} I{name.lower()} {name.lower()}" for name in _COLLECTIVES)),
+    ("set-up", True, " ".join(f"{name}_init" for name in _COLLECTIVES)),
+    ("message", False, "Send Ssend Bsend Rsend Recv Sendrecv Sendrecv_replace Probe Mprobe"),
+    ("message", False, "Isend Issend Ibsend Irsend Irecv Isendrecv Isendrecv_replace"),
+    ("message", False, "send ssend bsend recv sendrecv probe mprobe isend issend ibsend irecv"),
+    ("set-up", False, "Send_init Ssend_init Bsend_init Rsend_init Recv_init Create_group check describe"),
+    ("set-up", True, "Dup Dup_with_info Clone Idup Idup_with_info Create Split Split_type Create_cart Sub"),
+    ("set-up", True, "Create_graph Create_dist_graph Create_dist_graph_adjacent Free Disconnect"),
+    ("set-up", True, "empty zeros register shared_event"),
+)
+OF_COMMUNICATORS: dict[str, Kind] = {
+    name: (category, numbered) for category, numbered, names in _TABLE for name in names.split()
+}
+"""The methods of a communicator that are recorded, where it has them."""
+OF_ARRAYS: dict[str, Kind] = {
+    **dict.fromkeys(("put", "get", "signal", "wait_signal"), ("memory", False)),
+    "close": ("set-up", True),
+}
+OF_EVENTS: dict[str, Kind] = {**dict.fromkeys(("record", "wait"), ("memory", False)), "close": ("set-up", True)}
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Where the arguments of a method are: position, name and default."""
+
+    name: str
+    buffers: tuple[tuple[int, str], ...]
+    details: tuple[tuple[int, str, Any], ...]
+
+    @classmethod
+    def of(cls, name: str, method: Callable[..., Any]) -> Signature:
+        """Return the signature of a method, whose first argument is the object."""
+        try:
+            parameters = [*inspect.signature(method).parameters.values()][1:]
+        except ValueError:  # a method of C that does not say
+            parameters = []
+        places = list(enumerate(parameters))
+        takes_buffers = name[0].isupper() or name in OF_ARRAYS  # the others take objects
+        return cls(
+            name,
+            tuple((place, each.name) for place, each in places if takes_buffers and each.name in _BUFFERS),
+            tuple((place, each.name, each.default) for place, each in places if each.name in _DETAILS),
+        )
+
+    def facts(self, called: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Facts:
+        """Return the facts of a call that its arguments say. It raises nothing: the call says what is wrong."""
+        details = {}
+        for place, name, default in self.details:
+            value = arguments[place] if place < len(arguments) else keywords.get(name, default)
+            if isinstance(value, int) and value >= 0:  # no wildcard
+                details[name] = value
+        nbytes, dtype = None, ""
+        for place, name in self.buffers:
+            buffer = arguments[place] if place < len(arguments) else keywords.get(name)
+            found = _size_of(self.name, name, buffer, called)
+            if found is not None:
+                nbytes = max(nbytes or 0, found[0])
+                dtype = dtype or found[1]
+        if self.name == "get":  # it makes an array where none is passed
+            nbytes, dtype = called.nbytes, str(called.dtype)
+        return Facts(nbytes, dtype, details)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The facts of a call for its record."""
+
+    nbytes: int | None
+    dtype: str
+    details: dict[str, Any]
+
+
+def _size_of(call: str, name: str, buffer: Any, called: Any) -> tuple[int, str] | None:
+    """Return the bytes and the element type of a buffer argument; None where there is none."""
+    if buffer is None or buffer is MPI.IN_PLACE:
+        return None
+    nbytes, dtype = getattr(buffer, "nbytes", None), getattr(buffer, "dtype", None)
+    if isinstance(nbytes, int) and dtype is not None:  # an array of any library, which the call alone exports
+        return nbytes, _type_name(dtype)
+    try:
+        operand = _parse(call, name, buffer, called)
+    except Exception:  # whatever is wrong with it, the call says it, unless the call ignores the buffer
+        return None
+    named = operand.mpi_type.name if operand.dtype is None and operand.mpi_type else str(operand.dtype or "")
+    return operand.packed_nbytes or _nbytes_by_mpi(operand), named
+
+
+@functools.lru_cache
+def _type_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")  # NumPy takes a microsecond to say it
+
+
+def _parse(call: str, name: str, buffer: Any, called: Any) -> Operand:
+    row = _ROWS.get(call)
+    shape: Shape = "one"
+    if row is not None and name != "buf":
+        shape = row.send if name == "sendbuf" else row.receive
+    if shape in ("vector", "typed"):
+        size = called.size
+        if row is not None and row.of_neighbors:
+            size = len(called.inoutedges[name == "sendbuf"])
+        read = parse_typed if shape == "typed" else parse_vector
+        return read(buffer, size=size, writable=False, name=name)
+    blocks = called.size if shape == "blocks" and row is not None and not row.of_neighbors else None
+    return parse(buffer, blocks=blocks, writable=False, name=name)
+
+
+def _nbytes_by_mpi(operand: Operand) -> int:
+    """Return the bytes of elements of a datatype that only MPI knows."""
+    return 0 if operand.mpi_type is None else operand.total * operand.mpi_type.Get_size()

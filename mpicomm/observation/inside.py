@@ -1,0 +1,196 @@
+"""Subclasses of the parts of a communicator that know the algorithm of a call and enqueue its work on a device.
+
+They note the algorithm in the record of the call that this thread is in, and measure the work on the device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+from mpicomm.collectives.call import Call
+from mpicomm.collectives.dispatch import Collectives
+from mpicomm.collectives.engines import Engines
+from mpicomm.collectives.host import selection
+from mpicomm.devices.base import GpuBackend
+from mpicomm.devices.host import HostBackend
+from mpicomm.errors import HandleError
+from mpicomm.log import logger
+from mpicomm.recording.channel import Channel
+from mpicomm.recording.clocks import now_ns
+from mpicomm.recording.record import Interval, current, hear_of_slow_way
+from mpicomm.session import Session
+
+
+class AnyTimeline(Protocol):
+    """Measures the work of a device's streams, as `mpicomm.devices.cuda.timeline.Timeline` does."""
+
+    def begin(self, stream: int) -> Interval | None:
+        """Begin an interval behind the work that ``stream`` has been given so far; None where it cannot be measured."""
+
+
+class DeviceWork:
+    """Measures the work that calls enqueue on one device."""
+
+    def __init__(self, channel: Channel, backend: GpuBackend) -> None:
+        self._channel = channel
+        self._backend = backend
+        self._timeline = timeline_of(backend)
+        channel.ordinal = int(backend.device)
+
+    @contextlib.contextmanager
+    def enqueued(self, stream: int, algorithm: str = "", why: str = "") -> Iterator[None]:
+        """Count what the block enqueues on ``stream`` as work of the current call, which takes this algorithm.
+
+        A call has one interval in each stream, from the begin of its first piece to the end of the last one.
+        """
+        record = current()
+        if record is None:  # work of a set-up
+            yield
+            return
+        if algorithm:
+            self._channel.choose(record, algorithm, why)
+        interval = next((each for each in record.intervals if each.stream == stream), None)
+        if interval is None:
+            if self._backend.is_capturing(stream):
+                record.captured = True
+            elif self._timeline is not None and (interval := self._timeline.begin(stream)) is not None:
+                record.intervals.append(interval)
+        try:
+            yield
+        finally:
+            if interval is not None:
+                interval.extend()
+
+
+def timeline_of(backend: GpuBackend) -> AnyTimeline | None:
+    """Return a timeline of a GPU; None, with a warning, where its work cannot be measured. Local."""
+    from mpicomm.devices.cuda.timeline import Timeline
+
+    try:
+        return Timeline(backend, now_ns)
+    except HandleError as error:  # the other ranks go on to make the communicator, so this rank must not raise alone
+        logger.warning("records have no times of GPU %s: %s", backend.device, error)
+        return None
+
+
+class RecordedSession(Session):
+    """A `Session` whose device measures the work of calls."""
+
+    _work: DeviceWork | None
+
+    def _open_device(self) -> None:
+        super()._open_device()
+        self.measure()
+
+    def measure(self) -> None:
+        """Let the device that has opened measure the work of calls. Local."""
+        backend: Any = self.backend
+        if self.channel is not None and not isinstance(backend, HostBackend):
+            self._work = backend._work = DeviceWork(self.channel, backend)
+            cls: Any = type(backend)
+            backend.__class__ = _subclass(cls, _BACKEND_METHODS)
+
+
+class RecordedEngines(Engines):
+    """`Engines` that measure the work of collectives on device arrays."""
+
+    def on_gpu(self, operation: str) -> Any:
+        """Return the engine for device arrays; see `Engines.on_gpu`."""
+        cache = super().on_gpu(operation)
+        engine: Any = cache.engine
+        if not hasattr(engine, "_work"):
+            assert isinstance(self._session, RecordedSession)
+            engine._work = self._session._work
+            cls: Any = type(engine)
+            engine.__class__ = _subclass(cls, _ENGINE_METHODS)
+        return cache
+
+
+class RecordedCollectives(Collectives):
+    """`Collectives` that note the algorithm of calls through mapped memory."""
+
+    def _run_on_host(self, call: Call, algorithm: str) -> None:
+        record, channel = current(), self._session.channel
+        if record is not None and channel is not None:
+            name, why = algorithm, f'algorithm="{algorithm}"'
+            if algorithm == "auto":
+                name, why = selection.best_mapped(call.operation, call.nbytes or 0), "by size, on mapped memory"
+            channel.choose(record, name if self._nodes == 1 else "groups, mpi", why)
+        super()._run_on_host(call, algorithm)
+
+
+def record_inside(collectives: Collectives, session: Session) -> None:
+    """Let the parts of a communicator note algorithms and measure work from now on. Local."""
+    for part, cls in ((session, RecordedSession), (collectives, RecordedCollectives)):
+        part.__class__ = cls
+    engines: Any = collectives.engines
+    engines.__class__ = RecordedEngines
+    assert isinstance(session, RecordedSession)
+    session._work = None
+    if session._has_device:
+        session.measure()
+
+
+def _enqueue(method: Callable[..., bool]) -> Callable[..., bool]:
+    def enqueue(self: Any, plan: Any, stream: int, *, again: bool = False) -> bool:
+        algorithm, why, slow = plan.choice
+        if slow:
+            hear_of_slow_way(slow)
+        with self._work.enqueued(stream, algorithm, why):
+            return method(self, plan, stream, again=again)
+
+    return enqueue
+
+
+def _copy(method: Callable[..., None]) -> Callable[..., None]:
+    def copy(self: Any, target: int, source: int, nbytes: int, stream: int) -> None:
+        record = current()
+        algorithm = "copy_engine" if record is not None and record.category == "memory" else ""
+        with self._work.enqueued(stream, algorithm):
+            method(self, target, source, nbytes, stream)
+
+    return copy
+
+
+def _on_stream(method: Callable[..., None]) -> Callable[..., None]:
+    def enqueue(self: Any, *arguments: Any, **keywords: Any) -> None:
+        stream = arguments[-1]  # in `signal`, `wait_signal` and `pack`
+        with self._work.enqueued(stream):
+            method(self, *arguments, **keywords)
+
+    return enqueue
+
+
+def _message_step(method: Callable[..., Any]) -> Callable[..., Any]:
+    def message_step(self: Any, *, repeated: bool = False) -> Any:
+        step, work = method(self, repeated=repeated), self._work
+
+        def enqueue(stream: int, *arguments: int) -> None:
+            with work.enqueued(stream, "described", "the receiver's GPU copies it"):
+                step(stream, *arguments)
+
+        return enqueue
+
+    return message_step
+
+
+_Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+_ENGINE_METHODS: tuple[tuple[str, _Wrapper], ...] = (("enqueue", _enqueue),)
+_BACKEND_METHODS: tuple[tuple[str, _Wrapper], ...] = (
+    ("copy", _copy),
+    ("signal", _on_stream),
+    ("wait_signal", _on_stream),
+    ("pack", _on_stream),
+    ("message_step", _message_step),
+)
+
+
+@functools.cache
+def _subclass(cls: Any, wrappers: tuple[tuple[str, _Wrapper], ...]) -> Any:
+    """Return a subclass whose methods are wrapped. The class is known at run time alone: importing it loads CUDA."""
+    found = {name: (getattr(cls, name), wrap) for name, wrap in wrappers if hasattr(cls, name)}
+    methods = {name: functools.wraps(method)(wrap(method)) for name, (method, wrap) in found.items()}
+    return type(cls.__name__, (cls,), {**methods, "__doc__": cls.__doc__})

@@ -1,0 +1,81 @@
+"""``python -m mpicomm.p2p``: how fast memory of other GPUs, or of other ranks, is written and read."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+from typing import NoReturn
+
+import mpicomm
+from mpicomm.cli import arguments, machine
+from mpicomm.cli.launch import launch_of
+from mpicomm.devices.base import DeviceInfo
+from mpicomm.devices.cuda.driver import NoGpuError, visible_devices
+from mpicomm.errors import InvalidUsageError, MpicommError
+from mpicomm.p2p.options import NBYTES_ON_GPUS, forbid_rank_arguments, parser
+from mpicomm.p2p.report import NOTES, Report
+
+# Modules that load MPI, CuPy or matplotlib are imported in functions, where they are needed.
+
+
+def main() -> NoReturn:
+    """Run the command line: on all ranks of a job, or in this process alone, without MPI."""
+    if launch_of(os.environ).size > 1:
+        from mpicomm.cli import options as command_line
+        from mpicomm.p2p import between_ranks
+
+        command_line.run(between_ranks.main)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a Ctrl-C ends the process without a traceback
+    try:
+        sys.exit(_in_one_process(parser().parse_args()))
+    except MpicommError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2 if isinstance(error, InvalidUsageError) else 1)
+
+
+def _in_one_process(options: argparse.Namespace) -> int:
+    forbid_rank_arguments(options)
+    options.bytes = options.bytes or NBYTES_ON_GPUS
+    report = Report("GPU")
+    host = f"{socket.gethostname()} ({machine.processor()})"
+    try:
+        devices = visible_devices()
+    except NoGpuError as error:
+        report.say(f"no GPU to measure on {host}: {error}")
+        _write(options, [], report, 0)
+        return 0
+    count = "1 GPU" if len(devices) == 1 else f"{len(devices)} GPUs"
+    title = f"mpicomm {mpicomm.__version__} p2p: {count} on {host}"
+    report.say(title, *(f" GPU {each.ordinal:>2} [{each.pci_bus_id}] {each.name}" for each in devices))
+
+    from mpicomm.p2p.one_process import OneProcess
+
+    job = OneProcess(devices, options)
+    for matrix in job.attributes:
+        report.add(matrix)
+    report.add_rings(list(job.rings()))
+    for matrix in job.matrices():
+        report.add(matrix)
+    _write(options, devices, report, job.wrong)
+    if options.plot:
+        from mpicomm.p2p.plot import draw
+
+        draw(report.matrices, report.end, options.plot, title)
+    report.say(*NOTES, "OK" if job.wrong == 0 else f"FAILED: {job.wrong} wrong bytes")
+    return int(job.wrong > 0)
+
+
+def _write(options: argparse.Namespace, devices: list[DeviceInfo], report: Report, wrong: int) -> None:
+    if options.json:
+        gpus = [
+            {"ordinal": each.ordinal, "name": each.name, "uuid": machine.format_uuid(each.uuid), "pci": each.pci_bus_id}
+            for each in devices
+        ]
+        arguments.write_json(options.json, {**machine.run_record(options), "gpus": gpus, **report.record(wrong)})
+
+
+if __name__ == "__main__":
+    main()

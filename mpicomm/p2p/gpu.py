@@ -1,0 +1,120 @@
+"""A GPU of this process: a stream whose work is timed, and the kernels of p2p.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import cupy
+import numpy as np
+
+from mpicomm.cli.pattern import Pattern
+from mpicomm.devices.base import DeviceInfo
+from mpicomm.devices.cuda.context import PrimaryContext
+from mpicomm.devices.cuda.load import kernels_of
+from mpicomm.p2p.kernels import CHASE, COPY, COPY_THREADS, HOLD, RALLY, Chase, Copying, Holding, Rally
+
+_HOLD_NS = 500_000_000  # far longer than the host takes to enqueue
+_BLOCKS = 4  # on each multiprocessor, which makes as many threads as it holds
+_ROUNDS = 1000
+_LOADS = 1000
+_BUDGET_NS = 100_000_000  # ranks that share a GPU take turns, some milliseconds each
+_LIMIT_NS = 5_000_000_000
+
+
+class Gpu:
+    """All methods are local. Those with ``stream`` are stream-ordered, others block."""
+
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+        self._context = PrimaryContext(info)  # as long as the process
+        with self.current():
+            self.stream = self.new_stream()
+            # All are loaded before one can spin: loading may wait for the whole device.
+            kernels = kernels_of(info)
+            self._hold, self._copy, self._rally, self._chase = map(kernels.load, (HOLD, COPY, RALLY, CHASE))
+            self.start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
+            self.pattern = Pattern(cupy)
+            self._blocks = _BLOCKS * cupy.cuda.Device().attributes["MultiProcessorCount"]
+        self._released = pinned(1, np.uint32)
+        self._result = pinned(2, np.uint64)
+
+    def current(self) -> AbstractContextManager[None]:
+        """Return a ``with`` block in which this GPU is the current one."""
+        return self._context.current()
+
+    def new_stream(self) -> Any:
+        """Return a CuPy stream of this GPU, which waits for no other."""
+        with self.current():
+            return cupy.cuda.Stream(non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Wait for all work of the GPU."""
+        with self.current():
+            cupy.cuda.Device().synchronize()
+
+    def time_us(self, enqueue: Callable[[], object], meet: Callable[[], object] = lambda: None) -> float:
+        """Return how long the work takes that ``enqueue`` gives to `stream`.
+
+        The work starts when all of it is enqueued and ``meet`` has returned. `start` is recorded before ``enqueue``.
+        """
+        with self.current():
+            self._released[0] = 0
+            self._hold.launch_structure(
+                self.stream.ptr, Holding(self._released.ctypes.data, _HOLD_NS), blocks=1, threads=1
+            )
+            try:
+                self.start.record(self.stream)
+                enqueue()
+                self._stop.record(self.stream)
+                meet()
+            finally:
+                self._released[0] = 1
+            self._stop.synchronize()
+            milliseconds: float = cupy.cuda.get_elapsed_time(self.start, self._stop)
+        return milliseconds * 1e3
+
+    def copy(self, stream: Any, target: int, source: int, nbytes: int) -> None:
+        """Let a kernel of this GPU copy between two addresses that it can access."""
+        with self.current():
+            self._copy.launch_structure(
+                stream.ptr, Copying(target, source, nbytes), blocks=self._blocks, threads=COPY_THREADS
+            )
+
+    def serve(self, stream: Any, mine: int, theirs: int) -> None:
+        """Start the rally of words with a kernel that `answer` has launched or launches; see `rally_us`."""
+        self._result[:] = 0
+        self._play(stream, Rally(mine, theirs, self._result.ctypes.data, _BUDGET_NS, _LIMIT_NS, _ROUNDS, 1))
+
+    def answer(self, stream: Any, mine: int, theirs: int) -> None:
+        """Answer the rally of a kernel that `serve` launches."""
+        self._play(stream, Rally(mine, theirs, 0, _BUDGET_NS, _LIMIT_NS, _ROUNDS, 0))
+
+    def rally_us(self) -> float | None:
+        """Return how long a stored word took to be seen at the other side, when the stream of `serve` is done.
+
+        None where the two kernels did not run at the same time.
+        """
+        elapsed_ns, rounds = map(int, self._result)
+        return elapsed_ns / rounds / 2e3 if rounds else None
+
+    def load_us(self, word: int) -> float:
+        """Return how long this GPU takes to load a word, which is 0."""
+        with self.current():
+            self._chase.launch_structure(
+                self.stream.ptr, Chase(word, self._result.ctypes.data, _LOADS), blocks=1, threads=1
+            )
+            self.stream.synchronize()
+        elapsed_ns, loads = map(int, self._result)
+        return elapsed_ns / loads / 1e3
+
+    def _play(self, stream: Any, rally: Rally) -> None:
+        with self.current():
+            self._rally.launch_structure(stream.ptr, rally, blocks=1, threads=1)
+
+
+def pinned(count: int, dtype: Any) -> Any:
+    """Return a NumPy array of host memory that all GPUs of the process access at its address."""
+    memory = cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+    return np.frombuffer(memory, dtype, count)

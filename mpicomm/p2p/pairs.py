@@ -1,0 +1,207 @@
+"""The GPUs of this process in pairs: peer access between them, and the ways by which bytes go from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import cupy
+import numpy as np
+from cupy.cuda import runtime
+
+from mpicomm.devices.base import DeviceInfo
+from mpicomm.errors import HandleError
+from mpicomm.kernels.team import LINE_NBYTES
+from mpicomm.p2p.gpu import Gpu, pinned
+
+_POISON = 0xA5
+_SLOTS = 4
+_SLOT_NBYTES = 8 << 20
+_WORDS = LINE_NBYTES // 4  # from one line to the next, as words of two kernels never share one
+
+
+class End:
+    """A GPU with data that it sends, a window that others write, words for latencies, and streams."""
+
+    def __init__(self, info: DeviceInfo, nbytes: int) -> None:
+        self.gpu = Gpu(info)
+        self.ordinal = info.ordinal
+        with self.gpu.current():
+            try:
+                self.data, self.window = cupy.empty(nbytes, np.uint8), cupy.empty(nbytes, np.uint8)
+            except cupy.cuda.memory.OutOfMemoryError as error:
+                raise HandleError(
+                    f"GPU {info.ordinal} has no room for twice {nbytes} bytes: pass a smaller -b"
+                ) from error
+            self._words = cupy.zeros(3 * _WORDS, np.uint32)
+            self.gpu.pattern.write(self.data, self.ordinal, 0)
+        self.zero = self._words[2 * _WORDS :].data.ptr
+        # Of transfers number 0 and 1: two to write, two to read.
+        self.streams = [self.gpu.stream, *(self.gpu.new_stream() for _ in range(3))]
+        self.gpu.synchronize()
+
+    def poison(self) -> None:
+        """Make all bytes of the window wrong."""
+        with self.gpu.current():
+            self.window.fill(_POISON)
+        self.gpu.synchronize()
+
+    def count_wrong(self, source: End, nbytes: int) -> int:
+        """Return how many of the first bytes of the window are not those of ``source``."""
+        with self.gpu.current():
+            return self.gpu.pattern.count_wrong(self.window[:nbytes], source.ordinal, 0)
+
+    def cleared_word(self, line: int) -> int:
+        """Return the address of a word of this GPU, 0 or 1, after setting it to 0."""
+        with self.gpu.current():
+            self._words[: 2 * _WORDS] = 0
+        self.gpu.synchronize()
+        pointer: int = self._words[line * _WORDS :].data.ptr
+        return pointer
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The first ``nbytes`` of the data of ``source`` go into the window of ``target``."""
+
+    source: End
+    target: End
+    nbytes: int
+    number: int = 0
+    """0 or 1: two transfers at once that the same GPU works for have different numbers."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """How bytes go from one GPU to another."""
+
+    name: str
+    by_target: bool
+    """Whether the target works, so that it loads, or else the source."""
+    copy: Callable[[Transfer, Any], None]
+    """Enqueues the transfer on a stream of the GPU that works."""
+
+    def worker(self, transfer: Transfer) -> End:
+        """Return the end whose GPU works."""
+        return transfer.target if self.by_target else transfer.source
+
+    def time_us(self, transfers: Sequence[Transfer], count: int) -> float:
+        """Return how long it takes to carry out all transfers ``count`` times, side by side."""
+        lead = self.worker(transfers[0]).gpu
+
+        def enqueue() -> None:
+            for transfer in transfers:
+                worker = self.worker(transfer)
+                stream = worker.streams[transfer.number]
+                if stream is not lead.stream:
+                    stream.wait_event(lead.start)
+                with worker.gpu.current():
+                    for _ in range(count):
+                        self.copy(transfer, stream)
+            for transfer in transfers:
+                worker = self.worker(transfer)
+                stream = worker.streams[transfer.number]
+                if stream is not lead.stream:
+                    lead.stream.wait_event(_mark(worker, stream))
+
+        return lead.time_us(enqueue)
+
+
+def copy_engine(transfer: Transfer, stream: Any) -> None:
+    """Enqueue a copy. Without peer access the driver carries it through host memory."""
+    source, target = transfer.source, transfer.target
+    runtime.memcpyPeerAsync(
+        target.window.data.ptr, target.ordinal, source.data.data.ptr, source.ordinal, transfer.nbytes, stream.ptr
+    )
+
+
+def store_or_load(transfer: Transfer, stream: Any, *, loads: bool) -> None:
+    """Enqueue a kernel of the source, which stores, or of the target, which loads."""
+    worker = transfer.target if loads else transfer.source
+    worker.gpu.copy(stream, transfer.target.window.data.ptr, transfer.source.data.data.ptr, transfer.nbytes)
+
+
+class ThroughHost:
+    """Kernels of the source store into pinned host memory, and kernels of the target load from there, in chunks."""
+
+    def __init__(self) -> None:
+        self._slots = pinned(2 * _SLOTS * _SLOT_NBYTES, np.uint8).reshape(2, _SLOTS, _SLOT_NBYTES)
+        self._words = pinned(2 * _WORDS, np.uint32)
+
+    def copy(self, transfer: Transfer, stream: Any) -> None:
+        """Enqueue a transfer whose end the stream of the source waits for."""
+        source, target = transfer.source, transfer.target
+        reader = target.streams[2 + transfer.number]
+        read: list[Any] = []
+        for start in range(0, transfer.nbytes, _SLOT_NBYTES):
+            slot = self._slots[transfer.number, len(read) % _SLOTS].ctypes.data
+            nbytes = min(_SLOT_NBYTES, transfer.nbytes - start)
+            if len(read) >= _SLOTS:
+                stream.wait_event(read[-_SLOTS])  # the target has taken the chunk that is in the slot
+            source.gpu.copy(stream, slot, source.data.data.ptr + start, nbytes)
+            reader.wait_event(_mark(source, stream))
+            target.gpu.copy(reader, target.window.data.ptr + start, slot, nbytes)
+            read.append(_mark(target, reader))
+        stream.wait_event(read[-1])
+
+    def cleared_words(self) -> tuple[int, int]:
+        """Return the addresses of two words of the host that are 0."""
+        self._words[:] = 0
+        return self._words.ctypes.data, self._words[_WORDS:].ctypes.data
+
+
+COPY_ENGINES = Way("copy engines", False, copy_engine)
+STORES = Way("kernels that store", False, lambda transfer, stream: store_or_load(transfer, stream, loads=False))
+LOADS = Way("kernels that load", True, lambda transfer, stream: store_or_load(transfer, stream, loads=True))
+
+
+def store_us(host: ThroughHost | None, source: End, target: End) -> float | None:
+    """Return how long a word that a kernel of the source stores takes until a kernel of the target sees it.
+
+    Words lie on the GPU whose kernel looks at them, or else in memory of the host. None where the kernels did not meet.
+    """
+    mine, theirs = host.cleared_words() if host else (source.cleared_word(0), target.cleared_word(1))
+    target.gpu.answer(target.streams[1], theirs, mine)
+    source.gpu.serve(source.streams[0], mine, theirs)
+    for end in (source, target):
+        end.gpu.synchronize()
+    return source.gpu.rally_us()
+
+
+def load_us(source: End, target: End) -> float:
+    """Return how long a kernel of the target takes to load a word of the source."""
+    return target.gpu.load_us(source.zero)
+
+
+@contextmanager
+def peer_access(pairs: Iterable[tuple[End, End]]) -> Iterator[None]:
+    """Let the two GPUs of each pair access each other's memory inside a ``with`` block. Raises `HandleError`."""
+    ordered = sorted({(a.ordinal, b.ordinal) for one, other in pairs for a, b in ((one, other), (other, one))})
+    enabled: list[tuple[int, int]] = []
+    try:
+        for own, peer in ordered:
+            if own != peer:
+                _enable(own, peer)
+                enabled.append((own, peer))
+        yield
+    finally:
+        for own, peer in enabled:
+            with cupy.cuda.Device(own):
+                cupy.cuda.Device().synchronize()
+                runtime.deviceDisablePeerAccess(peer)
+
+
+def _enable(own: int, peer: int) -> None:
+    try:
+        with cupy.cuda.Device(own):
+            runtime.deviceEnablePeerAccess(peer)
+    except runtime.CUDARuntimeError as error:
+        raise HandleError(f"GPU {own} gets no access to memory of GPU {peer}: {error}") from None
+
+
+def _mark(end: End, stream: Any) -> Any:
+    """Return an event behind the work that a stream of this end has been given so far."""
+    with end.gpu.current():
+        return stream.record(cupy.cuda.Event(disable_timing=True))

@@ -1,0 +1,102 @@
+"""What the command shows: tables for people, and the JSON file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from mpicomm.p2p.matrix import Cell, Matrix
+
+NOTES = (
+    "Bandwidth counts each byte once; within one memory it is read and written there.",
+    "Latency of copies: the time of each of many in a row. Of a store: half of the time in which a word goes to the",
+    "target and back. Of a load: the time of each of many that wait for each other.",
+    "-: there is nothing to measure, no peer access, or the two kernels did not run at the same time.",
+)
+_FILE_WIDTH = 1000  # wide enough to fold no cell where no terminal sets the width
+
+
+@dataclass(frozen=True)
+class RingResult:
+    """A ring in one way, in which each GPU sends to the next; or only ``way``, why there is none."""
+
+    way: str
+    gb_s: float | None = None
+    """The bytes that each GPU sent, divided by the time."""
+    wrong: int | None = None
+
+
+@dataclass
+class Report:
+    """What was measured so far. ``end`` is "GPU" or "rank". Only the process with ``shows`` prints."""
+
+    end: str
+    shows: bool = True
+    matrices: list[Matrix] = field(default_factory=list)
+    rings: list[RingResult] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._console = Console(
+            file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH, markup=False, highlight=False
+        )
+
+    def say(self, *lines: str) -> None:
+        """Print lines."""
+        if self.shows:
+            for line in lines:
+                self._console.print(line, soft_wrap=True)
+
+    def add(self, matrix: Matrix) -> None:
+        """Keep a matrix, and print it at once, because the next one may take some time."""
+        self.matrices.append(matrix)
+        if self.shows:
+            # Not the table's own title, which is folded to the width of the table.
+            self._console.print(f"{matrix.title} ({matrix.unit})" if matrix.unit else matrix.title)
+            self._console.print(table_of(matrix, self.end))
+
+    def add_rings(self, rings: Sequence[RingResult]) -> None:
+        """Keep the rings, and print them."""
+        self.rings += rings
+        table = Table()
+        for name in ("way", "GB/s", "wrong bytes"):
+            table.add_column(name, justify="left" if name == "way" else "right")
+        for ring in rings:
+            table.add_row(ring.way, *map(format_cell, (ring.gb_s, ring.wrong)))
+        self._console.print("Ring: each GPU sends to the next")
+        self._console.print(table)
+
+    def record(self, wrong: int) -> dict[str, Any]:
+        """Return the results for the JSON file."""
+        return {
+            "matrices": [matrix.record for matrix in self.matrices],
+            "rings": [{"way": ring.way, "gb_s": ring.gb_s, "wrong": ring.wrong} for ring in self.rings],
+            "wrong": wrong,
+            "ok": wrong == 0,
+        }
+
+
+def table_of(matrix: Matrix, end: str) -> Table:
+    """Return the table of a matrix, without its title."""
+    # An attribute says how a GPU accesses another one; a measurement, how long data takes from one to another.
+    corner = f"from {end} \\ to {end}" if matrix.unit else f"{end} \\ peer"
+    table = Table()
+    table.add_column(corner)
+    for number in range(len(matrix.cells)):
+        table.add_column(str(number), justify="right")
+    for number, row in enumerate(matrix.cells):
+        table.add_row(str(number), *map(format_cell, row))
+    return table
+
+
+def format_cell(value: Cell) -> str:
+    """Return the text of a cell."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)

@@ -1,0 +1,162 @@
+"""Channel: the records of one communicator, and how ranks begin to record together."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm import environment
+from mpicomm.cluster.agreement import Group, world_rank
+from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
+from mpicomm.recording.clocks import now_ns, read_clocks
+from mpicomm.recording.record import Category, Record, open_records
+from mpicomm.recording.recorder import Recorder
+from mpicomm.recording.statistics import Counts
+
+_MOST_NAMED = 8  # ranks in the label of a communicator
+_recorders: dict[environment.Recording, Recorder] = {}
+_made: Counter[int] = Counter()
+
+
+class Channel:
+    """The records of one communicator on this rank. ``label`` is its name in traces, the same on all its ranks.
+
+    ``reads_clocks`` is for a communicator that is made of no other: its ranks compare their clocks.
+    """
+
+    def __init__(self, recorder: Recorder, label: str, *, reads_clocks: bool = False) -> None:
+        self.label = label
+        self._reads_clocks = reads_clocks
+        self.counts = Counts()
+        self.ordinal = -1
+        """The device of the communicator's streams; -1 while there is none."""
+        self._recorder = recorder
+        self._calls = 0
+        self._children: Counter[tuple[int, ...]] = Counter()
+        recorder.counts.append(self.counts)
+
+    @classmethod
+    def open(cls, group: Group, comm: MPI.Intracomm, wanted: Sequence[environment.Recording | None]) -> Channel | None:
+        """Begin to record a communicator if the environment asks for it. Collective in that case, else local.
+
+        ``wanted`` has the settings of all ranks, ``comm`` carries the messages of ``group``, which are all ranks.
+        Raises, on every rank alike, `InvalidUsageError` where the ranks differ, where a file cannot be written, and
+        where two ranks have one file.
+        """
+        if not any(wanted):
+            return None
+        mine = _required(wanted)[group.rank]
+        is_new = mine not in _recorders
+
+        def start() -> tuple[Any, str, int, int]:
+            recorder = _recorders.get(mine) or _recorders.setdefault(mine, Recorder(mine, world_rank()))
+            file, first = recorder.file, world_rank()
+            _made[first] += 1
+            return file and file.identity(), file.path if file else "", first, _made[first]
+
+        told = group.exchange("Communicator: trace", start)
+        recorder = _recorders[mine]
+        files: dict[Any, list[int]] = {}
+        for rank, (identity, *_) in zip(group.ranks, told, strict=True):
+            files.setdefault(identity, []).append(rank)
+        for identity, ranks in files.items():
+            if identity is not None and len(ranks) > 1:
+                if is_new:
+                    _recorders.pop(mine).discard()
+                raise InvalidUsageError(
+                    f"MPICOMM_TRACE={told[ranks[0]][1]!r} is one file for {name_ranks(ranks)}: put %r, which stands "
+                    'for the rank, into the name, as in "trace-%r.json"',
+                    ranks=ranks,
+                )
+        _, _, first, number = told[0]
+        channel = cls(recorder, f"{first}.{number}", reads_clocks=True)
+        channel._read_clocks(group, comm)
+        return channel
+
+    def child(self, ranks: Sequence[int]) -> Channel:
+        """Return the channel of a communicator made of ``ranks`` of this one. Local.
+
+        All its ranks find the same label, because they have made the same communicators of these ranks before.
+        """
+        self._children[tuple(ranks)] += 1
+        said = ",".join(map(str, ranks))
+        if len(ranks) > _MOST_NAMED:
+            said = f"{len(ranks)} ranks {zlib.crc32(said.encode()):08x}"
+        return Channel(self._recorder, f"{self.label}/{said}#{self._children[tuple(ranks)]}")
+
+    def begin(
+        self,
+        operation: str,
+        category: Category,
+        *,
+        numbered: bool = False,
+        nbytes: int | None = None,
+        dtype: str = "",
+        details: dict[str, Any] | None = None,
+    ) -> Record:
+        """Begin the record of a call of this thread; ``numbered`` is for calls that all ranks make in one order."""
+        records = open_records()
+        number = ""
+        if numbered and not records:
+            self._calls += 1
+            number = str(self._calls)
+        record = Record(self.label, operation, category, 0, number, nbytes, dtype, details or {}, bool(records))
+        records.append(record)
+        if self._recorder.ranges is not None:
+            self._recorder.ranges.begin(record)
+        record.start_ns = now_ns()
+        return record
+
+    def choose(self, record: Record, algorithm: str, why: str) -> None:
+        """Note the algorithm of a call, which the call names as soon as it knows, and why it is that one."""
+        if record.algorithm:
+            return
+        record.algorithm, record.why = algorithm, why
+        if self._recorder.ranges is not None:
+            self._recorder.ranges.choose(record)
+
+    def end(self, record: Record) -> None:
+        """End the record of a call of this thread."""
+        record.stop_ns = now_ns()
+        records = open_records()
+        while records and records.pop() is not record:
+            pass
+        if not (record.algorithm or record.error) and record.category in ("collective", "message"):
+            record.algorithm = "mpi"  # all others name their algorithm
+            if record.nbytes is not None and not record.slow_ways:
+                record.why = "MPI takes host arrays of this size and type"
+        if self._recorder.ranges is not None:
+            self._recorder.ranges.end(record)
+        self._recorder.add(record, self.ordinal, self.counts)
+
+    def flush(self) -> None:
+        """Write what is known to the trace file."""
+        self._recorder.flush()
+
+    def part(self, group: Group, comm: MPI.Intracomm) -> None:
+        """Read the ranks' clocks once more, which drift, before they part. Collective; it raises nothing."""
+        with suppress(MpicommError):  # a rank that is missing now is missed by the rest of the teardown, too
+            self._read_clocks(group, comm)
+
+    def _read_clocks(self, group: Group, comm: MPI.Intracomm) -> None:
+        if self._reads_clocks and self._recorder.file is not None:
+            self._recorder.file.add_clock(read_clocks(group, comm))
+
+
+def _required(wanted: Sequence[environment.Recording | None]) -> list[environment.Recording]:
+    """Return the settings of all ranks. Raises `InvalidUsageError` where they do not ask for the same."""
+    asked = [(each is not None and each.trace is not None, each is not None and each.stats) for each in wanted]
+    for name, values in zip(("MPICOMM_TRACE", "MPICOMM_STATS"), zip(*asked, strict=True), strict=True):
+        if len(set(values)) > 1:
+            ranks = [rank for rank, value in enumerate(values) if not value]
+            raise InvalidUsageError(
+                f"{name} is set on some ranks and not on {name_ranks(ranks)}: set it on all ranks, as mpiexec -genv "
+                "and mpirun -x do",
+                ranks=ranks,
+            )
+    return [each for each in wanted if each is not None]

@@ -1,0 +1,97 @@
+"""Recorder: the records of this process, which are written to its trace file and counted."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections import deque
+from contextlib import suppress
+
+from mpicomm import environment, log
+from mpicomm.errors import MpicommError
+from mpicomm.recording.ranges import Ranges
+from mpicomm.recording.record import Interval, Record, hear_of_slow_way
+from mpicomm.recording.statistics import Counts, total
+from mpicomm.recording.trace_file import TraceFile
+
+NVTX = "nvtx"
+"""The value of MPICOMM_TRACE that asks for NVTX ranges alone."""
+
+
+class Recorder:
+    """The records of the rank with that number in MPI.COMM_WORLD, for all its communicators that have these settings.
+
+    It ends with the process. Raises `InvalidUsageError` where the file cannot be written.
+    """
+
+    def __init__(self, settings: environment.Recording, rank: int) -> None:
+        self.settings = settings
+        self.counts: list[Counts] = []
+        """The counts of all communicators."""
+        self._rank = rank
+        self._process = os.getpid()
+        self._pending: deque[tuple[Record, Interval, int, Counts]] = deque()
+        traces = settings.trace is not None
+        self.ranges = Ranges.find(required=settings.trace == NVTX) if traces else None
+        self.file: TraceFile | None = None
+        if settings.trace is not None and settings.trace != NVTX:
+            self.file = TraceFile(log.file_name(settings.trace, rank), rank)
+        if hear_of_slow_way not in log.slow_way_listeners:
+            log.slow_way_listeners.append(hear_of_slow_way)
+        atexit.register(self._finish)
+
+    def add(self, record: Record, ordinal: int, counts: Counts) -> None:
+        """Take the record of a call that is over on the host; ``ordinal`` is the device of its streams."""
+        if not record.nested:
+            counts.add(record)
+        if self.file is not None:
+            self.file.add_call(record)
+        self._pending.extend((record, interval, ordinal, counts) for interval in record.intervals)
+        self.drain()
+
+    def drain(self) -> None:
+        """Take the device times of all calls that are over on the device, in order. Local, does not block."""
+        while self._pending:
+            try:
+                pending = record, interval, ordinal, counts = self._pending.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
+            try:
+                times = interval.times_ns()
+            except MpicommError:  # the device has failed, which the program hears from its calls
+                continue
+            if times is None:
+                self._pending.appendleft(pending)
+                return
+            if not record.nested:
+                counts.add_device_time(record, times[1] - times[0])
+            if self.file is not None:
+                self.file.add_device_time(record, ordinal, interval.stream, *times)
+
+    def flush(self) -> None:
+        """Take all device times that are known, and write all events to the file."""
+        self.drain()
+        if self.file is not None:
+            self.file.flush()
+
+    def discard(self) -> None:
+        """Give the recorder up, whose file another rank has, too."""
+        atexit.unregister(self._finish)
+        if self.file is not None:
+            self.file.close()
+
+    def _finish(self) -> None:
+        """Write the rest before the process ends. In a forked child everything belongs to the parent."""
+        if os.getpid() != self._process:
+            return
+        with suppress(OSError):  # the disk may be full by now, and a traceback would hide the program's own
+            self.flush()
+            if self.file is not None:
+                self.file.close()
+        if self.settings.stats and self._rank == 0:
+            from rich.console import Console
+
+            # A file has no width of its own; the table is for people, so stdout stays the program's.
+            width = None if sys.stderr.isatty() else 140
+            total(counts.statistics() for counts in self.counts).print(Console(stderr=True, width=width))

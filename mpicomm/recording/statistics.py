@@ -1,0 +1,176 @@
+"""Statistics: the calls of a communicator, counted by operation, size and algorithm."""
+
+from __future__ import annotations
+
+import bisect
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from mpicomm.recording.record import Record
+from mpicomm.sizes import format_size
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_BOUNDS = tuple(1 << bits for bits in (8, 12, 16, 20, 24, 28))
+
+
+@dataclass(frozen=True)
+class CallStatistics:
+    """The calls of one operation, size class and algorithm on this rank."""
+
+    operation: str
+    sizes: str
+    """The size class, as in "<= 4K" or "> 256M"; "" for calls without buffers."""
+    algorithm: str
+    calls: int
+    nbytes: int
+    """The bytes of all calls; of each call those of the larger of this rank's buffers."""
+    host_s: float
+    """The seconds in which the calls kept the host."""
+    device_s: float
+    """The seconds between begin and end of the calls in their streams, waits for other ranks included."""
+    longest_s: float
+    """The longest time in which a call kept the host."""
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """The calls of a communicator on this rank; ``print`` shows a table."""
+
+    rows: tuple[CallStatistics, ...]
+    slow_ways: dict[tuple[str, str], int]
+    """The number of calls that took a slow way, by operation and reason."""
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        console = Console(width=140, color_system=None)
+        with console.capture() as capture:
+            self.print(console)
+        return capture.get()
+
+    def print(self, console: Console) -> None:
+        """Print the table on a console of rich."""
+        from rich.table import Table
+
+        table = Table(title="mpicomm: calls of this rank", title_justify="left")
+        for name in ("operation", "bytes", "algorithm"):
+            table.add_column(name, overflow="fold")
+        for name in ("calls", "total bytes", "host ms", "device ms", "mean us", "longest us"):
+            table.add_column(name, justify="right")
+        for row in sorted(self.rows, key=lambda row: -(row.host_s + row.device_s)):
+            table.add_row(*_cells(row))
+        console.print(table)
+        if self.slow_ways:
+            slow = Table(title="mpicomm: slow ways taken", title_justify="left")
+            slow.add_column("operation")
+            slow.add_column("calls", justify="right")
+            slow.add_column("why", overflow="fold")
+            for (operation, reason), calls in sorted(self.slow_ways.items()):
+                slow.add_row(operation, str(calls), reason)
+            console.print(slow)
+
+
+@dataclass(slots=True)
+class _Sums:
+    """The sums of one row; unlike `CallStatistics` they change with every call."""
+
+    calls: int = 0
+    nbytes: int = 0
+    host_ns: int = 0
+    device_ns: int = 0
+    longest_ns: int = 0
+
+
+class Counts:
+    """Counts records of calls; for any thread."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, int, str], _Sums] = {}
+        self._slow_ways: Counter[tuple[str, str]] = Counter()
+
+    def add(self, record: Record) -> None:
+        """Count a call that is over on the host."""
+        row, lasted_ns = self._row(record), record.stop_ns - record.start_ns
+        row.calls += 1
+        row.nbytes += record.nbytes or 0
+        row.host_ns += lasted_ns
+        row.longest_ns = max(row.longest_ns, lasted_ns)
+        for reason in record.slow_ways:
+            self._slow_ways[record.operation, reason] += 1
+
+    def add_device_time(self, record: Record, lasted_ns: int) -> None:
+        """Add the time of a call on a device."""
+        self._row(record).device_ns += lasted_ns
+
+    def statistics(self) -> Statistics:
+        """Return the counts so far."""
+        rows = (
+            CallStatistics(
+                operation,
+                _size_class(place),
+                algorithm,
+                row.calls,
+                row.nbytes,
+                row.host_ns / 1e9,
+                row.device_ns / 1e9,
+                row.longest_ns / 1e9,
+            )
+            for (operation, place, algorithm), row in self._rows.copy().items()
+        )
+        return Statistics(tuple(rows), dict(self._slow_ways))
+
+    def _row(self, record: Record) -> _Sums:
+        place = -1 if record.nbytes is None else bisect.bisect_left(_BOUNDS, record.nbytes)
+        key = record.operation, place, record.algorithm
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows.setdefault(key, _Sums())
+        return row
+
+
+def total(parts: Iterable[Statistics]) -> Statistics:
+    """Return the sums over several communicators."""
+    rows: dict[tuple[str, str, str], CallStatistics] = {}
+    slow_ways: Counter[tuple[str, str]] = Counter()
+    for part in parts:
+        slow_ways.update(part.slow_ways)
+        for row in part.rows:
+            key = row.operation, row.sizes, row.algorithm
+            known = rows.get(key)
+            rows[key] = row if known is None else _sum(known, row)
+    return Statistics(tuple(rows.values()), dict(slow_ways))
+
+
+def _sum(first: CallStatistics, second: CallStatistics) -> CallStatistics:
+    return replace(
+        first,
+        calls=first.calls + second.calls,
+        nbytes=first.nbytes + second.nbytes,
+        host_s=first.host_s + second.host_s,
+        device_s=first.device_s + second.device_s,
+        longest_s=max(first.longest_s, second.longest_s),
+    )
+
+
+def _size_class(place: int) -> str:
+    if place < 0:
+        return ""
+    return f"<= {format_size(_BOUNDS[place])}" if place < len(_BOUNDS) else f"> {format_size(_BOUNDS[-1])}"
+
+
+def _cells(row: CallStatistics) -> tuple[Any, ...]:
+    return (
+        row.operation,
+        row.sizes,
+        row.algorithm,
+        str(row.calls),
+        f"{row.nbytes:,}",
+        f"{row.host_s * 1e3:.3f}",
+        f"{row.device_s * 1e3:.3f}" if row.device_s else "",
+        f"{row.host_s / row.calls * 1e6:.1f}" if row.calls else "",
+        f"{row.longest_s * 1e6:.1f}",
+    )

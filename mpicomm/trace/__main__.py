@@ -1,0 +1,102 @@
+"""``python -m mpicomm.trace merge trace-*.json -o all.json``: one trace of all ranks, and a table of their waits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from mpicomm.errors import InvalidUsageError, name_ranks
+from mpicomm.recording.event_names import DEVICE
+from mpicomm.trace.alignment import Clock, clocks_of
+from mpicomm.trace.files import Event, Trace, read_traces
+from mpicomm.trace.waits import Sum, find_waits, flows, sums
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m mpicomm.trace", description="Works on traces of MPICOMM_TRACE.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    merge = commands.add_parser(
+        "merge", help="write one trace of all ranks, by one clock, and print which rank waited for which"
+    )
+    merge.add_argument("files", nargs="+", type=Path, help="the traces of the ranks, as trace-0.json trace-1.json")
+    merge.add_argument("-o", "--output", required=True, type=Path, help="the file to write")
+    options = parser.parse_args(arguments)
+    try:
+        _merge(options.files, options.output)
+    except InvalidUsageError as error:
+        parser.exit(2, f"{parser.prog} merge: {error}\n")
+    return 0
+
+
+def _merge(paths: list[Path], output: Path) -> None:
+    if output in paths:
+        raise InvalidUsageError(f"-o {output} is one of the traces: name another file")
+    traces = read_traces(paths)
+    clocks = clocks_of(traces)
+    events = aligned(traces, clocks)
+    waits = list(find_waits(events, clocks))
+    for wait in waits:
+        wait.event["args"].update(waited_us=round(wait.waited_us, 3), waited_for=wait.late)
+    merged = {"traceEvents": [*events, *flows(waits)], "displayTimeUnit": "ns"}
+    try:
+        output.write_text(json.dumps(merged), encoding="utf-8")
+    except OSError as error:
+        raise InvalidUsageError(f"-o {output} cannot be written: {error.strerror}") from None
+    count = sum(event["ph"] == "X" and event["cat"] != DEVICE for event in events)
+    said = f"{output}: {count} calls of {name_ranks([trace.rank for trace in traces])}; open it in ui.perfetto.dev\n"
+    sys.stdout.write(said)
+    by_wall_clock = [rank for rank, clock in clocks.items() if clock.by_wall_clock]
+    if by_wall_clock:
+        sys.stdout.write(f"{name_ranks(by_wall_clock)}: aligned by the wall clock, which may be off by milliseconds\n")
+    _print(sums(waits))
+
+
+def aligned(traces: Sequence[Trace], clocks: dict[int, Clock]) -> list[Event]:
+    """Return the events of all ranks with times of the common clock, in microseconds from the first event on."""
+    events: list[Event] = []
+    for trace in traces:
+        clock = clocks[trace.rank]
+        for event in trace.events:
+            if "ts" not in event:
+                events.append(event)
+                continue
+            begin_ns = event["ts"] * 1000
+            common_ns = clock.common_ns(begin_ns)
+            length_ns = clock.common_ns(begin_ns + event.get("dur", 0.0) * 1000) - common_ns
+            events.append({**event, "ts": common_ns / 1000, "dur": length_ns / 1000})
+    first_us = min((event["ts"] for event in events if "ts" in event), default=0.0)
+    for event in events:
+        if "ts" in event:
+            event["ts"] = round(event["ts"] - first_us, 3)
+            event["dur"] = round(event["dur"], 3)
+    return events
+
+
+def _print(pairs: Sequence[Sum]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    if not pairs:
+        sys.stdout.write("no rank waited for another in a collective call\n")
+        return
+    table = Table(title="who waited for whom in collective calls", title_justify="left")
+    table.add_column("rank", justify="right")
+    table.add_column("waited for rank", justify="right")
+    table.add_column("calls", justify="right")
+    table.add_column("total ms", justify="right")
+    table.add_column("longest ms", justify="right")
+    table.add_column("in")
+    for pair in pairs:
+        longest, facts = pair.longest, pair.longest.event["args"]
+        call = f"{longest.operation} number {facts['number']} of communicator {facts['comm']}"
+        cells = (f"{pair.total_us / 1000:.3f}", f"{longest.waited_us / 1000:.3f}", call)
+        table.add_row(str(pair.rank), str(pair.late), str(pair.calls), *cells)
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 140).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""The examples on GPUs, with a rank on each GPU or with ranks that share one. Each of them checks its own results."""
+
+from __future__ import annotations
+
+import pytest
+
+from mpicomm.devices.cuda.driver import visible_devices
+from mpicomm.errors import BackendUnavailableError
+from tests.helpers.mpiexec import ROOT, run_job
+
+try:
+    visible_devices()
+except BackendUnavailableError as unavailable:
+    pytest.skip(f"no GPU to test on: {unavailable}", allow_module_level=True)
+
+NEEDS = {"train_cupy": "sklearn"}
+"""Packages that not every environment of these tests has."""
+
+
+@pytest.mark.parametrize("nprocs", [2, 4])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("peer_memory", "gpu_allreduce", "halo_exchange", "ring_sum"),
+        *("fft_transpose", "jacobi", "pipeline", "producer_consumers", "train_cupy"),
+    ],
+)
+def test_example_runs_on_gpus(name: str, nprocs: int) -> None:
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    result = run_job(nprocs, str(ROOT / f"examples/{name}.py"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout and "using the cpu" not in result.stderr, result.stdout + result.stderr

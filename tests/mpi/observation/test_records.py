@@ -1,0 +1,229 @@
+"""Programs that ask for records find their calls in the trace, in the counts and in the table; all others are alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.observation import inside
+from mpicomm.recording import clocks
+from mpicomm.trace.__main__ import main
+from tests.helpers.communicators import communicator
+from tests.helpers.message_rigs import rig_on
+
+Event = dict[str, Any]
+LATE_S = 0.05
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder that all ranks have."""
+    return Path(MPI.COMM_WORLD.bcast(str(tmp_path)))
+
+
+@pytest.fixture
+def traced(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[mpicomm.Communicator]:
+    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace-%r.json")
+    with communicator("cpu") as comm:
+        yield comm
+
+
+def calls_of(folder: Path, rank: int = MPI.COMM_WORLD.rank) -> list[Event]:
+    """The calls in the trace of a rank, which may not have its end yet."""
+    lines = (folder / f"trace-{rank}.json").read_text().splitlines()
+    events = [json.loads(line.strip(",")) for line in lines if line.strip(",") not in ("", "[", "]")]
+    return [event for event in events if event["ph"] == "X"]
+
+
+def facts(event: Event, *names: str) -> tuple[Any, ...]:
+    return event["name"], *(event["args"].get(name) for name in names)
+
+
+def test_the_trace_has_operation_bytes_type_and_algorithm(traced: mpicomm.Communicator, folder: Path) -> None:
+    size, peer = traced.size, (traced.rank + 1) % traced.size
+    small, large, out = np.ones(10), np.ones(1 << 16, "f4"), np.empty(1 << 16, "f4")
+    traced.Bcast(small, root=size - 1)
+    traced.Allreduce(large, out, algorithm="ring")
+    traced.Allreduce([large, 5, MPI.FLOAT], [out, 5, MPI.FLOAT], algorithm="one_shot")
+    traced.Alltoallv([np.ones(size), [1] * size], [np.ones(size), [1] * size])
+    traced.allreduce(1)
+    traced.Sendrecv(small, peer, 0, np.empty(10), (traced.rank - 1) % size)
+    with traced.zeros(6, "i2") as array:
+        array.put(np.ones(3, "i2"), peer)
+        array.signal(peer)
+        array.wait_signal((traced.rank - 1) % size)
+    with pytest.raises(mpicomm.InvalidUsageError):
+        traced.Allreduce(small, small[:5], algorithm="one_shot")
+    traced.check()
+    found = calls_of(folder)
+    assert [facts(event, "bytes", "dtype", "algorithm") for event in found] == [
+        ("Bcast", 80, "float64", "mpi"),
+        ("Allreduce", 1 << 18, "float32", "ring"),
+        ("Allreduce", 20, "float32", "one_shot"),
+        ("Alltoallv", 8 * size, "float64", "mpi"),
+        ("allreduce", None, None, "mpi"),
+        ("Sendrecv", 80, "float64", "mpi"),
+        ("zeros", None, None, None),
+        ("SymmetricArray.put", 6, "int16", None),
+        ("SymmetricArray.signal", None, None, None),
+        ("SymmetricArray.wait_signal", None, None, None),
+        ("SymmetricArray.close", None, None, None),
+        ("Allreduce", 80, "float64", None),
+        ("check", None, None, None),
+    ]
+    assert facts(found[0], "root", "number") == ("Bcast", size - 1, "1")
+    assert facts(found[1], "why", "number") == ("Allreduce", 'algorithm="ring"', "2")
+    assert facts(found[5], "dest", "number") == ("Sendrecv", peer, None)
+    assert facts(found[-2], "error") == ("Allreduce", "InvalidUsageError")
+
+
+def test_requests_are_waited_for_in_the_trace(traced: mpicomm.Communicator, folder: Path) -> None:
+    values, sums = np.ones(4), np.empty(4)
+    traced.Iallreduce(values, sums).Wait()
+    assert (sums == traced.size).all()
+    prepared = traced.Allreduce_init(values, sums)
+    for _ in range(2):
+        prepared.Start()
+        prepared.Wait()
+    prepared.Free()
+    requests = [traced.Ibarrier(), traced.Ibcast(values)]
+    MPI.Request.Waitall(requests)
+    assert all(request == MPI.REQUEST_NULL for request in requests)
+    traced.check()
+    assert [facts(event, "number", "of") for event in calls_of(folder)][:6] == [
+        ("Iallreduce", "1", None),
+        ("Wait", "1", "Iallreduce"),
+        ("Allreduce_init", "2", None),
+        ("Allreduce Start", "2.1", None),
+        ("Wait", "2.1", "Allreduce_init"),
+        ("Allreduce Start", "2.2", None),
+    ]
+
+
+def test_merged_traces_say_who_waited_for_whom(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace-%r.json")
+    # Each rank has a clock that is hours ahead of that of the rank before.
+    monkeypatch.setattr(clocks, "clock_key", lambda: str(rank))
+    ahead_ns = rank * 7_200_000_000_000
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
+    with communicator("cpu") as comm:
+        part = comm.Split(0)
+        part.Barrier()
+        if rank == size - 1:
+            time.sleep(LATE_S)
+        part.Barrier()
+        part.Free()
+    MPI.COMM_WORLD.Barrier()
+    if rank == 0:
+        capsys.readouterr()
+        paths = [f"{folder}/trace-{each}.json" for each in range(size)]
+        assert main(["merge", *paths, "-o", f"{folder}/all.json"]) == 0
+        events = json.loads((folder / "all.json").read_text())["traceEvents"]
+        waited = [
+            (event["pid"], event["args"]["waited_for"])
+            for event in events
+            if event["name"] == "Barrier" and event["args"].get("waited_us", 0) > LATE_S * 0.9e6
+        ]
+        assert sorted(waited) == [(each, size - 1) for each in range(size - 1)]
+        ranks = {event["pid"] for event in events if event.get("cat") == "collective"}
+        assert ranks == set(range(size))
+        # Ranks leave a barrier together, so by one clock the ends are together.
+        ends = [
+            event["ts"] + event["dur"]
+            for event in events
+            if event["name"] == "Barrier" and event["args"]["number"] == "2"
+        ]
+        assert len(ends) == size and max(ends) - min(ends) < LATE_S * 1e6
+        assert ("Barrier number 2" in capsys.readouterr().out) == (size > 1)
+
+
+def test_stats_count_calls_bytes_and_time(traced: mpicomm.Communicator) -> None:
+    values, sums = np.ones(200, "f4"), np.empty(200, "f4")
+    for _ in range(3):
+        traced.Allreduce(values, sums)
+    traced.Allreduce(values, sums, algorithm="one_shot")
+    stats = traced.stats()
+    plain, mapped = stats.rows
+    counted = plain.operation, plain.sizes, plain.algorithm, plain.calls, plain.nbytes
+    assert counted == ("Allreduce", "<= 4K", "mpi", 3, 2400)
+    assert (mapped.algorithm, mapped.calls, mapped.device_s) == ("one_shot", 1, 0)
+    assert 0 < plain.longest_s <= plain.host_s < 60
+    assert stats.slow_ways == {}
+    assert "Allreduce" in str(stats)
+
+
+class Threads:
+    """A timeline of devices that are threads: their work has no time but that of the host."""
+
+    def begin(self, stream: int) -> SimpleNamespace:
+        begin_ns = clocks.now_ns()
+        return SimpleNamespace(stream=stream, times_ns=lambda: (begin_ns, clocks.now_ns()), extend=lambda: None)
+
+
+def test_messages_of_device_arrays_have_tracks_of_their_streams(
+    traced: mpicomm.Communicator, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if traced.size == 1:
+        pytest.skip("a rank that sends to itself before it receives waits for ever in some MPIs")
+    monkeypatch.setattr(inside, "timeline_of", lambda backend: Threads())
+    with rig_on(traced) as rig:
+        out = rig.empty(5000)
+        rig.comm.Sendrecv(rig.of(rig.rank, 5000), rig.right, 0, out, rig.left)
+        rig.device.synchronize()
+        rows = rig.comm.stats().rows
+    assert [(row.algorithm, row.device_s > 0) for row in rows if row.operation == "Sendrecv"] == [("described", True)]
+    traced.check()
+    (host, *device) = [event for event in calls_of(folder) if event["name"] == "Sendrecv"]
+    assert host["cat"] == "message" and device
+    assert {(event["cat"], event["tid"] >= 1000) for event in device} == {("device", True)}
+
+
+def test_without_the_variables_nothing_is_put_in(host_comm: mpicomm.Communicator) -> None:
+    assert type(host_comm) is mpicomm.Communicator
+    assert type(host_comm._collectives).__module__ == "mpicomm.collectives.dispatch"
+    with pytest.raises(mpicomm.InvalidUsageError, match="set MPICOMM_STATS=1"):
+        host_comm.stats()
+
+
+def require_refusal(said: str) -> None:
+    """Require that all ranks refuse to make a communicator."""
+    with pytest.raises(mpicomm.InvalidUsageError, match=said):
+        communicator("cpu")
+
+
+def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    name = "nowhere/%r.json" if rank == size - 1 else "trace-%r.json"
+    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/{name}")
+    require_refusal(f"rank {size - 1}: MPICOMM_TRACE=.*nowhere/{size - 1}.json' cannot be written: No such file")
+
+
+def test_one_file_for_two_ranks_is_an_error_on_all_ranks(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if MPI.COMM_WORLD.size == 1:
+        pytest.skip("one rank may have the file")
+    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace.json")
+    require_refusal("one file for ranks 0, 1.*: put %r, which stands for the rank, into the name")
+
+
+@pytest.mark.parametrize("name", ["MPICOMM_TRACE", "MPICOMM_STATS"])
+def test_a_variable_that_some_ranks_lack_is_an_error_on_all_ranks(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    if size == 1:
+        pytest.skip("one rank has the variable, or has it not")
+    if rank < size - 1:
+        monkeypatch.setenv(name, "1" if name == "MPICOMM_STATS" else f"{folder}/trace-%r.json")
+    require_refusal(f"{name} is set on some ranks and not on rank {size - 1}: set it on all ranks")

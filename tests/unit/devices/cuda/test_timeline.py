@@ -1,0 +1,108 @@
+"""When the work of streams began and ended, by the host's clock, which is ahead of the device's by `AHEAD_US`."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mpicomm.errors import HandleError
+from tests.helpers.fake_cuda import FakeCuda
+
+AHEAD_US = 5_000_000
+STREAM, OTHER = 1, 2
+
+
+@pytest.fixture
+def make(cuda: FakeCuda) -> Callable[[], Any]:
+    backend = SimpleNamespace(loading=contextlib.nullcontext, current=contextlib.nullcontext)
+    timeline = importlib.import_module("mpicomm.devices.cuda.timeline").Timeline
+    return lambda: timeline(backend, lambda: (AHEAD_US + cuda.now_us) * 1000)
+
+
+def work(cuda: FakeCuda, stream: int, pieces: int) -> None:
+    for _ in range(pieces):
+        cuda.enqueue(stream, lambda: None)
+
+
+def by_host(begin_us: int, end_us: int) -> tuple[int, int]:
+    return (AHEAD_US + begin_us) * 1000, (AHEAD_US + end_us) * 1000
+
+
+def test_an_interval_is_the_work_between_its_begin_and_its_last_end(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+    timeline = make()
+    work(cuda, STREAM, 3)
+    interval = timeline.begin(STREAM)
+    for pieces in (2, 5):  # of the two ends the later one counts
+        work(cuda, STREAM, pieces)
+        interval.extend()
+    work(cuda, STREAM, 1)
+    assert interval.times_ns() is None
+    cuda.finish()
+    assert interval.times_ns() == by_host(3, 10)
+
+
+def test_nothing_waits_for_the_streams_of_the_user(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+    timeline = make()
+    work(cuda, STREAM, 1)
+    interval = timeline.begin(STREAM)
+    interval.extend()
+    assert interval.times_ns() is None
+    assert not cuda.is_over(cuda.end_of(STREAM))
+    assert "cuStreamSynchronize" not in cuda.calls
+
+
+def test_the_clocks_are_compared_again_where_the_devices_clock_drifts(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+    timeline = make()
+    cuda.now_us += 2_000_000  # both clocks go on
+    cuda._times_us.update({event: when + 300 for event, when in cuda._times_us.items()})  # one has gone slower
+    interval = timeline.begin(STREAM)
+    work(cuda, STREAM, 4)
+    interval.extend()
+    cuda.finish()
+    assert interval.times_ns() == by_host(2_000_000, 2_000_004)
+
+
+def test_the_last_comparison_stays_where_other_work_delays_the_next(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+    timeline = make()
+    (own,) = cuda.streams
+    cuda.now_us += 2_000_000
+    work(cuda, own, 1)
+    answers = iter(range(10**9))
+    timeline._now_ns = lambda: (AHEAD_US + cuda.now_us) * 1000 + 1000 * next(answers)  # time goes by while it waits
+    interval = timeline.begin(STREAM)
+    assert next(answers) < 3000  # a millisecond
+    interval.extend()
+    assert interval.times_ns() == by_host(2_000_000, 2_000_000)
+
+
+def test_work_of_a_capture_has_no_time(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+    timeline = make()
+    cuda.captures[STREAM] = 7
+    assert timeline.begin(STREAM) is None
+    assert timeline.begin(OTHER) is not None
+    assert cuda.captures == {STREAM: 7} and not cuda.invalid
+
+
+def test_events_are_used_again(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+    timeline = make()
+    for _ in range(100):
+        interval = timeline.begin(STREAM)
+        interval.extend()
+        assert interval.times_ns() is not None
+    assert len(cuda.events) < 20
+
+
+def test_a_device_that_has_failed_has_no_times(cuda: FakeCuda, make: Callable[[], Any]) -> None:
+    timeline = make()
+    interval = timeline.begin(STREAM)
+    cuda.refuses["eventRecord"] = cuda.CUDARuntimeError
+    assert timeline.begin(STREAM) is None
+    interval.extend()  # the call itself says what has failed
+    cuda.refuses["eventElapsedTime"] = cuda.CUDARuntimeError
+    with pytest.raises(HandleError, match="the times of a stream cannot be measured"):
+        interval.times_ns()

@@ -1,0 +1,160 @@
+"""``mpirun -np N python -m mpicomm.p2p``: on the host as a user runs it, and one rank of two on simulated GPUs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.mpiexec import run_job
+
+P2P = ("-m", "mpicomm.p2p")
+SHORT = ("--device", "cpu", "-b", "100003", "-n", "3", "-r", "2")
+HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+
+
+def test_three_ranks_on_the_host(tmp_path: Path) -> None:
+    file, picture = tmp_path / "p2p.json", tmp_path / "p2p.svg"
+    plot = ("--plot", str(picture)) if HAS_MATPLOTLIB else ()
+    job = run_job(3, *P2P, *SHORT, "--json", str(file), *plot)
+    assert (job.returncode, job.stderr) == (0, "")
+    assert job.stdout.startswith("mpicomm ") and job.stdout.splitlines()[-1] == "OK"
+    found = json.loads(file.read_text())
+    assert (found["ok"], found["wrong"], found["handle"], len(found["ranks"])) == (True, 0, "memfd", 3)
+    assert found["options"]["bytes"] == 100003
+    paths, access, *measured = found["matrices"]
+    assert paths["cells"] == [["self" if a == b else "host memory" for a in range(3)] for b in range(3)]
+    assert access["cells"] == [[None if a == b else True for a in range(3)] for b in range(3)]
+    assert [matrix["title"] for matrix in measured] == [
+        *(f"Bandwidth, {how}, copies {which}" for how in ("one way", "both ways") for which in WAYS),
+        *(f"Latency, copies {which} of 16 bytes" for which in WAYS),
+        "Latency, signal",
+    ]
+    for matrix in measured:
+        assert f"{matrix['title']} ({matrix['unit']})\n" in job.stdout
+        for source, row in enumerate(matrix["cells"]):
+            for target, cell in enumerate(row):
+                if source == target and "both ways" in matrix["title"]:
+                    assert cell is None
+                else:
+                    assert cell > 0
+    assert not plot or "Latency" in picture.read_text()
+
+
+WAYS = ("to the target", "from the source")
+
+
+def run_changed(tmp_path: Path, nprocs: int, code: str) -> subprocess.CompletedProcess[str]:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "from mpi4py import MPI\nfrom mpicomm.cli import options as command_line\n"
+        f"from mpicomm.p2p import between_ranks, movers\nRANK = MPI.COMM_WORLD.rank\n{code}\n"
+        "command_line.run(between_ranks.main)\n"
+    )
+    return run_job(nprocs, str(program), *SHORT)
+
+
+def test_a_wrong_byte_is_found(tmp_path: Path) -> None:
+    code = """
+time_us = movers.HostMover.time_us
+def corrupt(self, way, peer, nbytes, *options):
+    result = time_us(self, way, peer, nbytes, *options)
+    if RANK == 1 and self.ways[way] == movers.PUT:
+        self._memory.window.peer(peer)[nbytes - 1] ^= 1
+    return result
+movers.HostMover.time_us = corrupt
+"""
+    job = run_changed(tmp_path, 2, code)
+    assert (job.returncode, job.stderr) == (1, "")
+    # One way and with few bytes rank 1 puts in the cells of one row, both ways in the two cells that are measured.
+    assert job.stdout.splitlines()[-1] == "FAILED: 6 wrong bytes"
+
+
+def test_copies_that_move_nothing_are_found(tmp_path: Path) -> None:
+    code = """
+time_us = movers.HostMover.time_us
+def lose(self, way, *options):
+    return 1.0 if self.ways[way] == movers.GET else time_us(self, way, *options)
+movers.HostMover.time_us = lose
+"""
+    job = run_changed(tmp_path, 2, code)
+    assert (job.returncode, job.stderr) == (1, "")
+    # One way all four cells, both ways two cells with two copies; some bytes are right by chance.
+    assert int(job.stdout.split()[-3]) > 0.99 * (4 + 2 * 2) * 100003
+
+
+def test_ranks_on_two_nodes_are_refused(tmp_path: Path) -> None:
+    job = run_changed(tmp_path, 2, "import os; os.environ['MPICOMM_HOSTID'] = str(RANK)")
+    assert (job.returncode, job.stdout) == (2, "")
+    assert job.stderr == (
+        "error: the matrices are of mapped memory and need all ranks on one node; these 2 ranks are on 2 nodes: start "
+        "them on one\n"
+    )
+
+
+def test_help_is_printed_once() -> None:
+    job = run_job(2, *P2P, "--help")
+    assert (job.returncode, job.stderr) == (0, "")
+    assert job.stdout.count("usage: python -m mpicomm.p2p") == 1
+
+
+class Part:
+    """A symmetric array of two ranks, of which rank 0 is here."""
+
+    def __init__(self, gpus: Any, shape: int, dtype: Any) -> None:
+        self._parts = []
+        for owner in range(2):
+            with gpus.Device(owner):
+                self._parts.append(gpus.own(np.zeros(shape, dtype)))
+        self.local = self._parts[0]
+        self._gpus = gpus
+
+    def peer(self, rank: int) -> Any:
+        return self._parts[rank]
+
+    def put(self, src: Any, peer: int, *, stream: Any) -> None:
+        with self._gpus.Device(0):
+            self._gpus.memcpyPeerAsync(self.peer(peer).data.ptr, peer, src.data.ptr, 0, src.nbytes, stream.ptr)
+
+
+@pytest.fixture
+def gpus() -> Iterator[Any]:
+    pytest.importorskip("cuda.bindings.driver", reason="the driver's names need cuda-bindings")
+    from tests.helpers.fake_gpus import FakeGpus, installed
+
+    gpus = FakeGpus(2)
+    gpus.enabled.add((0, 1))  # as mapped memory is
+    with installed(gpus):
+        yield gpus
+
+
+def test_a_rank_moves_bytes_and_words_of_gpus(gpus: Any) -> None:
+    from mpicomm.p2p.movers import GET, GpuMover
+    from tests.helpers.fake_gpus import BACK, KERNEL, LINK, LOAD_US, STORE_US
+
+    nbytes, count, met = 1 << 20, 3, []
+    memory: Any = SimpleNamespace(
+        data=Part(gpus, nbytes, np.uint8), window=Part(gpus, nbytes, np.uint8), words=Part(gpus, 48, np.uint64)
+    )
+    comm: Any = SimpleNamespace(device=0, rank=0)
+    mover = GpuMover(comm, memory)
+    for number, (way, direction) in enumerate(mover.ways.items(), start=1):
+        source, target = memory.data.local, memory.window.peer(1)
+        if direction == GET:
+            source, target = memory.data.peer(1), memory.window.local
+        source[:] = number
+        time_us = mover.time_us(way, 1, nbytes - 1, count, lambda: met.append(1))
+        gb_s = (BACK if direction == GET else LINK) + (KERNEL if "kernels" in way else 0)
+        assert time_us == pytest.approx(count * (nbytes - 1) / gb_s * 1e-3)
+        assert (target[:-1] == number).all() and target[-1] != number
+    assert mover.word_us(0, 1, lambda: met.append(2)) == STORE_US
+    assert mover.word_us(1, 0, lambda: met.append(3)) is None  # rank 1 knows the time
+    assert mover.load_us(1) == LOAD_US
+    assert met == [1, 1, 1, 2, 3]
