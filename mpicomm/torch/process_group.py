@@ -64,10 +64,10 @@ class ProcessGroup(c10d.ProcessGroup):
 
     # Collectives
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        """See `torch.distributed.all_reduce`."""
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work:
+        """See `torch.distributed.all_reduce`. ``DistributedDataParallel.join`` passes a tensor in place of a list."""
         opts = opts or c10d.AllreduceOptions()
-        (tensor,) = tensors
+        (tensor,) = tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         return self._run("all_reduce", opts, lambda: self.collectives.all_reduce(tensor, opts.reduceOp), tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:

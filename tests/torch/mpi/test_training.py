@@ -146,6 +146,19 @@ def test_data_parallel_with_a_layer_that_not_all_steps_use(world: dist.ProcessGr
         torch.testing.assert_close(mine, right, **TOLERANCE)
 
 
+def test_data_parallel_with_ranks_that_run_out_of_data(world: dist.ProcessGroup) -> None:
+    model = DistributedDataParallel(network(), find_unused_parameters=True)
+    optimizer = sgd(model.parameters())
+    with model.join():
+        for step in range(1 + dist.get_rank()):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(share(batch(step)[0])), share(batch(step)[1])).backward()
+            optimizer.step()
+    # The last rank has come furthest, and gives its parameters to all.
+    everyone = MPI.COMM_WORLD.allgather([parameter.tolist() for parameter in model.parameters()])
+    assert all(each == everyone[0] for each in everyone)
+
+
 def test_data_parallel_gives_the_first_ranks_buffers_to_all(world: dist.ProcessGroup) -> None:
     model = DistributedDataParallel(nn.BatchNorm1d(WIDTH))
     for step in range(3):
