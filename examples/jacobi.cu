@@ -8,8 +8,8 @@
 using mpicomm::u32;
 using mpicomm::u64;
 
-// A plane is a tile of rows x columns cells, and the cells of other ranks around it. A rank has two: each step reads one
-// and writes the other.
+// A plane is a tile of rows x columns cells, and the cells of other ranks around it. A rank has two: each step reads
+// one and writes the other.
 struct Plane {
   double* cells;
   u32 columns;
@@ -39,12 +39,12 @@ MPICOMM_KERNEL void relax(double* old_cells, double* new_cells, u32 rows, u32 co
 enum Side : u32 { kAbove, kBelow, kLeft, kRight };
 
 // `planes` and `flags` are the pointers of two symmetric arrays: the two planes, and a uint64 for each side and block.
-// `neighbours` are the ranks on the four sides, negative where the plate ends. `steps` counts the steps of each block on
-// this rank. `failed` becomes 1 if a rank does not come within `timeout_ns`.
+// `neighbours` are the ranks on the four sides, negative where the plate ends. `steps` counts the steps of each block
+// on this rank. `failed` becomes 1 if a rank does not come within `timeout_ns`.
 //
 // A block waits for blocks of earlier launches alone, so not all blocks of a launch need to run at once.
-MPICOMM_KERNEL void relax_all(const u64* planes, const u64* flags, u32 rank, const int* neighbours, u64* steps, u32 rows,
-                              u32 columns, u64 timeout_ns, u32* failed) {
+MPICOMM_KERNEL void relax_all(const u64* planes, const u64* flags, u32 rank, const int* neighbours, u64* steps,
+                              u32 rows, u32 columns, u64 timeout_ns, u32* failed) {
   const mpicomm::Block block;
   const u32 number = blockIdx.x, last = gridDim.x - 1;
   const u64 step = steps[number] + 1, tile = static_cast<u64>(rows + 2) * (columns + 2);
@@ -56,8 +56,8 @@ MPICOMM_KERNEL void relax_all(const u64* planes, const u64* flags, u32 rank, con
     return neighbours[side] >= 0 && (side != kAbove || number == 0) && (side != kBelow || number == last);
   };
 
-  // The flags say that the edges of the step before have come. They also say that the blocks around have read the edges of
-  // two steps ago, where this block is to store the next ones.
+  // The flags say that the edges of the step before have come. They also say that the blocks around have read the edges
+  // of two steps ago, where this block is to store the next ones.
   bool come = *failed == 0;
   for (u32 side = kAbove; side <= kRight; ++side) {
     if (is_edge(side)) come = mpicomm::wait(block, flag_of(rank, side, number), step - 1, timeout_ns) && come;
@@ -81,8 +81,11 @@ MPICOMM_KERNEL void relax_all(const u64* planes, const u64* flags, u32 rank, con
     }
   }
   const u64 nbytes = columns * sizeof(double);
-  if (is_edge(kAbove)) mpicomm::put(block, &plane_of(neighbours[kAbove], step).at(rows + 1, 1), &after.at(1, 1), nbytes);
-  if (is_edge(kBelow)) mpicomm::put(block, &plane_of(neighbours[kBelow], step).at(0, 1), &after.at(rows, 1), nbytes);
+  const auto put_row = [&](u32 side, u32 row, u32 halo) {
+    if (is_edge(side)) mpicomm::put(block, &plane_of(neighbours[side], step).at(halo, 1), &after.at(row, 1), nbytes);
+  };
+  put_row(kAbove, 1, rows + 1);
+  put_row(kBelow, rows, 0);
 
   // Each flag tells one block of a neighbour that its edge is there, and that this block has read the last one.
   if (is_edge(kAbove)) mpicomm::signal(block, flag_of(neighbours[kAbove], kBelow, last), step);

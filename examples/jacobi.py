@@ -197,6 +197,7 @@ def microseconds(way: Way) -> float:
             two_steps(way)
         return (time.perf_counter() - start) / steps * 1e6
     stream = xp.cuda.Stream(non_blocking=True)
+    xp.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
         for _ in range(in_graph // 2):

@@ -26,6 +26,7 @@ try:
     from numba.extending import intrinsic
 
     cupy.cuda.runtime.getDeviceCount()
+    cuda.jit("void()")(lambda: None)  # Numba says at its first kernel whether it works with this NumPy
 except Exception as error:  # no package, no driver, no device: each raises another class
     leave(str(error).strip().split("\n")[0])
 

@@ -30,6 +30,10 @@ def require_possible(call: Call, algorithm: str) -> None:
             raise InvalidUsageError(
                 f'algorithm="mpi": MPI has no AVG for {operation}: leave algorithm= out, or use SUM'
             )
+        if call.epilogue is not None and call.on_device:
+            raise InvalidUsageError(
+                f'algorithm="mpi": MPI applies no epilogue to device arrays of {operation}: use "auto"'
+            )
         if call.dtype is not None and types.mpi_datatype(call.dtype) is None:
             raise InvalidUsageError(
                 f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out, or move '

@@ -17,8 +17,8 @@ from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
-from mpicomm.epilogues import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
+from mpicomm.finishes.base import BoundEpilogue, Epilogue
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.mpi.ops import check_legal, op_name
@@ -178,7 +178,7 @@ class Call:
             return None
         if self.dtype is None or receive is None or receive.dtype is None or not types.is_covered(receive.dtype):
             raise InvalidUsageError(
-                f"{self.operation}: epilogue={given.expression!r} is for the element types and operations that mpicomm "
+                f"{self.operation}: epilogue={given!r} is for the element types and operations that mpicomm "
                 "reduces itself: leave it out"
             )
         return given.bind(self.operation.name, self.dtype, receive)

@@ -91,8 +91,8 @@ enum class Wide : u8 { kStores, kLoads };
 
 // Copies `nbytes` with `threads` threads, of which the caller is number `thread`. Accesses of the wide side move whole
 // packets, except in front of the first multiple of `alignment` and behind the last packet; those of the other side are
-// as wide as its address allows. If a peer's memory is the wide side and `alignment` is a line, a warp moves whole lines,
-// and a link carries them as such.
+// as wide as its address allows. If a peer's memory is the wide side and `alignment` is a line, a warp moves whole
+// lines, and a link carries them as such.
 template <Wide wide = Wide::kStores, u64 alignment = kLineNbytes>
 MPICOMM_DEVICE void copy_bytes(u8* to, const u8* from, u64 nbytes, u32 thread, u32 threads) {
   constexpr bool kWideStores = wide == Wide::kStores;

@@ -1,5 +1,5 @@
-// The LL wire (packet_wires.cuh): packets of 16 bytes with 8 bytes of data, which show by a flag beside each 4 bytes that
-// they have come.
+// The LL wire (packet_wires.cuh): packets of 16 bytes with 8 bytes of data, which show by a flag beside each 4 bytes
+// that they have come.
 #pragma once
 
 #include "ll_flags.cuh"

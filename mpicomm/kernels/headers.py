@@ -11,7 +11,8 @@ SHARED = Path(__file__).parent
 def include_dir() -> str:
     """Return the directory that holds ``mpicomm.cuh``, for ``-I`` of NVRTC, nvcc or CuPy. Local.
 
-    With this header a kernel reaches the parts of a `SymmetricArray` on all ranks, signals flags and waits for flags.
-    It needs C++17.
+    With this header a kernel works on the parts of a `SymmetricArray` on all ranks: `put`, `get`, `signal`, `wait`,
+    `barrier`, `send_packets`, `receive_packets` and `reduce_load`, each by a thread, a warp or a block. The comments of
+    the header say what each function orders, who calls it, and what happens at a timeout. It needs C++17.
     """
     return str(SHARED / "include")

@@ -48,7 +48,7 @@ struct Packing {
   u64 units;
   u32 num_regions;
   u32 unpacks;
-  u32 side_by_side;  // whether all regions are the fields of one array of structures, or one region
+  u32 structures;  // the arrays of structures and the other regions
   u32 unused;
   Region first;  // the first region
 };
@@ -82,13 +82,15 @@ MPICOMM_DEVICE const i64* list_of(const Packing& x, const Region& region) {
 }
 
 // Returns a unit of a region, or of the structures of which the region is the first field; `index` is its number.
+// `kFields` is whether there can be other fields: a region without them is faster without the question.
+template <bool kFields>
 MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u32 index, u64 number) {
   // The host cuts regions so that 32 bits hold the number of a unit: a division of 64 bits takes four times as long.
   const u32 unit = static_cast<u32>(number - region.first_unit);
   u32 run = unit / region.element_units;
   u32 rest = unit - run * region.element_units, units = region.run_units, run_nbytes = region.run_nbytes;
   u64 at = region.memory, packed_at = region.packed;
-  while (rest >= units) {
+  while (kFields && rest >= units) {
     const Region& field = x.regions[++index];
     rest -= units;
     units = field.run_units, run_nbytes = field.run_nbytes, at = field.memory, packed_at = field.packed;
@@ -111,13 +113,15 @@ MPICOMM_DEVICE Unit unit_of(const Packing& x, const Region& region, u32 index, u
 }
 
 // Words of eight bytes are frequent: the elements of a column of doubles, and structures with doubles.
-MPICOMM_DEVICE bool is_doubles(const u8* at, u32 nbytes) { return nbytes % 8 == 0 && width_of(at) >= 8; }
+MPICOMM_DEVICE bool is_double(const u8* at, u32 nbytes) { return nbytes == 8 && width_of(at) >= 8; }
+MPICOMM_DEVICE bool is_two_doubles(const u8* at, u32 nbytes) { return nbytes == kPacketNbytes && width_of(at) == 8; }
 
 MPICOMM_DEVICE Packet load_unit(const u8* from, u32 nbytes) {
+  const u64* words = reinterpret_cast<const u64*>(from);
   if (nbytes == kPacketNbytes && width_of(from) == kPacketNbytes) return load_aligned(from);
-  if (is_doubles(from, nbytes)) {
-    const u64* words = reinterpret_cast<const u64*>(from);
-    const u64 first = words[0], second = nbytes == kPacketNbytes ? words[1] : 0;
+  if (is_double(from, nbytes)) return {{static_cast<u32>(words[0]), static_cast<u32>(words[0] >> 32), 0, 0}};
+  if (is_two_doubles(from, nbytes)) {
+    const u64 first = words[0], second = words[1];
     return {{static_cast<u32>(first), static_cast<u32>(first >> 32), static_cast<u32>(second),
              static_cast<u32>(second >> 32)}};
   }
@@ -125,20 +129,24 @@ MPICOMM_DEVICE Packet load_unit(const u8* from, u32 nbytes) {
 }
 
 MPICOMM_DEVICE void store_unit(u8* to, const Packet& packet, u32 nbytes) {
+  u64* words = reinterpret_cast<u64*>(to);
+  const u64 first = static_cast<u64>(packet.words[1]) << 32 | packet.words[0];
   if (nbytes == kPacketNbytes && width_of(to) == kPacketNbytes) {
     store_aligned(to, packet);
-  } else if (is_doubles(to, nbytes)) {
-    u64* words = reinterpret_cast<u64*>(to);
-    words[0] = static_cast<u64>(packet.words[1]) << 32 | packet.words[0];
-    if (nbytes == kPacketNbytes) words[1] = static_cast<u64>(packet.words[3]) << 32 | packet.words[2];
+  } else if (is_double(to, nbytes)) {
+    words[0] = first;
+  } else if (is_two_doubles(to, nbytes)) {
+    words[0] = first;
+    words[1] = static_cast<u64>(packet.words[3]) << 32 | packet.words[2];
   } else {
     store_any(to, packet, width_of(to), nbytes);
   }
 }
 
 // Moves the units from `begin` to `end`, of which this thread has each `step`th. `kOne` is whether all are units of the
-// first region: it lies in the kernel's argument, because a thread would else wait for the table before it loads data.
-template <bool kOne>
+// first region or of its structures: it lies in the kernel's argument, because a thread would else wait for the table
+// before it loads data.
+template <bool kOne, bool kFields>
 MPICOMM_DEVICE void move_units(const Packing& x, u64 begin, u64 end, u64 step) {
   // After a failure packed memory may hold other data, which must not get into the user's memory. Pairs with the store
   // in report_fault: a wait of this stream was an earlier kernel, so a plain load sees its store. A plain load also
@@ -156,7 +164,7 @@ MPICOMM_DEVICE void move_units(const Packing& x, u64 begin, u64 end, u64 step) {
       units[i].nbytes = 0;
       if (number >= end) continue;
       if (!kOne) region = region_of(x, number, region);
-      units[i] = unit_of(x, kOne ? x.first : x.regions[region], region, number);
+      units[i] = unit_of<kFields>(x, kOne ? x.first : x.regions[region], region, number);
       packets[i] = load_unit(units[i].from, units[i].nbytes);
     }
     if (failed != kClear) return;
@@ -174,13 +182,17 @@ extern "C" __global__ void __launch_bounds__(mpicomm::kPackThreads)
 
 MPICOMM_KERNEL void mpicomm_pack(const __grid_constant__ mpicomm::Packing x) {
   using mpicomm::u64;
-  if (x.side_by_side) {
+  if (x.structures == 1) {
     // All blocks move side by side, which the memory likes best.
-    const u64 step = static_cast<u64>(gridDim.x) * blockDim.x;
-    mpicomm::move_units<true>(x, static_cast<u64>(blockIdx.x) * blockDim.x, x.units, step);
+    const u64 begin = static_cast<u64>(blockIdx.x) * blockDim.x, step = static_cast<u64>(gridDim.x) * blockDim.x;
+    if (x.num_regions == 1) {
+      mpicomm::move_units<true, false>(x, begin, x.units, step);
+    } else {
+      mpicomm::move_units<true, true>(x, begin, x.units, step);
+    }
   } else {
     // Each block moves consecutive units, because the search for a near region is short.
     const u64 share = (x.units + gridDim.x - 1) / gridDim.x, begin = blockIdx.x * share, end = begin + share;
-    mpicomm::move_units<false>(x, begin, end < x.units ? end : x.units, blockDim.x);
+    mpicomm::move_units<false, true>(x, begin, end < x.units ? end : x.units, blockDim.x);
   }
 }

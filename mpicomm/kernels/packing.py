@@ -50,7 +50,7 @@ class PackArguments(ctypes.Structure):
         ("units", ctypes.c_uint64),
         ("num_regions", ctypes.c_uint32),
         ("unpacks", ctypes.c_uint32),
-        ("side_by_side", ctypes.c_uint32),
+        ("structures", ctypes.c_uint32),
         ("unused", ctypes.c_uint32),
         ("first", RegionEntry),
     ]
@@ -63,14 +63,14 @@ class PackTable:
     content: bytes
     num_regions: int
     units: int
-    side_by_side: bool
-    """Whether all regions are the fields of one array of structures, or one region."""
+    structures: int
+    """The arrays of structures, whose fields are regions, and the other regions."""
 
     def arguments(self, regions: int, memory: int, packed: int, failed: int, *, unpacks: bool) -> PackArguments:
         """Return the argument of a launch: the table lies at ``regions``; the regions lie from ``memory`` on, and their
         packed memory from ``packed`` on. Once the word at ``failed`` is not 0, the launch unpacks nothing."""
         first = RegionEntry.from_buffer_copy(self.content) if self.num_regions else RegionEntry()
-        numbers = self.units, self.num_regions, unpacks, self.side_by_side, 0
+        numbers = self.units, self.num_regions, unpacks, self.structures, 0
         return PackArguments(regions, memory, packed, failed, *numbers, first)
 
 

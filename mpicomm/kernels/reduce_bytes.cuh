@@ -1,5 +1,5 @@
-// Reduces arrays of several sources element by element, in the order of the sources, several packets at a time. Op is an
-// operation of reduce.cuh on elements of type T.
+// Reduces arrays of several sources element by element, in the order of the sources, several packets at a time. Op is
+// an operation of reduce.cuh on elements of type T.
 #pragma once
 
 #include "bytes.cuh"

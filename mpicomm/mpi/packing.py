@@ -46,7 +46,7 @@ def table_of(jobs: Iterable[PackJob]) -> PackTable:
         begins = [units, *[end] * (len(fields) - 1)]
         entries += [_entry(*each, job, element_units, lists) for each in zip(fields, begins, strict=True)]
         units = end
-    return PackTable(b"".join([*entries, *lists.places]), num_regions, units, len(structures) == 1)
+    return PackTable(b"".join([*entries, *lists.places]), num_regions, units, len(structures))
 
 
 def _structures(parts: Iterable[Region]) -> Iterator[list[Region]]:

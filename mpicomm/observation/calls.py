@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,13 +103,18 @@ def _size_of(call: str, name: str, buffer: Any, called: Any) -> tuple[int, str] 
         return None
     nbytes, dtype = getattr(buffer, "nbytes", None), getattr(buffer, "dtype", None)
     if isinstance(nbytes, int) and dtype is not None:  # an array of any library, which the call alone exports
-        return nbytes, str(dtype).removeprefix("torch.")
+        return nbytes, _type_name(dtype)
     try:
         operand = _parse(call, name, buffer, called)
     except Exception:  # whatever is wrong with it, the call says it, unless the call ignores the buffer
         return None
     named = operand.mpi_type.name if operand.dtype is None and operand.mpi_type else str(operand.dtype or "")
     return operand.packed_nbytes or _nbytes_by_mpi(operand), named
+
+
+@functools.lru_cache
+def _type_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")  # NumPy takes a microsecond to say it
 
 
 def _parse(call: str, name: str, buffer: Any, called: Any) -> Operand:

@@ -74,43 +74,62 @@ class Statistics:
             console.print(slow)
 
 
+@dataclass(slots=True)
+class _Sums:
+    """The sums of one row; unlike `CallStatistics` they change with every call."""
+
+    calls: int = 0
+    nbytes: int = 0
+    host_ns: int = 0
+    device_ns: int = 0
+    longest_ns: int = 0
+
+
 class Counts:
     """Counts records of calls; for any thread."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, int, str], CallStatistics] = {}
+        self._rows: dict[tuple[str, int, str], _Sums] = {}
         self._slow_ways: Counter[tuple[str, str]] = Counter()
 
     def add(self, record: Record) -> None:
         """Count a call that is over on the host."""
-        seconds = (record.stop_ns - record.start_ns) / 1e9
-        key, row = self._row(record)
-        self._rows[key] = replace(
-            row,
-            calls=row.calls + 1,
-            nbytes=row.nbytes + (record.nbytes or 0),
-            host_s=row.host_s + seconds,
-            longest_s=max(row.longest_s, seconds),
-        )
+        row, lasted_ns = self._row(record), record.stop_ns - record.start_ns
+        row.calls += 1
+        row.nbytes += record.nbytes or 0
+        row.host_ns += lasted_ns
+        row.longest_ns = max(row.longest_ns, lasted_ns)
         for reason in record.slow_ways:
             self._slow_ways[record.operation, reason] += 1
 
-    def add_device_time(self, record: Record, nanoseconds: int) -> None:
+    def add_device_time(self, record: Record, lasted_ns: int) -> None:
         """Add the time of a call on a device."""
-        key, row = self._row(record)
-        self._rows[key] = replace(row, device_s=row.device_s + nanoseconds / 1e9)
+        self._row(record).device_ns += lasted_ns
 
     def statistics(self) -> Statistics:
         """Return the counts so far."""
-        return Statistics(tuple(self._rows.values()), dict(self._slow_ways))
+        rows = (
+            CallStatistics(
+                operation,
+                _size_class(place),
+                algorithm,
+                row.calls,
+                row.nbytes,
+                row.host_ns / 1e9,
+                row.device_ns / 1e9,
+                row.longest_ns / 1e9,
+            )
+            for (operation, place, algorithm), row in self._rows.copy().items()
+        )
+        return Statistics(tuple(rows), dict(self._slow_ways))
 
-    def _row(self, record: Record) -> tuple[tuple[str, int, str], CallStatistics]:
+    def _row(self, record: Record) -> _Sums:
         place = -1 if record.nbytes is None else bisect.bisect_left(_BOUNDS, record.nbytes)
         key = record.operation, place, record.algorithm
         row = self._rows.get(key)
         if row is None:
-            row = CallStatistics(record.operation, _size_class(place), record.algorithm, 0, 0, 0.0, 0.0, 0.0)
-        return key, row
+            row = self._rows.setdefault(key, _Sums())
+        return row
 
 
 def total(parts: Iterable[Statistics]) -> Statistics:

@@ -21,6 +21,7 @@ from mpicomm.collectives.gpu.algorithms.direct.arguments import direct_kernel  #
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, packet_kernel  # noqa: E402
 from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
 from mpicomm.kernels.combine import combine_kernel  # noqa: E402
+from mpicomm.kernels.epilogue import epilogue_kernel, norm_kernel  # noqa: E402
 from mpicomm.kernels.packing import PACK_KERNEL  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from mpicomm.kernels.variant import Variant  # noqa: E402
@@ -118,6 +119,21 @@ def test_every_type_compiles(reduction: tuple[str, str], capability: tuple[int, 
 def test_expressions_compile(dtype: str, text: str, capability: tuple[int, int]) -> None:
     variant = combine_kernel((dtype, text), dtype)
     assert compile_kernel(variant.source, capability, variant.options).startswith(b"\x7fELF")
+
+
+FINISH = "fn::add(fn::multiply(v,fn::number<State>(w.real(0))),fn::element<State>(w.array<dtype::float16>(1),i))"
+FINISHES = [
+    packet_kernel(("float32", "sum"), 4, "sentinel", "few", fan_out=True, epilogue=FINISH),
+    packet_kernel(("bfloat16", "sum"), 8, "flagged", "one", fan_out=False, epilogue=FINISH),
+    epilogue_kernel("bfloat16", "float8_e4m3fn", FINISH),
+    norm_kernel("bfloat16", "bfloat16", "float32"),
+    norm_kernel("float64", "float32", "float64"),
+]
+
+
+@pytest.mark.parametrize("variant", FINISHES, ids=lambda variant: " ".join(variant.options[1:4]))
+def test_kernels_with_epilogues_have_the_registers_they_need(variant: Variant) -> None:
+    assert spills(ptxas_says(variant.source.read_text(), variant.options), variant.entry) == [0, 0]
 
 
 @pytest.mark.parametrize("variant", BANDWIDTH, ids=lambda variant: " ".join(variant.options[1:]) or "copies")

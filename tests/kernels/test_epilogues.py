@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,15 +14,15 @@ from mpicomm.collectives.gpu.algorithms.base import Finish
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
 from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.collectives.signature import Signature
-from mpicomm.epilogues import BoundEpilogue, Epilogue, fp8
-from mpicomm.kernels.epilogue import EpilogueOperands
-from mpicomm.mpi.arguments import parse
+from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
+from mpicomm.finishes.base import BoundEpilogue
+from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.span import Span
 from tests.helpers import patterns
 from tests.helpers.reductions import Array, dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.exchange_rig import kernel_of
-from tests.kernels.machine import CAUGHT, Machine
+from tests.kernels.machine import CAUGHT, Machine, Place
 from tests.kernels.packet_rig import PacketRig
 from tests.kernels.packet_runs import INBOX_NBYTES, SMALL
 
@@ -30,8 +31,8 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 
 RNG = np.random.default_rng(7)
 BIAS, ROW = samples(np.dtype(np.float32), 5000, RNG), samples(dtype_named("bfloat16"), 7, RNG)
-WORDS = Epilogue("words[i]", words=np.full(5000, ABSENT, np.uint32).view(np.float32))
-AFFINE = Epilogue("v * scale + bias[i] - row[i % n]", scale=0.3, n=7, bias=BIAS, row=ROW)
+WORDS = Elementwise("words[i]", words=np.full(5000, ABSENT, np.uint32).view(np.float32))
+AFFINE = Elementwise("v * scale + bias[i] - row[i % n]", scale=0.3, n=7, bias=BIAS, row=ROW)
 
 
 def bound(epilogue: Epilogue, dtype: str, result: str, count: int) -> BoundEpilogue:
@@ -39,12 +40,17 @@ def bound(epilogue: Epilogue, dtype: str, result: str, count: int) -> BoundEpilo
     return epilogue.bind("Allreduce", dtype_named(dtype), receive)
 
 
-def on_rank(epilogue: BoundEpilogue, machine: Machine, rank: int) -> BoundEpilogue:
-    """Return it with its arrays in memory of a rank."""
-    operands = EpilogueOperands.from_buffer_copy(epilogue.operands)
-    for place, array in enumerate(epilogue.arrays.values(), len(epilogue.numbers)):
-        operands.words[place] = machine.place(rank, np.asarray(array.owner)).address
-    return replace(epilogue, operands=operands)
+def on_rank(epilogue: Epilogue, machine: Machine, rank: int) -> tuple[Epilogue, dict[str, Place]]:
+    """Return it with its arrays in memory of a rank, and their places by name."""
+    moved, places = copy.copy(epilogue), {}
+
+    def read(name: str, array: Any, result: Operand, *, writable: bool = False) -> Operand:
+        operand = epilogue.read(name, array, result, writable=writable)
+        places[name] = machine.place(rank, array)
+        return replace(operand, pointer=places[name].address)
+
+    vars(moved)["read"] = read
+    return moved, places
 
 
 def finished(epilogue: BoundEpilogue, values: Array) -> Array:
@@ -60,12 +66,12 @@ def finished(epilogue: BoundEpilogue, values: Array) -> Array:
         (AFFINE, "float16", "float16"),
         (AFFINE, "bfloat16", "float32"),
         (AFFINE, "float64", "bfloat16"),
-        (Epilogue("conj(v) - i"), "complex64", "complex128"),
+        (Elementwise("conj(v) - i"), "complex64", "complex128"),
         (fp8(0.25), "float32", "float8_e4m3fn"),
         (fp8(np.array([3], np.float32), "float8_e5m2"), "bfloat16", "float8_e5m2"),
-        (Epilogue("v * 3 + i % k - d[i // 2]", k=5, d=np.arange(5000, dtype=np.uint8)), "int32", "int64"),
-        (Epilogue("v + i"), "int8", "float16"),
-        (Epilogue("v and not m[i]", m=RNG.random(5000) < 0.5), "bool", "int16"),
+        (Elementwise("v * 3 + i % k - d[i // 2]", k=5, d=np.arange(5000, dtype=np.uint8)), "int32", "int64"),
+        (Elementwise("v + i"), "int8", "float16"),
+        (Elementwise("v and not m[i]", m=RNG.random(5000) < 0.5), "bool", "int16"),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -78,7 +84,8 @@ def test_the_kernel_behind(builds: Builds, epilogue: Epilogue, dtype: str, resul
         target = machine.place(0, np.zeros(count, whole.result), offset=offset * whole.result.itemsize)
         if dtype == result and offset:
             target = source  # in place
-        finish = Finish(on_rank(whole, machine, 0), target.address)
+        moved, _ = on_rank(epilogue, machine, 0)
+        finish = Finish(bound(moved, dtype, result, count), target.address)
         (launch,) = finish_launches(finish, Span(source.address, count), machine.faults[0], 2)
         kernel = kernel_of(builds, launch.variant)
         machine.launch(0, kernel, [launch.arguments], blocks=launch.blocks, threads=64)
@@ -90,12 +97,42 @@ def test_the_kernel_behind(builds: Builds, epilogue: Epilogue, dtype: str, resul
 def test_the_kernel_behind_a_failed_one_does_nothing(builds: Builds) -> None:
     machine, values = Machine(builds, 1), np.ones(100, np.float32)
     machine.failed[0].bytes[:] = 1
-    whole = bound(Epilogue("v + 1"), "float32", "float32", values.size)
+    whole = bound(Elementwise("v + 1"), "float32", "float32", values.size)
     place = machine.place(0, values)
     (launch,) = finish_launches(Finish(whole, place.address), Span(place.address, 100), machine.faults[0], 1)
     machine.launch(0, kernel_of(builds, launch.variant), [launch.arguments], blocks=1, threads=64)
     machine.run()
     require_same(place.view(np.float32).copy(), values)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result", "hidden"),
+    [
+        ("float32", "float32", 64),
+        ("bfloat16", "bfloat16", 2100),
+        ("float16", "float8_e5m2", 1001),
+        ("float64", "float64", 3),
+    ],
+)
+def test_rows_are_normalised(builds: Builds, dtype: str, result: str, hidden: int) -> None:
+    machine, rng, rows = Machine(builds, 1), np.random.default_rng(hidden), 5
+    values, residual = (rng.standard_normal(rows * hidden).astype(dtype_named(dtype)) for _ in range(2))
+    weight = rng.standard_normal(hidden).astype(np.float32)
+    epilogue = rms_norm(residual, weight, 1e-3)
+    moved, places = on_rank(epilogue, machine, 0)
+    source = machine.place(0, values)
+    target = source if dtype == result else machine.place(0, np.zeros(values.size, dtype_named(result)))
+    finish = Finish(bound(moved, dtype, result, values.size), target.address)
+    (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
+    kernel = kernel_of(builds, launch.variant)
+    machine.launch(0, kernel, [launch.arguments], blocks=2, threads=launch.threads)
+    machine.run()
+    expected = finished(bound(epilogue, dtype, result, values.size), values)  # it changes the residual, too
+    require_same(target.view(expected.dtype).copy(), expected)
+    require_same(places["residual"].view(residual.dtype).copy(), residual)
+    h = residual.astype(np.float64).reshape(rows, hidden)
+    exact = h / np.sqrt((h * h).mean(axis=1, keepdims=True) + 1e-3) * weight
+    assert np.allclose(expected.astype(np.float64), exact.ravel(), rtol=0.13, atol=1e-4)  # as float8_e5m2 rounds
 
 
 def run_fused(
@@ -118,7 +155,8 @@ def run_fused(
                     rank, size, whole.dtype, send, output, op, piece_nbytes=1 << 30 if two_shot else None
                 )
                 signature = Signature("Allreduce", name, count, op, epilogue=whole.text)
-                finish = Finish(on_rank(whole, rig.machine, rank), output.pointer)
+                moved, _ = on_rank(epilogue, rig.machine, rank)
+                finish = Finish(bound(moved, name, name, count), output.pointer)
                 rig.run(rank, pattern, signature, finish=finish)
                 checks.append((target, expected))
     rig.machine.run(jitter_us=100)
@@ -150,4 +188,4 @@ def test_results_that_lose_such_a_word_are_found(builds: Builds) -> None:
 def test_an_epilogue_that_forgets_where_its_shard_begins_is_found(builds: Builds) -> None:
     change = Change("packet_worker.cuh", "operands.first + at / sizeof(Element)", "at / sizeof(Element)")
     with pytest.raises(AssertionError, match=CAUGHT):
-        run_fused(builds, "flagged", Epilogue("v + i"), ("float32", "sum"), (change,))
+        run_fused(builds, "flagged", Elementwise("v + i"), ("float32", "sum"), (change,))

@@ -109,10 +109,11 @@ def test_several_jobs_go_in_one_launch(builds: Builds) -> None:
         Change("pack.cu", "(x.regions) + region.list", "(x.regions) + x.regions->list"),
         Change("pack.cu", "left < kPacketNbytes ? left : kPacketNbytes", "kPacketNbytes"),
         Change("pack.cu", "first_unit <= number", "first_unit < number"),
-        Change("pack.cu", "x.side_by_side", "true"),
+        Change("pack.cu", "x.structures == 1", "true"),
+        Change("pack.cu", "x.num_regions == 1", "true"),
         Change("pack.cu", "rest -= units;", ""),
         Change("pack.cu", "x.regions[++index]", "x.regions[1]"),
-        Change("pack.cu", "second = nbytes == kPacketNbytes ? words[1] : 0", "second = 0"),
+        Change("pack.cu", "second = words[1]", "second = 0"),
     ],
 )
 def test_a_mistake_is_seen(builds: Builds, change: Change) -> None:

@@ -25,6 +25,7 @@ ROOMS = [
     {"devices"},
     {"devices.cuda"},
     {"mpi"},
+    {"finishes"},
     {"cluster", "epilogues"},
     {"recording"},
     {"sharing"},

@@ -1,5 +1,5 @@
-// For kernels of users: `#include <mpicomm.cuh>`, compiled as C++17 with -I and the directory that mpicomm.include_dir()
-// returns. NVRTC and nvcc compile it; other compilers compile it for CPU threads.
+// For kernels of users: `#include <mpicomm.cuh>`, compiled as C++17 with -I and the directory that
+// mpicomm.include_dir() returns. NVRTC and nvcc compile it; other compilers compile it for CPU threads.
 //
 // A kernel reaches the parts of a SymmetricArray on all ranks through its `pointers`, and these functions work on them:
 //
@@ -15,15 +15,17 @@
 //     mpicomm::put(mpicomm::Block(), mpicomm::part<float>(data, peer), mine, nbytes);
 //     mpicomm::signal(mpicomm::Block(), mpicomm::part<u64>(flags, peer), number);
 //
-//     if (!mpicomm::wait(mpicomm::Block(), mpicomm::part<u64>(flags, rank), number, timeout_ns)) return;  // on the peer
+//     // on the peer
+//     if (!mpicomm::wait(mpicomm::Block(), mpicomm::part<u64>(flags, rank), number, timeout_ns)) return;
 //     ... = mpicomm::part<float>(data, rank)[i];
 //
 // Plain loads and stores through `part` do the same as get and put. A writer also has to learn when it may write memory
-// again that a reader still reads: from a flag in the other direction, from a barrier, or from later data of the reader.
+// again that a reader still reads: from a flag in the other direction, from a barrier, or from later data of the
+// reader.
 //
-// At a timeout a function returns false to all threads of the group. The data that it waited for may be missing, in part
-// or in whole. The kernel then stores that fact where its host looks, and returns: the communicator does not know of it.
-// Ranks that wait for this one run into their own timeouts.
+// At a timeout a function returns false to all threads of the group. The data that it waited for may be missing, in
+// part or in whole. The kernel then stores that fact where its host looks, and returns: the communicator does not know
+// of it. Ranks that wait for this one run into their own timeouts.
 //
 // All blocks that wait must run at once with the blocks that they wait for. In a grid that is larger than the GPU, or
 // between ranks that share a GPU, blocks could wait for blocks that cannot begin.

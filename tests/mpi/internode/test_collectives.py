@@ -134,6 +134,19 @@ def test_operations_that_do_not_commute(comm: mpicomm.Communicator, xp: Any, pla
     assert (result == xp.asarray(reduced(op.expression, parts[: comm.rank + 1]))).all()
 
 
+def test_epilogues(comm: mpicomm.Communicator, xp: Any) -> None:
+    bias = xp.arange(70_001, dtype=xp.float32)
+    for count in (7, 70_001):
+        send, result = xp.full(count, comm.rank, xp.float32), xp.zeros(count, xp.float32)
+        wide = xp.zeros(count, xp.float64)
+        for _ in range(2):
+            comm.Allreduce(send, result, epilogue="v * n - bias[i]", n=2, bias=bias)
+            comm.Allreduce(send, wide, epilogue="v * n", n=0.5)
+            comm.check()
+            total = comm.size * (comm.size - 1) // 2
+            assert (result == 2 * total - bias[:count]).all() and (wide == total / 2).all()
+
+
 def test_parts_of_the_communicator(comm: mpicomm.Communicator, xp: Any, placement: str) -> None:
     half = comm.Split(comm.rank % 2, comm.rank)
     assert isinstance(half, mpicomm.Communicator)

@@ -17,7 +17,7 @@ import mpicomm
 from mpicomm.observation import inside
 from mpicomm.recording import clocks
 from mpicomm.trace.__main__ import main
-from tests.helpers.communicators import communicator
+from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_rigs import rig_on
 
 Event = dict[str, Any]
@@ -118,11 +118,13 @@ def test_merged_traces_say_who_waited_for_whom(
     monkeypatch.setattr(clocks, "clock_key", lambda: str(rank))
     ahead_ns = rank * 7_200_000_000_000
     monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter_ns=lambda: time.perf_counter_ns() + ahead_ns))
-    with communicator("cpu") as comm, comm.Split(0) as part:
+    with communicator("cpu") as comm:
+        part = comm.Split(0)
         part.Barrier()
         if rank == size - 1:
             time.sleep(LATE_S)
         part.Barrier()
+        part.Free()
     MPI.COMM_WORLD.Barrier()
     if rank == 0:
         capsys.readouterr()
@@ -186,6 +188,46 @@ def test_messages_of_device_arrays_have_tracks_of_their_streams(
     (host, *device) = [event for event in calls_of(folder) if event["name"] == "Sendrecv"]
     assert host["cat"] == "message" and device
     assert {(event["cat"], event["tid"] >= 1000) for event in device} == {("device", True)}
+
+
+def test_work_of_a_gpu_is_in_the_track_of_its_stream(
+    device: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MPICOMM_TRACE", f"{folder}/trace-%r.json")
+    with communicator(device) as comm, array_module(comm) as xp:
+        values, sums = xp.ones(1000, "f4"), xp.empty(1000, "f4")
+        for algorithm in ("auto", "auto", "one_shot"):
+            comm.Allreduce(values, sums, algorithm=algorithm)
+        with comm.zeros(1000, "f4") as array:
+            array.put(sums, comm.rank)
+            array.signal(comm.rank)
+            array.wait_signal(comm.rank)
+            comm.check()
+            assert (array.local == comm.size).all()
+        if device == "cuda":
+            with xp.cuda.Stream(non_blocking=True) as stream:
+                stream.begin_capture()
+                comm.Allreduce(values, sums)
+                stream.end_capture()
+        comm.check()
+        rows = comm.stats().rows
+    calls = [event for event in calls_of(folder) if event["cat"] in ("collective", "memory")]
+    work = {(event["name"], event["ts"]): event for event in calls_of(folder) if event["cat"] == "device"}
+    if device == "cpu":
+        assert not work and len(calls) == 6
+        return
+    assert [event["name"] for event in work.values()] == [event["name"] for event in calls[:6]]
+    for host, device_event in zip(calls, work.values(), strict=False):
+        assert device_event["args"] == host["args"]
+        assert 0 <= device_event["dur"] < 60e6
+        # A stream comes to a call after the host has begun it; the two clocks are compared to some microseconds.
+        assert -100 < device_event["ts"] - host["ts"] < 60e6
+    assert {event["tid"] for event in work.values()} == {1000}
+    assert [facts(event, "captured") for event in calls[6:]] == [("Allreduce", True)]
+    assert facts(calls[0], "why") == ("Allreduce", "by the table") or comm.size == 1
+    assert facts(calls[2], "algorithm", "why") == ("Allreduce", "one_shot", 'algorithm="one_shot"')
+    assert facts(calls[3], "algorithm", "bytes") == ("SymmetricArray.put", "copy_engine", 4000)
+    assert all(row.device_s > 0 for row in rows if row.operation == "SymmetricArray.put")
 
 
 def test_without_the_variables_nothing_is_put_in(host_comm: mpicomm.Communicator) -> None:

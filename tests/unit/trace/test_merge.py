@@ -16,7 +16,7 @@ Event = dict[str, Any]
 def clock(
     rank: int, time_ns: int = 0, offset_ns: int = 0, reference: int = 0, uncertainty_ns: int = 0, wall_ns: int = 0
 ) -> Event:
-    facts = {"rank": rank, "reference": reference, "time_ns": time_ns, "offset_ns": offset_ns}
+    facts: Event = {"rank": rank, "reference": reference, "time_ns": time_ns, "offset_ns": offset_ns}
     facts |= {"uncertainty_ns": uncertainty_ns, "wall_ns": wall_ns, "host": "host"}
     return {"ph": "M", "name": "mpicomm_clock", "pid": rank, "args": facts}
 

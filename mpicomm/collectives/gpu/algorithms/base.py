@@ -20,8 +20,7 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
-from mpicomm.epilogues import BoundEpilogue
-from mpicomm.kernels.epilogue import EpilogueOperands
+from mpicomm.finishes.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span
@@ -63,12 +62,6 @@ class Finish:
 
     epilogue: BoundEpilogue
     pointer: int
-
-    def operands(self, first: int = 0) -> EpilogueOperands:
-        """Return the operands for a kernel whose output begins with element ``first`` of the result."""
-        operands = EpilogueOperands.from_buffer_copy(self.epilogue.operands)
-        operands.first = first
-        return operands
 
 
 @dataclass(frozen=True)

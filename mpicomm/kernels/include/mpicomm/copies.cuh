@@ -13,9 +13,9 @@ MPICOMM_DEVICE T* part(const u64* pointers, u32 rank) {
   return reinterpret_cast<T*>(pointers[rank]);
 }
 
-// Copies `nbytes` to the memory of a peer. Addresses and length may be any; the two ranges may not overlap. All accesses
-// but the first and the last move 16 bytes where both addresses have the same remainder modulo 16. Otherwise the stores
-// move 16 bytes and the loads are narrower.
+// Copies `nbytes` to the memory of a peer. Addresses and length may be any; the two ranges may not overlap. All
+// accesses but the first and the last move 16 bytes where both addresses have the same remainder modulo 16. Otherwise
+// the stores move 16 bytes and the loads are narrower.
 //
 // Orders: the copy reads `from` after all stores that threads of the group made before the call. It publishes nothing:
 // a `signal` of the same group does, after it. `from` may be written again after a group.sync().

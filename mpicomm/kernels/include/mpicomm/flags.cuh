@@ -34,8 +34,8 @@ MPICOMM_DEVICE bool has_reached(u64 value, u64 number) { return static_cast<long
 
 // Raises a flag to `number`.
 //
-// Orders: pairs with `wait` for the flag. It publishes all stores that threads of the group made before the call, on any
-// rank, and the stores of others that they have seen.
+// Orders: pairs with `wait` for the flag. It publishes all stores that threads of the group made before the call, on
+// any rank, and the stores of others that they have seen.
 // Who: all threads of the group. No other group raises the same flag.
 // Timeout: it waits for no other rank.
 template <Scope scope = Scope::kSystem, class Group>

@@ -26,15 +26,15 @@ MPICOMM_DEVICE void store_packet_data(u8* to, const Packet& data, u32 width, u64
 // Sends `nbytes` to `slots` in the memory of a peer: packets_nbytes(nbytes) bytes at a multiple of 16, in a
 // SymmetricArray that is zero at first. `from` may have any address.
 //
-// `epoch` is the number of the message: not 0, larger than those of all earlier messages in these slots, and the same on
-// the receiver. After 2^32 - 1 messages the ranks zero the slots between two barriers, and begin with 1 again.
+// `epoch` is the number of the message: not 0, larger than those of all earlier messages in these slots, and the same
+// on the receiver. After 2^32 - 1 messages the ranks zero the slots between two barriers, and begin with 1 again.
 //
 // The sender must know that the receiver has taken the last message from these slots. If both ranks send to each other,
-// two sets of slots in turns do: a rank that has received message n knows that the peer was done with message n - 1, and
-// stores message n + 1 where message n - 1 was.
+// two sets of slots in turns do: a rank that has received message n knows that the peer was done with message n - 1,
+// and stores message n + 1 where message n - 1 was.
 //
-// Orders: it reads `from` after all stores that threads of the group made before the call. It publishes no other stores:
-// the receiver may read this data alone.
+// Orders: it reads `from` after all stores that threads of the group made before the call. It publishes no other
+// stores: the receiver may read this data alone.
 // Who: all threads of the group.
 // Timeout: it waits for no other rank.
 template <class Group>
@@ -61,9 +61,10 @@ MPICOMM_DEVICE bool receive_packets(
   constexpr u32 kAtOnce = 4;
   u8* const data = static_cast<u8*>(to);
   const u32 width = width_of(data);
+  const u64 begin = static_cast<u64>(group.number()) * FlagWire::kUnitNbytes;
   const u64 stride = static_cast<u64>(group.size()) * FlagWire::kUnitNbytes;
   bool come = true;
-  for (u64 first = static_cast<u64>(group.number()) * FlagWire::kUnitNbytes; first < nbytes; first += kAtOnce * stride) {
+  for (u64 first = begin; first < nbytes; first += kAtOnce * stride) {
     Pair packets[kAtOnce];
     // Each poll loads all packets, so that kAtOnce loads are in flight at once.
     const auto reached = [&] {

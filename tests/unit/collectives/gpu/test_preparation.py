@@ -20,7 +20,7 @@ from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.choose import Preparation
 from mpicomm.collectives.signature import Signature
-from mpicomm.epilogues import Epilogue
+from mpicomm.epilogues import Elementwise
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.arguments import parse
@@ -78,7 +78,7 @@ class Rig:
         call = pattern.call(Signature("Allreduce", "float32", count, "sum"))
         if result:
             receive = parse(np.empty(count, result), writable=True, name="recvbuf")
-            epilogue = Epilogue("v * i").bind("Allreduce", FLOAT32, receive)
+            epilogue = Elementwise("v * i").bind("Allreduce", FLOAT32, receive)
             call = replace(call, epilogue=Finish(epilogue, output.pointer if result == "float32" else 3 << 40))
         return self._preparation.steps(call, asked)[1]
 

@@ -45,8 +45,8 @@ class Recorder:
 def test_equal_tables_are_copied_once() -> None:
     backend = Recorder()
     tables = PackTables(cast(GpuBackend, backend))
-    first, second = PackTable(b"a" * 80, 1, 3, True), PackTable(b"b" * 160, 2, 4, False)
-    assert tables.pointer_of(first) == tables.pointer_of(PackTable(b"a" * 80, 1, 3, True)) == 1000
+    first, second = PackTable(b"a" * 80, 1, 3, 1), PackTable(b"b" * 160, 2, 4, 2)
+    assert tables.pointer_of(first) == tables.pointer_of(PackTable(b"a" * 80, 1, 3, 1)) == 1000
     assert tables.pointer_of(second) == 2000
     assert backend.copies == [(1000, 80), (2000, 160)]
     assert tables.memory_use().device_nbytes == 240

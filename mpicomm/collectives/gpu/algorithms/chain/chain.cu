@@ -321,8 +321,9 @@ MPICOMM_DEVICE void run(const Chain& x) {
     if (batch == 0) passing.end_slot();
   }
   if (batch != 0) passing.end_slot();
-  // The next of these kernels reads the counts when this one is over, on whichever stream the host puts it. All lanes have
-  // read them above. The votes since then order no memory, so without this barrier a lane could read the new count.
+  // The next of these kernels reads the counts when this one is over, on whichever stream the host puts it. All lanes
+  // have read them above. The votes since then order no memory, so without this barrier a lane could read the new
+  // count.
   __syncwarp(kWarp);
   if (lane == 0 && place.receives) *x.count(false, channel) = passing.received;
   if (lane == 0 && place.sends) *x.count(true, channel) = passing.sent;

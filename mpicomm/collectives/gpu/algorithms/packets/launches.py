@@ -25,7 +25,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
 )
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.errors import InvalidUsageError
-from mpicomm.kernels.epilogue import EpilogueOperands
+from mpicomm.finishes.base import Fused
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import LANES, Team
 from mpicomm.mpi.span import Span
@@ -126,20 +126,20 @@ class PacketPlanner:
         fan_out: Exchange | None = None,
         geometry: Geometry | None = None,
         inboxes: Inboxes | None = None,
-        finish: tuple[str, EpilogueOperands] | None = None,
+        finish: Fused | None = None,
     ) -> Launch:
         """Return the launch for an exchange and, with ``fan_out``, for the exchange after it.
 
         In ``fan_out`` ranks send on the data that they have reduced or received. ``reduction`` is (dtype, op) if any
         rank reduces. ``nbytes`` is the most bytes that one rank sends to another, or a larger number. All arguments but
-        the exchanges are the same on all ranks. ``finish`` is an epilogue in C++ and its operands.
+        the exchanges are the same on all ranks. ``finish`` is applied to the result.
         """
         size, rank = self._team.size, self._team.rank
         units = packets_of(nbytes, wire)
         shape = geometry or geometry_of(units, self._most_blocks, size, fan_out=fan_out is not None)
         arguments = PacketArguments(team=self._team)
         if finish is not None:
-            arguments = FinishedPacketArguments(team=self._team, operands=finish[1])
+            arguments = FinishedPacketArguments(team=self._team, operands=finish.operands)
         self._fill_inboxes(arguments, inboxes or self._inboxes(wire, nbytes))
         slots, steps = arguments.inbox_nbytes // SLOT_NBYTES, shape.steps(units)
         laps = steps if units <= slots else slots // shape.threads
@@ -176,7 +176,7 @@ class PacketPlanner:
                 kind,
                 fan_out=fans,
                 host_slots=self._host_slots,
-                epilogue=finish[0] if finish else "",
+                epilogue=finish.code if finish else "",
             ),
             arguments,
             blocks=shape.blocks,

@@ -16,7 +16,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire, carried_n
 from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner, large_inboxes
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.operations import Operation
-from mpicomm.kernels.epilogue import EpilogueOperands
+from mpicomm.finishes.base import Fused
 from mpicomm.kernels.reductions import Reduction
 
 
@@ -115,17 +115,17 @@ def packet_wire(
 
 
 def _finishes(call: GpuCall) -> bool:
-    """Return whether the rank that reduces an element applies the epilogue: packets carry elements of one size."""
-    return call.epilogue is not None and not call.epilogue.epilogue.converts
+    """Return whether the rank that reduces an element applies the epilogue."""
+    return call.epilogue is not None and call.epilogue.epilogue.fused is not None
 
 
-def finish_within(call: GpuCall, exchange: Exchange) -> tuple[str, EpilogueOperands] | None:
-    """Return the epilogue of a call in C++, and its operands for this rank's part of the result."""
+def finish_within(call: GpuCall, exchange: Exchange) -> Fused | None:
+    """Return the epilogue for the part of the result that this rank reduces in an exchange, None if it has none."""
     output, reduction = call.buffers.output, exchange.reduction
-    if not _finishes(call) or call.epilogue is None or output is None or reduction is None:
+    fused = None if call.epilogue is None else call.epilogue.epilogue.fused
+    if fused is None or output is None or reduction is None:
         return None
-    first = (reduction.output.pointer - output.pointer) // exchange.dtype.itemsize
-    return call.epilogue.epilogue.code, call.epilogue.operands(first)
+    return fused.starting_at((reduction.output.pointer - output.pointer) // exchange.dtype.itemsize)
 
 
 def _memory(node: Node, wire: Wire | None, nbytes: int) -> Sequence[Request]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -126,14 +127,18 @@ def test_host_and_kernel_agree_on_epilogues(tmp_path: Path) -> None:
     constants = {"kMostOperands": epilogue.MOST_OPERANDS, "kEpilogueThreads": epilogue.EPILOGUE_THREADS}
     options = epilogue.epilogue_options("v")
     require_agreement("epilogue.cu", structures, constants, tmp_path, options)
+    norm = {"mpicomm::RmsNorm": epilogue.NormArguments}
+    require_agreement(
+        "rms_norm.cu", norm, {"kNormThreads": epilogue.NORM_THREADS}, tmp_path, ("-DMPICOMM_WEIGHT=float32",)
+    )
     packets_of_both = {"mpicomm::Packets": packets.FinishedPacketArguments}
     require_agreement("packets.cu", packets_of_both, {}, tmp_path, options)
 
 
 def require_agreement(
     name: str,
-    structures: dict[str, type[ctypes.Structure]],
-    constants: dict[str, int],
+    structures: Mapping[str, type[ctypes.Structure]],
+    constants: Mapping[str, int],
     tmp_path: Path,
     options: tuple[str, ...] = (),
 ) -> None:

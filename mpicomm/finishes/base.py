@@ -1,0 +1,118 @@
+"""Epilogue: what a call is to do to its result. BoundEpilogue: the same for the types and buffers of one call."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from mpicomm.devices.host import array_at
+from mpicomm.errors import InvalidUsageError
+from mpicomm.expressions.functions import KINDS, kind_of
+from mpicomm.kernels.epilogue import EpilogueOperands
+from mpicomm.kernels.variant import Variant
+from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.overlap import overlaps
+from mpicomm.mpi.types import is_covered
+
+
+class KernelCall(NamedTuple):
+    """A launch of a kernel, but for its stream."""
+
+    variant: Variant
+    arguments: ctypes.Structure
+    blocks: int
+    threads: int
+
+
+class Fused(NamedTuple):
+    """An epilogue as a part of a kernel that reduces."""
+
+    code: str
+    """The expression in C++."""
+    operands: EpilogueOperands
+
+    def starting_at(self, first: int) -> Fused:
+        """Return it for a kernel whose output begins with element ``first`` of the result."""
+        operands = EpilogueOperands.from_buffer_copy(self.operands)
+        operands.first = first
+        return Fused(self.code, operands)
+
+
+class BoundEpilogue(ABC):
+    """An epilogue for the types and buffers of a call. Its methods are local."""
+
+    def __init__(self, text: str, dtype: np.dtype[Any], result: np.dtype[Any]) -> None:
+        self.text = text
+        """It in words; ranks must agree in it."""
+        self.dtype = dtype
+        """The elements that are reduced."""
+        self.result = result
+        """The elements that are stored."""
+
+    @property
+    def converts(self) -> bool:
+        """Whether the stored elements have another type than the reduced ones."""
+        return self.result != self.dtype
+
+    @property
+    def fused(self) -> Fused | None:
+        """It as a part of a kernel that reduces, None where it cannot be that."""
+        return None
+
+    @abstractmethod
+    def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
+        """Return the kernel that makes elements at ``output`` of those at ``source``; the two may be one address.
+
+        It does nothing once the word at ``failed`` is set.
+        """
+
+    @abstractmethod
+    def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
+        """Make elements of ``out`` of those of ``reduced``; the two may be the same memory."""
+
+
+class Epilogue(ABC):
+    """What an all-reduce does to its result before it stores it: one of `mpicomm.epilogues`."""
+
+    @abstractmethod
+    def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:
+        """Return a key that is equal for equal epilogues; None where an array cannot be recognised."""
+
+    @abstractmethod
+    def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
+        """Return it for a call whose elements of ``dtype`` become those of ``result``; raises `InvalidUsageError`."""
+
+    def read(self, name: str, array: Any, result: Operand, *, writable: bool = False) -> Operand:
+        """Return an array that it uses; raises `InvalidUsageError` and TypeError for others."""
+        try:
+            operand = parse(array, writable=writable, name=name)
+        except (TypeError, InvalidUsageError) as error:
+            raise type(error)(f"epilogue={self!r}: {name} is no array of numbers: {error}") from error
+        if operand.dtype is None or not is_covered(operand.dtype) or kind_of(operand.dtype.name) is None:
+            raise InvalidUsageError(f"epilogue={self!r}: {name} has no elements that are numbers: convert it")
+        if operand.on_device != result.on_device or operand.device != result.device:
+            raise InvalidUsageError(f"epilogue={self!r}: {name} is not on the device of {result.name}: move it there")
+        if overlaps(operand, result):
+            raise InvalidUsageError(f"epilogue={self!r}: {name} overlaps {result.name}: copy one of them")
+        return operand
+
+    def require_kind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> None:
+        """Raise `InvalidUsageError` unless numbers of ``dtype`` may become those of ``result``."""
+        assert result.dtype is not None
+        kinds = [KINDS.index(kind) for each in (dtype, result.dtype) if (kind := kind_of(each.name)) is not None]
+        if len(kinds) < 2 or kinds[1] < kinds[0]:
+            raise InvalidUsageError(
+                f"{operation}: epilogue={self!r}: recvbuf has {result.dtype} for results of {dtype}: pass one of "
+                f"{kind_of(dtype.name)}"
+            )
+
+
+def host_array(array: Operand) -> npt.NDArray[Any]:
+    """Return the elements of an operand in host memory, one after the other."""
+    assert array.dtype is not None
+    return array_at(array.pointer, array.nbytes, np.dtype(np.uint8)).view(array.dtype)
