@@ -92,11 +92,8 @@ class BoundNorm(BoundEpilogue):
         wide = _FLOAT32 if is_narrow(self.dtype) else self.dtype
         weight = host_array(self._weight).astype(wide)
         shape = -1, weight.size
-        residuals, values, results = (
-            host_array(self._residual).reshape(shape),
-            reduced.reshape(shape),
-            out.reshape(shape),
-        )
+        residuals = host_array(self._residual).reshape(shape)
+        values, results = reduced.reshape(shape), out.reshape(shape)
         step = max(1, _BLOCK // weight.size)
         with np.errstate(all="ignore"):
             for start in range(0, len(values), step):
@@ -122,7 +119,7 @@ def _sums_of_squares(values: npt.NDArray[Any], per_packet: int) -> npt.NDArray[A
     squares[:, :hidden] = values * values
     # Element [n, row, thread] is the n-th that a thread adds.
     added = squares.reshape(rows, steps, threads, per_packet).transpose(1, 3, 0, 2).reshape(-1, rows, threads)
-    sums = added[0]
+    sums: npt.NDArray[Any] = added[0]
     for each in added[1:]:
         sums = sums + each
     while threads > 1:

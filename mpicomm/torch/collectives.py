@@ -90,6 +90,16 @@ class Collectives:
         self._comm.Gatherv(movable(apart(send, pieces.memory)), receive, root, algorithm=self._way("Gatherv", send))
         pieces.scatter()
 
+    def gather_into(self, output: torch.Tensor, given: torch.Tensor, root: int) -> None:
+        """Put the ``given`` tensors of all ranks one after the other into the root's ``output``."""
+        send, receive = flat(given, "tensor"), None
+        if self._comm.rank == root:
+            receive = flat(output, "gather_tensor")
+            self._require_blocks(receive, send, "gather_tensor", "tensor")
+            send, receive = apart(send, receive), movable(receive)
+        send = movable(send)
+        self._comm.Gather(send, receive, root, algorithm=self._way("Gather", send))
+
     def scatter(self, output: torch.Tensor, given: Sequence[torch.Tensor] | None, root: int) -> None:
         """Put the root's given tensor of this rank's number into ``output``; sizes may differ."""
         receive = flat(output, "tensor")

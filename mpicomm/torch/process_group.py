@@ -14,6 +14,7 @@ from torch._C import _distributed_c10d as c10d
 from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
+from mpicomm.torch.collective_calls import CollectiveCalls, Tensors
 from mpicomm.torch.collectives import Collectives
 from mpicomm.torch.failures import expected
 from mpicomm.torch.lane import Lane
@@ -24,13 +25,11 @@ from mpicomm.torch.symmetric_pool import SymmetricPool
 from mpicomm.torch.tensors import DeviceError, flat, movable
 from mpicomm.torch.works import FOREVER, JoinedWork, MessageWork, Work
 
-Tensors = Sequence[torch.Tensor]
-
 _FREE_S = 30.0
 """So long a group that is destroyed waits for its other ranks, because they may have ended without destroying it."""
 
 
-class ProcessGroup(c10d.ProcessGroup):
+class ProcessGroup(CollectiveCalls):
     """The group of ``comm`` for ``torch.distributed``, which calls these methods. Programs call its functions.
 
     The methods of collectives are *collective*. On tensors of the host a blocking call returns when it is done, and a
@@ -62,116 +61,7 @@ class ProcessGroup(c10d.ProcessGroup):
         self._monitored = 0
         self._open = True
 
-    # Collectives
-
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work:
-        """See `torch.distributed.all_reduce`. ``DistributedDataParallel.join`` passes a tensor in place of a list."""
-        opts = opts or c10d.AllreduceOptions()
-        (tensor,) = tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        return self._run("all_reduce", opts, lambda: self.collectives.all_reduce(tensor, opts.reduceOp), tensors)
-
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """See `torch.distributed.all_reduce_coalesced`."""
-        opts = opts or c10d.AllreduceCoalescedOptions()
-
-        def call() -> None:
-            for index, tensor in enumerate(tensors):
-                self.collectives.all_reduce(tensor, opts.reduceOp, f"tensors[{index}]")
-
-        return self._run("all_reduce_coalesced", opts, call, tensors)
-
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:
-        """See `torch.distributed.reduce`."""
-        (tensor,) = tensors
-        return self._run("reduce", opts, lambda: self.collectives.reduce(tensor, opts.reduceOp, opts.rootRank), tensors)
-
-    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        """See `torch.distributed.broadcast`."""
-        (tensor,) = tensors
-        return self._run("broadcast", opts, lambda: self.collectives.broadcast(tensor, opts.rootRank), tensors)
-
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
-        """See `torch.distributed.all_gather`."""
-        (given,), (received,) = inputs, outputs
-        return self._run(
-            "all_gather", opts, lambda: self.collectives.all_gather_list(received, given), received, inputs
-        )
-
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
-        """See `torch.distributed.all_gather_coalesced`: ``outputs[r][i]`` receives ``inputs[i]`` of rank r."""
-
-        def call() -> None:
-            for given, *received in zip(inputs, *outputs, strict=True):
-                self.collectives.all_gather_list(received, given)
-
-        return self._run("all_gather_coalesced", opts, call, [tensor for each in outputs for tensor in each], inputs)
-
-    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
-        """See `torch.distributed.all_gather_into_tensor`."""
-        call = self.collectives.all_gather
-        return self._run("all_gather_into_tensor", opts, lambda: call(output, given), [output], [given])
-
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        """Do what `torch.distributed.all_gather_into_tensor` does, for several tensors."""
-
-        def call() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
-                self.collectives.all_gather(output, given)
-
-        return self._run("all_gather_into_tensor_coalesced", opts, call, outputs, inputs)
-
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
-        """See `torch.distributed.gather`."""
-        (given,), received = inputs, outputs[0] if outputs else None
-        call = self.collectives.gather
-        return self._run("gather", opts, lambda: call(received, given, opts.rootRank), received or (), inputs)
-
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
-        """See `torch.distributed.scatter`."""
-        (output,), given = outputs, inputs[0] if inputs else None
-        call = self.collectives.scatter
-        return self._run("scatter", opts, lambda: call(output, given, opts.rootRank), outputs, given or ())
-
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
-        """See `torch.distributed.reduce_scatter`."""
-        opts = opts or c10d.ReduceScatterOptions()
-        (output,), (given,) = outputs, inputs
-        call = self.collectives.reduce_scatter_list
-        return self._run("reduce_scatter", opts, lambda: call(output, given, opts.reduceOp), outputs, given)
-
-    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
-        """See `torch.distributed.reduce_scatter_tensor`."""
-        opts = opts or c10d.ReduceScatterOptions()
-        call = self.collectives.reduce_scatter
-        return self._run("reduce_scatter_tensor", opts, lambda: call(output, given, opts.reduceOp), [output], [given])
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        """Do what `torch.distributed.reduce_scatter_tensor` does, for several tensors."""
-        opts = opts or c10d.ReduceScatterOptions()
-
-        def call() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
-                self.collectives.reduce_scatter(output, given, opts.reduceOp)
-
-        return self._run("reduce_scatter_tensor_coalesced", opts, call, outputs, inputs)
-
-    def alltoall_base(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
-    ) -> Work:
-        """See `torch.distributed.all_to_all_single`."""
-        call = self.collectives.all_to_all
-        return self._run(
-            "all_to_all_single", opts, lambda: call(output, given, output_splits, input_splits), [output], [given]
-        )
-
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        """See `torch.distributed.all_to_all`."""
-        return self._run("all_to_all", opts, lambda: self.collectives.all_to_all_list(outputs, inputs), outputs, inputs)
+    # Barriers
 
     def barrier(self, opts: Any = None) -> Work:
         """See `torch.distributed.barrier`. On a GPU a rank also waits until its current stream has done its work."""
@@ -194,13 +84,6 @@ class ProcessGroup(c10d.ProcessGroup):
         store = dist.PrefixStore(f"monitored_barrier/{self._monitored}/", self._store)
         comm = self.communicator
         wait_for_all(store, comm.rank, comm.size, timeout_s, name_all=wait_all_ranks)
-
-    # Later versions of PyTorch call these names.
-    all_gather_single = _allgather_base
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
-    reduce_scatter_single = _reduce_scatter_base
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-    all_to_all_single = alltoall_base
 
     # Messages
 
@@ -319,6 +202,12 @@ class ProcessGroup(c10d.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives that this rank has called."""
         return self._sequence
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Refuse a new timeout, because kernels and messages of the group know the one that it was made with."""
+        raise InvalidUsageError(
+            f"timeout={timeout}: a group keeps its timeout; make another with new_group(timeout=...)"
+        )
 
     def shutdown(self) -> None:
         """Free the group, which `torch.distributed.destroy_process_group` calls.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 
 import pytest
 import torch
@@ -119,6 +120,11 @@ BAD = {
     ),
     "a tensor without memory": Misuse(
         lambda size: dist.all_reduce(torch.ones(3, device="meta")), RuntimeError, "tensor is on meta: pass one on cpu"
+    ),
+    "a new timeout": Misuse(
+        lambda size: dist.group.WORLD.set_timeout(timedelta(seconds=1)),
+        ValueError,
+        r"timeout=0:00:01: a group keeps its timeout; make another with new_group\(timeout=...\)",
     ),
     "a root that is no rank": Misuse(
         lambda size: dist.group.WORLD.broadcast([torch.ones(1)], _rooted_at(size + 1)), ValueError, r"root=\d"

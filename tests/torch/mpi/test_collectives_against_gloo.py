@@ -70,6 +70,20 @@ def gather(case: Case) -> Results:
     return got, expected
 
 
+def gather_single(case: Case) -> Results:
+    """As `torch.distributed.gather_single` asks for it, which is later than 2.14."""
+    got, expected = [], []
+    for root in range(case.size):
+        options = dist.GatherOptions()
+        options.rootRank, options.asyncOp = root, case.async_op
+        output = case.empty(2 * case.size, 3) if case.rank == root else case.empty(0)
+        work = case.group.gather_single(output, case.own(2, 3, salt=root), options)
+        case.wait(work if case.async_op else None)
+        if case.rank == root:
+            got, expected = [output], [torch.cat(case.all(2, 3, salt=root))]
+    return got, expected
+
+
 def scatter(case: Case) -> Results:
     got = [case.empty(4) for _ in range(case.size)]
     for root, output in enumerate(got):
@@ -125,6 +139,7 @@ MOVES: list[Callable[[Case], Results]] = [
     all_gather_into_tensor_of_one_more_dimension,
     all_gather_of_different_sizes,
     gather,
+    gather_single,
     scatter,
     all_to_all_single,
     all_to_all_single_of_different_splits,
@@ -132,6 +147,7 @@ MOVES: list[Callable[[Case], Results]] = [
     coalesced_all_gather_into_tensor,
 ]
 NOT_BY_GLOO = {
+    gather_single,
     all_gather_into_tensor_of_one_more_dimension,
     all_gather_of_different_sizes,
     all_to_all,

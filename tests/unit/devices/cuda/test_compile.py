@@ -56,10 +56,13 @@ def test_there_is_something_to_compile_for() -> None:
 @pytest.mark.parametrize("source", SOURCES.values(), ids=lambda source: source.name)
 def test_every_kernel_compiles(source: Path, capability: tuple[int, int]) -> None:
     names = re.findall(r"MPICOMM_KERNEL\s+void\s+(\w+)\(", source.read_text())
-    options = ["-DMPICOMM_RANKS=4", "-DMPICOMM_DTYPE=float32", "-DMPICOMM_OP=sum", "-DMPICOMM_RESULT=float16"]
     # Of these there is no kernel without them.
-    if source.stem not in ("packets", "local_reduction", "combine"):
-        options = []
+    reduces = ["-DMPICOMM_RANKS=4", "-DMPICOMM_DTYPE=float32", "-DMPICOMM_OP=sum", "-DMPICOMM_RESULT=float16"]
+    options = {
+        **dict.fromkeys(("packets", "local_reduction", "combine"), reduces),
+        "epilogue": [*reduces, "-DMPICOMM_EPILOGUE=v"],
+        "rms_norm": [*reduces, "-DMPICOMM_WEIGHT=float32"],
+    }.get(source.stem, [])
     image = compile_kernel(source, capability, options)
     assert image.startswith(b"\x7fELF")
     assert names
