@@ -64,7 +64,8 @@ class Recorder:
             if times is None:
                 self._pending.appendleft(pending)
                 return
-            if not record.nested:
+            # Work on other streams is beside that of the call's own stream, which waits for it.
+            if not record.nested and interval is record.intervals[0]:
                 counts.add_device_time(record, times[1] - times[0])
             if self.file is not None:
                 self.file.add_device_time(record, ordinal, interval.stream, *times)

@@ -31,7 +31,7 @@ class CallStatistics:
     host_s: float
     """The seconds in which the calls kept the host."""
     device_s: float
-    """The seconds between begin and end of the calls in their streams, waits for other ranks included."""
+    """The seconds between begin and end of each call in its stream, waits for other ranks included."""
     longest_s: float
     """The longest time in which a call kept the host."""
 

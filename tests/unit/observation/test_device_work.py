@@ -75,6 +75,11 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 def test_a_call_has_one_interval_in_each_stream(rig: Rig) -> None:
     rig.call(1, 1, 5, 1)
     assert [(each.stream, each.ends) for each in rig.intervals] == [(1, 3), (5, 1)]
+    for interval in rig.intervals:
+        interval.over = True
+    assert [tid for category, tid, *_ in rig.calls() if category == "device"] == [1000, 1001]
+    (row,) = rig.channel.counts.statistics().rows
+    assert round(row.device_s * 1e9) == 1500  # of the first stream, which waits for the others
 
 
 def test_times_are_written_when_the_work_is_over_and_not_before(rig: Rig) -> None:
