@@ -79,6 +79,8 @@ class BlockingCollectives(MPI.Intracomm):
     complex64 and complex128, whether or not MPI has them. MPI carries out calls of all other types that it has, and of
     operations that the user has created.
 
+    **Operations** are MPI's, `AVG`, and `Op`, which is an expression of the user.
+
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
     accumulated in float32 and rounded once. Between several groups each group is reduced in the order of its ranks,
     then the results of the groups in the order of the groups. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from mpicomm.expressions.tree import Apply, Element, Node, Number, Variable
 
+_LARGEST = 2**63 - 1
 Range = tuple[int, int]
 """The least and the largest value."""
 
@@ -18,7 +19,17 @@ def is_index(node: Node) -> bool:
 
 
 def bounds(node: Node, values: Mapping[str, Range]) -> Range:
-    """Return bounds of an index, in which names have these values. All values between may occur, or fewer."""
+    """Return bounds of an index, in which names have these values. All values between may occur, or fewer.
+
+    Raises OverflowError where a part of it may need more than 64 bits, because it would wrap there.
+    """
+    low, high = _bounds(node, values)
+    if low < -_LARGEST or high > _LARGEST:
+        raise OverflowError
+    return low, high
+
+
+def _bounds(node: Node, values: Mapping[str, Range]) -> Range:
     if isinstance(node, Variable):
         return values[node.name]
     if isinstance(node, Number):

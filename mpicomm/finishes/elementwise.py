@@ -113,7 +113,13 @@ class Elementwise(Epilogue):
         ranges = {name: (number, number) for name, number in self._numbers.items() if isinstance(number, int)}
         ranges["i"] = (0, count - 1)
         for element in indices(expression.tree) if count else ():
-            least, largest = bounds(element.index, ranges)
+            try:
+                least, largest = bounds(element.index, ranges)
+            except OverflowError:
+                raise InvalidUsageError(
+                    f"{operation}: epilogue={self.expression!r}: the index of {element.array.name} may need more than "
+                    "64 bits: use smaller numbers"
+                ) from None
             size = arrays[element.array.name].total
             if least < 0 or largest >= size:
                 raise InvalidUsageError(
