@@ -9,6 +9,7 @@ not the times with those of other machines.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -17,8 +18,12 @@ from typing import Any
 import cupy
 import numpy as np
 from mpi4py import MPI
+from result_file import Table, add_tables, command, hardware
 
 import mpicomm
+from mpicomm.cli.arguments import output_file
+from mpicomm.cli.machine import processor
+from mpicomm.cli.options import rank_record
 from mpicomm.epilogues import rms_norm
 from mpicomm.sizes import format_size
 
@@ -112,10 +117,15 @@ def norm(comm: mpicomm.Communicator, x: Any) -> tuple[float, float, float]:
 
 
 def main() -> None:
-    """Measure and print a table."""
+    """Measure, print on rank 0, and write the table where a file is named."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--json", type=output_file)
+    options = parser.parse_args()
+    rows: list[list[Any]] = []
     with mpicomm.Communicator(MPI.COMM_WORLD) as comm:
         if comm.device == "cpu":
             raise SystemExit("there is no GPU: epilogues of host arrays are NumPy's")
+        ranks = comm.gather(rank_record(comm.describe()))
         say = sys.stdout.write if comm.rank == 0 else lambda _: 0
         say(f"{'us, ' + str(comm.size) + ' ranks':>24} {'alone':>9} {'epilogue':>9} {'CuPy behind':>12}\n")
         for name, dtype in (("float32", cupy.float32), ("float16", cupy.float16)):
@@ -124,6 +134,17 @@ def main() -> None:
                     x = cupy.random.random(nbytes // np.dtype(dtype).itemsize).astype(dtype)
                     alone, fused, behind = measure(comm, x)
                     say(f"{name:>8} {what:>6} {format_size(nbytes):>8} {alone:9.2f} {fused:9.2f} {behind:12.2f}\n")
+                    rows.append([name, what, format_size(nbytes), *(round(each, 2) for each in (alone, fused, behind))])
+    if ranks is not None and options.json is not None:
+        text = (
+            "An all-reduce alone, with an epilogue, and with kernels of CuPy behind it that compute the same, in CUDA "
+            f"graphs of {CALLS}: us for each, of the slowest rank. *affine* is `v * scale + bias[i]`, *norm* adds a "
+            f"residual and normalises rows of {HIDDEN}."
+        )
+        columns = ["type", "epilogue", "size", "all-reduce alone", "with the epilogue", "CuPy behind"]
+        title = f"Epilogues of all-reduces, {len(ranks)} ranks"
+        where = hardware(ranks, processor())
+        add_tables(options.json, [Table("Calls", title, where, columns, rows, text=text, command=command(len(ranks)))])
 
 
 if __name__ == "__main__":
