@@ -133,6 +133,7 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
     if options.beside and comm.device == "cpu":
         raise InvalidUsageError("--beside is for GPUs: on the host no product runs beside a call: leave it out")
+    arguments.require_matplotlib(options)
 
 
 def require_model(options: argparse.Namespace) -> None:
@@ -144,6 +145,7 @@ def require_model(options: argparse.Namespace) -> None:
     for name in _OF_MEASUREMENTS:
         if getattr(options, name) != defaults.get_default(name):
             raise InvalidUsageError(f"--{name} is not for --model, which measures nothing: leave it out")
+    arguments.require_matplotlib(options)
 
 
 def forbid_model_arguments(options: argparse.Namespace) -> None:

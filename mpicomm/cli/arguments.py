@@ -88,13 +88,17 @@ def output_file(text: str) -> Path:
 
 
 def plot_file(text: str) -> Path:
-    """As `output_file`, for a picture, which matplotlib draws."""
+    """As `output_file`, for a picture."""
     path = output_file(text)
     if path.suffix not in (".png", ".svg"):
         raise argparse.ArgumentTypeError(f"{text!r}: use a name that ends in .png or .svg")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("drawing needs matplotlib: pip install matplotlib")
     return path
+
+
+def require_matplotlib(options: argparse.Namespace) -> None:
+    """Raise `InvalidUsageError` where ``--plot`` is given and cannot be drawn."""
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")
 
 
 def output_file_or_stdout(text: str) -> Path | None:

@@ -217,7 +217,7 @@ def functions_ptx() -> dict[str, str]:
 @pytest.mark.parametrize("name", ["put_around", "get_around", "reduce_all"])
 def test_functions_for_users_move_words_of_sixteen_bytes(functions_ptx: dict[str, str], name: str) -> None:
     for access in ("ld", "st"):
-        assert re.search(rf"\t{access}\.(global\.)?v4\.b32", functions_ptx[name])
+        assert re.search(rf"\t{access}\.(global\.)?v4\.[bu]32", functions_ptx[name])
 
 
 def test_flags_have_the_scope_that_the_user_names(functions_ptx: dict[str, str]) -> None:

@@ -152,7 +152,7 @@ def test_bad_epilogues(comm: mpicomm.Communicator, xp: Any) -> None:
     cases: list[tuple[type[Exception], str, Any, dict[str, Any]]] = [
         (InvalidUsageError, "few has 7 elements, and its index goes from 0 to 7 for 8", "v + few[i]", {"few": few}),
         (InvalidUsageError, "goes from -1 to 6", "v + few[i - 1]", {"few": few}),
-        (InvalidUsageError, "may need more than 64 bits", "v + few[i * 2 ** 62 // 2 ** 62]", {"few": few}),
+        (InvalidUsageError, "may need more than 64 bits", f"v + few[i * {2**62} // {2**62}]", {"few": few}),
         (InvalidUsageError, "may need more than 64 bits", "v + few[i * n // n]", {"few": few, "n": 2**62}),
         (InvalidUsageError, "'b' is no name here: use v, i", "v + b", {}),
         (InvalidUsageError, "'v' is no name here: use i", "v + few[v]", {"few": few}),

@@ -10,7 +10,8 @@ from __future__ import annotations
 import os
 import sys
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from types import ModuleType
 from typing import Any
@@ -53,6 +54,14 @@ def _gpus_of_ranks(size: int, _: str) -> dict[int, list[int]]:
     return {rank: [rank % torch.cuda.device_count()] for rank in range(size)}
 
 
+_choose_gpu = torch.cuda.set_device
+
+
+def _choose_shared_gpu(device: Any) -> None:
+    """Choose a GPU as `torch.cuda.set_device` does, but take the number of a rank for the GPU that the rank has."""
+    _choose_gpu(device % torch.cuda.device_count() if isinstance(device, int) else device)
+
+
 def _import_as_for(backend: str) -> ModuleType:
     """Return a copy of PyTorch's file whose decorators take the backend for ``backend``."""
     environment = {"BACKEND": backend, "WORLD_SIZE": str(MPI.COMM_WORLD.size), "INIT_METHOD": "file://"}
@@ -78,6 +87,13 @@ def _import_as_for(backend: str) -> ModuleType:
 
 
 _MODULES = [_import_as_for(name) for name in ("gloo", "mpi", *(["nccl"] if torch.cuda.is_available() else []))]
+
+
+@contextmanager
+def shared_gpus() -> Iterator[None]:
+    """Let tests choose GPUs by the numbers of ranks, inside a ``with`` block."""
+    with mock.patch.object(torch.cuda, "set_device", _choose_shared_gpu):
+        yield
 
 
 def name_method(init_method: str) -> None:

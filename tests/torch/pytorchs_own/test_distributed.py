@@ -17,7 +17,7 @@ from mpi4py import MPI
 from torch.testing._internal import common_utils
 
 import mpicomm.torch  # noqa: F401 - it registers the backend
-from tests.torch.pytorchs_own.imported import ALL, BACKEND, RUNNABLE, DistributedTests, name_method
+from tests.torch.pytorchs_own.imported import ALL, BACKEND, RUNNABLE, DistributedTests, name_method, shared_gpus
 from tests.torch.pytorchs_own.skipped import SKIPPED
 
 pytestmark = [
@@ -54,7 +54,8 @@ def test_of_pytorch(name: str, ranks: MPI.Intracomm) -> None:
     """Those that PyTorch keeps for other backends, or for GPUs, are not among them."""
     common_utils.set_rng_seed()
     tests = DistributedTests(name, ranks)
-    getattr(tests, name)()
+    with shared_gpus():
+        getattr(tests, name)()
     tests._barrier()
     tests.doCleanups()
 
