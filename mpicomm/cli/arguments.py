@@ -88,13 +88,22 @@ def output_file(text: str) -> Path:
 
 
 def plot_file(text: str) -> Path:
-    """As `output_file`, for a picture, which matplotlib draws."""
+    """As `output_file`, for a picture."""
     path = output_file(text)
     if path.suffix not in (".png", ".svg"):
         raise argparse.ArgumentTypeError(f"{text!r}: use a name that ends in .png or .svg")
-    if importlib.util.find_spec("matplotlib") is None:
-        raise argparse.ArgumentTypeError("drawing needs matplotlib: pip install matplotlib")
     return path
+
+
+def has_matplotlib() -> bool:
+    """Return whether this process can draw. Local."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def require_matplotlib(plot: Path | None, *, installed: bool) -> None:
+    """Raise `InvalidUsageError` where ``--plot`` is given and matplotlib is not ``installed``."""
+    if plot and not installed:
+        raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")
 
 
 def output_file_or_stdout(text: str) -> Path | None:

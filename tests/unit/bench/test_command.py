@@ -124,7 +124,7 @@ def test_what_is_not_for_the_barrier_is_refused_before_the_run(option: str, valu
 def test_a_picture_without_matplotlib_is_refused_before_the_run(tmp_path: Path) -> None:
     job = run_job(2, *BENCH, "allreduce", *SHORT, "--plot", str(tmp_path / "picture.png"))
     assert (job.returncode, job.stdout) == (2, "")
-    assert job.stderr.endswith("argument --plot: drawing needs matplotlib: pip install matplotlib\n")
+    assert job.stderr == "error: --plot needs matplotlib: pip install matplotlib\n"
 
 
 def run_changed(tmp_path: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
