@@ -16,6 +16,7 @@ from mpicomm.bench.model.network import Network
 from mpicomm.bench.operations import ALIASES, BARRIER, OPERATIONS
 from mpicomm.bench.peers import PEERS
 from mpicomm.cli import arguments
+from mpicomm.cli import options as command_line
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import check_legal
 from mpicomm.mpi.types import covered_dtype
@@ -133,7 +134,7 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
     if options.beside and comm.device == "cpu":
         raise InvalidUsageError("--beside is for GPUs: on the host no product runs beside a call: leave it out")
-    arguments.require_matplotlib(options)
+    command_line.require_plot(options.plot)
 
 
 def require_model(options: argparse.Namespace) -> None:
@@ -145,7 +146,7 @@ def require_model(options: argparse.Namespace) -> None:
     for name in _OF_MEASUREMENTS:
         if getattr(options, name) != defaults.get_default(name):
             raise InvalidUsageError(f"--{name} is not for --model, which measures nothing: leave it out")
-    arguments.require_matplotlib(options)
+    command_line.require_plot(options.plot)
 
 
 def forbid_model_arguments(options: argparse.Namespace) -> None:

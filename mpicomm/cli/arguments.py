@@ -95,9 +95,14 @@ def plot_file(text: str) -> Path:
     return path
 
 
-def require_matplotlib(options: argparse.Namespace) -> None:
-    """Raise `InvalidUsageError` where ``--plot`` is given and cannot be drawn."""
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
+def has_matplotlib() -> bool:
+    """Return whether this process can draw. Local."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def require_matplotlib(plot: Path | None, *, installed: bool) -> None:
+    """Raise `InvalidUsageError` where ``--plot`` is given and matplotlib is not ``installed``."""
+    if plot and not installed:
         raise InvalidUsageError("--plot needs matplotlib: pip install matplotlib")
 
 

@@ -38,7 +38,7 @@ def main() -> NoReturn:
 
 def _in_one_process(options: argparse.Namespace) -> int:
     forbid_rank_arguments(options)
-    arguments.require_matplotlib(options)
+    arguments.require_matplotlib(options.plot, installed=arguments.has_matplotlib())
     options.bytes = options.bytes or NBYTES_ON_GPUS
     report = Report("GPU")
     host = f"{socket.gethostname()} ({machine.processor()})"

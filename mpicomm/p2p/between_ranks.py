@@ -128,7 +128,7 @@ def link_matrices(ranks: list[RankInfo]) -> list[Matrix]:
 def main() -> int:
     """Run the command line on this rank. Collective."""
     options = command_line.parse_args(parser())
-    arguments.require_matplotlib(options)
+    command_line.require_plot(options.plot)
     comm = command_line.open_communicator(options.device, options.handle)
     if comm.num_nodes > 1:
         raise InvalidUsageError(

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 import mpicomm
+from mpicomm.ring import parser
 from tests.helpers.mpiexec import JOB_LIMIT_S, environment, mpiexec_command, run_job
 
 RING = ("-m", "mpicomm.ring", "--device", "cpu")
@@ -123,7 +124,21 @@ def test_sizes_that_are_no_multiple_of_anything() -> None:
         (("--json", "/no/such/directory/file"), "argument --json"),
         (("--direction", "up"), "argument --direction"),
         (("--bogus",), "unrecognized arguments: --bogus"),
-        (("-b", "1M", "-e", "1K"), "error: no size to measure: -b 1M is above -e 1K"),
+    ],
+)
+def test_wrong_arguments(options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as raised:
+        parser().parse_args(options)
+    assert raised.value.code == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err.count(message), said.err.count("error:")) == ("", 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-b", "12Q"), "argument -b/--minbytes: '12Q' is no size"),  # the first rank parses
+        (("-b", "1M", "-e", "1K"), "error: no size to measure: -b 1M is above -e 1K"),  # all ranks raise
         (("--handle", "ipc"), 'handle="ipc"'),
     ],
 )

@@ -6,11 +6,14 @@ import importlib.util
 import json
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 import mpicomm
-from mpicomm.bench.options import parser
+from mpicomm.bench.options import parser, require_possible
+from mpicomm.errors import InvalidUsageError
 from tests.helpers.mpiexec import run_job
 
 BENCH = ("-m", "mpicomm.bench")
@@ -94,10 +97,8 @@ def test_names_of_nccl_tests_are_understood() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("allreduc",), "argument COLLECTIVE: 'allreduc' is no collective"),
-        (("allreduce", "-d", "int32", "-o", "avg"), "error: op=avg is not defined for int32"),
-        (("allreduce", "--eager"), "error: --eager is for GPUs: on the host all calls are timed without graphs"),
-        (("allreduce", "--beside", "matmul"), "error: --beside is for GPUs"),
+        (("allreduc",), "argument COLLECTIVE: 'allreduc' is no collective"),  # the first rank parses
+        (("allreduce", "-d", "int32", "-o", "avg"), "error: op=avg is not defined for int32"),  # all ranks raise
         (("allreduce", "-b", "1M", "-e", "1K"), "error: no size to measure: -b 1M is above -e 1K"),
         (("allreduce", "--algorithm", "magic", "-e", "8"), "error: algorithm='magic' is unknown"),
     ],
@@ -111,12 +112,26 @@ def test_a_wrong_option_is_said_once(options: tuple[str, ...], message: str) -> 
     assert "Traceback" not in job.stderr
 
 
-@pytest.mark.parametrize(("option", "value"), [("--plot", "picture.svg"), ("--algorithm", "one_shot")])
-def test_what_is_not_for_the_barrier_is_refused_before_the_run(option: str, value: str, tmp_path: Path) -> None:
-    job = run_job(2, *BENCH, "barrier", *SHORT, option, str(tmp_path / value) if option == "--plot" else value)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("allreduce", "--eager"), "--eager is for GPUs: on the host all calls are timed without graphs: leave it out"),
+        (("allreduce", "--beside", "matmul"), "--beside is for GPUs: on the host no product runs beside a call: "),
+        (("barrier", "--plot", "picture.svg"), "--plot is not for the barrier, which has no sizes to draw: "),
+        (("barrier", "--algorithm", "one_shot"), "--algorithm is not for the barrier, which has one way: "),
+    ],
+)
+def test_what_means_nothing_here_is_refused(options: tuple[str, ...], message: str) -> None:
+    comm: Any = SimpleNamespace(num_nodes=1, size=2, device="cpu")
+    with pytest.raises(InvalidUsageError) as raised:
+        require_possible(parser().parse_args(options), comm)
+    assert str(raised.value).startswith(message) and str(raised.value).endswith("leave it out")
+
+
+def test_what_is_refused_leaves_no_file(tmp_path: Path) -> None:
+    job = run_job(2, *BENCH, "barrier", *SHORT, "--plot", str(tmp_path / "picture.svg"), "-J", str(tmp_path / "j.json"))
     assert (job.returncode, job.stdout) == (2, "")
-    assert job.stderr.startswith(f"error: {option} is not for the barrier, which has ")
-    assert job.stderr.endswith(": leave it out\n")
+    assert job.stderr == "error: --plot is not for the barrier, which has no sizes to draw: leave it out\n"
     assert list(tmp_path.iterdir()) == []
 
 
