@@ -26,7 +26,7 @@ from mpicomm.mpi.types import COVERED
 from tests.helpers.buffers import Placed, values
 from tests.helpers.communicator_calls import FORMS, MOVEMENTS, OF_ONE_TYPE, REDUCTIONS, Case, Prepared, legal_ops
 from tests.helpers.communicators import array_module, communicator, node_ranks, require_memory_works
-from tests.helpers.reductions import dtype_named
+from tests.helpers.reductions import OWN, dtype_named
 from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, result_of_mpi
 
 COUNTS = (1, 1025, 300_000)
@@ -173,7 +173,9 @@ def every_form(ranks: Ranks, operation: str) -> None:
 def every_type(ranks: Ranks, name: str) -> None:
     """Every collective, and every reduction that the type has."""
     dtype, root = dtype_named(name), ranks.comm.size - 1
-    calls = [*itertools.product(REDUCTIONS, legal_ops(name)), *((operation, "sum") for operation in MOVEMENTS)]
+    # The expressions among the operations do not associate, so MPI may give any of several results over two hosts.
+    ops = [op for op in legal_ops(name) if op not in OWN]
+    calls = [*itertools.product(REDUCTIONS, ops), *((operation, "sum") for operation in MOVEMENTS)]
     run(ranks.comm, "run", [Case(operation, dtype, 1025, op, root) for operation, op in calls])
 
 
