@@ -17,6 +17,7 @@ import mpicomm
 from mpicomm.collectives.gpu.tuning import algorithms_of
 from mpicomm.collectives.operations import OPERATIONS as TABLE
 from mpicomm.collectives.operations import Operation
+from tests.helpers.communicators import ring_in_host
 from tests.helpers.reductions import SENTINELS
 
 COLLECTIVES = (
@@ -59,7 +60,7 @@ _IDLE = 'extern "C" __global__ void idle(long long cycles) { for (auto t = clock
 
 @dataclass(frozen=True)
 class Call:
-    """A collective, or a Sendrecv with the next rank, as all ranks know it; ``count`` is that of a block."""
+    """A collective, or a Sendrecv along the ranks of a host, as all ranks know it; ``count`` is that of a block."""
 
     operation: str
     dtype: str
@@ -109,6 +110,7 @@ class CheckedSequence:
 
     def __init__(self, comm: mpicomm.Communicator, calls: Sequence[Call], xp: Any) -> None:
         self._comm = comm
+        self._following, self._previous = ring_in_host(comm)
         self._step = xp.zeros(1, np.uint64)
         self._wrong = xp.zeros(len(calls), np.uint64)
         self._fill = xp.ElementwiseKernel(
@@ -173,8 +175,7 @@ class CheckedSequence:
     def _run(self, call: Call, sent: Any, received: Any) -> None:
         comm, row = self._comm, call.row
         if row is None:
-            following, previous = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-            comm.Sendrecv(sent, following, 0, received, previous, 0, algorithm=call.algorithm)
+            comm.Sendrecv(sent, self._following, 0, received, self._previous, 0, algorithm=call.algorithm)
             return
         given = {"buf": received, "sendbuf": sent, "recvbuf": received, "op": MPI.SUM, "root": call.root}
         if call.in_place:
@@ -187,7 +188,7 @@ class CheckedSequence:
         rank, size, row = self._comm.rank, self._comm.size, call.row
         first, sources = 0, 1
         if row is None:
-            first = (rank - 1) % size
+            first = self._previous
         elif row.reduces:
             sources = size
         elif row.rooted in ("send", "bcast"):
