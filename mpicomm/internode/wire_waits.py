@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 import numpy as np
@@ -11,9 +10,10 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.devices.host import HostBackend
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.sharing.segments import share
+from mpicomm.waiting import wait_until
 
 _LINE_NBYTES = 64
-_ALIVE_S = 0.05  # in which a rank that waits shows that it is alive
+_ALIVE_S = 0.25  # in which a rank that waits shows that it is alive, also where ranks take turns on cores and on a GPU
 
 
 class WireWaits:
@@ -47,11 +47,19 @@ class WireWaits:
             self._lines[self._own][0] = 0
 
     def awaited(self) -> list[int]:
-        """Return the ranks of other cliques that living ranks of this clique wait for; local, takes `_ALIVE_S`."""
+        """Return the ranks of other cliques that living ranks of this clique wait for.
+
+        Local. It returns when all ranks that wait have counted on, and after `_ALIVE_S` where one has stopped or none
+        waits.
+        """
         counts = [line[1] for line in self._lines]
-        time.sleep(_ALIVE_S)
-        found = {line[0] - 1 for line, count in zip(self._lines, counts, strict=True) if line[0] and line[1] != count}
-        return sorted(found)
+
+        def waiting() -> list[tuple[int, bool]]:
+            lines = zip(self._lines, counts, strict=True)
+            return [(line[0] - 1, line[1] != count) for line, count in lines if line[0]]
+
+        wait_until(lambda: bool(found := waiting()) and all(alive for _, alive in found), _ALIVE_S)
+        return sorted({rank for rank, alive in waiting() if alive})
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's line; local."""
