@@ -5,7 +5,7 @@ Each rank has a tile of the plate. In each time step it needs the edges of the t
 1. one Neighbor_alltoallw, in which datatypes say where the edges lie,
 2. four Sendrecv with the same datatypes,
 3. slices of the neighbours' memory, and signals that say when these may be read,
-4. a kernel of its own, which stores edges in the neighbours' memory while it computes: `relax_all` in jacobi.cu.
+4. one kernel for all, which stores edges in the neighbours' memory while it computes: `relax_all` in jacobi.cu.
 
 All of them give the heat that one rank computes, bit for bit. On GPUs a hundred steps are one CUDA graph. On the host
 NumPy computes, and the fourth way does not exist.
@@ -143,7 +143,7 @@ def slices(before: Any, after: Any) -> None:
 ways: dict[str, Way] = {"Neighbor_alltoallw": alltoallw, "Sendrecv": sendrecv, "slices of peers' memory": slices}
 
 # The fourth way. The kernel counts its steps, and so knows which plane is which, also in a CUDA graph.
-OWN_KERNEL = "a kernel of its own"
+OWN_KERNEL = "one kernel for all"
 if xp is not np:
     flags = grid.zeros((4, *blocks), "uint64")
     counted, failed = xp.zeros(blocks, "uint64"), xp.zeros(1, "uint32")

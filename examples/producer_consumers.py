@@ -59,7 +59,7 @@ def loss_of(weights: Any, batch: Any) -> tuple[Any, Any]:
     return (error * error).mean(), batch[:-1] @ error * (2 / SAMPLES)
 
 
-# Every rank has a ring, because a symmetric array has the same shape everywhere; that of the producer alone is used.
+# Every rank has a ring, because a symmetric array has the same shape everywhere. Only the ring of the producer is used.
 ring = comm.empty((SLOTS, FEATURES + 1, SAMPLES), "float32")
 test = comm.empty((FEATURES + 1, SAMPLES), "float32")
 written = comm.shared_event()

@@ -60,7 +60,9 @@ class Elementwise(Epilogue):
         self._arrays: dict[str, Any] = {}
         for name, operand in operands.items():
             if name in ("v", "i") or name in FUNCTIONS or keyword.iskeyword(name):
-                raise InvalidUsageError(f"epilogue={expression!r}: the operand {name} has a name of its own meaning")
+                raise InvalidUsageError(
+                    f"epilogue={expression!r}: the operand {name} has a name that means something else: rename it"
+                )
             number = number_of(operand)
             if number is None:
                 self._arrays[name] = operand

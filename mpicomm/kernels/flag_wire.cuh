@@ -17,7 +17,7 @@ struct FlagWire {
     const u64 high = static_cast<u64>(flag) << 32;
     return {high | unit.words[0], high | unit.words[1]};
   }
-  // Each half has a flag of its own, because the two halves may come one after the other.
+  // Each half has its flag, because the two halves may come one after the other.
   MPICOMM_DEVICE static bool has_come(const Pair& packet, Flag flag) {
     return static_cast<u32>(packet.first >> 32) == flag && static_cast<u32>(packet.second >> 32) == flag;
   }

@@ -21,7 +21,7 @@ def test_heat_is_that_of_one_rank_in_every_way(nprocs: int) -> None:
     grid = " x ".join(map(str, MPI.Compute_dims(nprocs, 2)))
     first, *rows = result.stdout.splitlines()
     assert first == f"{grid} ranks of 60 x 90 cells: the heat of one rank, bit for bit"
-    names = ("Neighbor_alltoallw", "Sendrecv", "slices of peers' memory", "a kernel of its own")
+    names = ("Neighbor_alltoallw", "Sendrecv", "slices of peers' memory", "one kernel for all")
     for name, row in zip(names, rows, strict=True):
         assert re.fullmatch(rf"{name} +(\d+\.\d us a step|needs a GPU on every rank)", row)
 

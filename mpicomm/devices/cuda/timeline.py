@@ -129,6 +129,6 @@ class StreamInterval:
     def times_ns(self) -> tuple[int, int] | None:
         """Return when it began and ended, by the host's clock; None while it is not over. Local, does not block.
 
-        Nobody calls it again once it has returned times. Raises `HandleError` where the device has failed.
+        No further call follows once it has returned times. Raises `HandleError` where the device has failed.
         """
         return self._timeline.times_ns(self)

@@ -8,7 +8,7 @@ namespace mpicomm {
 
 // Waits until the group of every rank has come to this barrier, and returns true. `flags` are the pointers of a
 // SymmetricArray of uint64, of shape (barriers, size) and zero at first; `index` says which of the barriers this is.
-// Each block that meets its counterparts on the other ranks uses an index of its own, as in `index = blockIdx.x`.
+// Each block that meets its counterparts on the other ranks uses its own index, as in `index = blockIdx.x`.
 //
 // Word [index][r] of a part is written by rank r alone, and counts how often rank r has come. A rank reads its own
 // count in its own part. So no number is an argument, and a captured graph can be replayed for ever.

@@ -50,7 +50,7 @@ MPICOMM_DEVICE void send_packets(Group group, void* slots, const void* from, u64
 }
 
 // Receives `nbytes` from `slots` in this rank's memory into `to`, which may have any address, and returns true. The
-// number of threads need not be that of the sender.
+// number of threads may differ from the sender's.
 //
 // Orders: all threads of the group may read `to` after the call. It acquires nothing else of what the sender did.
 // Who: all threads of the group.
