@@ -50,7 +50,7 @@ def require_possible(call: Call, algorithm: str) -> None:
         )
     elif algorithm == "ring" and isinstance(op := call.arguments.op, Op) and not op.commute:
         raise InvalidUsageError(
-            f'algorithm="ring" of {operation}: the ring reduces in an order of its own, and {op!r} does not commute: '
+            f'algorithm="ring" of {operation}: the ring does not reduce in rank order, and {op!r} does not commute: '
             'use "two_shot", or commute=True'
         )
     elif not call.on_device and algorithm not in selection.algorithms_for(operation):

@@ -1,1 +1,1 @@
-"""What a collective does to its result before it stores it, as the arguments of a call say it."""
+"""Epilogues as the arguments of a call give them: a collective applies one to its result before it stores it."""

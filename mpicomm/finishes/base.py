@@ -77,7 +77,7 @@ class BoundEpilogue(ABC):
 
 
 class Epilogue(ABC):
-    """What an all-reduce does to its result before it stores it: one of `mpicomm.epilogues`."""
+    """One of `mpicomm.epilogues`: an all-reduce applies it to its result before it stores it."""
 
     @abstractmethod
     def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:

@@ -19,7 +19,7 @@ from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.symmetric.events import SharedEvent
 
 _FLUSHED = ("Free", "Disconnect", "check")
-"""After these calls the trace file has all calls before, whatever becomes of the process."""
+"""Each of these calls writes all earlier calls to the trace file, so that they outlive the process."""
 
 
 def record_calls(called: Any, channel: Channel) -> None:

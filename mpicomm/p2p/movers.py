@@ -1,4 +1,4 @@
-"""What a rank does to memory of a peer, and how it is timed: on the host, and on a GPU."""
+"""Movers: each reads and writes memory of a peer, and times this, on the host or on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PUT, GET = "put", "get"
 
 
 class Memory:
-    """What every rank has: data, a window that peers write, and words for latencies. Creation is collective."""
+    """The memory of each rank: data, a window that peers write, and words for latencies. Creation is collective."""
 
     def __init__(self, comm: Communicator, nbytes: int) -> None:
         self.data, self.window = comm.empty(nbytes, np.uint8), comm.empty(nbytes, np.uint8)

@@ -1,4 +1,4 @@
-"""What the command shows: tables for people, and the JSON file."""
+"""The report of the command: tables for people, and the JSON file."""
 
 from __future__ import annotations
 
