@@ -21,7 +21,6 @@ from mpicomm.torch.lane import Lane
 from mpicomm.torch.monitored_barrier import wait_for_all
 from mpicomm.torch.parts import part_of
 from mpicomm.torch.streams import Streams
-from mpicomm.torch.symmetric_pool import SymmetricPool
 from mpicomm.torch.tensors import DeviceError, flat, movable
 from mpicomm.torch.works import FOREVER, JoinedWork, MessageWork, Work
 
@@ -53,7 +52,7 @@ class ProcessGroup(CollectiveCalls):
         self.communicator = comm
         self._store = store
         self.collectives = Collectives(comm)
-        self._streams = None if comm.device == "cpu" else Streams(comm, SymmetricPool(comm))
+        self._streams = None if comm.device == "cpu" else Streams(comm)
         self._timeout_s = timeout_s
         self._lane = Lane(f"mpicomm rank {comm.rank} of {comm.size}")
         self._coalesced: list[Work] | None = None

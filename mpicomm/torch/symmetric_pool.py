@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +18,8 @@ class _Block:
     array: SymmetricArray
     user: StorageWeakRef
     """The storage of the tensor that was made of it last."""
-    call: torch.cuda.Event | None = None
-    """The end of the last call that uses it on another stream than its own."""
+    follow: Callable[[int], object] | None = None
+    """Lets a stream wait for the last call that uses it on another stream than its own; None without such a call."""
 
 
 class SymmetricPool:
@@ -34,17 +34,15 @@ class SymmetricPool:
         self._blocks: dict[tuple[int, int], list[_Block]] = {}
         self._by_address: dict[int, _Block] = {}
 
-    def allocate(
-        self, shape: Sequence[int], dtype: torch.dtype, stream: torch.cuda.Stream | None = None
-    ) -> torch.Tensor:
-        """Return a tensor of undefined contents for work on ``stream``, None on the host.
+    def allocate(self, shape: Sequence[int], dtype: torch.dtype, stream: int | None = None) -> torch.Tensor:
+        """Return a tensor of undefined contents for work on ``stream``, an address; None on the host.
 
         Collective where no memory of the size is free, else local. All ranks ask for the same sizes and drop their
         tensors at the same places in the program, because a rank alone that needs new memory would wait for the others
         in vain: it raises `CollectiveTimeoutError` then.
         """
         nbytes = max(math.prod(shape), 1) * dtype.itemsize
-        blocks = self._blocks.setdefault((nbytes, 0 if stream is None else stream.cuda_stream), [])
+        blocks = self._blocks.setdefault((nbytes, stream or 0), [])
         block = next((each for each in blocks if each.user.expired()), None)
         array = self._comm.empty(nbytes, "uint8") if block is None else block.array
         # -1: no stream waits for another one, as there is no work on the memory of the array yet.
@@ -54,18 +52,19 @@ class SymmetricPool:
             block = self._by_address[memory.data_ptr()] = _Block(array, user)
             blocks.append(block)
         block.user = user
-        if stream is not None and block.call is not None:
-            stream.wait_event(block.call)
-            block.call = None
+        if stream is not None and block.follow is not None:
+            block.follow(stream)
+            block.follow = None
         return memory[: math.prod(shape) * dtype.itemsize].view(dtype).view(*shape)
 
-    def used(self, tensors: Sequence[torch.Tensor], call: torch.cuda.Event) -> None:
-        """Remember that a call uses ``tensors`` until ``call``, which is on another stream than theirs. Local.
+    def used(self, tensors: Sequence[torch.Tensor], follow: Callable[[int], object]) -> None:
+        """Remember that a call uses ``tensors`` on another stream than theirs. Local.
 
-        The program may drop them before. PyTorch's `record_stream` does this for PyTorch's own memory alone.
+        ``follow`` lets a stream wait for the call. The program may drop the tensors before. PyTorch's `record_stream`
+        keeps PyTorch's own memory alone.
         """
         if self._by_address:
             for tensor in tensors:
                 block = self._by_address.get(tensor.untyped_storage().data_ptr())
                 if block is not None:
-                    block.call = call
+                    block.follow = follow

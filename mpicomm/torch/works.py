@@ -8,12 +8,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch._C import _distributed_c10d as c10d
 
+from mpicomm.devices.base import SideStreams
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.failures import GroupTimeoutError
 from mpicomm.waiting import wait_until
@@ -154,8 +156,16 @@ class HostWork(Work):
         super()._settle(ended)
 
 
+def current_stream(gpu: int) -> int:
+    """Return the address of PyTorch's current stream of a GPU. Local.
+
+    `torch.cuda.current_stream` makes an object, which takes several microseconds.
+    """
+    return int(torch._C._cuda_getCurrentRawStream(gpu))
+
+
 class StreamWork(Work):
-    """A call that is enqueued on ``stream``, which may capture a graph.
+    """A call that is enqueued on ``stream``, which may capture a graph; ``marks`` say when it has ended.
 
     With a ``limit`` the host waits for the call, too, so long at most; `FOREVER` is no limit. ``check`` raises the
     error of the call once it has ended. Threads of this work begin with ``prepare_thread``.
@@ -165,6 +175,7 @@ class StreamWork(Work):
         self,
         outputs: Sequence[torch.Tensor],
         stream: torch.cuda.Stream,
+        marks: SideStreams,
         name: str,
         check: Callable[[], None],
         prepare_thread: Callable[[], None],
@@ -173,14 +184,17 @@ class StreamWork(Work):
         super().__init__(outputs)
         self._name = name
         self._stream = stream
-        self.event: torch.cuda.Event = stream.record_event()
+        mark = marks.mark(int(stream.cuda_stream))
+        self.follow = partial(marks.follow, mark=mark)
+        """Lets a stream wait for the call."""
+        self._passed = partial(marks.passed, mark)
         self._check = check
         self._prepare_thread = prepare_thread
         self._limit = limit
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        torch.cuda.current_stream(self._stream.device).wait_event(self.event)
+        self.follow(current_stream(self._stream.device_index))
         limit = timeout or self._limit
         if limit is None or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
             return super().wait()
@@ -190,7 +204,7 @@ class StreamWork(Work):
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self.event.query():
+        if not self._passed():
             return False
         if self._error is None:
             try:

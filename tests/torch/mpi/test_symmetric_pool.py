@@ -37,7 +37,7 @@ def test_memory_is_used_again_when_the_last_view_is_gone(pool: SymmetricPool) ->
 
 @pytest.mark.gpu_alone
 def test_memory_stays_with_its_stream(pool: SymmetricPool) -> None:
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    first, second = (torch.cuda.Stream().cuda_stream for _ in range(2))
     address = pool.allocate((16,), torch.int64, first).data_ptr()
     other = pool.allocate((16,), torch.int64, second)
     assert other.data_ptr() != address
