@@ -22,7 +22,8 @@ from mpicomm.messages.description import (
     unpack_one,
 )
 from mpicomm.messages.device import MessageDevice
-from mpicomm.messages.outbox import DONE, LINE_NBYTES, Outbox, Place
+from mpicomm.messages.in_flight import DONE, LINE_NBYTES, Place
+from mpicomm.messages.outbox import Outbox
 from mpicomm.messages.plain_array import PlainArray
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.log import logger
-from mpicomm.messages.outbox import DONE
+from mpicomm.messages.in_flight import DONE
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.message_devices import on_threads, small_messages
 from tests.helpers.message_rigs import LARGE, Rig, content, same

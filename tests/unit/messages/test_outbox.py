@@ -17,7 +17,8 @@ from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import outbox
 from mpicomm.messages.description import Description
 from mpicomm.messages.device import MessageDevice
-from mpicomm.messages.outbox import DONE, MOST_IN_FLIGHT, PART, Outbox, OutboxFullError
+from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT
+from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
 from tests.helpers.message_devices import ThreadDevice
 
 MOST = 24 << 20

@@ -1,0 +1,178 @@
+"""The messages in flight: those of an outbox whose receivers have not copied them yet, as far as this rank knows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from mpicomm.devices.base import MessageStep
+from mpicomm.kernels.message import MESSAGE_WORDS
+from mpicomm.messages.description import Extent
+from mpicomm.messages.device import MessageDevice
+
+MOST_IN_FLIGHT = 1024
+LINE_NBYTES = 8 * MESSAGE_WORDS
+DONE = MOST_IN_FLIGHT * LINE_NBYTES
+"""The distance from a message's `ready` words to its `done` words. All `done` words lie together, because the host
+reads them with one copy."""
+_FEW = 64  # messages: a look at the counts for fewer would cost each message too much
+_FEW_NBYTES = 16 << 20
+
+
+# Compared by identity, and not frozen, because every message makes one or takes one that is idle.
+@dataclass(slots=True, eq=False)
+class Place:
+    """The range of a message in the outbox, and its line of words."""
+
+    begin: int
+    end: int
+    extents: tuple[Extent, ...]
+    """The whole range."""
+    line: int
+    last: int
+    """The count that its words have when the message has been copied."""
+    nbytes: int = 0
+    """The bytes of the message."""
+    blocks: int = 1
+    """The blocks of the step that copies the message here, and so the words that say when it is copied from here."""
+    # For a message of one kernel:
+    pointer: int = 0
+    """The address of the range, which lies in one block."""
+    ready: int = 0
+    """The address of its line."""
+    message: list[Any] = field(default_factory=list)
+    """The packed description as MPI takes it; empty without one."""
+    step: MessageStep | None = None
+    """Copies the message here."""
+
+    @property
+    def room(self) -> int:
+        """The bytes of the range."""
+        return self.end - self.begin
+
+
+class InFlight:
+    """The messages in flight and their lines. The outbox calls it under its lock.
+
+    Each message has a line of words in a block that holds all lines: some `ready` words, which only the sender's stream
+    stores, and as many `done` words, which only the receiver's stream stores. The counts only grow: the next message
+    with the same line counts on from where the last one stopped. So nothing has to clear a line, which would need an
+    order with the stores of peers.
+
+    The host learns from a copy of the `done` words which messages are over. `add` begins a copy where the messages in
+    flight are worth it, so early that the copy is over when the outbox needs their places.
+    """
+
+    def __init__(self, device: MessageDevice) -> None:
+        self._device = device
+        self.outbox_nbytes = 0
+        """The size of the outbox."""
+        self._lines = list(reversed(range(MOST_IN_FLIGHT)))  # free ones; the lowest go first
+        self._counts = [0] * MOST_IN_FLIGHT  # of the lines that no place has
+        self._used = 0  # no line from this one on was ever used
+        self._places: list[Place] = []
+        self._nbytes = 0
+        self._look_from = _FEW  # as many messages in flight are worth a look
+        self._look_from_nbytes = _FEW_NBYTES  # and so are messages of as many bytes
+        self._words = 0  # the address of the `done` words
+        self._copy: Any = None  # of the `done` words, in pinned memory
+        self._done: memoryview[int] = memoryview(b"").cast("Q")  # the words of the copy
+        self._copied: Callable[[], bool] | None = None  # whether the copy that was begun is over
+        self._stream = 0  # of the copies
+
+    def set_up(self, lines: int) -> None:
+        """Take the address of all lines, whose words are 0."""
+        self._words = lines + DONE
+        self._copy = self._device.pinned(DONE)
+        self._copy[:] = 0  # a look copies some lines alone, and no other line may seem to be over
+        self._done = self._copy.data.cast("Q")
+        self._stream = self._device.side_streams.take()  # which the device destroys with all others
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @property
+    def has_lines(self) -> bool:
+        """Whether a line is free."""
+        return bool(self._lines)
+
+    def take_line(self) -> tuple[int, int]:
+        """Return a free line and the count of its words."""
+        line = self._lines.pop()
+        self._used = max(self._used, line + 1)
+        return line, self._counts[line]
+
+    def give_up_line(self, place: Place) -> None:
+        """Free the line of a place whose message is over."""
+        self._lines.append(place.line)
+        self._counts[place.line] = place.last
+
+    def add(self, place: Place, counts: int) -> None:
+        """Add a message whose receiver will add ``counts`` to its words; begin a look where that is worth it."""
+        place.last += counts
+        places = self._places
+        places.append(place)
+        self._nbytes += place.end - place.begin
+        if self._copied is None and (len(places) >= self._look_from or self._nbytes >= self._look_from_nbytes):
+            self._begin_copy()
+
+    def remove(self, place: Place) -> None:
+        """Remove the message that was added last to a place, and which nobody will send."""
+        place.last -= 1
+        self._places.remove(place)
+        self._nbytes -= place.room
+
+    def over(self) -> list[Place]:
+        """Return, once, the places whose messages are over by the look that was begun. It does not wait."""
+        return self._use_copy() if self._copied is not None and self._copied() else []
+
+    def look(self) -> list[Place]:
+        """As `over`, by a look that begins now. It waits for its copy, and for no work of the user."""
+        found: list[Place] = []
+        for _ in range(1 if self._copied is None else 2):  # the copy that was begun may be old
+            if not self._places:  # from the start, or since the old copy was used
+                break
+            if self._copied is None:
+                self._begin_copy()
+            self._await_copy()
+            found += self._use_copy()
+        return found
+
+    def close(self) -> None:
+        """Wait for the copy that was begun, which reads the lines and writes into memory of the host."""
+        self._await_copy()
+        self._copied = self._copy = None
+        self._done = memoryview(b"").cast("Q")
+        self._places.clear()
+
+    def _await_copy(self) -> None:
+        while self._copied is not None and not self._copied():
+            time.sleep(0)  # lets other threads of the program run
+
+    def _begin_copy(self) -> None:
+        """Begin to copy the `done` words to the host, on a stream that has no other work. It does not wait."""
+        # Pairs with the receivers' stores of `done` in message.cu: they come after the loads of the message. So work
+        # that is enqueued after the host has seen the copy may overwrite a message whose `done` is in it. A message
+        # whose `done` is not there yet keeps its place.
+        self._device.copy(self._copy.ctypes.data, self._words, self._used * LINE_NBYTES, self._stream)
+        self._copied = self._device.completion(self._stream)
+
+    def _use_copy(self) -> list[Place]:
+        self._copied = None
+        done = self._done
+        over, left = [], []
+        for place in self._places:
+            first, words, last = place.line * MESSAGE_WORDS, place.blocks, place.last
+            # A message that was sent after the copy was begun has a count that is not there.
+            if done[first] == last and (words == 1 or done[first : first + words].tolist().count(last) == words):
+                over.append(place)
+            else:
+                left.append(place)
+        self._places = left
+        self._nbytes = sum(place.room for place in left)
+        # So the looks together cost each message a bounded time, however many messages stay in flight.
+        self._look_from = max(_FEW, 2 * len(left))
+        self._look_from_nbytes = max(self.outbox_nbytes // 2, 2 * self._nbytes, _FEW_NBYTES)
+        return over
