@@ -52,7 +52,7 @@ class StagedCarrier:
             side.wait(behind)
             self._backend.check()
             wait()
-            side.follow(stream, side.mark(self._into))  # later work reads the data that the copies bring
+            side.wait_stream(stream, self._into)  # later work reads the data that the copies bring
 
         return finish
 

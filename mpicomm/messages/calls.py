@@ -233,7 +233,7 @@ class Messages:
                 request.Wait()
             self._deliver(buffer.arrived(status), device, copies)
             if stream is not None and copies is not None and copies != stream:
-                device.side_streams.follow(stream, device.side_streams.mark(copies))
+                device.side_streams.wait_stream(stream, copies)
         _wait_for_copies(sent)
         _wait_for_copies(received)
 

@@ -184,25 +184,20 @@ class Outbox:
 
     def _idle_place(self, nbytes: int) -> Place | None:
         """Return an idle place, one of another message of about the same length if need be; None without one."""
-        idle = self._idle_places(nbytes)
-        if not idle:
+        if not self._idle[nbytes]:
             self._make_idle(self._in_flight.over())
-            idle = self._idle_places(nbytes)
+        idle = self._idle[nbytes] or self._others_idle(nbytes)
         return idle.pop() if idle else None
 
-    def _idle_places(self, nbytes: int) -> list[Place] | None:
-        found, empty = self._idle.get(nbytes), []
-        if not found:
-            room = _room(nbytes)
-            for other, found in self._idle.items():
-                if found and _room(other) == room:
-                    break
-                if not found:
-                    empty.append(other)
-            else:
-                found = None
-            for other in empty:
+    def _others_idle(self, nbytes: int) -> list[Place] | None:
+        """Return idle places of messages of another length that have the same room; None without any."""
+        room, found = _room(nbytes), None
+        for other in [*self._idle]:
+            if not self._idle[other]:
                 del self._idle[other]
+            elif _room(other) == room:
+                found = self._idle[other]
+                break
         return found
 
     def _make_idle(self, over: list[Place]) -> None:

@@ -86,8 +86,8 @@ class Streams:
         limit: timedelta | None,
     ) -> StreamWork:
         marks, side, current = self._marks, self._side_address, current_stream(self._gpu)
-        # The mark of the work orders later work of the caller's stream; this orders the call after earlier work.
-        marks.follow(side, marks.mark(current))
+        # The mark of the work orders later work of the caller's stream; this orders the call behind earlier work.
+        marks.wait_stream(side, current)
         try:
             with self._on_side:
                 call()
@@ -97,7 +97,7 @@ class Streams:
                 if not torch.cuda.is_current_stream_capturing():
                     self._pool.used(given, work.follow)
         except BaseException:
-            marks.follow(current, marks.mark(side))  # no capture may end before all its streams have come back
+            marks.wait_stream(current, side)  # no capture may end before all its streams have come back
             raise
         return work
 

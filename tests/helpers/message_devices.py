@@ -111,6 +111,9 @@ class _SideStreams:
         self._device.enqueue(stream, reached.set)
         return reached
 
+    def wait_stream(self, stream: int, other: int) -> None:
+        self.follow(stream, self.mark(other))
+
     def passed(self, mark: threading.Event) -> bool:
         return mark.is_set()
 

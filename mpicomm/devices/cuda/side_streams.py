@@ -14,38 +14,57 @@ from mpicomm.devices.cuda.driver import DriverShutDownError, call, is_over
 from mpicomm.devices.cuda.local_event import LocalEvent
 
 
+class Mark:
+    """A place in the work of a stream. Its last reference gives its event back to the pool."""
+
+    __slots__ = ("_event", "_pool", "ptr")
+
+    def __init__(self, event: LocalEvent, pool: list[LocalEvent]) -> None:
+        self.ptr = event.ptr
+        self._event = event
+        self._pool = pool
+
+    def __del__(self) -> None:
+        # Streams that were told to wait for the event wait for the record of that time, whatever comes later.
+        self._pool.append(self._event)
+
+
 class SideStreams:
-    """A pool of streams. All methods are local, for any thread, and do not block."""
+    """A pool of streams, and of events. All methods are local, for any thread, and do not block."""
 
     def __init__(self, context: PrimaryContext) -> None:
         self._context = context
         self._lock = threading.Lock()
         self._free: list[int] = []
         self._streams: list[Any] = []
+        self._events: list[LocalEvent] = []  # to create and destroy an event takes longer than all else here
 
-    def mark(self, stream: int) -> LocalEvent:
+    def mark(self, stream: int) -> Mark:
         """Return a mark behind the work that ``stream`` has been given so far."""
         with self._context.current():
-            event = LocalEvent()
-            runtime.eventRecord(event.ptr, stream)
-        return event
+            return self._mark(stream)
 
-    def passed(self, mark: LocalEvent) -> bool:
+    def wait_stream(self, stream: int, other: int) -> None:
+        """Let later work on ``stream`` wait for the work that the stream ``other`` has been given so far."""
+        with self._context.current():
+            runtime.streamWaitEvent(stream, self._mark(other).ptr)
+
+    def passed(self, mark: Mark) -> bool:
         """Return whether the work before a mark is done."""
         with self._context.current():
             return is_over(driver.cuEventQuery, mark.ptr)
 
-    def wait(self, mark: LocalEvent) -> None:
+    def wait(self, mark: Mark) -> None:
         """Block until the work before a mark is done."""
         with self._context.current():
             call(driver.cuEventSynchronize, mark.ptr)
 
-    def follow(self, stream: int, mark: LocalEvent) -> None:
+    def follow(self, stream: int, mark: Mark) -> None:
         """Let later work on ``stream`` wait for a mark."""
         with self._context.current():
             runtime.streamWaitEvent(stream, mark.ptr)
 
-    def take(self, after: LocalEvent | None = None) -> int:
+    def take(self, after: Mark | None = None) -> int:
         """Return an idle stream for the caller alone, until `give_back`. Its work follows the mark ``after``."""
         with self._lock, self._context.current():
             # Not a stream that is still at work, which may wait for a peer: unordered work behind it would wait, too,
@@ -70,6 +89,16 @@ class SideStreams:
     def close(self) -> None:
         """Destroy the streams; the context must be current, and their work over. A second call does nothing."""
         self._free.clear()
+        self._events.clear()
         while self._streams:
             with contextlib.suppress(DriverShutDownError):
                 call(driver.cuStreamDestroy, self._streams.pop())
+
+    def _mark(self, stream: int) -> Mark:
+        try:
+            event = self._events.pop()
+        except IndexError:  # a test before could be overtaken: another thread may take the last one
+            event = LocalEvent()
+        mark = Mark(event, self._events)
+        runtime.eventRecord(mark.ptr, stream)
+        return mark
