@@ -104,6 +104,12 @@ class Placement:
         return next(ranks for ranks in self.cliques if self.rank in ranks)
 
     @property
+    def most_on_a_device(self) -> int:
+        """The most ranks that share a GPU, whichever nodes they count to; 1 without GPUs."""
+        gpus = Counter(place.device_uuid for place in self.places if place.device != "cpu")
+        return max(gpus.values(), default=1)
+
+    @property
     def here(self) -> RankPlace:
         """This rank's place."""
         return self.places[self.rank]

@@ -106,12 +106,14 @@ class Engines:
             session = self._session.set_up(operation)
             backend = session.gpu(operation)
             board = self._shared_board(session, session.clique)
+            on_a_device = session.placement.most_on_a_device
             most_nbytes = session.placement.here.most_shared_nbytes
 
             def make() -> DeviceEngine:
                 # It allocates and waits, which a thread that captures a graph may not do otherwise.
                 with backend.loading():
-                    return session.keep(DeviceEngine(session.clique, backend, session.kind, board, most_nbytes))
+                    engine = DeviceEngine(session.clique, backend, session.kind, board, on_a_device, most_nbytes)
+                return session.keep(engine)
 
             self.gpu = PlanCache(session, make() if len(self._layout.cliques) == 1 else self._of_cliques(session, make))
         return self.gpu

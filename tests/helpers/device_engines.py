@@ -55,7 +55,9 @@ class Rig:
         self.node = session.node
         self.rank, self.size = self.node.rank, self.node.size
         self._board = Board(session.node)
-        self.engine = DeviceEngine(session.node, self.backend, session.kind, self._board)
+        self.engine = DeviceEngine(
+            session.node, self.backend, session.kind, self._board, session.placement.most_on_a_device
+        )
         self.stream = cupy.cuda.Stream(non_blocking=True)
 
     def run(self, pattern: Pattern, signature: Signature = SUM, stream: Any = None) -> None:

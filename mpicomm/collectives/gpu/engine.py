@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -70,13 +69,6 @@ def _told(backend: GpuBackend) -> _Told:
     return _Told(backend.multiprocessors, backend.total_nbytes, backend.info.uuid, takes_turns)
 
 
-def _most_side_by_side(told: Sequence[_Told]) -> int:
-    """Return the most ranks whose kernels run at once on one device."""
-    if all(each.takes_turns for each in told):
-        return 1
-    return max(Counter(each.uuid for each in told).values())
-
-
 def _packed_nbytes(message: Message | None) -> int:
     """Return the bytes of packed memory that a message needs, 0 unless it is of a derived datatype."""
     if message is None or message.elements is None:
@@ -91,13 +83,21 @@ class DeviceEngine:
     carried out is raised by the backend's `check`: `CollectiveTimeoutError` names the rank that did not come,
     `PeerError` says what each rank called. The communicator is unusable then.
 
-    Calls take at most ``most_nbytes`` of memory beyond the arena, the same number on all ranks.
+    ``on_a_device`` are the most ranks of the communicator that share a device, also those of other nodes and cliques:
+    containers of one machine count as nodes. Calls take at most ``most_nbytes`` of memory beyond the arena. Both are
+    the same numbers on all ranks.
 
     The top of each algorithm's kernel explains how the ranks meet, and why they cannot wait for each other in a circle.
     """
 
     def __init__(
-        self, node: Group, backend: GpuBackend, kind: Kind, board: Board, most_nbytes: int | None = None
+        self,
+        node: Group,
+        backend: GpuBackend,
+        kind: Kind,
+        board: Board,
+        on_a_device: int,
+        most_nbytes: int | None = None,
     ) -> None:
         if node.size > MAX_RANKS:
             raise InvalidUsageError(
@@ -110,7 +110,7 @@ class DeviceEngine:
         # All blocks of all ranks must run at once, because they wait for each other: as many as the smallest of the
         # devices can hold. Ranks that run side by side on a device share its multiprocessors. If they did not, one
         # rank's waiting blocks could keep out the blocks that they wait for.
-        side_by_side = _most_side_by_side(told)
+        side_by_side = 1 if all(each.takes_turns for each in told) else on_a_device
         multiprocessors = max(1, min(each.multiprocessors for each in told) // side_by_side)
         most_staged_nbytes = min(_MOST_STAGED_NBYTES, min(each.total_nbytes for each in told) // _STAGED_PART)
 

@@ -355,3 +355,12 @@ def test_ranks_of_gpus_are_cliques_of_as_many_as_kernels_serve() -> None:
     assert Placement(places, 7).clique_ranks == (5, 6, 7, 8, 9)
     on_the_cpu = [place(device="cpu") for _ in range(10)]
     assert [len(ranks) for ranks in Placement(on_the_cpu, 0).cliques] == [10]
+
+
+def test_ranks_of_several_nodes_may_share_a_gpu() -> None:
+    def devices_of(*ranks: tuple[str, Sequence[bytes], int | str]) -> int:
+        return Placement([place(node, visible, device) for node, visible, device in ranks], 0).most_on_a_device
+
+    assert devices_of(("one", [A, B], 0), ("one", [A, B], 1), ("two", [B], 0), ("three", [A, B], 1)) == 3
+    assert devices_of(("one", [A, B], 0), ("one", [A, B], 1)) == 1
+    assert devices_of(("one", [], "cpu"), ("one", [], "cpu")) == 1

@@ -29,7 +29,14 @@ STREAM = 7
 class Rig:
     """The engine of the first of two ranks. The other one sends and knows as much."""
 
-    def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, most_nbytes: int | None = None) -> None:
+    def __init__(
+        self,
+        cuda: FakeCuda,
+        monkeypatch: pytest.MonkeyPatch,
+        most_nbytes: int | None = None,
+        *,
+        on_a_device: int = 1,
+    ) -> None:
         engine, arena = map(
             importlib.import_module, ("mpicomm.collectives.gpu.engine", "mpicomm.collectives.gpu.arena")
         )
@@ -59,7 +66,7 @@ class Rig:
             current=contextlib.nullcontext,
         )
         board: Any = SimpleNamespace(post=lambda text: None, differ=lambda: False, behind=list)
-        self.engine = engine.DeviceEngine(node, backend, "ipc", board, most_nbytes)
+        self.engine = engine.DeviceEngine(node, backend, "ipc", board, on_a_device, most_nbytes)
 
     def alltoallv(self, nbytes: int) -> Any:
         """Return the plan of a call in which each rank sends so much to each."""
@@ -137,14 +144,15 @@ def test_messages_in_stream_order_that_exceed_the_bound_are_refused(
             engine.prepare_messages("Send", Message(1, Span(1 << 50, 8), 0), None)
 
 
-@pytest.mark.parametrize(("service", "most_blocks"), [(False, 128), (True, 66)])
+@pytest.mark.parametrize(("service", "on_a_device", "most_blocks"), [(False, 2, 128), (True, 2, 66), (True, 4, 33)])
 def test_ranks_that_run_side_by_side_on_a_gpu_share_its_multiprocessors(
-    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: bool, most_blocks: int
+    cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, service: bool, on_a_device: int, most_blocks: int
 ) -> None:
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     if service:
         (tmp_path / "control").touch()
-    rig = Rig(cuda, monkeypatch)  # both ranks have the same GPU, of 132 multiprocessors
+    # Both ranks have the same GPU, of 132 multiprocessors, and two more ranks may have it that count to another node.
+    rig = Rig(cuda, monkeypatch, on_a_device=on_a_device)
     rig.enqueue(rig.alltoallv(64 * MIB))
     (shape,) = rig.shapes
     assert shape["blocks"] == most_blocks
