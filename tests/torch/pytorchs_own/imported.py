@@ -54,12 +54,27 @@ def _gpus_of_ranks(size: int, _: str) -> dict[int, list[int]]:
     return {rank: [rank % torch.cuda.device_count()] for rank in range(size)}
 
 
+def _shared(device: Any) -> Any:
+    """Return the GPU that the rank of that number has; anything but a number as it is."""
+    return device % torch.cuda.device_count() if isinstance(device, int) else device
+
+
+def _on_shared(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method whose first argument is a GPU, by default the current one."""
+
+    def call(self: Any, device: Any = None, *arguments: Any, **keywords: Any) -> Any:
+        return method(self, _shared(device), *arguments, **keywords)
+
+    return call
+
+
 _choose_gpu = torch.cuda.set_device
+_begin_ddp = torch.nn.parallel.DistributedDataParallel.__init__
 
 
-def _choose_shared_gpu(device: Any) -> None:
-    """Choose a GPU as `torch.cuda.set_device` does, but take the number of a rank for the GPU that the rank has."""
-    _choose_gpu(device % torch.cuda.device_count() if isinstance(device, int) else device)
+def _begin_shared_ddp(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **given: Any) -> None:
+    gpus = None if device_ids is None else [_shared(device) for device in device_ids]
+    _begin_ddp(self, module, gpus, _shared(output_device), **given)
 
 
 def _import_as_for(backend: str) -> ModuleType:
@@ -92,7 +107,12 @@ _MODULES = [_import_as_for(name) for name in ("gloo", "mpi", *(["nccl"] if torch
 @contextmanager
 def shared_gpus() -> Iterator[None]:
     """Let tests choose GPUs by the numbers of ranks, inside a ``with`` block."""
-    with mock.patch.object(torch.cuda, "set_device", _choose_shared_gpu):
+    with (
+        mock.patch.object(torch.cuda, "set_device", lambda device: _choose_gpu(_shared(device))),
+        mock.patch.object(torch.nn.Module, "cuda", _on_shared(torch.nn.Module.cuda)),
+        mock.patch.object(torch.Tensor, "cuda", _on_shared(torch.Tensor.cuda)),
+        mock.patch.object(torch.nn.parallel.DistributedDataParallel, "__init__", _begin_shared_ddp),
+    ):
         yield
 
 
