@@ -33,8 +33,9 @@ def rms_norm(residual: Any, weight: Any, eps: float = 1e-6) -> Epilogue:
 
     The elements are floats, and a row has as many as ``weight``: h = result + residual; residual becomes h; recvbuf
     becomes h / sqrt(mean of h * h over the row + eps) * weight. It is computed in float32, or float64 for float64, and
-    h is rounded to the type of ``sendbuf``, which residual has too. The three arrays share no memory. A kernel of its
-    own computes it behind the reduction, because a row may be spread over ranks that reduce.
+    h is rounded to the type of ``sendbuf``, which residual has too. The three arrays share no memory, and residual none
+    with ``sendbuf``. In one_shot on GPUs the kernel that reduces computes it, for rows of up to 32 KiB that are whole
+    numbers of 16 bytes; else a kernel behind does, because several ranks may reduce parts of a row.
     """
     return RmsNorm(residual, weight, eps)
 

@@ -22,7 +22,7 @@ from mpicomm.finishes.base import BoundEpilogue, Epilogue
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.mpi.ops import check_legal, op_name
-from mpicomm.mpi.overlap import require_separate
+from mpicomm.mpi.overlap import overlaps, require_separate
 from mpicomm.mpi.own_ops import Op
 from mpicomm.mpi.span import Span
 
@@ -181,7 +181,13 @@ class Call:
                 f"{self.operation}: epilogue={given!r} is for the element types and operations that mpicomm "
                 "reduces itself: leave it out"
             )
-        return given.bind(self.operation.name, self.dtype, receive)
+        bound, send = given.bind(self.operation.name, self.dtype, receive), self.send
+        for written in bound.writes:
+            if send is not None and overlaps(written, send):  # a kernel may write it before it has read all of sendbuf
+                raise InvalidUsageError(
+                    f"{self.operation}: epilogue={given!r}: {written.name} overlaps {send.name}: copy one of them"
+                )
+        return bound
 
     def _output(self, receive: Operand, send_blocks: list[Span] | None, factor: int) -> Span:
         if self.operation.reduces and send_blocks is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,6 @@ import numpy.typing as npt
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import KINDS, kind_of
-from mpicomm.kernels.epilogue import EpilogueOperands
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.overlap import overlaps
@@ -29,22 +29,30 @@ class KernelCall(NamedTuple):
     threads: int
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Rows of the result of which an epilogue needs all elements at once."""
+
+    count: int
+    nbytes: int
+    """Of one row, of elements that are reduced."""
+
+
 class Fused(NamedTuple):
     """An epilogue as a part of a kernel that reduces."""
 
-    code: str
-    """The expression in C++."""
-    operands: EpilogueOperands
-
-    def starting_at(self, first: int) -> Fused:
-        """Return it for a kernel whose output begins with element ``first`` of the result."""
-        operands = EpilogueOperands.from_buffer_copy(self.operands)
-        operands.first = first
-        return Fused(self.code, operands)
+    options: tuple[str, ...]
+    """The compiler options that make it a part of the kernel."""
+    arguments: ctypes.Structure
+    rows: Rows | None = None
+    """The rows that one rank must reduce as a whole; None where it needs single elements alone."""
 
 
 class BoundEpilogue(ABC):
     """An epilogue for the types and buffers of a call. Its methods are local."""
+
+    writes: tuple[Operand, ...] = ()
+    """The arrays that it writes beside the result."""
 
     def __init__(self, text: str, dtype: np.dtype[Any], result: np.dtype[Any]) -> None:
         self.text = text
@@ -59,10 +67,12 @@ class BoundEpilogue(ABC):
         """Whether the stored elements have another type than the reduced ones."""
         return self.result != self.dtype
 
-    @property
-    def fused(self) -> Fused | None:
-        """It as a part of a kernel that reduces, None where it cannot be that."""
-        return None
+    @abstractmethod
+    def fused(self, reduced: int, finished: int) -> Fused:
+        """Return it as a part of a kernel that reduces: it makes elements at ``finished``.
+
+        The kernel's exchange speaks of places from ``reduced`` on, where it stores nothing if the epilogue `converts`.
+        """
 
     @abstractmethod
     def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:

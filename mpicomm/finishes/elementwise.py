@@ -21,8 +21,10 @@ from mpicomm.kernels.epilogue import (
     MOST_OPERANDS,
     EpilogueArguments,
     EpilogueOperands,
+    Finish,
     blocks_for,
     epilogue_kernel,
+    epilogue_options,
 )
 from mpicomm.kernels.reductions import cpp_name
 from mpicomm.mpi.arguments import Operand
@@ -89,7 +91,7 @@ class Elementwise(Epilogue):
         expression.require_defined(dtype.name)
         self.require_kind(operation, dtype, result)
         self._require_within(operation, expression, arrays, result.total)
-        operands = EpilogueOperands(first=0, count=result.total)
+        operands = EpilogueOperands(count=result.total)
         for place, name in enumerate((*self._numbers, *arrays)):
             number = self._numbers.get(name)
             operands.words[place] = arrays[name].pointer if number is None else _word(number)
@@ -149,10 +151,10 @@ class BoundElementwise(BoundEpilogue):
         self._numbers = numbers
         self._arrays = arrays
 
-    @property
-    def fused(self) -> Fused | None:
-        """See `BoundEpilogue`: packets carry elements of one size, so results of another cannot go on in them."""
-        return None if self.converts else Fused(self._code, self._operands)
+    def fused(self, reduced: int, finished: int) -> Fused:
+        """See `BoundEpilogue`."""
+        options = epilogue_options(self._code, self.result.name if self.converts else None)
+        return Fused(options, Finish(self._operands, reduced, finished))
 
     def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.functions import kind_of
-from mpicomm.finishes.base import BoundEpilogue, Epilogue, KernelCall, host_array
-from mpicomm.kernels.epilogue import NORM_THREADS, NormArguments, norm_kernel
+from mpicomm.finishes.base import BoundEpilogue, Epilogue, Fused, KernelCall, Rows, host_array
+from mpicomm.kernels.epilogue import NORM_THREADS, Norm, NormArguments, norm_kernel, norm_options
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.overlap import overlaps
 from mpicomm.mpi.types import is_narrow
@@ -72,20 +72,30 @@ class BoundNorm(BoundEpilogue):
         self, dtype: np.dtype[Any], result: np.dtype[Any], residual: Operand, weight: Operand, eps: float
     ) -> None:
         super().__init__(f"rms_norm, {weight.total} {weight.dtype}, eps={eps}, to {result}", dtype, result)
+        self.writes = (residual,)
         self._residual = residual
         self._weight = weight
         self._eps = eps
 
+    @property
+    def _rows(self) -> int:
+        return self._residual.total // self._weight.total
+
+    def _norm(self, output: int) -> Norm:
+        return Norm(output, self._residual.pointer, self._weight.pointer, self._rows, self._weight.total, self._eps)
+
+    def fused(self, reduced: int, finished: int) -> Fused:
+        """See `BoundEpilogue`."""
+        assert self._weight.dtype is not None
+        options = norm_options(self.result.name, self._weight.dtype.name)
+        return Fused(options, self._norm(finished), Rows(self._rows, self._weight.total * self.dtype.itemsize))
+
     def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""
         assert self._weight.dtype is not None
-        hidden = self._weight.total
-        rows = self._residual.total // hidden
-        arguments = NormArguments(
-            source, output, failed, self._residual.pointer, self._weight.pointer, rows, hidden, self._eps
-        )
         variant = norm_kernel(self.dtype.name, self.result.name, self._weight.dtype.name)
-        return KernelCall(variant, arguments, min(rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors), NORM_THREADS)
+        blocks = min(self._rows, _BLOCKS_OF_A_MULTIPROCESSOR * multiprocessors)
+        return KernelCall(variant, NormArguments(source, failed, self._norm(output)), blocks, NORM_THREADS)
 
     def on_host(self, reduced: npt.NDArray[Any], out: npt.NDArray[Any]) -> None:
         """See `BoundEpilogue`; it adds squares in the order of the kernel, so it has the kernel's bits."""

@@ -2,9 +2,9 @@
 // MPICOMM_DTYPE become elements of MPICOMM_RESULT. No element is read or written by two threads, and kernels ahead of
 // this one are over when it begins. So it needs no flags.
 
-#include "bytes.cuh"
 #include "epilogue.cuh"
 #include "faults.cuh"
+#include "runs.cuh"
 
 namespace mpicomm {
 
@@ -21,18 +21,13 @@ struct Epilogue {
 // Elements that a thread moves at once: 16 bytes of the narrower type.
 constexpr u32 kAtOnce = 16 / (sizeof(Element) < sizeof(Finished) ? sizeof(Element) : sizeof(Finished));
 
-template <class T, u32 n>
-struct alignas(n * sizeof(T) < 16 ? alignof(T) : 16) Elements {
-  T of[n];
-};
-
 template <u32 n>
 MPICOMM_DEVICE void apply(const Epilogue& x, u64 first) {
-  const auto in = *reinterpret_cast<const Elements<Element, n>*>(x.source + first * sizeof(Element));
-  Elements<Finished, n> out;
+  const auto in = load_run<Element, n>(x.source + first * sizeof(Element), n);
+  Run<Finished, n> out;
 #pragma unroll
   for (u32 e = 0; e < n; ++e) out.of[e] = finish(in.of[e], static_cast<i64>(first + e), x.operands);
-  *reinterpret_cast<Elements<Finished, n>*>(x.output + first * sizeof(Finished)) = out;
+  store_run(x.output + first * sizeof(Finished), out, n);
 }
 
 }  // namespace mpicomm

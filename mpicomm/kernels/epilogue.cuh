@@ -13,7 +13,6 @@ constexpr u32 kMostOperands = 8;
 
 struct Operands {
   u64 words[kMostOperands];  // addresses of arrays, and numbers
-  u64 first;                 // the index of the first element of this kernel's output
   u64 count;                 // of all elements of the result: no other index may be used
 
   template <class A>

@@ -1,4 +1,4 @@
-"""Epilogues of reductions in kernels: their operands, and the kernels of epilogue.cu and rms_norm.cu."""
+"""Epilogues of reductions in kernels that reduce, and the kernels of epilogue.cu and rms_norm.cu behind others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpicomm.kernels.headers import SHARED
 from mpicomm.kernels.reductions import OPTIONS, cpp_name
 from mpicomm.kernels.variant import Variant
 
-# Constants of epilogue.cuh, epilogue.cu and rms_norm.cu; a test compares them.
+# Constants of epilogue.cuh, epilogue.cu and rms_norm.cuh; a test compares them.
 MOST_OPERANDS = 8
 EPILOGUE_THREADS = 512
 NORM_THREADS = 256
@@ -21,8 +21,17 @@ class EpilogueOperands(ctypes.Structure):
 
     _fields_ = [
         ("words", ctypes.c_uint64 * MOST_OPERANDS),
-        ("first", ctypes.c_uint64),
         ("count", ctypes.c_uint64),
+    ]
+
+
+class Finish(ctypes.Structure):
+    """The host's copy of ``Finish`` in finish.cuh of packets."""
+
+    _fields_ = [
+        ("operands", EpilogueOperands),
+        ("reduced", ctypes.c_uint64),
+        ("finished", ctypes.c_uint64),
     ]
 
 
@@ -37,13 +46,11 @@ class EpilogueArguments(ctypes.Structure):
     ]
 
 
-class NormArguments(ctypes.Structure):
-    """The host's copy of ``RmsNorm`` in rms_norm.cu."""
+class Norm(ctypes.Structure):
+    """The host's copy of ``Norm`` in rms_norm.cuh."""
 
     _fields_ = [
-        ("source", ctypes.c_uint64),
         ("output", ctypes.c_uint64),
-        ("failed", ctypes.c_uint64),
         ("residual", ctypes.c_uint64),
         ("weight", ctypes.c_uint64),
         ("rows", ctypes.c_uint64),
@@ -52,25 +59,44 @@ class NormArguments(ctypes.Structure):
     ]
 
 
-def epilogue_options(expression: str) -> tuple[str, ...]:
-    """Return the options for a kernel that applies an expression in C++ to what it has reduced."""
-    return (f"-DMPICOMM_EPILOGUE={expression}",)
+class NormArguments(ctypes.Structure):
+    """The host's copy of ``RmsNorm`` in rms_norm.cu."""
+
+    _fields_ = [
+        ("source", ctypes.c_uint64),
+        ("failed", ctypes.c_uint64),
+        ("norm", Norm),
+    ]
+
+
+def epilogue_options(expression: str, result: str | None = None) -> tuple[str, ...]:
+    """Return the options for a kernel that applies an expression in C++ to what it has reduced.
+
+    ``result`` is the type of the elements that it makes, where that is another than the reduced ones have.
+    """
+    converts = () if result is None else (f"-DMPICOMM_RESULT={cpp_name(result)}",)
+    return f"-DMPICOMM_EPILOGUE={expression}", *converts
+
+
+def norm_options(result: str, weight: str) -> tuple[str, ...]:
+    """Return the options for a kernel that normalises rows of what it has reduced."""
+    return f"-DMPICOMM_RESULT={cpp_name(result)}", f"-DMPICOMM_WEIGHT={cpp_name(weight)}"
 
 
 def epilogue_kernel(dtype: str, result: str, expression: str) -> Variant:
     """Return the kernel that makes elements of ``result`` of elements of ``dtype`` by an expression in C++."""
-    return Variant(SHARED / "epilogue.cu", "mpicomm_epilogue", (*_types(dtype, result), *epilogue_options(expression)))
+    options = (*_reduced(dtype), *epilogue_options(expression, result))
+    return Variant(SHARED / "epilogue.cu", "mpicomm_epilogue", options)
 
 
 def norm_kernel(dtype: str, result: str, weight: str) -> Variant:
     """Return the kernel that adds a residual to rows of ``dtype`` and normalises them to ``result``."""
-    options = (*_types(dtype, result), f"-DMPICOMM_WEIGHT={cpp_name(weight)}")
-    return Variant(SHARED / "rms_norm.cu", "mpicomm_rms_norm", options)
+    return Variant(SHARED / "rms_norm.cu", "mpicomm_rms_norm", (*_reduced(dtype), *norm_options(result, weight)))
 
 
-def _types(dtype: str, result: str) -> tuple[str, ...]:
+def _reduced(dtype: str) -> tuple[str, ...]:
     # The operation is for the headers alone.
-    return *OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", f"-DMPICOMM_RESULT={cpp_name(result)}", "-DMPICOMM_OP=sum"
+    return *OPTIONS, f"-DMPICOMM_DTYPE={cpp_name(dtype)}", "-DMPICOMM_OP=sum"
 
 
 def blocks_for(nbytes: int, multiprocessors: int) -> int:

@@ -165,6 +165,22 @@ MPICOMM_DEVICE void fence_system() { __threadfence_system(); }
 // The same for observers on this device, and for the observers that those inform in turn.
 MPICOMM_DEVICE void fence_device() { __threadfence(); }
 
+// A barrier of `threads` threads of a block: whole warps, which all name the same `number`. Numbers begin at 1, because
+// 0 is the barrier of __syncthreads. Returns whether all of them said `ok`. As __syncthreads does, it orders the accesses
+// of these threads before it against their accesses after it. The threads of a warp may come one by one.
+MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) {
+  u32 all;
+  asm volatile(
+      "{ .reg .pred mine, all;\n"
+      "  setp.ne.u32 mine, %3, 0;\n"
+      "  barrier.red.and.pred all, %1, %2, mine;\n"
+      "  selp.u32 %0, 1, 0, all; }"
+      : "=r"(all)
+      : "r"(number), "r"(threads), "r"(static_cast<u32>(ok))
+      : "memory");
+  return all != 0;
+}
+
 // Programmatic dependent launch. A kernel that is launched this way may begin before the kernel ahead of it on its
 // stream is over. It must not touch memory before `wait_for_predecessor` returns: all accesses of that kernel are done
 // and visible then. Once all blocks of a kernel have called `let_successor_start` (or have returned), the next kernel
@@ -244,6 +260,10 @@ MPICOMM_DEVICE void store_volatile(Pair* p, const Pair& value) {
   store_relaxed(&p->second, value.second);
 }
 MPICOMM_DEVICE void fence_device() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+// The program that runs the threads of a block knows who has come to a barrier.
+#if defined(MPICOMM_MEET)
+MPICOMM_DEVICE bool meet(u32 number, u32 threads, bool ok) { return MPICOMM_MEET(number, threads, ok); }
+#endif
 MPICOMM_DEVICE void pause() {}
 MPICOMM_DEVICE void wait_for_predecessor() {}
 MPICOMM_DEVICE void let_successor_start() {}

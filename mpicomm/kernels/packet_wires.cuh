@@ -13,7 +13,7 @@
 // the sign. The rest depends on the kernel (kEscapes):
 // - As a number kEscaped is another NaN. A reduction that makes one NaN of all NaNs (kMakesOneNan) needs nothing else.
 //   Where it has a single contribution the changed NaN stays, but this contribution goes to one rank alone. An epilogue
-//   may make any NaN of it.
+//   may make any NaN of it, and its results go on in packets where they have the type of the elements.
 // - All other data has to arrive as it was. A packet with kAbsent or kEscaped in one of the two places has an escape: a
 //   byte beside the slots. It is zero until the sender stores there which of the two words were kAbsent. The receiver
 //   resets the byte with the slot. Such data is rare.
@@ -27,7 +27,7 @@ namespace mpicomm {
 struct SentinelWire {
   static constexpr u32 kUnitNbytes = kPacketNbytes;
   static constexpr bool kGivesBack = true;
-#if defined(MPICOMM_DTYPE) && !defined(MPICOMM_EPILOGUE)
+#if defined(MPICOMM_DTYPE) && (defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))
   static constexpr bool kEscapes = !kMakesOneNan<Op>;
 #else
   static constexpr bool kEscapes = true;

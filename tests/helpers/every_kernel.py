@@ -76,6 +76,20 @@ def each_way(comm: mpicomm.Communicator) -> None:
                 check([(got, reduced("sum", parts))])
 
 
+def finished(comm: mpicomm.Communicator) -> None:
+    """Apply epilogues in the kernels that reduce: in one hop and in two, in few steps and in inboxes used again."""
+    hidden, total = 1028, comm.size * (comm.size + 1) // 2
+    for rows, algorithm in ((5, "one_shot"), (64, "two_shot"), (5000, "one_shot"), (5000, "two_shot")):
+        count = rows * hidden
+        mine, wide = cupy.full(count, comm.rank + 1, np.float32), cupy.zeros(count, np.float64)
+        comm.Allreduce(mine, wide, algorithm=algorithm, epilogue="v * 2 + i % 3")
+        normal, residual = cupy.zeros(count, np.float32), cupy.ones(count, np.float32)
+        norm = mpicomm.epilogues.rms_norm(residual, cupy.ones(hidden, np.float32), 0.0)
+        comm.Allreduce(mine, normal, algorithm=algorithm, epilogue=norm)
+        check([(wide, 2.0 * total + np.arange(count) % 3), (residual, np.full(count, total + 1, np.float32))])
+        check([(normal, np.ones(count, np.float32))])
+
+
 def uneven(comm: mpicomm.Communicator) -> None:
     """Exchange messages of which two ranks alone know how long they are, and of which far more go one way."""
     counts = [[5_000_003 if source < target else 5 for target in range(comm.size)] for source in range(comm.size)]
@@ -276,6 +290,7 @@ def main() -> None:
         for seed, count in enumerate((*COUNTS, 300007)):
             check(movements(comm, count, seed))
         each_way(comm)
+        finished(comm)
         uneven(comm)
         symmetric(comm)
         signals(comm)

@@ -14,7 +14,8 @@ from mpicomm.collectives.gpu.algorithms.base import Finish
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
 from mpicomm.collectives.gpu.algorithms.packets.launches import Geometry, PacketPlanner
-from mpicomm.collectives.gpu.algorithms.packets.plan import finish_within
+from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
+from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.signature import Signature
 from tests.helpers.launch_numbers import begin_behind, old_flags
 from tests.helpers.patterns import Pattern
@@ -83,17 +84,20 @@ class PacketRig:
         """Enqueue a rank's part of a collective; how threads share the work is the rig's, the same on all ranks."""
         assert threads is None
         call = replace(pattern.call(signature), epilogue=finish)
+        fused = fused_in(call)
+        rows = row_geometry(fused.rows, self._geometry.blocks, self.size) if fused and fused.rows else None
         for step in pattern.steps:
             exchange, fan_out = (step.first, step.second) if isinstance(step, TwoShot) else (step, None)
+            longest_nbytes = rows.nbytes if rows else step.longest_nbytes
             launch = self._planners[rank].launch(
                 exchange,
                 call.reduction,
                 signature.hash32,
                 self._wire,
-                nbytes=_ANY_NBYTES if pattern.operation.counts == "private" else step.longest_nbytes,
+                nbytes=_ANY_NBYTES if pattern.operation.counts == "private" else longest_nbytes,
                 fan_out=fan_out,
-                geometry=self._geometry,
-                finish=finish_within(call, exchange),
+                geometry=rows.threads if rows else self._geometry,
+                finish=fused,
             )
             kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
             parameters = [launch.arguments]

@@ -21,7 +21,7 @@ from mpicomm.collectives.gpu.algorithms.direct.arguments import direct_kernel  #
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Steps, packet_kernel  # noqa: E402
 from mpicomm.devices.cuda.compile import compile_kernel  # noqa: E402
 from mpicomm.kernels.combine import combine_kernel  # noqa: E402
-from mpicomm.kernels.epilogue import epilogue_kernel, norm_kernel  # noqa: E402
+from mpicomm.kernels.epilogue import epilogue_kernel, epilogue_options, norm_kernel, norm_options  # noqa: E402
 from mpicomm.kernels.packing import PACK_KERNEL  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from mpicomm.kernels.variant import Variant  # noqa: E402
@@ -122,16 +122,33 @@ def test_expressions_compile(dtype: str, text: str, capability: tuple[int, int])
 
 
 FINISH = "fn::add(fn::multiply(v,fn::number<State>(w.real(0))),fn::element<State>(w.array<dtype::float16>(1),i))"
+PLAIN, TO_FP8, TO_DOUBLE = (epilogue_options(FINISH, result) for result in (None, "float8_e4m3fn", "float64"))
 FINISHES = [
-    packet_kernel(("float32", "sum"), 4, "sentinel", "few", fan_out=True, epilogue=FINISH),
-    packet_kernel(("bfloat16", "sum"), 8, "flagged", "one", fan_out=False, epilogue=FINISH),
+    packet_kernel(("float32", "sum"), 4, "sentinel", "few", fan_out=True, epilogue=PLAIN),
+    packet_kernel(("bfloat16", "sum"), 8, "flagged", "one", fan_out=False, epilogue=PLAIN),
+    packet_kernel(("bfloat16", "sum"), 2, "flagged", "one", fan_out=False, epilogue=TO_FP8),
+    *(
+        packet_kernel((dtype, "sum"), size, "sentinel", steps, fan_out=True, epilogue=options)
+        for steps in PLAIN_STEPS
+        for dtype, size, options in (("bfloat16", 4, TO_FP8), ("bfloat16", 8, TO_DOUBLE), ("float32", 8, TO_FP8))
+    ),
     epilogue_kernel("bfloat16", "float8_e4m3fn", FINISH),
-    norm_kernel("bfloat16", "bfloat16", "float32"),
-    norm_kernel("float64", "float32", "float64"),
 ]
+FINISHES += [
+    packet_kernel((dtype, "sum"), size, "sentinel", steps, fan_out=False, epilogue=norm_options(result, weight))
+    for steps in PLAIN_STEPS
+    for dtype, result, weight, size in (
+        ("bfloat16", "bfloat16", "bfloat16", 2),
+        ("float16", "float8_e4m3fn", "float32", 2),
+        ("float64", "float32", "float64", 2),
+        ("float16", "float8_e4m3fn", "float32", 8),
+        ("float8_e5m2", "float64", "float16", 8),
+    )
+]
+FINISHES += [norm_kernel("bfloat16", "bfloat16", "float32"), norm_kernel("float64", "float32", "float64")]
 
 
-@pytest.mark.parametrize("variant", FINISHES, ids=lambda variant: " ".join(variant.options[1:4]))
+@pytest.mark.parametrize("variant", FINISHES, ids=lambda variant: " ".join(variant.options[1:]).replace(FINISH, ""))
 def test_kernels_with_epilogues_have_the_registers_they_need(variant: Variant) -> None:
     assert spills(ptxas_says(variant.source.read_text(), variant.options), variant.entry) == [0, 0]
 

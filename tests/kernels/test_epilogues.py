@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
-
 import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.base import Finish
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
 from mpicomm.collectives.gpu.finish_launches import finish_launches
-from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
-from mpicomm.finishes.base import BoundEpilogue
-from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.reductions import Array, dtype_named, reduced, require_same, samples
+from tests.helpers.reductions import dtype_named, require_same, samples
 from tests.kernels.build import Builds, Change
+from tests.kernels.epilogue_rig import bound, finished, on_rank, run_fused
 from tests.kernels.exchange_rig import kernel_of
-from tests.kernels.machine import CAUGHT, Machine, Place
-from tests.kernels.packet_rig import PacketRig
-from tests.kernels.packet_runs import INBOX_NBYTES, SMALL
+from tests.kernels.machine import CAUGHT, Machine
 
 pytest.importorskip("ml_dtypes")
 pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
@@ -33,30 +23,6 @@ RNG = np.random.default_rng(7)
 BIAS, ROW = samples(np.dtype(np.float32), 5000, RNG), samples(dtype_named("bfloat16"), 7, RNG)
 WORDS = Elementwise("words[i]", words=np.full(5000, ABSENT, np.uint32).view(np.float32))
 AFFINE = Elementwise("v * scale + bias[i] - row[i % n]", scale=0.3, n=7, bias=BIAS, row=ROW)
-
-
-def bound(epilogue: Epilogue, dtype: str, result: str, count: int) -> BoundEpilogue:
-    receive = parse(np.zeros(count, dtype_named(result)), writable=True, name="recvbuf")
-    return epilogue.bind("Allreduce", dtype_named(dtype), receive)
-
-
-def on_rank(epilogue: Epilogue, machine: Machine, rank: int) -> tuple[Epilogue, dict[str, Place]]:
-    """Return it with its arrays in memory of a rank, and their places by name."""
-    moved, places = copy.copy(epilogue), {}
-
-    def read(name: str, array: Any, result: Operand, *, writable: bool = False) -> Operand:
-        operand = epilogue.read(name, array, result, writable=writable)
-        places[name] = machine.place(rank, array)
-        return replace(operand, pointer=places[name].address)
-
-    vars(moved)["read"] = read
-    return moved, places
-
-
-def finished(epilogue: BoundEpilogue, values: Array) -> Array:
-    made = np.empty(values.size, epilogue.result)
-    epilogue.on_host(values, made)
-    return made
 
 
 @pytest.mark.parametrize(
@@ -133,35 +99,27 @@ def test_rows_are_normalised(builds: Builds, dtype: str, result: str, hidden: in
     assert np.allclose(expected.astype(np.float64), exact.ravel(), rtol=0.13, atol=1e-4)  # as float8_e5m2 rounds
 
 
-def run_fused(
-    builds: Builds, wire: Wire, epilogue: Epilogue, reduction: tuple[str, str], changes: Sequence[Change] = ()
+CONVERSIONS: list[tuple[Wire, Epilogue, tuple[str, str], str, int]] = [
+    ("flagged", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 2),
+    ("sentinel", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 4),
+    ("flagged", fp8(np.array([3], np.float32), "float8_e5m2"), ("bfloat16", "avg"), "float8_e5m2", 3),
+    ("sentinel", fp8(np.array([3], np.float32), "float8_e5m2"), ("bfloat16", "avg"), "float8_e5m2", 3),
+    ("sentinel", AFFINE, ("float16", "sum"), "float32", 3),
+    ("sentinel", AFFINE, ("float64", "a * 2 - b"), "bfloat16", 2),
+    ("flagged", AFFINE, ("float8_e4m3fn", "max"), "float64", 3),
+    ("sentinel", Elementwise("conj(v) - i"), ("complex64", "sum"), "complex128", 3),
+    ("sentinel", Elementwise("v * 3 + i % k", k=5), ("int32", "sum"), "int64", 4),
+    ("flagged", Elementwise("v and not m[i]", m=RNG.random(5000) < 0.5), ("bool", "lor"), "int16", 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("wire", "epilogue", "reduction", "result", "size"), CONVERSIONS, ids=lambda value: str(value)[:40]
+)
+def test_conversions_in_the_kernel_that_reduces(
+    builds: Builds, wire: Wire, epilogue: Epilogue, reduction: tuple[str, str], result: str, size: int
 ) -> None:
-    """All-reduces in one hop and in two, in place and not, of which the last elements are in no whole packet."""
-    size, rng, (name, op) = 3, np.random.default_rng(3), reduction
-    rig = PacketRig(Machine(builds, size), wire, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=2)
-    checks: list[tuple[Any, Array]] = []
-    for count in (1, 5, 2003) if wire == "sentinel" else (1, 5, 301):
-        for two_shot in (False, True):
-            whole = bound(epilogue, name, name, count)
-            parts = [samples(whole.dtype, count, rng) for _ in range(size)]
-            expected = finished(whole, reduced(op, parts))
-            for rank, part in enumerate(parts):
-                source = rig.machine.place(rank, part)
-                target = source if two_shot else rig.machine.place(rank, np.zeros_like(part))
-                send, output = Span(source.address, count), Span(target.address, count)
-                pattern = patterns.allreduce(
-                    rank, size, whole.dtype, send, output, op, piece_nbytes=1 << 30 if two_shot else None
-                )
-                signature = Signature("Allreduce", name, count, op, epilogue=whole.text)
-                moved, _ = on_rank(epilogue, rig.machine, rank)
-                finish = Finish(bound(moved, name, name, count), output.pointer)
-                rig.run(rank, pattern, signature, finish=finish)
-                checks.append((target, expected))
-    rig.machine.run(jitter_us=100)
-    for target, expected in checks:
-        require_same(target.view(expected.dtype).copy(), expected)
-        if epilogue is WORDS and target.bytes.tobytes() != expected.tobytes():
-            raise AssertionError("words differ, first at any place")
+    run_fused(builds, wire, epilogue, reduction, result, size=size)
 
 
 @pytest.mark.parametrize("wire", ["flagged", "sentinel"])
@@ -172,16 +130,34 @@ def test_in_the_kernel_that_reduces(builds: Builds, wire: Wire, reduction: tuple
 
 def test_results_that_say_that_no_packet_has_come(builds: Builds) -> None:
     """An epilogue may make the words that stand for empty slots, which no sum of floats does."""
-    run_fused(builds, "sentinel", WORDS, ("float32", "sum"))
+    run_fused(builds, "sentinel", WORDS, ("float32", "sum"), exact=True)
 
 
 def test_results_that_lose_such_a_word_are_found(builds: Builds) -> None:
-    change = Change("packet_wires.cuh", "#if defined(MPICOMM_DTYPE) && !defined(MPICOMM_EPILOGUE)", "#if 1")
+    change = Change("packet_wires.cuh", "(defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))", "1")
     with pytest.raises(AssertionError, match=CAUGHT):
-        run_fused(builds, "sentinel", WORDS, ("float32", "sum"), (change,))
+        run_fused(builds, "sentinel", WORDS, ("float32", "sum"), exact=True, changes=[change])
 
 
-def test_an_epilogue_that_forgets_where_its_shard_begins_is_found(builds: Builds) -> None:
-    change = Change("packet_worker.cuh", "operands.first + at / sizeof(Element)", "at / sizeof(Element)")
+PLACES = {
+    "before the fan-out": (Change("finish.cuh", "made = apply(unit, place)", "made = apply(unit, reduced)"), "float32"),
+    "where it is stored": (
+        Change("finish.cuh", "(to, apply(unit, array + at)", "(to, apply(unit, reduced + at)"),
+        "float64",
+    ),
+    "to where it is stored": (
+        Change("finish.cuh", "finished + index_of(array + at)", "finished + index_of(reduced + at)"),
+        "float64",
+    ),
+    "to ranks that reduce others": (
+        Change("packet_worker.cuh", "Wire::unit(packet_of(packets, rank))", "Wire::unit(packets[1])"),
+        "float64",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_an_epilogue_that_forgets_where_its_shard_begins_is_found(builds: Builds, name: str) -> None:
+    change, result = PLACES[name]
     with pytest.raises(AssertionError, match=CAUGHT):
-        run_fused(builds, "flagged", Elementwise("v + i"), ("float32", "sum"), (change,))
+        run_fused(builds, "flagged", Elementwise("v + i"), ("float32", "sum"), result, changes=[change])

@@ -16,6 +16,7 @@ from tests.helpers import patterns
 from tests.helpers.reductions import SENTINELS
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import Calls
+from tests.kernels.late_resets import LATE, LOST
 from tests.kernels.machine import CAUGHT, Array, Machine, RunFailedError
 from tests.kernels.packet_rig import PacketRig
 from tests.kernels.packet_runs import INBOX_NBYTES, SMALL, STARTS, run_every_size, run_long, run_movements, run_uneven
@@ -261,7 +262,7 @@ def test_mistake_with_nan_is_seen(builds: Builds, name: str) -> None:
 PACES = {
     "not said": Change(SOURCE, "worker.pace(a_at, a_place);", ";"),
     "not heard": Change(SOURCE, "b_ranks |= x.paced", "b_ranks |= 0"),
-    "a third as often": Change(SOURCE, "return x.laps - 3 - slack_of(x);", "return 2 * (x.laps - 3);"),
+    "a third as often": Change(SOURCE, "return sum_of_both(x) - slack_of(x);", "return 2 * sum_of_both(x);"),
 }
 
 
@@ -272,53 +273,6 @@ def test_mistake_with_ranks_that_send_unevenly_is_seen(builds: Builds, name: str
             run_uneven(builds, 3, seed=seed, changes=[PACES[name]], timeout_s=2)
 
 
-# What is put back arrives when a fence that was asked for afterwards is over, and no sooner.
-LATE = [
-    Change(
-        "fences.cuh",
-        "struct Fences {",
-        """struct Late { u32 worker; Pair* slot; bool asked; };
-inline std::vector<Late>& late() {
-  static thread_local std::vector<Late> all;  // of a block
-  return all;
-}
-inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
-  std::vector<Late> left, now;  // first, as others have their turn in each store
-  for (const Late& each : late()) (arrives(each, who) ? now : left).push_back(each);
-  late() = left;
-  for (const Late& each : now) SentinelWire::give_back(each.slot);
-}
-
-struct Fences {""",
-    ),
-    Change("fences.cuh", '#include "memory_order.cuh"', '#include <vector>\n#include "packet_wires.cuh"'),
-    Change(
-        "fences.cuh",
-        "void say(u32 worker, u32 turns) {",
-        """void say(u32 worker, u32 turns) {
-    for (Late& each : late()) each.asked |= each.worker == worker;
-    if (turns == kLeft) put_back([](const Late& each, u32 me) { return each.worker == me; }, worker);""",
-    ),
-    Change(
-        "fences.cuh",
-        "      fence_slots();",
-        "      for (int turn = 0; turn < 20; ++turn) MPICOMM_YIELD();\n"
-        "      put_back([](const Late& each, u32 me) { return each.asked && each.worker % kLanes == me; }, overseer);",
-    ),
-    Change(
-        WORKER,
-        "if (ranks >> rank & 1) Wire::give_back(slot(x.team.rank, stage, rank, place));",
-        """if (!(ranks >> rank & 1)) continue;
-      Pair* const taken = slot(x.team.rank, stage, rank, place);
-      if constexpr (kLaps) {
-        late().push_back({threadIdx.x, taken, false});
-      } else {
-        Wire::give_back(taken);
-      }""",
-    ),
-]
-
-
 def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
     run_long(builds, "sentinel", start=0, changes=LATE)
     for laps in (6, 7, 10):
@@ -327,17 +281,15 @@ def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -
 
 FENCES = {
     "not waited for": Change(SOURCE, "fences.await(thread, turn - slack_of(x));", ""),
-    "a turn too seldom": Change(SOURCE, "return x.laps - 3 - slack_of(x);", "return x.laps - 2 - slack_of(x);"),
+    "a turn too seldom": Change(
+        SOURCE, "return sum_of_both(x) - slack_of(x);", "return sum_of_both(x) + 1 - slack_of(x);"
+    ),
     "asked for too soon": Change(
         SOURCE,
         "(turn + slack_of(x) == paces_at) {\n        fences.say(thread, turn);",
         "(turn + slack_of(x) + 1 == paces_at) {\n        fences.say(thread, turn + 1);",
     ),
 }
-
-
-LOST = "fault on rank| differ, first at "
-"""What it ends in when a packet is wiped out or one is taken twice: not a hang, in which fences are never had."""
 
 
 @pytest.mark.parametrize("name", FENCES)

@@ -90,6 +90,7 @@ void sleep_us(unsigned us) {
 struct Fiber {
   Place place;
   bool at_block_barrier;
+  unsigned meeting;  // the barrier of some threads at which it waits, 0 for none
   unsigned mask;  // of the warp barrier at which it waits
   void* stack_pointer;
   void* tsan;
@@ -242,6 +243,29 @@ void Block::release_block() {
   }
 }
 
+bool Block::meet_some(unsigned number, unsigned threads, bool agrees) {
+  if (number == 0 || number >= 16 || threads % kWarp != 0) die(*this, "there is no such barrier");
+  Meeting& meeting = meetings_[number];
+  const unsigned turn = meeting.round % 2;
+  release(meeting.syncs[turn]);
+  meeting.agreed[turn] = meeting.agreed[turn] && agrees;
+  running_->meeting = number;
+  if (++meeting.arrived == threads) {
+    meeting.arrived = 0;
+    meeting.agreed[++meeting.round % 2] = true;
+    idle_ = 0;
+    for (unsigned thread = 0; thread < launch_->threads; ++thread) {
+      Fiber& fiber = fibers_[thread];
+      if (fiber.meeting != number) continue;
+      fiber.meeting = 0;
+      ready_.push_back(&fiber);
+    }
+  }
+  leave();
+  acquire(meeting.syncs[turn]);
+  return meeting.agreed[turn];
+}
+
 void Block::meet_warp(unsigned mask, bool orders) {
   const unsigned thread = running_->place.thread.x, lane = thread % kWarp;
   Warp& warp = warps_[thread / kWarp];
@@ -282,6 +306,7 @@ bool Block::one_in(unsigned chances) { return jitter_.us > 0 && draw() % chances
 const Place& place() { return current->running_->place; }
 void yield() { current->yield(); }
 Tally meet_block(bool agrees) { return current->meet_block(agrees); }
+bool meet_some(unsigned number, unsigned threads, bool agrees) { return current->meet_some(number, threads, agrees); }
 void meet_warp(unsigned mask, bool orders) { current->meet_warp(mask, orders); }
 unsigned long long* warp_words() { return current->warps_[place().thread.x / kWarp].words; }
 unsigned live_lanes() { return current->warps_[place().thread.x / kWarp].live; }

@@ -26,6 +26,10 @@ void yield();
 // Waits until all threads of the block that have not returned have called it.
 Tally meet_block(bool agrees);
 
+// Waits until `threads` threads have called it with the same number, from 1 to 15. Unlike above, a thread that has
+// returned does not count as one that has come. Returns whether all of them agreed.
+bool meet_some(unsigned number, unsigned threads, bool agrees);
+
 // Waits until all threads of the warp that are in `mask` have called it with the same mask. Only if `orders` does a
 // thread see afterwards what the others did before.
 void meet_warp(unsigned mask, bool orders);

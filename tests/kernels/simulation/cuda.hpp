@@ -34,6 +34,7 @@
 constexpr int warpSize = 32;
 
 #define MPICOMM_YIELD() ::cpu::yield()
+#define MPICOMM_MEET(number, threads, ok) ::cpu::meet_some(number, threads, ok)
 
 using dim3 = cpu::Index;
 

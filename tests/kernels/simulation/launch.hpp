@@ -25,6 +25,13 @@ void sleep_us(unsigned us);
 struct Fiber;
 struct Warp;
 
+// A barrier of some threads of a block. As with the barrier of all, two rounds take turns.
+struct Meeting {
+  unsigned arrived = 0, round = 0;
+  bool agreed[2]{true, true};
+  char syncs[2]{};  // for ThreadSanitizer
+};
+
 // Runs block number `index` of each kernel that a rank launches.
 class Block {
  public:
@@ -46,6 +53,7 @@ class Block {
   void leave();
   void yield();
   Tally meet_block(bool agrees);
+  bool meet_some(unsigned number, unsigned threads, bool agrees);
   void meet_warp(unsigned mask, bool orders);
   void release_block();
   void release_warp(Warp& warp, unsigned first);
@@ -55,6 +63,7 @@ class Block {
   friend const Place& place();
   friend void yield();
   friend Tally meet_block(bool);
+  friend bool meet_some(unsigned, unsigned, bool);
   friend void meet_warp(unsigned, bool);
   friend unsigned long long* warp_words();
   friend unsigned live_lanes();
@@ -75,6 +84,7 @@ class Block {
   unsigned round_ = 0;  // of the block's barrier
   Tally tallies_[2]{};  // used in turns: the next round may begin before all threads have left this one
   char syncs_[2]{};     // likewise, for ThreadSanitizer
+  Meeting meetings_[16];
   char started_ = 0, ended_ = 0;  // for ThreadSanitizer: all threads begin after the one, and end before the other
 };
 

@@ -92,7 +92,7 @@ def test_requests(comm: mpicomm.Communicator, xp: Any) -> None:
 def test_conversion_to_eight_bits(comm: mpicomm.Communicator, xp: Any, name: str, result: str) -> None:
     dtype = dtype_or_skip(result)
     limit = np.float32(448 if result == "float8_e4m3fn" else 57344)
-    for count, algorithm in ((5, "auto"), (3001, "two_shot"), (70_001, "auto")):
+    for count, algorithm in ((5, "auto"), (3001, "one_shot"), (3001, "two_shot"), (70_001, "auto")):
         send, receive = Placed(xp, part(comm.rank, count, name)), Placed(xp, np.zeros(count, dtype))
         expected = np.clip(total(comm, count, name).astype(np.float32) * np.float32(1e4), -limit, limit).astype(dtype)
         for scale in (1e4, xp.full(1, 1e4, xp.float32)):
@@ -104,7 +104,8 @@ def test_conversion_to_eight_bits(comm: mpicomm.Communicator, xp: Any, name: str
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_residual_and_rms_norm(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
     dtype, hidden, rng = dtype_or_skip(name), 40, np.random.default_rng(1)
-    for count, algorithm in ((5 * hidden, "auto"), (101 * hidden, "two_shot"), (4_000 * hidden, "auto")):
+    ways = ((5, "auto"), (7, "one_shot"), (301, "one_shot"), (101, "two_shot"), (4_000, "auto"))
+    for count, algorithm in ((rows * hidden, algorithm) for rows, algorithm in ways):
         weight = rng.standard_normal(hidden).astype(np.float32)
         old = rng.standard_normal(count).astype(dtype)
         h = (total(comm, count, name).astype(np.float32) + old.astype(np.float32)).astype(dtype)
@@ -136,6 +137,7 @@ def test_bad_norms(comm: mpicomm.Communicator, xp: Any) -> None:
         ("weight has elements of int32: pass floats", (residual, xp.ones(4, xp.int32))),
         ("residual and weight overlap", (residual, residual[:4])),
         ("residual overlaps recvbuf", (receive, weight)),
+        ("residual overlaps sendbuf", (send, weight)),
     ]
     for said, operands in cases:
         with pytest.raises(InvalidUsageError, match=said):

@@ -15,12 +15,12 @@ pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda
 from mpicomm.collectives.gpu import choose
 from mpicomm.collectives.gpu.algorithms.base import Finish, Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS
+from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, OVERSEERS
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch, Step
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.choose import Preparation
 from mpicomm.collectives.signature import Signature
-from mpicomm.epilogues import Elementwise
+from mpicomm.epilogues import Elementwise, rms_norm
 from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerError
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.arguments import parse
@@ -71,8 +71,8 @@ class Rig:
         board, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
         self._preparation = Preparation(TABLE, node, self.arena, board, calls)  # type: ignore[arg-type]
 
-    def steps(self, count: int, asked: str = "auto", result: str = "") -> list[Step]:
-        """Return the steps of an all-reduce, with an epilogue to elements of ``result`` if that is given."""
+    def steps(self, count: int, asked: str = "auto", result: str = "", hidden: int = 0) -> list[Step]:
+        """Return the steps of an all-reduce, with an epilogue to ``result`` or of rows of ``hidden`` elements."""
         send, output = Span(1 << 40, count), Span(2 << 40, count)
         pattern = patterns.allreduce(0, 3, FLOAT32, send, output, "sum")
         call = pattern.call(Signature("Allreduce", "float32", count, "sum"))
@@ -80,6 +80,11 @@ class Rig:
             receive = parse(np.empty(count, result), writable=True, name="recvbuf")
             epilogue = Elementwise("v * i").bind("Allreduce", FLOAT32, receive)
             call = replace(call, epilogue=Finish(epilogue, output.pointer if result == "float32" else 3 << 40))
+        if hidden:
+            receive = parse(np.empty(count, np.float32), writable=True, name="recvbuf")
+            residual, weight = np.empty(count, np.float32), np.empty(hidden, np.float32)
+            norm = rms_norm(residual, weight).bind("Allreduce", FLOAT32, receive)
+            call = replace(call, epilogue=Finish(norm, output.pointer))
         return self._preparation.steps(call, asked)[1]
 
 
@@ -105,13 +110,31 @@ def test_an_epilogue_is_applied_by_the_kernel_that_reduces_or_by_one_behind() ->
     for asked in ("one_shot", "two_shot"):
         (fused,) = rig.steps(100, asked, "float32")
         assert isinstance(fused, Launch) and fused.variant.entry == "mpicomm_packets"
-        assert fused.arguments.operands.count == 100
-        _, behind = rig.steps(100, asked, "float64")  # packets of another size do not go on
-        assert isinstance(behind, Launch) and behind.variant.entry == "mpicomm_epilogue"
-        assert (behind.arguments.source, behind.arguments.output) == (2 << 40, 3 << 40)
+        assert fused.arguments.finish.operands.count == 100
+        (converts,) = rig.steps(100, asked, "float64")
+        assert isinstance(converts, Launch) and "-DMPICOMM_RESULT=float64" in converts.variant.options
+        assert (converts.arguments.finish.reduced, converts.arguments.finish.finished) == (2 << 40, 3 << 40)
+    *_, behind = rig.steps(1000, "ring", "float64")
+    assert isinstance(behind, Launch) and behind.variant.entry == "mpicomm_epilogue"
+    assert (behind.arguments.source, behind.arguments.output) == (2 << 40, 3 << 40)
     last = rig.steps(1000, "copy_engine", "float32")[-1]
     assert isinstance(last, Launch) and last.variant.entry == "mpicomm_epilogue"
     assert last.arguments.source == last.arguments.output == 2 << 40
+
+
+def test_rows_are_normalised_by_the_kernel_of_one_hop_or_by_one_behind() -> None:
+    rig = Rig()
+    (fused,) = rig.steps(32 * 1024, "one_shot", hidden=1024)
+    assert isinstance(fused, Launch) and "-DMPICOMM_WEIGHT=float32" in fused.variant.options
+    assert (fused.blocks, fused.threads, fused.arguments.steps) == (8, 256 + OVERSEERS, 4)
+    assert fused.arguments.finish.rows == 32 and not rig.arena.tried
+    # A row of 257 packets takes 2 steps, so the slots are twice as many as the packets.
+    (uneven,) = rig.steps(900 * 1028, "one_shot", hidden=1028)
+    assert isinstance(uneven, Launch) and rig.arena.tried == ["collectives: large messages"]
+    assert uneven.arguments.steps == uneven.arguments.laps == 226
+    for count, asked, hidden in ((32 * 1024, "two_shot", 1024), (99, "one_shot", 33), (16384, "one_shot", 16384)):
+        *_, behind = rig.steps(count, asked, hidden=hidden)
+        assert isinstance(behind, Launch) and behind.variant.entry == "mpicomm_rms_norm"
 
 
 def test_without_memory_for_copy_engines_another_way_is_taken_and_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from mpicomm.kernels.epilogue import EpilogueOperands, epilogue_options
 from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import HOST_SLOTS, options_for
 from mpicomm.kernels.team import MAX_RANKS, Team
@@ -28,7 +28,7 @@ _STEPS = {
     "paced": ("-DMPICOMM_LAPS", "-DMPICOMM_PACED"),
 }
 FEWEST_LAPS = 6
-"""The fewest steps that an inbox must hold if a message has more: see packets.cu."""
+"""The fewest steps that an inbox must hold if a message has more, with rows one more: see packets.cu."""
 
 Wire = Literal["flagged", "sentinel"]
 """LL, with flags, or sentinel, without: see packet_wires.cuh."""
@@ -62,10 +62,10 @@ class PacketArguments(ctypes.Structure):
     ]
 
 
-class FinishedPacketArguments(PacketArguments):
-    """The host's copy of ``Packets`` in a kernel with an epilogue."""
-
-    _fields_ = [("operands", EpilogueOperands)]
+@cache
+def finished_packet_arguments(finish: type[ctypes.Structure]) -> type[PacketArguments]:
+    """Return the host's copy of ``Packets`` in a kernel with an epilogue, whose arguments are a ``finish``."""
+    return type("FinishedPacketArguments", (PacketArguments,), {"_fields_": [("finish", finish)]})
 
 
 def most_workers(size: int, *, fan_out: bool, one_step: bool) -> int:
@@ -85,20 +85,19 @@ def packet_kernel(
     *,
     fan_out: bool,
     host_slots: bool = False,
-    epilogue: str = "",
+    epilogue: tuple[str, ...] = (),
 ) -> Variant:
     """Return the kernel for ``size`` ranks and ``(dtype, op)``, or the kernel that does not reduce.
 
-    ``epilogue`` is the expression of an epilogue in C++, whose operands are in `FinishedPacketArguments`.
+    ``epilogue`` are the options of an epilogue, for which the kernel gets `finished_packet_arguments`.
 
     ``host_slots``: whether inboxes lie in memory of the host. The kernel is another one then if it uses slots again
     within a launch. Raises as `options_for`.
     """
     fans = ("-DMPICOMM_FAN_OUT",) if fan_out else ()
     fences = HOST_SLOTS if host_slots and steps in ("laps", "paced") else ()
-    finish = epilogue_options(epilogue) if epilogue else ()
     ways = (*_WIRES[wire], *_STEPS[steps], *fans, *fences)
-    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *finish)
+    options = (*options_for(reduction), f"-DMPICOMM_RANKS={size}", *ways, *epilogue)
     return Variant(Path(__file__).with_name("packets.cu"), "mpicomm_packets", options)
 
 

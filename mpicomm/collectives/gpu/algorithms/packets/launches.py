@@ -15,10 +15,10 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     OVERSEERS,
     SLOT_NBYTES,
     STAGES,
-    FinishedPacketArguments,
     PacketArguments,
     Steps,
     Wire,
+    finished_packet_arguments,
     most_workers,
     packet_kernel,
     packets_of,
@@ -132,20 +132,22 @@ class PacketPlanner:
 
         In ``fan_out`` ranks send on the data that they have reduced or received. ``reduction`` is (dtype, op) if any
         rank reduces. ``nbytes`` is the most bytes that one rank sends to another, or a larger number. All arguments but
-        the exchanges are the same on all ranks. ``finish`` is applied to the result.
+        the exchanges are the same on all ranks. ``finish`` is applied to the result; with rows, whose threads need not
+        have a unit in each step, ``nbytes`` are those of all slots.
         """
         size, rank = self._team.size, self._team.rank
         units = packets_of(nbytes, wire)
         shape = geometry or geometry_of(units, self._most_blocks, size, fan_out=fan_out is not None)
         arguments = PacketArguments(team=self._team)
         if finish is not None:
-            arguments = FinishedPacketArguments(team=self._team, operands=finish.operands)
+            arguments = finished_packet_arguments(type(finish.arguments))(team=self._team, finish=finish.arguments)
         self._fill_inboxes(arguments, inboxes or self._inboxes(wire, nbytes))
+        rows = finish is not None and finish.rows is not None
         slots, steps = arguments.inbox_nbytes // SLOT_NBYTES, shape.steps(units)
         laps = steps if units <= slots else slots // shape.threads
-        if steps > laps and (laps < FEWEST_LAPS or wire == "flagged"):
+        if steps > laps and (laps < FEWEST_LAPS + rows or wire == "flagged"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {arguments.inbox_nbytes} bytes")
-        if fan_out is None:
+        if fan_out is None and not rows:
             # As many steps as the data between this rank and one peer takes, whatever the other ranks send each other.
             packets = [[packets_of(way, wire) for way in exchange.nbytes_with(peer)] for peer in range(size)]
             steps = shape.steps(max(map(max, packets)))
@@ -176,7 +178,7 @@ class PacketPlanner:
                 kind,
                 fan_out=fans,
                 host_slots=self._host_slots,
-                epilogue=finish.code if finish else "",
+                epilogue=finish.options if finish else (),
             ),
             arguments,
             blocks=shape.blocks,

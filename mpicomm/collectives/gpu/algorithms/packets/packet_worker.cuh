@@ -6,12 +6,10 @@
 #include "fences.cuh"
 #include "ll_flags.cuh"
 #include "packet_wires.cuh"
+#include "rows.cuh"
 #include "team.cuh"
 #if defined(MPICOMM_DTYPE)
 #include "reduce_packets.cuh"
-#endif
-#if defined(MPICOMM_EPILOGUE)
-#include "epilogue.cuh"
 #endif
 
 namespace mpicomm {
@@ -42,16 +40,23 @@ struct Packets {
   u32 targets;  // the targets of the fan-out, likewise
   u32 paced;    // the peers with messages longer than an inbox, of different lengths each way
   u32 unused;
-#if defined(MPICOMM_EPILOGUE)
-  Operands operands;  // of the epilogue, which the rank that reduces a unit applies to it
+#if defined(MPICOMM_EPILOGUE) || defined(MPICOMM_WEIGHT)
+  Finish finish;
 #endif
 };
+
+#if defined(MPICOMM_EPILOGUE) || defined(MPICOMM_WEIGHT)
+MPICOMM_DEVICE const Finish& finish_of(const Packets& x) { return x.finish; }
+#else
+MPICOMM_DEVICE Finish finish_of(const Packets&) { return {}; }
+#endif
 
 #if defined(MPICOMM_FAN_OUT)
 constexpr bool kFanOut = true;
 #else
 constexpr bool kFanOut = false;
 #endif
+static_assert(!kRows || !kFanOut, "the squares of a row are added on one rank");
 
 // Whether there is one step only. A kernel for one step has no loop: fetching the code of the rest would be a good part
 // of the time of a short launch.
@@ -80,8 +85,12 @@ constexpr bool kPaced = false;
 // The most threads of a block for which there are registers; the workers are those that move data.
 constexpr u32 kMostOfOneStep = kRanks > 4 ? 512 : 768;
 constexpr u32 kMostOfMore = kRanks > 4 ? 256 : kFanOut ? 512 : kRanks > 2 ? 640 : 768;
-constexpr u32 kThreads = kOneStep ? kMostOfOneStep : kMostOfMore;
-constexpr u32 kWorkers = kThreads - kOverseers;
+#if defined(MPICOMM_WEIGHT)
+constexpr u32 kWorkers = kGroups * kNormThreads;
+#else
+constexpr u32 kWorkers = (kOneStep ? kMostOfOneStep : kMostOfMore) - kOverseers;
+#endif
+constexpr u32 kThreads = kWorkers + kOverseers;
 static_assert(kWorkers <= Fences::kMostWorkers && kOverseers == kLanes, "one overseer for each lane of the workers");
 
 #if defined(MPICOMM_DTYPE)
@@ -108,19 +117,6 @@ MPICOMM_DEVICE Packet reduce(const Packet (&units)[kRanks], u32 sources) {
 #endif
   return single(units, sources);
 }
-
-// Returns the result of a reduction with its epilogue. `at` is its offset in this rank's output.
-#if defined(MPICOMM_EPILOGUE)
-MPICOMM_DEVICE Packet finish_unit(const Packet& unit, u64 at, const Operands& operands) {
-  Elements elements = __builtin_bit_cast(Elements, unit);
-  const u64 first = operands.first + at / sizeof(Element);
-#pragma unroll
-  for (u32 e = 0; e < kUnitNbytes / sizeof(Element); ++e) {
-    if (first + e < operands.count) elements.of[e] = finish(elements.of[e], static_cast<i64>(first + e), operands);
-  }
-  return __builtin_bit_cast(Packet, elements);
-}
-#endif
 
 // The units that a thread sends in a turn, in registers. They are in order of the distance from this rank, because a
 // rank begins with the rank after it (team.cuh).
@@ -245,13 +241,24 @@ struct Worker {
     }
   }
 
-  // Stores the units of the packets of `ranks` at their places in the output.
+  // Stores the units of the packets of `ranks` at their places in the output. A conversion may be long, and a kernel
+  // waits until the GPU has fetched its code: so one copy of that code serves all ranks.
   MPICOMM_DEVICE void place(const Pair (&packets)[kRanks], u32 ranks, u64 at) const {
-#pragma unroll
+#pragma unroll(kConverts ? 1 : kRanks)
     for (u32 rank = 0; rank < kRanks; ++rank) {
       if (!(ranks >> rank & 1) || (kRelays && x.receives[rank] == nullptr)) continue;
-      store_unit(x.receives[rank], width_of(x.receives[rank]), at, x.receive_nbytes[rank], Wire::unit(packets[rank]));
+      finish_of(x).store(x.receives[rank], at, x.receive_nbytes[rank], Wire::unit(packet_of(packets, rank)));
     }
+  }
+
+  // A choice instead of an index, because an index that is no constant would put the packets into memory.
+  MPICOMM_DEVICE static Pair packet_of(const Pair (&packets)[kRanks], u32 rank) {
+    Pair packet = packets[0];
+#pragma unroll
+    for (u32 each = 1; each < kRanks; ++each) {
+      if (each == rank) packet = packets[each];
+    }
+    return packet;
   }
 
   // The other ranks whose message, of `nbytes[rank]`, has a unit at offset `at`.

@@ -5,7 +5,7 @@
 //
 // Units. One packet carries one unit of a message. Unit u of all messages is the work of one worker thread on each
 // rank. That thread reads unit u of the user's memory before it writes there, so input and output may be the same
-// memory.
+// memory. rows.cuh says which units a thread has.
 //
 // Stages. An inbox holds the packets of one source rank in one stage.
 //   A: a rank stores unit u of its message to rank p in the first inbox that p has for it.
@@ -15,8 +15,9 @@
 //      two-shot reduce.
 // A relay is a fan-out without a reduction: each rank sends on what a single source has sent to it.
 //
-// Steps and turns. With T worker threads, step k is units k*T to (k+1)*T. In turn k a thread does A of step k, B of
-// step k-1 and C of step k-2. The loads of all three are in flight at once.
+// Steps and turns. With T worker threads, a step is up to T units, one for each thread. In turn k a thread does A of
+// step k, B of step k-1 and C of step k-2. The loads of all three are in flight at once. In an inbox, thread n has slot
+// n of each step, whether or not it has a unit in the step.
 //
 // Why a slot is free when a rank stores in it, from launch to launch: there are two sets of inboxes, used in turns by
 // the parity of the launch. A rank begins launch n only when all other ranks have begun launch n-1 (`announce`). Hence
@@ -33,6 +34,8 @@
 //
 //     (*)  A reset of turn t has reached its slot before the same worker stores anything in turn t+L-3 or later.
 //
+// With rows P+S is L-4, and (*) holds for turn t+L-4.
+//
 // The sender learns that the slot is free from a packet that it takes, because the receiver stored that packet so late:
 //
 // - First inbox, with fan-out. The sender stores step k in turn k (A). The receiver reset the slot in its turn k-L+1 (B
@@ -42,6 +45,9 @@
 //   sender took it at the end of its turn k-1 (B). The same holds with fan-out for two ranks that fan out to a third
 //   rank alone: the shards of all ranks have equally many steps, or one more, so a rank that sends step k also takes
 //   step k-2.
+// - First inbox, with rows. The thread may have no unit in step k-2, but then it has one in step k-3 (rows.cuh). The
+//   receiver stored step k-3 in its turn k-3 (A). By (*) for rows, the reset as above is there before the stores of that
+//   turn, and the sender took the packet at the end of its turn k-2 (B).
 // - Second inbox. The sender stores step k in turn k+1 (B). The receiver reset the slot in its turn k-L+2 (C of step
 //   k-L); by (*) the reset is there before the stores of its turn k-1. The receiver stored step k in its turn k (A),
 //   and the sender took it before it stored the result.
@@ -61,18 +67,22 @@
 // Why the kernel cannot deadlock: of all threads that wait, look at one in the earliest launch, and there in the
 // smallest turn. If it waits for a packet, another rank's thread stores that packet in an earlier turn. If it waits for
 // a fence, other workers of its block first come to the turn in which the fence is asked for, which is earlier; and
-// overseers first see the other ranks announce this launch, which these do before they wait in it. So the thread goes
-// on. That needs all blocks of a launch to run at once: see team.cuh.
+// overseers first see the other ranks announce this launch, which these do before they wait in it. If it waits at the
+// end of a row for another worker of its group, that worker waits for a packet or a fence of the same turn or an earlier
+// one, and either has taken it and comes or gives up and comes. So the thread goes on. That needs all blocks of a launch
+// to run at once: see team.cuh.
 
 #include "packet_worker.cuh"
 
 namespace mpicomm {
 
 // S and P at the top of this file. S: the turns from the request for a fence to the wait for it. P: the turns from one
-// request to the next. They add up to L-3, L being `laps`, which is 6 or more. So S is at least one turn, which takes
-// longer than a fence. P is longer than S, so no turn both waits for a fence and asks for the next one.
-MPICOMM_DEVICE u32 slack_of(const Packets& x) { return (x.laps - 2) / 4; }
-MPICOMM_DEVICE u32 period_of(const Packets& x) { return x.laps - 3 - slack_of(x); }
+// request to the next. They add up to L-3, L being `laps`, which is 6 or more; with rows to L-4, and L is 7 or more. So
+// S is at least one turn, which takes longer than a fence. P is longer than S, so no turn both waits for a fence and
+// asks for the next one.
+MPICOMM_DEVICE u32 sum_of_both(const Packets& x) { return x.laps - (kRows ? 4 : 3); }
+MPICOMM_DEVICE u32 slack_of(const Packets& x) { return (sum_of_both(x) + 1) / 4; }
+MPICOMM_DEVICE u32 period_of(const Packets& x) { return sum_of_both(x) - slack_of(x); }
 
 // The overseers of block 0 compare the calls of the ranks, while the workers move data. That costs no time, as long as
 // the overseers are not the last to end and no worker waits for their fence. `ours` and `theirs` hold the last launch.
@@ -93,12 +103,12 @@ MPICOMM_DEVICE void oversee(
   }
 }
 
-MPICOMM_DEVICE void run(const Packets& x) {
+// `sums` are shared memory for rows.
+MPICOMM_DEVICE void run(const Packets& x, Sums* sums) {
   const Team& team = x.team;
   const u32 rank = team.rank, thread = threadIdx.x, workers = blockDim.x - kOverseers;
   const u64 threads = static_cast<u64>(gridDim.x) * workers;
   const u64 number = static_cast<u64>(blockIdx.x) * workers + thread;
-  const u64 step_nbytes = threads * kUnitNbytes;
   // The kernel ahead may still write the memory that this one reads.
   wait_for_predecessor();
 
@@ -116,7 +126,8 @@ MPICOMM_DEVICE void run(const Packets& x) {
   // This load comes before the first use of a load above, because there the whole warp waits.
   Health health;
   if (overseer == kRanks) health = load_health(team);
-  u64 a_at = number * kUnitNbytes;
+  Course course(finish_of(x), thread, workers);
+  u64 a_at = course.first();
   Outgoing out;
   if (thread < workers) out.load(x, a_at);
 
@@ -149,7 +160,8 @@ MPICOMM_DEVICE void run(const Packets& x) {
   }
 
   const Worker worker{x, count, launch};
-  u64 b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
+  Rows rows(finish_of(x), sums, thread, workers);
+  u64 b_at = 0, c_at = 0;
   u32 a_lap = 0, b_lap = 0, c_lap = 0;
   u32 paces_at = period_of(x) + slack_of(x);  // the next turn before which a fence must be over
   bool paced = false;                         // whether the last turn was such a turn
@@ -168,7 +180,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     }
     // With laps more values last from turn to turn than there are registers, so these two are computed again. Without
     // laps it is faster to keep them.
-    if constexpr (kLaps) b_at = a_at - step_nbytes, c_at = b_at - step_nbytes;
+    if constexpr (kLaps) course.look_back(a_at, b_at, c_at);
     const u64 a_place = a_lap * threads + number;
     const u64 b_place = b_lap * threads + number;
     const u64 c_place = c_lap * threads + number;
@@ -184,27 +196,32 @@ MPICOMM_DEVICE void run(const Packets& x) {
     [[maybe_unused]] Packet in{};
     worker.look(b, 0, b_ranks, b_place);
     if (reduces && x.own != nullptr) in = load_unit(x.own, width_of(x.own), b_at, x.output_nbytes);
+    [[maybe_unused]] Packet residual{};
+    if (kRows && reduces) residual = rows.load_residual(b_at);
     if constexpr (kFanOut) worker.look(c, 1, c_ranks, c_place);
 
     if (!kOneStep || turn == 0) worker.push(out, a_at, a_place);
     if (kPaced && paces) worker.pace(a_at, a_place);
-    if (!kOneStep) out.load(x, a_at + step_nbytes);
+    const u64 next_at = course.after(a_at);
+    if (!kOneStep) out.load(x, next_at);
     if (turn == 0) {
       // Here these two do not hold up the first packets, and no packet of the peers can have come yet.
       let_successor_start();
       count_launch(team, count, thread, workers);
     }
 
-    if (b_ranks != 0 && !worker.take(b, 0, b_ranks, b_place)) break;
-    if (reduces) {
+    const bool took = b_ranks == 0 || worker.take(b, 0, b_ranks, b_place);
+    if (!kRows && !took) break;
+    // A worker that breaks off in a row waits for its group first, of which other workers may wait for a fence. Pairs
+    // with the load in `serve`, as below: without it the overseer would wait for this worker, and they for each other.
+    if (kRows && kLaps && !took) fences.say(thread, fences.kLeft);
+    if (reduces && took) {
       Packet units[kRanks];
 #pragma unroll
       for (u32 source = 0; source < kRanks; ++source) units[source] = source == rank ? in : Wire::unit(b[source]);
-#if defined(MPICOMM_EPILOGUE)
-      const Packet result = finish_unit(reduce(units, x.sources), b_at, x.operands);
-#else
-      const Packet result = reduce(units, x.sources);
-#endif
+      const Packet reduced = reduce(units, x.sources);
+      if constexpr (kRows) rows.add(b_at, reduced, residual);
+      const Packet result = finish_of(x).sent_on(reduced, x.output + b_at);
       if constexpr (kFanOut) {
         const Wire::Flag flag = Wire::flag(count);
 #pragma unroll
@@ -214,8 +231,9 @@ MPICOMM_DEVICE void run(const Packets& x) {
           if (kRelays && x.sources >> to & 1) worker.send(to, 1, b_place, Packet{}, flag);  // the source needs no data
         }
       }
-      if (x.output != nullptr) store_unit(x.output, width_of(x.output), b_at, x.output_nbytes, result);
+      if (!kRows && x.output != nullptr) finish_of(x).store(x.output, b_at, x.output_nbytes, result);
     }
+    if (kRows && has_b && !rows.end_step(took)) break;
     if constexpr (!kReduces) worker.place(b, b_senders, b_at);
     if constexpr (kFanOut) {
       if (c_ranks != 0 && !worker.take(c, 1, c_ranks, c_place)) break;
@@ -223,7 +241,7 @@ MPICOMM_DEVICE void run(const Packets& x) {
     }
 
     paced = paces;
-    c_at = b_at, b_at = a_at, a_at += step_nbytes;
+    c_at = b_at, b_at = a_at, a_at = next_at;
     c_lap = b_lap, b_lap = a_lap, a_lap = a_lap + 1 == x.laps ? 0 : a_lap + 1;
   }
   // Pairs with the load in `serve`. A worker that breaks off asks for no more fences, and its overseer would wait for
@@ -237,4 +255,11 @@ MPICOMM_DEVICE void run(const Packets& x) {
 extern "C" __global__ void __launch_bounds__(mpicomm::kThreads, 1)
     mpicomm_packets(const __grid_constant__ mpicomm::Packets);
 
-MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets packets) { mpicomm::run(packets); }
+MPICOMM_KERNEL void mpicomm_packets(const __grid_constant__ mpicomm::Packets packets) {
+#if defined(MPICOMM_WEIGHT)
+  __shared__ mpicomm::Sums sums[mpicomm::kGroups];
+#else
+  mpicomm::Sums* const sums = nullptr;
+#endif
+  mpicomm::run(packets, sums);
+}

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire, carried_nbytes, flags_can_carry
-from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner, large_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner, large_inboxes, most_blocks_of
+from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.operations import Operation
 from mpicomm.finishes.base import Fused
@@ -37,15 +37,16 @@ class OneShot(Algorithm):
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
-        return _memory(node, self._wire(call, node), call.one_shot.longest_nbytes)
+        rows = _rows(call, node)
+        return _memory(node, self._wire(call, node), rows.nbytes if rows else call.one_shot.longest_nbytes)
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
         """See `Algorithm`."""
-        return _finishes(call)
+        return self._fused(call, node) is not None
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        wire = self._wire(call, node)
+        wire, rows = self._wire(call, node), _rows(call, node)
         assert wire is not None
         exchange, planner = call.one_shot, PacketPlanner.of(node)
         yield planner.launch(
@@ -53,12 +54,19 @@ class OneShot(Algorithm):
             call.reduction,
             call.tag(),
             wire,
-            nbytes=exchange.longest_nbytes,
-            finish=finish_within(call, exchange),
+            nbytes=rows.nbytes if rows else exchange.longest_nbytes,
+            geometry=rows.threads if rows else None,
+            finish=self._fused(call, node),
         )
         yield from moved(exchange)
 
+    def _fused(self, call: GpuCall, node: Node) -> Fused | None:
+        fused = fused_in(call)
+        return None if fused and fused.rows and not _rows(call, node) else fused
+
     def _wire(self, call: GpuCall, node: Node) -> Wire | None:
+        if _rows(call, node) is not None:
+            return "sentinel"  # the order in which squares are added is one of packets of 16 bytes
         to_all = call.operation.traffic != "one-way"
         # Where inboxes would be used again within a launch, chunks are faster for data that only goes one way.
         most_nbytes = inf if to_all else node.arena.layout.most_inbox_nbytes
@@ -80,7 +88,7 @@ class TwoShot(Algorithm):
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
         """See `Algorithm`."""
-        return _finishes(call)
+        return self._fused(call) is not None
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
@@ -93,8 +101,12 @@ class TwoShot(Algorithm):
             wire,
             nbytes=schedule.longest_nbytes,
             fan_out=schedule.second,
-            finish=finish_within(call, schedule.first),
+            finish=self._fused(call),
         )
+
+    def _fused(self, call: GpuCall) -> Fused | None:
+        fused = fused_in(call)
+        return None if fused and fused.rows else fused  # several ranks may reduce parts of a row
 
     def _wire(self, call: GpuCall, node: Node) -> Wire | None:
         return _wire_for(call.two_shot.longest_nbytes, call.reduction, node, to_all=True, most_nbytes=inf)
@@ -114,18 +126,17 @@ def packet_wire(
     return "sentinel" if nbytes <= most_sentinel_nbytes else None
 
 
-def _finishes(call: GpuCall) -> bool:
-    """Return whether the rank that reduces an element applies the epilogue."""
-    return call.epilogue is not None and call.epilogue.epilogue.fused is not None
-
-
-def finish_within(call: GpuCall, exchange: Exchange) -> Fused | None:
-    """Return the epilogue for the part of the result that this rank reduces in an exchange, None if it has none."""
-    output, reduction = call.buffers.output, exchange.reduction
-    fused = None if call.epilogue is None else call.epilogue.epilogue.fused
-    if fused is None or output is None or reduction is None:
+def fused_in(call: GpuCall) -> Fused | None:
+    """Return the epilogue of a call as a part of a kernel that reduces, None if the call has none."""
+    if call.epilogue is None or call.buffers.output is None:
         return None
-    return fused.starting_at((reduction.output.pointer - output.pointer) // exchange.dtype.itemsize)
+    return call.epilogue.epilogue.fused(call.buffers.output.pointer, call.epilogue.pointer)
+
+
+def _rows(call: GpuCall, node: Node) -> RowGeometry | None:
+    """Return how the kernel of one hop normalises the rows of a call, None if it does not."""
+    fused = fused_in(call)
+    return row_geometry(fused.rows, most_blocks_of(node), node.size) if fused and fused.rows else None
 
 
 def _memory(node: Node, wire: Wire | None, nbytes: int) -> Sequence[Request]:

@@ -18,6 +18,7 @@ from mpicomm.collectives.gpu.algorithms.direct import arguments as direct
 from mpicomm.collectives.gpu.algorithms.direct.arguments import Cut, DirectArguments
 from mpicomm.collectives.gpu.algorithms.packets import arguments as packets
 from mpicomm.collectives.gpu.algorithms.packets.arguments import PacketArguments
+from mpicomm.collectives.gpu.algorithms.packets.rows import most_groups
 from mpicomm.collectives.gpu.algorithms.sendrecv import arguments as sendrecv
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SendrecvArguments, Side
 from mpicomm.devices.cuda.compile import compile_kernel
@@ -125,14 +126,16 @@ def test_host_and_kernel_agree_on_structures_and_constants(name: str, tmp_path: 
 def test_host_and_kernel_agree_on_epilogues(tmp_path: Path) -> None:
     structures = {"mpicomm::Epilogue": epilogue.EpilogueArguments, "mpicomm::Operands": epilogue.EpilogueOperands}
     constants = {"kMostOperands": epilogue.MOST_OPERANDS, "kEpilogueThreads": epilogue.EPILOGUE_THREADS}
-    options = epilogue.epilogue_options("v")
+    options = epilogue.epilogue_options("v", "float32")
     require_agreement("epilogue.cu", structures, constants, tmp_path, options)
-    norm = {"mpicomm::RmsNorm": epilogue.NormArguments}
-    require_agreement(
-        "rms_norm.cu", norm, {"kNormThreads": epilogue.NORM_THREADS}, tmp_path, ("-DMPICOMM_WEIGHT=float32",)
-    )
-    packets_of_both = {"mpicomm::Packets": packets.FinishedPacketArguments}
-    require_agreement("packets.cu", packets_of_both, {}, tmp_path, options)
+    norm = {"mpicomm::RmsNorm": epilogue.NormArguments, "mpicomm::Norm": epilogue.Norm}
+    threads, norm_options = {"kNormThreads": epilogue.NORM_THREADS}, epilogue.norm_options("float32", "float32")
+    require_agreement("rms_norm.cu", norm, threads, tmp_path, norm_options)
+    with_finish = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.Finish)}
+    require_agreement("packet_worker.cuh", {**with_finish, "mpicomm::Finish": epilogue.Finish}, {}, tmp_path, options)
+    with_norm = {"mpicomm::Packets": packets.finished_packet_arguments(epilogue.Norm)}
+    sentinel = ("-DMPICOMM_SENTINEL", *norm_options)
+    require_agreement("packet_worker.cuh", with_norm, {"kGroups": most_groups(4)}, tmp_path, sentinel)
 
 
 def require_agreement(

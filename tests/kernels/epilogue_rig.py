@@ -1,0 +1,130 @@
+"""Epilogues in memory of the ranks of a machine, and all-reduces with them in packets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from mpicomm.collectives.gpu.algorithms.base import Finish
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire
+from mpicomm.collectives.signature import Signature
+from mpicomm.epilogues import Epilogue
+from mpicomm.finishes.base import BoundEpilogue
+from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.span import Span
+from tests.helpers import patterns
+from tests.helpers.reductions import Array, dtype_named, reduced, require_same, samples
+from tests.kernels.build import Builds, Change
+from tests.kernels.machine import Machine, Place
+from tests.kernels.packet_rig import PacketRig
+from tests.kernels.packet_runs import INBOX_NBYTES, SMALL
+
+
+def bound(epilogue: Epilogue, dtype: str, result: str, count: int) -> BoundEpilogue:
+    receive = parse(np.zeros(count, dtype_named(result)), writable=True, name="recvbuf")
+    return epilogue.bind("Allreduce", dtype_named(dtype), receive)
+
+
+def on_rank(epilogue: Epilogue, machine: Machine, rank: int, offset: int = 0) -> tuple[Epilogue, dict[str, Place]]:
+    """Return it with its arrays in memory of a rank, and their places by name."""
+    moved, places = copy.copy(epilogue), {}
+
+    def read(name: str, array: Any, result: Operand, *, writable: bool = False) -> Operand:
+        operand = epilogue.read(name, array, result, writable=writable)
+        places[name] = machine.place(rank, array, offset=offset)
+        return replace(operand, pointer=places[name].address)
+
+    vars(moved)["read"] = read
+    return moved, places
+
+
+def finished(epilogue: BoundEpilogue, values: Array) -> Array:
+    made = np.empty(values.size, epilogue.result)
+    epilogue.on_host(values, made)
+    return made
+
+
+class FusedCalls:
+    """All-reduces with epilogues in the kernels that reduce."""
+
+    def __init__(self, rig: PacketRig, rng: np.random.Generator) -> None:
+        self._rig = rig
+        self._rng = rng
+        self._checks: list[tuple[Place, Array, bool]] = []
+
+    def run(self, *, seed: int = 0, limit_s: float = 60) -> None:
+        """Run all that was enqueued, and compare the results with NumPy's."""
+        self._rig.machine.run(seed=seed, jitter_us=100, limit_s=limit_s)
+        for place, expected, exact in self._checks:
+            require_same(place.view(expected.dtype).copy(), expected)
+            if exact and place.bytes.tobytes() != expected.tobytes():
+                raise AssertionError("words differ, first at any place")
+
+    def allreduce(
+        self,
+        epilogue: Epilogue,
+        reduction: tuple[str, str],
+        result: str,
+        count: int,
+        *,
+        two_shot: bool = False,
+        exact: bool = False,
+        residual: Array | None = None,
+        values: Callable[[np.dtype[Any], int, np.random.Generator], Array] = samples,
+    ) -> None:
+        """Enqueue an all-reduce, in place where it may be; arrays lie anywhere, and a rank may be late.
+
+        ``exact``: whether NaN has to have the same bits. ``residual`` is the epilogue's, which changes on each rank.
+        ``values`` makes the ranks' inputs.
+        """
+        size, machine, rng, (name, op) = self._rig.size, self._rig.machine, self._rng, reduction
+        whole = bound(epilogue, name, result, count)
+        moved = [on_rank(epilogue, machine, rank, offset=self._offset(whole.dtype)) for rank in range(size)]
+        on_ranks = [bound(each, name, result, count) for each, _ in moved]
+        parts = [values(whole.dtype, count, rng) for _ in range(size)]
+        expected = finished(whole, reduced(op, parts))  # it changes the residual, too
+        for rank, part in enumerate(parts):
+            source = machine.place(rank, part, offset=self._offset(whole.dtype))
+            target = scratch = source
+            if whole.converts or rng.integers(2):
+                target = machine.place(rank, np.zeros(count, whole.result), offset=self._offset(whole.result))
+                scratch = machine.place(rank, np.zeros_like(part)) if whole.converts else target
+            send, output = Span(source.address, count), Span(scratch.address, count)
+            pattern = patterns.allreduce(
+                rank, size, whole.dtype, send, output, op, piece_nbytes=1 << 30 if two_shot else None
+            )
+            signature = Signature("Allreduce", name, count, op, epilogue=whole.text)
+            nap_us = int(rng.integers(3000)) if rng.integers(4) == 0 else 0
+            self._rig.run(rank, pattern, signature, finish=Finish(on_ranks[rank], target.address), nap_us=nap_us)
+            self._checks.append((target, expected, exact))
+            if whole.converts:
+                self._checks.append((scratch, np.zeros_like(part), True))
+            if residual is not None:
+                self._checks.append((moved[rank][1]["residual"], residual, False))
+
+    def _offset(self, dtype: np.dtype[Any]) -> int:
+        return int(self._rng.choice((0, 16, dtype.itemsize)))
+
+
+def run_fused(
+    builds: Builds,
+    wire: Wire,
+    epilogue: Epilogue,
+    reduction: tuple[str, str],
+    result: str = "",
+    *,
+    size: int = 3,
+    exact: bool = False,
+    changes: Sequence[Change] = (),
+) -> None:
+    """All-reduces in one hop and in two, of which the last elements are in no whole packet."""
+    rig = PacketRig(Machine(builds, size), wire, SMALL, inbox_nbytes=INBOX_NBYTES, changes=changes, timeout_s=2)
+    calls = FusedCalls(rig, np.random.default_rng(size))
+    for count in (1, 5, 2003) if wire == "sentinel" else (1, 5, 301):
+        for two_shot in (False, True):
+            calls.allreduce(epilogue, reduction, result or reduction[0], count, two_shot=two_shot, exact=exact)
+    calls.run()

@@ -1,0 +1,54 @@
+"""Packets whose slots are put back as late as fences allow: a mistake with fences then loses packets."""
+
+from __future__ import annotations
+
+from tests.kernels.build import Change
+
+LATE = [
+    Change(
+        "fences.cuh",
+        "struct Fences {",
+        """struct Late { u32 worker; Pair* slot; bool asked; };
+inline std::vector<Late>& late() {
+  static thread_local std::vector<Late> all;  // of a block
+  return all;
+}
+inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
+  std::vector<Late> left, now;  // first, as others have their turn in each store
+  for (const Late& each : late()) (arrives(each, who) ? now : left).push_back(each);
+  late() = left;
+  for (const Late& each : now) SentinelWire::give_back(each.slot);
+}
+
+struct Fences {""",
+    ),
+    Change("fences.cuh", '#include "memory_order.cuh"', '#include <vector>\n#include "packet_wires.cuh"'),
+    Change(
+        "fences.cuh",
+        "void say(u32 worker, u32 turns) {",
+        """void say(u32 worker, u32 turns) {
+    for (Late& each : late()) each.asked |= each.worker == worker;
+    if (turns == kLeft) put_back([](const Late& each, u32 me) { return each.worker == me; }, worker);""",
+    ),
+    Change(
+        "fences.cuh",
+        "      fence_slots();",
+        "      for (int turn = 0; turn < 20; ++turn) MPICOMM_YIELD();\n"
+        "      put_back([](const Late& each, u32 me) { return each.asked && each.worker % kLanes == me; }, overseer);",
+    ),
+    Change(
+        "packet_worker.cuh",
+        "if (ranks >> rank & 1) Wire::give_back(slot(x.team.rank, stage, rank, place));",
+        """if (!(ranks >> rank & 1)) continue;
+      Pair* const taken = slot(x.team.rank, stage, rank, place);
+      if constexpr (kLaps) {
+        late().push_back({threadIdx.x, taken, false});
+      } else {
+        Wire::give_back(taken);
+      }""",
+    ),
+]
+"""What is put back arrives when a fence that was asked for afterwards is over, and no sooner."""
+
+LOST = "fault on rank| differ, first at "
+"""What it ends in when a packet is wiped out or one is taken twice: not a hang, in which fences are never had."""

@@ -1,0 +1,191 @@
+"""Rows that the kernel normalises that has reduced them: the bits of the kernel behind, and mistakes that are found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
+from mpicomm.epilogues import rms_norm
+from mpicomm.finishes.base import Rows
+from tests.helpers.reductions import Array, dtype_named
+from tests.kernels.build import Builds, Change
+from tests.kernels.epilogue_rig import FusedCalls
+from tests.kernels.late_resets import LATE, LOST
+from tests.kernels.machine import CAUGHT, Machine, RunFailedError
+from tests.kernels.packet_rig import PacketRig
+from tests.kernels.packet_runs import SMALL
+
+pytest.importorskip("ml_dtypes")
+pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made by modules that need cuda-bindings")
+
+STEP_NBYTES = 256 * 16  # of a row
+SHAPES = ((1, 16), (5, 272), (2, STEP_NBYTES), (9, STEP_NBYTES + 16), (3, 3 * STEP_NBYTES - 16))
+"""Numbers of rows and their bytes: in one step or in more, which the last packets of a row fill or not."""
+
+
+def numbers(dtype: np.dtype[Any], count: int, rng: np.random.Generator) -> Array:
+    """Return numbers of which sums of squares are finite."""
+    return rng.standard_normal(count).astype(dtype)
+
+
+def run_norms(
+    builds: Builds,
+    dtype: str,
+    result: str,
+    weight: str,
+    *,
+    size: int = 3,
+    shapes: Sequence[tuple[int, int]] = SHAPES,
+    laps: int = 40,
+    seed: int = 0,
+    changes: Sequence[Change] = (),
+    limit_s: float = 60,
+) -> None:
+    """Sums whose rows are normalised by two blocks; the inboxes hold ``laps`` steps."""
+    threads = SMALL.blocks * 256 * (2 if size == 2 else 1)
+    rig = PacketRig(
+        Machine(builds, size), "sentinel", SMALL, inbox_nbytes=laps * threads * 16, changes=changes, timeout_s=2
+    )
+    rng = np.random.default_rng([size, seed])
+    calls = FusedCalls(rig, rng)
+    for rows, nbytes in shapes:
+        hidden = nbytes // dtype_named(dtype).itemsize
+        residual = numbers(dtype_named(dtype), rows * hidden, rng)
+        epilogue = rms_norm(residual, numbers(dtype_named(weight), hidden, rng), 1e-3)
+        calls.allreduce(epilogue, (dtype, "sum"), result, rows * hidden, residual=residual, values=numbers)
+    calls.run(seed=seed, limit_s=limit_s)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "result", "weight", "size"),
+    [
+        ("float32", "float32", "float32", 2),
+        ("bfloat16", "bfloat16", "bfloat16", 3),
+        ("float16", "float8_e4m3fn", "float32", 2),
+        ("bfloat16", "float8_e5m2", "float16", 4),
+        ("float64", "float32", "float64", 3),
+    ],
+)
+def test_rows_are_normalised(builds: Builds, dtype: str, result: str, weight: str, size: int) -> None:
+    run_norms(builds, dtype, result, weight, size=size)
+
+
+LONG = ((13, 3 * STEP_NBYTES - 16), (40, STEP_NBYTES), (9, 5 * STEP_NBYTES))
+
+
+@pytest.mark.parametrize(("size", "laps"), [(2, 7), (3, 9)])
+def test_slots_are_used_again(builds: Builds, size: int, laps: int) -> None:
+    run_norms(builds, "float32", "float32", "float32", size=size, shapes=LONG, laps=laps)
+
+
+def test_no_race(watched_builds: Builds) -> None:
+    run_norms(watched_builds, "float32", "float32", "float32", shapes=[*SHAPES, LONG[0]], laps=8)
+
+
+# Threads of which all but the first have no unit in every third step. With 8 laps some fences fall on such a step. On
+# every other rank, which its addresses tell, the fence of the first thread is over long before those of the others.
+GAPS, LAPS = ((30, 2 * STEP_NBYTES + 16),), 8
+SLOW = "(overseer == 0 || (reinterpret_cast<u64>(this) >> 32) % 2 == 1 ? 0 : 1000)"
+LATER = [*LATE, Change("fences.cuh", "turn < 20;", f"turn < {SLOW};")]
+
+
+def test_what_is_put_back_may_arrive_as_late_as_the_next_fence(builds: Builds) -> None:
+    run_norms(builds, "float32", "float32", "float32", shapes=GAPS, laps=LAPS, changes=LATER)
+    run_norms(builds, "float32", "float32", "float32", shapes=LONG, laps=7, changes=LATER)
+
+
+def test_fences_that_come_too_late_for_rows_are_found(builds: Builds) -> None:
+    change = Change("packets.cu", "x.laps - (kRows ? 4 : 3)", "x.laps - 2")
+    with pytest.raises(AssertionError, match=LOST):
+        for seed in range(10):
+            changes = [*LATER, change]
+            run_norms(builds, "float32", "float32", "float32", shapes=GAPS, laps=LAPS, seed=seed, changes=changes)
+
+
+SUMS = {
+    "read before they are there": Change(
+        "rms_norm.cuh", "if (!meet(barrier, kNormThreads, ok)) return false;", "if (!ok) return false;"
+    ),
+    "in one place instead of two": Change("rms_norm.cuh", "all = sums.of[turn]", "all = sums.of[0]"),
+    "of another group": Change("rows.cuh", "barrier(1 + worker / kNormThreads)", "barrier(1)"),
+}
+
+
+@pytest.mark.parametrize("name", ["read before they are there", "of another group"])
+def test_mistake_with_sums_is_seen(builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=f"{CAUGHT}|threads wait at barriers"):
+        for seed in range(10):
+            shapes = [(40, 272), (7, STEP_NBYTES + 16)]
+            run_norms(
+                builds,
+                "float32",
+                "float32",
+                "float32",
+                size=2,
+                shapes=shapes,
+                seed=seed,
+                changes=[SUMS[name]],
+                limit_s=10,
+            )
+
+
+@pytest.mark.parametrize("name", ["read before they are there", "in one place instead of two"])
+def test_race_with_sums_is_seen(watched_builds: Builds, name: str) -> None:
+    with pytest.raises(AssertionError, match=CAUGHT):
+        run_norms(watched_builds, "float32", "float32", "float32", shapes=[(40, 272)], changes=[SUMS[name]])
+
+
+# One thread of a rank sends nothing from one turn on: one thread of each other rank gives up, while the others of its
+# group go on to the end of the row.
+SILENT = Change(
+    "packets.cu",
+    "worker.push(out, a_at, a_place);",
+    "if (x.team.rank != 1 || thread != 5 || turn < 2) worker.push(out, a_at, a_place);",
+)
+LEAVES: dict[str, tuple[int, list[Change]]] = {
+    "with slots for all steps": (8, []),
+    "with laps": (7, []),
+    "without the others": (8, [Change("packets.cu", "if (!kRows && !took) break;", "if (!took) break;")]),
+    "with no word to the overseer": (
+        7,
+        [Change("packets.cu", "if (kRows && kLaps && !took) fences.say", "if (false) fences.say")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_a_thread_that_gives_up_in_a_row_leaves_with_its_group(builds: Builds, name: str) -> None:
+    laps, mistakes = LEAVES[name]
+    said = "hang: not over|threads wait at barriers" if mistakes else "operation=2, sequence=1, block=., peer=1"
+    changes = [SILENT, *mistakes]
+    with pytest.raises(RunFailedError, match=said):
+        run_norms(
+            builds,
+            "float32",
+            "float32",
+            "float32",
+            shapes=[(2, 8 * STEP_NBYTES)],
+            laps=laps,
+            changes=changes,
+            limit_s=15,
+        )
+
+
+def test_which_rows_one_kernel_normalises() -> None:
+    for rows in (Rows(0, 4096), Rows(4, 4104), Rows(4, 8 * 4096 + 16)):
+        assert row_geometry(rows, 128, 2) is None
+    for count, nbytes, size, blocks, workers, steps in (
+        (1, 16, 2, 1, 256, 1),
+        (128, 4096, 2, 128, 256, 1),
+        (129, 4112, 2, 128, 512, 2),
+        (129, 4112, 3, 128, 256, 4),
+        (1000, 32768, 2, 128, 512, 32),
+    ):
+        geometry = row_geometry(Rows(count, nbytes), 128, size)
+        assert geometry is not None
+        assert (geometry.threads.blocks, geometry.threads.workers, geometry.steps) == (blocks, workers, steps)
+        assert geometry.nbytes == steps * blocks * workers * 16
