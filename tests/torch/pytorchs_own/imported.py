@@ -55,7 +55,9 @@ def _gpus_of_ranks(size: int, _: str) -> dict[int, list[int]]:
 
 
 def _shared(device: Any) -> Any:
-    """Return the GPU that the rank of that number has; anything but a number as it is."""
+    """Return the GPU that the rank of that number has; anything that is no number of a GPU as it is."""
+    if isinstance(device, torch.device) and device.index is not None:
+        return torch.device(device.type, _shared(device.index))
     return device % torch.cuda.device_count() if isinstance(device, int) else device
 
 
