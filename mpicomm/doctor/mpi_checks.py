@@ -132,7 +132,7 @@ CHECKS = (
     Check(
         "threads",
         "`mpicomm.torch` refuses to start",
-        'unset `MPI4PY_RC_THREAD_LEVEL`',
+        "unset `MPI4PY_RC_THREAD_LEVEL`",
         threads,
     ),
     Check(
