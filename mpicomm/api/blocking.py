@@ -68,7 +68,8 @@ class BlockingCollectives(MPI.Intracomm):
     **Buffers.** All forms of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in elements. The
     two buffers of a rank are both on the host or both on the GPU, and have the same element type and counts that fit
     each other. All ranks pass the same counts, except in the calls whose names end in v. A buffer that only the root
-    needs is ignored on other ranks.
+    needs is ignored on other ranks. MPI takes the addresses of derived datatypes and of ``MPI.BOTTOM`` in host memory
+    unchecked, as in mpi4py.
 
     **In place.** ``sendbuf=MPI.IN_PLACE`` means that the input is in ``recvbuf``, at the place that MPI prescribes. In
     Gather, Gatherv and Reduce only the root may pass it. In Scatter and Scatterv the root passes

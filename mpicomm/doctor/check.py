@@ -18,7 +18,6 @@ class Check:
     name: str
     symptom: str
     """The message or the behaviour that the user sees."""
-    cause: str
     mend: str
     """A command or a setting."""
     find: Callable[[Job], list[str]]

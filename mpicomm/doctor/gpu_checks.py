@@ -120,7 +120,6 @@ CHECKS = (
     Check(
         "driver",
         "`using the cpu` where there are GPUs",
-        "CuPy is missing or not for the driver's CUDA, the container has no GPUs, or none is visible",
         '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install "mpicomm[cuda13]"` (or cuda12, as `nvidia-smi` '
         "shows); `docker run --gpus all ...`",
         driver,
@@ -128,35 +127,30 @@ CHECKS = (
     Check(
         "visible",
         "`ipc` is refused, and each rank sees one GPU",
-        "CUDA_VISIBLE_DEVICES or Slurm hides the GPUs of other ranks",
         "`unset CUDA_VISIBLE_DEVICES`; in Slurm `--gpus-per-node` in place of `--gpus-per-task` and `--gpu-bind`",
         visible,
     ),
     Check(
         "shared",
         "`ranks share a GPU`, slow calls",
-        "there are more ranks than GPUs, and the multi-process service does not run",
         "`mpirun -np` with one rank per GPU, or `nvidia-cuda-mps-control -d`",
         shared,
     ),
     Check(
         "mig",
         "handle `staged` on one card",
-        "MIG instances reach no memory of each other",
         "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance",
         instances,
     ),
     Check(
         "wsl",
         "handles are refused under WSL2",
-        "the driver of Windows does not share GPU memory between processes",
         "Linux itself, or `MPICOMM_HANDLE=staged`",
         windows,
     ),
     Check(
         "access",
         "handle `staged`, a path without peer access",
-        "the GPUs have no peer access: consumer cards, PCIe ACS, or an IOMMU",
         "`nvidia-smi topo -p2p r` says why; switch ACS and the IOMMU off in the BIOS (`iommu=off`), or use "
         "`MPICOMM_HANDLE=staged`",
         access,
@@ -164,14 +158,12 @@ CHECKS = (
     Check(
         "memory",
         "`no handle kind works`, or `ipc` is refused",
-        "the driver, a container or a limit keeps ranks from opening memory",
         "`docker run --ipc=host --pid=host ...`, or `MPICOMM_HANDLE=fd`; `python -m mpicomm.info` shows all reasons",
         memory,
     ),
     Check(
         "pytorch",
         "`register` refuses a tensor: virtual memory",
-        "PyTorch is set to expandable segments or to cudaMallocAsync",
         "`export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native`",
         pytorch,
     ),

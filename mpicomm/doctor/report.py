@@ -36,5 +36,5 @@ def record(job: Job, results: Sequence[tuple[Check, list[str]]]) -> dict[str, An
 
 def readme_table() -> str:
     """Return README's table of troubles."""
-    rows = [f"| {check.symptom} | {check.cause} | {check.mend} |" for check in CHECKS]
-    return "\n".join(["| symptom | cause | mend |", "|---|---|---|", *rows])
+    rows = [f"| {check.symptom} | {check.mend} |" for check in CHECKS]
+    return "\n".join(["| symptom | mend |", "|---|---|", *rows])

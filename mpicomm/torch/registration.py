@@ -14,7 +14,8 @@ def register() -> None:
     """Register the backend ``mpicomm`` for tensors of the host and of GPUs. Local; a second call does nothing.
 
     ``import mpicomm.torch`` calls it. So does PyTorch from 2.14 on when a program names the backend, because the
-    package names this function as an entry point.
+    package names this function as an entry point. PyTorch meets the ranks by the environment before that, so without
+    the import RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT have to be set.
     """
     if hasattr(dist.Backend, NAME.upper()):
         return
