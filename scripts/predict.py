@@ -18,7 +18,7 @@ from mpicomm.bench.model.group import Group, read_group
 from mpicomm.bench.model.nccl import ring_us, tree_us
 from mpicomm.bench.model.network import Network
 from mpicomm.bench.model.schedules import System, predict
-from mpicomm.internode.schedules import PIECE_NBYTES
+from mpicomm.internode.cuts import PIECE_NBYTES
 
 FOLDER = Path(__file__).resolve().parent / "results"
 NAME, AGAINST_RUNS = "predicted-8-h200.json", "predicted-against-runs-h100.json"

@@ -3,8 +3,8 @@
 In the formulae L is the ranks of a group, G the groups, N = L * G, n the bytes of the largest buffer of a rank, as the
 bench counts sizes, and T(n) a measured time of one group. A *rail* is made of the ranks with the same number in their
 groups. Each rank has its own network card. What the model leaves out: the time in which a GPU reduces what has come
-from other groups, the time in which a host starts a network step, and floats of 16 bits, which cross the network as
-float32.
+from other groups or copies within its memory, the time in which a host starts a network step, and floats of 16 bits,
+which cross the network as float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from mpicomm.bench.model.group import Group
 from mpicomm.bench.model.network import Network
 from mpicomm.errors import InvalidUsageError
-from mpicomm.internode.schedules import PIECE_NBYTES
+from mpicomm.internode.cuts import PIECE_NBYTES, cliques_at_once, piece_in_a_row
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,20 @@ class System:
 
 @dataclass(frozen=True)
 class Cost:
-    """The time that one piece of a call takes on each level, in microseconds."""
+    """The time of one piece of a call, in microseconds."""
 
-    group_us: float
-    network_us: float
+    alone_us: float
+    later_us: float
+    """By how much the call takes longer with one piece more."""
+
+    @classmethod
+    def of(cls, group_us: float, network_us: float) -> Cost:
+        """Return the cost of a piece with these times on both levels: a later one takes as long as the slower level."""
+        return cls(group_us + network_us, max(group_us, network_us))
+
+
+Schedule = Callable[[System, float], float]
+"""The time of a call of so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +69,7 @@ class Prediction:
 
 def allreduce_one_step(s: System, n: float) -> Cost:
     """All-reduce in the group; each rank sends that whole result along its rail: T + alpha + (G - 1) * n / beta."""
-    return Cost(s.group.us("allreduce", n), s.step_us(n))
+    return Cost.of(s.group.us("allreduce", n), s.step_us(n))
 
 
 def allreduce_two_steps(s: System, n: float) -> Cost:
@@ -68,65 +78,98 @@ def allreduce_two_steps(s: System, n: float) -> Cost:
     A shard is n / L and each rank of a rail reduces 1 / G of it: 2 * (alpha + (G - 1) * n / (L * G) / beta).
     """
     in_group_us = s.group.us("reduce_scatter", n) + s.group.us("allgather", n)
-    return Cost(in_group_us, 2 * s.step_us(n / s.size))
-
-
-def allgather(s: System, n: float) -> Cost:
-    """Each rank sends its block, n / N, along its rail; the group then gathers the blocks of each group in turn."""
-    return Cost(s.groups * s.group.us("allgather", n / s.groups), s.step_us(n / s.size))
-
-
-def reduce_scatter(s: System, n: float) -> Cost:
-    """The group reduces the blocks of each group in turn; each rank sends blocks of n / N along its rail."""
-    return Cost(s.groups * s.group.us("reduce_scatter", n / s.groups), s.step_us(n / s.size))
+    return Cost.of(in_group_us, 2 * s.step_us(n / s.size))
 
 
 def bcast_one_step(s: System, n: float) -> Cost:
     """The root sends all along its rail, through its card alone; each group broadcasts."""
-    return Cost(s.group.us("bcast", n), s.step_us(n))
+    return Cost.of(s.group.us("bcast", n), s.step_us(n))
 
 
-def bcast_two_steps(s: System, n: float) -> Cost:
-    """The root scatters shards, n / L, in its group; a card sends a part of its shard to each other group; they gather.
+def bcast_by_rails(s: System, n: float) -> Cost:
+    """The root's group broadcasts; its cards send parts of their shards, n / L, to the other groups, which gather.
 
-    The other groups exchange their parts along the rails: a second network step, if there are two or more.
+    The other groups exchange their parts along the rails, while the cards of the root's group send those of the next
+    piece: all cards carry n / L for each piece.
     """
     part = n / s.ranks / (s.groups - 1)
-    exchanged_us = s.network.step_us(s.groups - 2, part) if s.groups > 2 else 0.0
-    return Cost(s.group.us("scatter", n) + s.group.us("allgather", n), s.step_us(part) + exchanged_us)
+    root_us, others_us, sent_us = s.group.us("bcast", n), s.group.us("allgather", n), s.step_us(part)
+    exchanged_us = s.network.step_us(s.groups - 2, part)
+    return Cost(root_us + sent_us + exchanged_us + others_us, max(root_us, sent_us, others_us))
 
 
 def reduce(s: System, n: float) -> Cost:
     """Reduce-scatter in each group; each rail brings its shards, n / L, to the root's group, which gathers."""
-    return Cost(s.group.us("reduce_scatter", n) + s.group.us("gather", n), s.step_us(n / s.ranks))
+    return Cost.of(s.group.us("reduce_scatter", n) + s.group.us("gather", n), s.step_us(n / s.ranks))
 
 
 def alltoall(s: System, n: float) -> Cost:
     """Every rank sends a block, n / N, straight to each of the L * (G - 1) ranks of other groups and in its group."""
-    return Cost(s.group.us("alltoall", n / s.groups), s.step_us(s.ranks * n / s.size))
+    return Cost.of(s.group.us("alltoall", n / s.groups), s.step_us(s.ranks * n / s.size))
 
 
 def gather(s: System, n: float) -> Cost:
     """The ranks of other groups send their blocks straight to the root's card; the root's group gathers."""
-    return Cost(s.group.us("gather", n / s.groups), s.step_us(s.ranks * n / s.size))
+    return Cost.of(s.group.us("gather", n / s.groups), s.step_us(s.ranks * n / s.size))
 
 
 def scatter(s: System, n: float) -> Cost:
     """The root's card sends the blocks to the ranks of other groups; the root's group scatters."""
-    return Cost(s.group.us("scatter", n / s.groups), s.step_us(s.ranks * n / s.size))
+    return Cost.of(s.group.us("scatter", n / s.groups), s.step_us(s.ranks * n / s.size))
 
 
-SCHEDULES: dict[str, dict[str, Callable[[System, float], Cost]]] = {
-    "allreduce": {"one step": allreduce_one_step, "two steps": allreduce_two_steps},
+def allgather(s: System, n: float) -> float:
+    """Each rank sends its block, n / N, along its rail; the group gathers the blocks of its own group, then of others.
+
+    It takes as many groups at once as have blocks for a piece, k. While it works on some, the network carries the next:
+    max(T(n / G), W) + ((G - 1) / k - 1) * max(T(k * n / G), W) + T(k * n / G), where W = alpha + k * n / N / beta.
+    """
+    own_us, some_us, network_us, times = _by_groups(s, "allgather", n)
+    return max(own_us, network_us) + (times - 1) * max(some_us, network_us) + some_us
+
+
+def reduce_scatter(s: System, n: float) -> float:
+    """The mirror image of the all-gather: the group reduces the blocks of other groups and sends them, then its own.
+
+    Partial results of all groups are in scratch memory. So a long call is cut into parts, one after the other.
+    """
+    part = min(n, PIECE_NBYTES / max(s.ranks, s.groups) * s.size)
+    own_us, some_us, network_us, times = _by_groups(s, "reduce_scatter", part)
+    return n / part * (some_us + (times - 1) * max(some_us, network_us) + max(own_us, network_us))
+
+
+def _by_groups(s: System, collective: str, n: float) -> tuple[float, float, float, float]:
+    """Return T for one group and for as many as are taken at once, the time of their network step, and the times."""
+    at_once = cliques_at_once(n / s.groups, s.groups)
+    own_us, some_us = (s.group.us(collective, count * n / s.groups) for count in (1, at_once))
+    return own_us, some_us, s.network.step_us(at_once, n / s.size), (s.groups - 1) / at_once
+
+
+def cut(cost: Callable[[System, float], Cost], piece_of: Callable[[float], float] = lambda n: PIECE_NBYTES) -> Schedule:
+    """Return the time of a schedule whose calls are cut into pieces, of as many bytes as ``piece_of`` says.
+
+    A last piece that is shorter counts for its share.
+    """
+
+    def time_us(system: System, n: float) -> float:
+        piece = min(n, piece_of(n))
+        of_piece = cost(system, piece)
+        return of_piece.alone_us + (n / piece - 1) * of_piece.later_us
+
+    return time_us
+
+
+SCHEDULES: dict[str, dict[str, Schedule]] = {
+    "allreduce": {"one step": cut(allreduce_one_step), "two steps": cut(allreduce_two_steps)},
     "allgather": {"rails": allgather},
     "reduce_scatter": {"rails": reduce_scatter},
-    "bcast": {"one step": bcast_one_step, "two steps": bcast_two_steps},
-    "reduce": {"rails": reduce},
-    "alltoall": {"straight": alltoall},
-    "gather": {"straight": gather},
-    "scatter": {"straight": scatter},
+    "bcast": {"one step": cut(bcast_one_step), "rails": cut(bcast_by_rails, piece_in_a_row)},
+    "reduce": {"rails": cut(reduce)},
+    "alltoall": {"straight": cut(alltoall)},
+    "gather": {"straight": cut(gather)},
+    "scatter": {"straight": cut(scatter)},
 }
-"""The schedules by collective and name."""
+"""The time of each schedule, by collective and name."""
 
 
 def predict(system: System, collective: str, nbytes: float) -> Prediction:
@@ -138,16 +181,5 @@ def predict(system: System, collective: str, nbytes: float) -> Prediction:
         raise InvalidUsageError(f"--model has no schedule of {collective}: use one of {', '.join(SCHEDULES)}")
     if system.groups == 1:
         return Prediction(system.group.us(collective, nbytes), "one group")
-    found = [Prediction(in_pieces(schedule, system, nbytes), name) for name, schedule in SCHEDULES[collective].items()]
+    found = [Prediction(time_us(system, nbytes), name) for name, time_us in SCHEDULES[collective].items()]
     return min(found, key=lambda prediction: prediction.time_us)
-
-
-def in_pieces(schedule: Callable[[System, float], Cost], system: System, nbytes: float) -> float:
-    """Return the time of all pieces: the first fills both levels, each later one takes as long as the slower level.
-
-    A last piece that is shorter counts for its share.
-    """
-    piece = min(nbytes, PIECE_NBYTES)
-    cost = schedule(system, piece)
-    later = nbytes / piece - 1
-    return cost.group_us + cost.network_us + later * max(cost.group_us, cost.network_us)
