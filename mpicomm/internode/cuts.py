@@ -67,26 +67,33 @@ def of_each_block(steps: Steps) -> Schedule:
 
 
 def cliques_that_send(steps: StepsOfCliques) -> Schedule:
-    """Take the cliques one by one or several at once, by their distance, this rank's first, which sends nothing."""
+    """Cut the block of each rank; take the cliques one by one or several at once, this rank's first."""
 
     def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
-        assert b.blocks is not None
-        return [[partial(steps, b, layout, each)] for each in (range(1), *_runs(b.blocks, b, layout))]
+        return [
+            [partial(steps, part, layout, distances)]
+            for part in _cut(b, PIECE_NBYTES)
+            for distances in (range(1), *_runs(part.blocks, part, layout))
+        ]
 
     return schedule
 
 
 def cliques_that_receive(steps: StepsOfCliques) -> Schedule:
-    """Cut the block of each rank; take the cliques one by one or several at once, this rank's last."""
+    """Cut the block of each rank; take the cliques one by one or several at once, this rank's last.
+
+    The pieces of a part share the scratch memory that gathers the partial results of all cliques.
+    """
 
     def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
         largest = max(map(len, layout.cliques))
-        parts = []
-        for part in _cut(b, PIECE_NBYTES // max(largest, len(layout.cliques))):
-            assert part.send_blocks is not None
-            runs = (*_runs(part.send_blocks, part, layout), range(1))
-            parts.append([partial(steps, part, layout, each) for each in runs])
-        return parts
+        return [
+            [
+                partial(steps, part, layout, distances)
+                for distances in (*_runs(part.send_blocks, part, layout), range(1))
+            ]
+            for part in _cut(b, PIECE_NBYTES // max(largest, len(layout.cliques)))
+        ]
 
     return schedule
 
@@ -96,8 +103,9 @@ def cliques_at_once(largest_nbytes: float, cliques: int) -> int:
     return max(1, min(cliques - 1, int(PIECE_NBYTES // max(1.0, largest_nbytes))))
 
 
-def _runs(blocks: Sequence[Span], b: Buffers, layout: Layout) -> Iterator[range]:
+def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: Layout) -> Iterator[range]:
     """Yield the distances of the other cliques, so many at once as have blocks for a piece together."""
+    assert blocks is not None
     cliques = len(layout.cliques)
     largest = max(sum(blocks[rank].count for rank in ranks) for ranks in layout.cliques)
     step = cliques_at_once(largest * b.dtype.itemsize, cliques)

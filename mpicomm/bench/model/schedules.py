@@ -3,8 +3,8 @@
 In the formulae L is the ranks of a group, G the groups, N = L * G, n the bytes of the largest buffer of a rank, as the
 bench counts sizes, and T(n) a measured time of one group. A *rail* is made of the ranks with the same number in their
 groups. Each rank has its own network card. What the model leaves out: the time in which a GPU reduces what has come
-from other groups or copies within its memory, the time in which a host starts a network step, and floats of 16 bits,
-which cross the network as float32.
+from other groups, the time in which a host starts a network step, and floats of 16 bits, which cross the network as
+float32.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from mpicomm.bench.model.group import Group
 from mpicomm.bench.model.network import Network
 from mpicomm.errors import InvalidUsageError
 from mpicomm.internode.cuts import PIECE_NBYTES, cliques_at_once, piece_in_a_row
+
+PACKING = Network(gb_s=1800, latency_us=1.5)
+"""The cost of packing blocks in a GPU's memory, and of unpacking: an H200's in scripts/results/packing-h200.json."""
 
 
 @dataclass(frozen=True)
@@ -119,30 +122,34 @@ def scatter(s: System, n: float) -> Cost:
 
 
 def allgather(s: System, n: float) -> float:
-    """Each rank sends its block, n / N, along its rail; the group gathers the blocks of its own group, then of others.
+    """Each rank sends its block, n / N, along its rail; the group gathers its own blocks, then those of other groups.
 
-    It takes as many groups at once as have blocks for a piece, k. While it works on some, the network carries the next:
-    max(T(n / G), W) + ((G - 1) / k - 1) * max(T(k * n / G), W) + T(k * n / G), where W = alpha + k * n / N / beta.
+    It takes k groups at once, as many as have blocks for a piece. While it works on some, the network carries the next:
+    max(T(n / G), W) + ((G - 1) / k - 1) * max(K, W) + K, where W = alpha + k * n / N / beta and K = T(k * n / G). If k
+    is more than 1, K also has the time in which a GPU brings the blocks from packed memory to their places.
     """
-    own_us, some_us, network_us, times = _by_groups(s, "allgather", n)
-    return max(own_us, network_us) + (times - 1) * max(some_us, network_us) + some_us
+    return _by_groups(s, "allgather", n, PIECE_NBYTES)
 
 
 def reduce_scatter(s: System, n: float) -> float:
     """The mirror image of the all-gather: the group reduces the blocks of other groups and sends them, then its own.
 
-    Partial results of all groups are in scratch memory. So a long call is cut into parts, one after the other.
+    Blocks are cut shorter, because the partial results of all groups are in scratch memory.
     """
-    part = min(n, PIECE_NBYTES / max(s.ranks, s.groups) * s.size)
-    own_us, some_us, network_us, times = _by_groups(s, "reduce_scatter", part)
-    return n / part * (some_us + (times - 1) * max(some_us, network_us) + max(own_us, network_us))
+    return _by_groups(s, "reduce_scatter", n, PIECE_NBYTES / max(s.ranks, s.groups))
 
 
-def _by_groups(s: System, collective: str, n: float) -> tuple[float, float, float, float]:
-    """Return T for one group and for as many as are taken at once, the time of their network step, and the times."""
-    at_once = cliques_at_once(n / s.groups, s.groups)
-    own_us, some_us = (s.group.us(collective, count * n / s.groups) for count in (1, at_once))
-    return own_us, some_us, s.network.step_us(at_once, n / s.size), (s.groups - 1) / at_once
+def _by_groups(s: System, collective: str, n: float, block_nbytes: float) -> float:
+    """Return the time of parts, one after the other, that have at most so many bytes of each block."""
+    part = min(n, block_nbytes * s.size)
+    at_once = cliques_at_once(part / s.groups, s.groups)
+    own_us, some_us = (s.group.us(collective, count * part / s.groups) for count in (1, at_once))
+    if at_once > 1:
+        some_us += PACKING.step_us(at_once, part / s.groups)
+    network_us = s.network.step_us(at_once, part / s.size)
+    slower_us = max(some_us, network_us)
+    spared_us = (slower_us - max(own_us, network_us)) + (slower_us - some_us)  # by the first step and by the last one
+    return n / part * (((s.groups - 1) / at_once + 1) * slower_us - spared_us)
 
 
 def cut(cost: Callable[[System, float], Cost], piece_of: Callable[[float], float] = lambda n: PIECE_NBYTES) -> Schedule:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from mpicomm.collectives.patterns import Buffers
 from mpicomm.errors import InvalidUsageError
 from mpicomm.internode import cuts
 from mpicomm.internode.layout import Layout
-from mpicomm.internode.schedules import schedule_of
+from mpicomm.internode.schedules import schedule_of, steps_of
 from mpicomm.mpi.span import Span
 from tests.helpers.exchange_simulator import UNHURRIED
 from tests.helpers.schedule_simulator import Cluster
@@ -91,7 +92,7 @@ def reducing_case(
     def buffers(rank: int) -> Buffers:
         memory = cluster.memories[rank]
         send = memory.place(inputs[rank])
-        length = counts[rank] if total != count else count
+        length = counts[rank]
         output: Span | None = send if in_place else memory.place(np.zeros(length, dtype))
         assert output is not None
         output = Span(output.pointer, length)
@@ -272,6 +273,32 @@ def test_steps_in_a_clique_do_not_grow_with_the_number_of_cliques(name: str) -> 
         cluster.run(schedule_of(table.OPERATIONS[name], 12 * size, cluster.layouts[0], "auto"), buffers)
         for rank in range(size):
             assert (cluster.locals[rank], cluster.wires[rank]) == (2, 1)
+
+
+@pytest.mark.parametrize("sizes", [[8] * 2, [8] * 40, [1] * 40, [5, 1, 8]], ids=str)
+@pytest.mark.parametrize("dtype", [F32, np.dtype(ml_dtypes.bfloat16)], ids=str)
+@pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block", "Bcast"])
+def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[Any], sizes: list[int]) -> None:
+    ends = [0, *itertools.accumulate(sizes)]
+    layout, size = Layout([range(*each) for each in itertools.pairwise(ends)], 0), ends[-1]
+    taken = [0]
+
+    def memory(nbytes: int) -> int:
+        taken.append(nbytes)
+        return 0
+
+    for block_nbytes in (4 << 10, 1 << 20, 16 << 20):
+        block = Span(1 << 40, block_nbytes // dtype.itemsize)
+        buffers = {
+            "Allgather": Buffers(0, size, dtype, send=block, blocks=[block] * size),
+            "Reduce_scatter_block": Buffers(0, size, dtype, send_blocks=[block] * size, output=block, op="sum"),
+            "Bcast": Buffers(0, size, dtype, output=Span(1 << 40, size * block.count)),
+        }[name]
+        schedule = schedule_of(table.OPERATIONS[name], size * block_nbytes, layout, "two_shot")
+        for part in schedule(buffers, layout):
+            steps_of(part, memory)
+    # Two arrays of partial results and converted blocks, all in twice as many bytes, and packed blocks.
+    assert max(taken) <= 7 * cuts.PIECE_NBYTES
 
 
 def test_every_card_carries_the_data_of_a_broadcast_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
