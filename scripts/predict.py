@@ -17,8 +17,7 @@ from result_file import Table, add_tables
 from mpicomm.bench.model.group import Group, read_group
 from mpicomm.bench.model.nccl import ring_us, tree_us
 from mpicomm.bench.model.network import Network
-from mpicomm.bench.model.schedules import System, predict
-from mpicomm.internode.schedules import PIECE_NBYTES
+from mpicomm.bench.model.schedules import PACKING, System, predict
 
 FOLDER = Path(__file__).resolve().parent / "results"
 NAME, AGAINST_RUNS = "predicted-8-h200.json", "predicted-against-runs-h100.json"
@@ -49,8 +48,9 @@ def tables() -> list[Table]:
         f"**Predicted, not measured.** Times in us by the model of `python -m mpicomm.bench --model`, from {sources}. "
         f"Assumed, not measured: each GPU has a network card of {NETWORK.gb_s:g} GB/s in each direction (400 Gb/s "
         f"InfiniBand NDR), a message takes {NETWORK.latency_us:g} us, and messages do not meet in switches. "
-        f"{'; '.join(group.described()[1:])}. Calls are cut into pieces of {PIECE_NBYTES >> 20} MiB. What the model "
-        "leaves out, and the formulae, are in the docstrings of mpicomm/bench/model."
+        f"{'; '.join(group.described()[1:])}. To pack the blocks of several groups takes {PACKING.latency_us:g} us and "
+        f"the time of the bytes at {PACKING.gb_s:g} GB/s. What the model leaves out, and the formulae, are in the "
+        "docstrings of mpicomm/bench/model."
     )
     machine = json.loads(SOURCES[0].read_text())["hardware"]
     return [

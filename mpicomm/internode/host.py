@@ -17,8 +17,8 @@ from mpicomm.devices.host import array_at
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.mpi_transfers import Direct, Transfers
 from mpicomm.internode.pipeline import DEPTH, carry_out
-from mpicomm.internode.schedules import pieces, require_order, schedule_of, steps_of
-from mpicomm.internode.steps import Combine, Local, Move, Step, Wire
+from mpicomm.internode.schedules import require_order, schedule_of, steps_of
+from mpicomm.internode.steps import Combine, Local, Move, Pack, Step, Wire
 from mpicomm.mpi.types import is_narrow
 
 _BYTE = np.dtype(np.uint8)
@@ -44,13 +44,12 @@ class HostCliques:
         require_order(call, self._layout)
         buffers = call.buffers(self._engine.scratch(call.scratch_nbytes))
         schedule = schedule_of(call.operation, call.nbytes or 0, self._layout, algorithm)
-        cut = pieces(call.operation, buffers)
         if buffers.op:
             self._engine.require_reduction(buffers.op, buffers.dtype)
 
         def planned() -> Iterator[list[Step]]:
-            for number, piece in enumerate(cut):
-                yield steps_of(schedule, piece, self._layout, partial(self._memory, number % DEPTH))
+            for number, part in enumerate(schedule(buffers, self._layout)):
+                yield from steps_of(part, partial(self._memory, number % DEPTH))
 
         signature = call.signature
         comm = self._transfers.comm
@@ -71,11 +70,14 @@ class HostCliques:
             self._scratch[part] = np.empty(nbytes, np.uint8)
         return int(self._scratch[part].ctypes.data)
 
-    def _work(self, step: Local | Combine | Move) -> None:
+    def _work(self, step: Local | Combine | Move | Pack) -> None:
         if isinstance(step, Local):
             self._engine.carry_out(step.operation.one_shot(step.buffers))
         elif isinstance(step, Move):
             ctypes.memmove(step.target, step.source, step.nbytes)
+        elif isinstance(step, Pack):
+            for copy in step.copies():
+                self._work(copy)
         elif step.count:
             combine(step)
 

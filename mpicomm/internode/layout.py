@@ -42,13 +42,16 @@ class Layout:
     @cached_property
     def others(self) -> tuple[int, ...]:
         """The numbers of the other cliques, from the next one on, so that not all ranks begin with the same clique."""
-        count = len(self.cliques)
-        return tuple((self.number + step) % count for step in range(1, count))
+        return tuple(self.ahead(distance) for distance in range(1, len(self.cliques)))
 
     @cached_property
     def elsewhere(self) -> tuple[int, ...]:
         """The ranks of the other cliques, clique by clique."""
         return tuple(rank for clique in self.others for rank in self.cliques[clique])
+
+    def ahead(self, distance: int) -> int:
+        """Return the number of the clique ``distance`` places after this rank's, in a circle."""
+        return (self.number + distance) % len(self.cliques)
 
     def clique_of(self, rank: int) -> int:
         """Return the number of a rank's clique."""
@@ -72,6 +75,16 @@ class Layout:
         partners = {self.partner(self.rank, clique) for clique in self.others}
         return tuple(sorted(partners.union(*(self.served(clique) for clique in self.others))))
 
-    def served(self, clique: int) -> list[int]:
+    def served(self, clique: int) -> tuple[int, ...]:
         """Return the ranks of a clique that have this rank for their partner."""
-        return [rank for rank in self.cliques[clique] if self.partner(rank, self.number) == self.rank]
+        return self.cliques[clique][self.index :: len(self.ranks)]
+
+    def served_by_each(self, cliques: Sequence[int]) -> list[list[int]]:
+        """Return for each rank of this clique the ranks of other cliques, clique by clique, whose partner it is."""
+        size = len(self.ranks)
+        return [[rank for clique in cliques for rank in self.cliques[clique][index::size]] for index in range(size)]
+
+    def turns(self, clique: int) -> list[tuple[int, ...]]:
+        """Cut the ranks of a clique into rows of at most as many ranks as this rank's clique has."""
+        ranks, size = self.cliques[clique], len(self.ranks)
+        return [ranks[first : first + size] for first in range(0, len(ranks), size)]

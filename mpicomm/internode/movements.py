@@ -11,11 +11,8 @@ import numpy as np
 from mpicomm.collectives.operations import ALLGATHER, ALLGATHERV, ALLTOALLV, BCAST, GATHERV, SCATTERV
 from mpicomm.collectives.patterns import Buffers, split
 from mpicomm.internode.layout import Layout
-from mpicomm.internode.steps import Local, Move, Parcel, Room, Step, Wire
+from mpicomm.internode.steps import Local, Move, Pack, Parcel, Room, Step, Wire
 from mpicomm.mpi.span import Span
-
-NOTHING = Span(0, 0)
-"""An empty block."""
 
 
 def in_clique(layout: Layout, dtype: np.dtype[Any], op: str = "", root: int = 0, **memory: Any) -> Buffers:
@@ -44,26 +41,55 @@ def cut_alike(span: Span, parts: Sequence[Span], dtype: np.dtype[Any]) -> list[S
     ]
 
 
-def allgather(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """Each rank sends its block to its partner in every other clique; then the cliques gather, clique by clique.
+def in_turn(blocks: Sequence[Span], turn: Sequence[int], layout: Layout) -> list[Span]:
+    """Return a block for each rank of the clique, in a turn of ranks of another clique; there may be fewer of them."""
+    return [blocks[rank] for rank in turn] + [Span(0, 0)] * (len(layout.ranks) - len(turn))
 
-    Each block crosses the network once per clique, and all network cards carry the same where blocks are equal.
+
+def one_after_the_other(
+    blocks: Sequence[Span], rows: Sequence[Sequence[int]], start: int, dtype: np.dtype[Any]
+) -> tuple[dict[int, Span], list[Span]]:
+    """Return the place of each rank's block in memory from ``start`` on, and the span of each row of ranks."""
+    places: dict[int, Span] = {}
+    spans = []
+    for row in rows:
+        spans.append(Span(start, sum(blocks[rank].count for rank in row)))
+        for rank in row:
+            places[rank] = Span(start, blocks[rank].count)
+            start += blocks[rank].count * dtype.itemsize
+    return places, spans
+
+
+def allgather(b: Buffers, layout: Layout, distances: Sequence[int], room: Room) -> Iterator[Step]:
+    """Bring the blocks of the cliques that lie ``distances`` places ahead to all ranks of this clique.
+
+    Each rank sends its block to its partners in the cliques as many places behind, and receives the blocks of the ranks
+    that it serves. Then the clique gathers what its ranks have received. Distance 0 is the clique itself.
+
+    The blocks of one clique go straight to their places. The blocks of several cliques that one rank has received lie
+    apart in the output, so the clique gathers them in scratch memory, and each rank copies them to their places.
     """
     assert b.blocks is not None
-    blocks = b.blocks
+    blocks, exchanged = b.blocks, [distance for distance in distances if distance]
     send = blocks[b.rank] if b.send is None else b.send
+    sources = [layout.ahead(distance) for distance in distances]
+    rows = layout.served_by_each(sources)
+    packed = [blocks[rank] for row in rows for rank in row] if len(sources) > 1 and len(rows) > 1 else []
+    start = room.take(sum(block.count for block in packed) * b.dtype.itemsize)
+    places, spans = one_after_the_other(blocks, rows, start, b.dtype)
+    received = [rank for distance in exchanged for rank in layout.served(layout.ahead(distance))]
     yield Wire(
-        tuple(Parcel.of(layout.partner(b.rank, clique), send, b.dtype) for clique in layout.others),
-        tuple(Parcel.of(rank, blocks[rank], b.dtype) for clique in layout.others for rank in layout.served(clique)),
+        tuple(Parcel.of(layout.partner(b.rank, layout.ahead(-distance)), send, b.dtype) for distance in exchanged),
+        tuple(Parcel.of(rank, places[rank] if packed else blocks[rank], b.dtype) for rank in received),
     )
-    clique_size = len(layout.ranks)
-    for clique in range(len(layout.cliques)):
-        owners = layout.cliques[clique]
-        for first in range(0, len(owners), clique_size):
-            turn = [blocks[rank] for rank in owners[first : first + clique_size]]
-            turn += [NOTHING] * (clique_size - len(turn))
-            own = send if clique == layout.number else turn[layout.index]
-            yield allgather_in_clique(layout, b.dtype, own, turn)
+    if packed:
+        yield allgather_in_clique(layout, b.dtype, spans[layout.index], spans)
+        yield Pack.of(packed, start, b.dtype, unpacks=True)
+    elif len(rows) > 1 or 0 in distances:
+        for turn in (turn for clique in sources for turn in layout.turns(clique)):
+            given = in_turn(blocks, turn, layout)
+            own = send if b.rank in turn else given[layout.index]
+            yield allgather_in_clique(layout, b.dtype, own, given)
 
 
 def alltoall(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
@@ -138,37 +164,32 @@ def bcast_in_one_step(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
     yield Local(BCAST, in_clique(layout, b.dtype, root=layout.index_of(source), output=b.output))
 
 
-def bcast_in_two_steps(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """The root scatters shards in its clique, one for each rail; the rails bring them to all cliques, which gather.
+def bcast_by_rails(b: Buffers, before: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+    """The root's clique broadcasts a piece; each rail brings a shard of it to all other cliques, which gather.
 
-    Each rail cuts its shard into a part for each other clique, and these exchange their parts. So every network card
-    carries its shard about once, however many cliques there are.
+    Each rank of the root's clique cuts its shard into a part for each other clique. While it sends the parts of this
+    piece, the others of its rail exchange their parts of the piece before. So a piece has one network step, in which
+    every card carries about one shard, however many cliques there are. The first and the last piece meet empty ones.
     """
-    assert b.output is not None
-    itemsize, index, number = b.dtype.itemsize, layout.index, layout.number
-    shards = rail_shards(b.output, layout, b.dtype)
-    home = layout.clique_of(b.root)
+    assert b.output is not None and before.output is not None
+    index, number, home = layout.index, layout.number, layout.clique_of(b.root)
     away = [clique for clique in range(len(layout.cliques)) if clique != home]
-    on_rail = index < layout.rails
-    parts = dict(zip(away, split(shards[index], len(away), itemsize), strict=True)) if on_rail else {}
-    rail = {clique: layout.cliques[clique][index] for clique in parts}
-
-    def parcel(to_or_from: int, clique: int) -> Parcel:
-        """Return the parcel with the part of a clique."""
-        return Parcel.of(to_or_from, parts[clique], b.dtype)
-
+    rail = {clique: layout.cliques[clique][index] for clique in away} if index < layout.rails else {}
+    shards, shards_before = (rail_shards(each, layout, b.dtype) for each in (b.output, before.output))
+    new, old = (
+        dict(zip(away, split(each[index], len(away), b.dtype.itemsize), strict=True))
+        for each in (shards, shards_before)
+    )
     if number == home:
-        given = shards if b.rank == b.root else None
-        root = layout.index_of(b.root)
-        yield Local(SCATTERV, in_clique(layout, b.dtype, root=root, send_blocks=given, output=shards[index]))
-        yield Wire(sends=tuple(parcel(rank, clique) for clique, rank in rail.items()))
-        yield Wire()
-    else:
-        source = layout.cliques[home][index] if on_rail else b.root
-        yield Wire(receives=(parcel(source, number),) if on_rail else ())
-        others = {clique: rank for clique, rank in rail.items() if clique != number}
-        yield Wire(
-            tuple(parcel(rank, number) for rank in others.values()),
-            tuple(parcel(rank, clique) for clique, rank in others.items()),
-        )
-    yield allgather_in_clique(layout, b.dtype, shards[index], shards)
+        if b.output.count:
+            yield Local(BCAST, in_clique(layout, b.dtype, root=layout.index_of(b.root), output=b.output))
+        yield Wire(sends=tuple(Parcel.of(rank, new[clique], b.dtype) for clique, rank in rail.items()))
+        return
+    others = {clique: rank for clique, rank in rail.items() if clique != number}
+    source = (Parcel.of(layout.cliques[home][index], new[number], b.dtype),) if rail else ()
+    yield Wire(
+        tuple(Parcel.of(rank, old[number], b.dtype) for rank in others.values()),
+        (*source, *(Parcel.of(rank, old[clique], b.dtype) for clique, rank in others.items())),
+    )
+    if before.output.count:
+        yield allgather_in_clique(layout, b.dtype, shards_before[index], shards_before)

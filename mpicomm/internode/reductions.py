@@ -20,8 +20,16 @@ import numpy as np
 from mpicomm.collectives.operations import ALLREDUCE, GATHERV, REDUCE_SCATTER, REDUCE_SCATTER_BLOCK
 from mpicomm.collectives.patterns import Buffers, split
 from mpicomm.internode.layout import Layout
-from mpicomm.internode.movements import NOTHING, allgather, allgather_in_clique, cut_alike, in_clique, rail_shards
-from mpicomm.internode.steps import Combine, Local, Move, Parcel, Room, Slots, Step, Wire
+from mpicomm.internode.movements import (
+    allgather,
+    allgather_in_clique,
+    cut_alike,
+    in_clique,
+    in_turn,
+    one_after_the_other,
+    rail_shards,
+)
+from mpicomm.internode.steps import Combine, Local, Move, Pack, Parcel, Room, Slots, Step, Wire
 from mpicomm.mpi.span import Span
 from mpicomm.mpi.types import is_narrow
 
@@ -99,36 +107,52 @@ def reduce(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
     yield Local(GATHERV, in_clique(layout, b.dtype, root=root, send=result, blocks=blocks))
 
 
-def reduce_scatter(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """Each clique reduces the blocks of all ranks, each on the rank that is the owner's partner and sends it there."""
+def reduce_scatter(b: Buffers, layout: Layout, distances: Sequence[int], room: Room) -> Iterator[Step]:
+    """Reduce the blocks of the cliques that lie ``distances`` places ahead in this clique, and send the results there.
+
+    Each block is reduced on the rank that is its owner's partner. The blocks of one clique are reduced where they lie,
+    unless they have to be converted. The blocks of several cliques that one rank reduces lie apart, so each rank packs
+    them in scratch memory before. Distance 0 is the clique itself, and comes last: then all partial results of this
+    rank's block are here, and are reduced.
+
+    The calls with all distances must have the same scratch memory, which holds the partial results.
+    """
     assert b.send_blocks is not None and b.output is not None
+    blocks, exchanged = b.send_blocks, [distance for distance in distances if distance]
     dtype, op = _accumulated(b)
-    blocks = list(b.send_blocks)
-    if dtype != b.dtype:
-        for rank, block in enumerate(b.send_blocks):
-            blocks[rank] = Span(room.take(block.count * dtype.itemsize), block.count)
-            yield _converted(b, block, blocks[rank], dtype)
     nbytes = b.output.count * dtype.itemsize
     slots = Slots.take(room, len(layout.cliques), nbytes)
-    sends = []
-    clique_size = len(layout.ranks)
-    for clique in (layout.number, *layout.others):
-        owners = layout.cliques[clique]
-        for first in range(0, len(owners), clique_size):
-            turn = owners[first : first + clique_size]
-            given = [blocks[rank] for rank in turn] + [NOTHING] * (clique_size - len(turn))
-            count = given[layout.index].count
-            if clique == layout.number:
-                target = slots[layout.number]
-            else:
-                target = room.take(count * dtype.itemsize)
-                sends += [Parcel(rank, target, count * dtype.itemsize) for rank in turn[layout.index :][:1]]
-            yield _reduce_scatter_in_clique(layout, dtype, op, given, Span(target, count))
+    served = [layout.served(clique) for clique in layout.others]
+    start = room.take(sum(blocks[rank].count for row in served for rank in row) * dtype.itemsize)
+    places, spans = one_after_the_other(blocks, served, start, dtype)
+    places[b.rank] = Span(slots[layout.number], b.output.count)
+    targets = [layout.ahead(distance) for distance in distances]
+    if len(targets) == 1 and dtype == b.dtype:
+        for turn in layout.turns(targets[0]):
+            output = places[turn[layout.index]] if layout.index < len(turn) else Span(0, 0)
+            yield _reduce_scatter_in_clique(layout, dtype, op, in_turn(blocks, turn, layout), output)
+    else:
+        rows = layout.served_by_each(targets)
+        count = sum(blocks[rank].count for row in rows for rank in row)
+        packed = Span(room.take(count * b.dtype.itemsize), count)
+        _, given = one_after_the_other(blocks, rows, packed.pointer, b.dtype)
+        yield Pack.of((blocks[rank] for row in rows for rank in row), packed.pointer, b.dtype)
+        if dtype != b.dtype:
+            wide = Span(room.take(count * dtype.itemsize), count)
+            yield _converted(b, packed, wide, dtype)
+            given = cut_alike(wide, given, dtype)
+        first = spans[distances[0] - 1] if exchanged else places[b.rank]
+        output = Span(first.pointer, given[layout.index].count)
+        yield _reduce_scatter_in_clique(layout, dtype, op, given, output)
     yield Wire(
-        tuple(sends),
-        tuple(Parcel(layout.partner(layout.rank, clique), slots[clique], nbytes) for clique in layout.others),
+        tuple(Parcel.of(rank, places[rank], dtype) for distance in exchanged for rank in served[distance - 1]),
+        tuple(
+            Parcel(layout.partner(b.rank, clique), slots[clique], nbytes)
+            for clique in (layout.ahead(-distance) for distance in exchanged)
+        ),
     )
-    yield _combined(b, dtype, op, slots, b.output)
+    if 0 in distances:
+        yield _combined(b, dtype, op, slots, b.output)
 
 
 def scan(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
@@ -146,7 +170,8 @@ def _prefix(b: Buffers, layout: Layout, room: Room, ranks: int) -> Iterator[Step
     nbytes = send.count * b.dtype.itemsize
     slots = Slots.take(room, layout.size, nbytes)
     gathered = replace(b, output=None, blocks=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")
-    yield from allgather(gathered, layout, room)
+    yield from allgather(gathered, layout, [0], room)
+    yield from allgather(gathered, layout, range(1, len(layout.cliques)), room)
     if ranks == 1:  # a single contribution is the result, also where the operation would change it
         yield Move(output.pointer, slots[0], nbytes)
     elif ranks:

@@ -1,50 +1,54 @@
-"""The schedule of each collective over several cliques, and how long calls are cut into pieces."""
+"""The schedule of each collective over several cliques."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 
 from mpicomm.collectives import operations as table
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.patterns import Buffers
 from mpicomm.errors import InvalidUsageError
 from mpicomm.internode import movements, reductions
+from mpicomm.internode.cuts import (
+    Part,
+    Schedule,
+    cliques_that_receive,
+    cliques_that_send,
+    in_a_row,
+    of_each_block,
+    of_the_data,
+    whole,
+)
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.steps import Room, Step
 from mpicomm.mpi.own_ops import Op
-from mpicomm.mpi.span import Span
-
-Schedule = Callable[[Buffers, Layout, Room], Iterator[Step]]
 
 ONE_STEP_NBYTES = 64 << 10
 """The most bytes that a rank sends in a call of one network step. A step costs some tens of microseconds, in which a
 network card moves about as many bytes."""
-PIECE_NBYTES = 16 << 20
-"""The bytes of each rank in one piece of a long call. The network carries one while the clique works on the next."""
 
 _IN_ONE_STEP: dict[Operation, Schedule] = {
-    table.ALLREDUCE: reductions.allreduce_in_one_step,
-    table.BCAST: movements.bcast_in_one_step,
+    table.ALLREDUCE: of_the_data(reductions.allreduce_in_one_step),
+    table.BCAST: of_the_data(movements.bcast_in_one_step),
 }
 _SCHEDULES: dict[Operation, Schedule] = {
-    table.ALLGATHER: movements.allgather,
-    table.ALLGATHERV: movements.allgather,
-    table.ALLREDUCE: reductions.allreduce_in_two_steps,
-    table.BCAST: movements.bcast_in_two_steps,
-    table.EXSCAN: reductions.exscan,
-    table.GATHER: movements.gather,
-    table.GATHERV: movements.gather,
-    table.REDUCE: reductions.reduce,
-    table.REDUCE_SCATTER: reductions.reduce_scatter,
-    table.REDUCE_SCATTER_BLOCK: reductions.reduce_scatter,
-    table.SCAN: reductions.scan,
-    table.SCATTER: movements.scatter,
-    table.SCATTERV: movements.scatter,
+    table.ALLGATHER: cliques_that_send(movements.allgather),
+    table.ALLGATHERV: cliques_that_send(movements.allgather),
+    table.ALLREDUCE: of_the_data(reductions.allreduce_in_two_steps),
+    table.ALLTOALL: of_each_block(movements.alltoall),
+    table.BCAST: in_a_row(movements.bcast_by_rails),
+    table.EXSCAN: of_each_block(reductions.exscan),
+    table.GATHER: of_each_block(movements.gather),
+    table.GATHERV: whole(movements.gather),
+    table.REDUCE: of_the_data(reductions.reduce),
+    table.REDUCE_SCATTER: cliques_that_receive(reductions.reduce_scatter),
+    table.REDUCE_SCATTER_BLOCK: cliques_that_receive(reductions.reduce_scatter),
+    table.SCAN: of_each_block(reductions.scan),
+    table.SCATTER: of_each_block(movements.scatter),
+    table.SCATTERV: whole(movements.scatter),
 }
-_OF_ONE_BLOCK = (table.ALLREDUCE, table.BCAST, table.REDUCE)
-"""The collectives in which a rank holds no data of each other rank."""
+_ALL_TO_ALL = whole(movements.alltoall)
+"""The schedule of all others: all-to-alls with private counts, as those of neighbours are."""
 _IN_RANK_ORDER = (table.SCAN, table.EXSCAN)
 
 
@@ -73,44 +77,18 @@ def schedule_of(operation: Operation, nbytes: int, layout: Layout, algorithm: st
         )
     small = nbytes * (len(layout.cliques) - 1) <= ONE_STEP_NBYTES
     if algorithm == "one_shot" or (algorithm != "two_shot" and small):
-        return _IN_ONE_STEP.get(operation) or _SCHEDULES.get(operation, movements.alltoall)
-    return _SCHEDULES.get(operation, movements.alltoall)  # collectives of neighbours are all-to-alls, too
+        return _IN_ONE_STEP.get(operation) or _SCHEDULES.get(operation, _ALL_TO_ALL)
+    return _SCHEDULES.get(operation, _ALL_TO_ALL)
 
 
-def steps_of(schedule: Schedule, piece: Buffers, layout: Layout, memory: Callable[[int], int]) -> list[Step]:
-    """Return this rank's steps of a piece; ``memory`` returns the address of so many bytes of scratch memory. Local."""
-    needed = Room()
-    for _ in schedule(piece, layout, needed):
-        pass
-    return list(schedule(piece, layout, Room(memory(needed.nbytes))))
+def steps_of(part: Part, memory: Callable[[int], int]) -> list[list[Step]]:
+    """Return this rank's steps of each piece of a part of a call. Local.
 
-
-def pieces(operation: Operation, b: Buffers) -> Sequence[Buffers]:
-    """Cut a call into calls on parts of each block, equally many on all ranks; local.
-
-    A call with private counts stays whole, because a rank does not know the counts of the others.
+    ``memory`` returns the address of so many bytes of scratch memory, which all the pieces share.
     """
-    if operation.counts == "private":
-        return [b]
-    spans = [b.send, b.output, *(b.send_blocks or ()), *(b.blocks or ())]
-    longest = max((span.count for span in spans if span is not None), default=0)
-    per_rank = PIECE_NBYTES if operation in _OF_ONE_BLOCK else PIECE_NBYTES // b.size
-    step = max(1, per_rank // b.dtype.itemsize)
-    return [_part(b, start, start + step) for start in range(0, longest, step)] or [b]
-
-
-def _part(b: Buffers, start: int, stop: int) -> Buffers:
-    """Return a call on the elements from ``start`` to ``stop`` of each block."""
-
-    def cut(span: Span | None) -> Span | None:
-        if span is None:
-            return None
-        first, end = min(start, span.count), min(stop, span.count)
-        return Span(span.pointer + first * b.dtype.itemsize, end - first)
-
-    def cut_all(blocks: Sequence[Span] | None) -> list[Span] | None:
-        return None if blocks is None else [part for span in blocks if (part := cut(span)) is not None]
-
-    return replace(
-        b, send=cut(b.send), output=cut(b.output), send_blocks=cut_all(b.send_blocks), blocks=cut_all(b.blocks)
-    )
+    needed = [Room() for _ in part]
+    for piece, room in zip(part, needed, strict=True):
+        for _ in piece(room):
+            pass
+    start = memory(max(room.nbytes for room in needed))
+    return [list(piece(Room(start))) for piece in part]

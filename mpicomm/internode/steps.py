@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +77,31 @@ class Move:
     nbytes: int
 
 
-Step = Local | Wire | Combine | Move
+@dataclass(frozen=True)
+class Pack:
+    """Copy blocks of this rank's memory to packed memory, where they follow each other; with ``unpacks`` copy back."""
+
+    blocks: tuple[Span, ...]
+    """Their counts are bytes. None of them is empty."""
+    packed: int
+    unpacks: bool = False
+
+    @classmethod
+    def of(cls, blocks: Iterable[Span], packed: int, dtype: np.dtype[Any], *, unpacks: bool = False) -> Pack:
+        """Return the step for blocks of elements."""
+        in_bytes = (Span(block.pointer, block.count * dtype.itemsize) for block in blocks if block.count)
+        return cls(tuple(in_bytes), packed, unpacks)
+
+    def copies(self) -> Iterator[Move]:
+        """Yield the copy of each block."""
+        packed = self.packed
+        for block in self.blocks:
+            target, source = (block.pointer, packed) if self.unpacks else (packed, block.pointer)
+            yield Move(target, source, block.count)
+            packed += block.count
+
+
+Step = Local | Wire | Combine | Move | Pack
 
 
 class Room:

@@ -17,6 +17,7 @@ PLACEMENTS: dict[str, Callable[[int, int], int]] = {
     "in order": lambda rank, size: 2 * rank // size,
     "in turns": lambda rank, size: rank % 2,
     "uneven": lambda rank, size: min(rank, 1),
+    "a pair first": lambda rank, size: max(rank - 1, 0),
     "one each": lambda rank, size: rank,
     "one host": lambda rank, size: 0,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,11 +12,12 @@ import numpy.typing as npt
 
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.reduction import Reducer
-from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.internode.cuts import Schedule
 from mpicomm.internode.layout import Layout
-from mpicomm.internode.schedules import Schedule, pieces
-from mpicomm.internode.steps import Combine, Local, Move, Room, Step, Wire
+from mpicomm.internode.pipeline import DEPTH, carry_out
+from mpicomm.internode.schedules import steps_of
+from mpicomm.internode.steps import Combine, Local, Move, Pack, Step, Wire
 from mpicomm.mpi.span import Span
 from mpicomm.mpi.types import is_narrow
 
@@ -46,6 +48,16 @@ class Memory:
         view: npt.NDArray[Any] = self.bytes[pointer : pointer + count * np.dtype(dtype).itemsize].view(dtype)
         return view
 
+    def move(self, step: Move) -> None:
+        self.view(step.target, step.nbytes, "u1")[:] = self.view(step.source, step.nbytes, "u1").copy()
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """The end of a wire."""
+
+    wire: Wire
+
 
 class Cluster:
     """The memories of all ranks of some cliques."""
@@ -59,19 +71,14 @@ class Cluster:
         )
         self.wires: collections.Counter[int] = collections.Counter()
         """The number of times that each rank has exchanged parcels."""
+        self.locals: collections.Counter[int] = collections.Counter()
+        """The number of collectives of its clique that each rank has made."""
         self.sent_nbytes: collections.Counter[int] = collections.Counter()
         """The bytes that each rank has sent to other cliques."""
 
-    def run(self, operation: Operation, schedule: Schedule, buffers: Callable[[int], Buffers]) -> None:
+    def run(self, schedule: Schedule, buffers: Callable[[int], Buffers]) -> None:
         """Carry out a collective whose memory ``buffers`` gives for each rank."""
-        works = []
-        for rank, (layout, memory) in enumerate(zip(self.layouts, self.memories, strict=True)):
-            steps: list[Step] = []
-            for piece in pieces(operation, buffers(rank)):
-                needed = Room()
-                list(schedule(piece, layout, needed))
-                steps += schedule(piece, layout, Room(memory.scratch(needed.nbytes)))
-            works.append(self._rank(rank, iter(steps)))
+        works = [self._rank(rank, self._steps(rank, schedule, buffers(rank))) for rank in range(len(self.layouts))]
         waiting: list[Any] = [next(work, None) for work in works]
         while any(each is not None for each in waiting):
             ready = [rank for rank, each in enumerate(waiting) if each is not None and self._can_go_on(rank, waiting)]
@@ -82,17 +89,47 @@ class Cluster:
                 waiting[rank] = next(works[rank], None)
         assert not any(self._mail.values()), "parcels that no rank receives"
 
-    def _rank(self, rank: int, steps: Iterator[Step]) -> Iterator[Exchange | Wire]:
+    def _steps(self, rank: int, schedule: Schedule, buffers: Buffers) -> list[Step | _Arrival]:
+        """Return a rank's steps in the order in which engines carry them out, with an end for each wire."""
+        scratch = [0] * DEPTH  # the parts of a call take turns with it, as in engines
+        sizes = [-1] * DEPTH
+        pieces: list[list[Step]] = []
+        for number, part in enumerate(schedule(buffers, self.layouts[rank])):
+
+            def memory(nbytes: int, turn: int = number % DEPTH) -> int:
+                if nbytes > sizes[turn]:
+                    scratch[turn], sizes[turn] = self.memories[rank].scratch(nbytes), nbytes
+                return scratch[turn]
+
+            pieces += steps_of(part, memory)
+        steps: list[Step | _Arrival] = []
+
+        def start(wire: Wire) -> Callable[[], object]:
+            steps.append(wire)
+            return lambda: steps.append(_Arrival(wire))
+
+        carry_out(pieces, steps.append, start)
+        return steps
+
+    def _rank(self, rank: int, steps: Sequence[Step | _Arrival]) -> Iterator[Exchange | Wire]:
         memory = self.memories[rank]
         for step in steps:
-            if isinstance(step, Move):
-                memory.view(step.target, step.nbytes, "u1")[:] = memory.view(step.source, step.nbytes, "u1").copy()
+            if isinstance(step, Pack):
+                for copy in step.copies():
+                    memory.move(copy)
+            elif isinstance(step, Move):
+                memory.move(step)
             elif isinstance(step, Combine):
                 combine(memory, step)
             elif isinstance(step, Local):
+                self.locals[rank] += 1
                 yield step.operation.one_shot(step.buffers)
+            elif isinstance(step, Wire):
+                # A network may read what it sends as late as the wire ends, and write what comes at once.
+                for parcel in step.receives:
+                    memory.view(parcel.pointer, parcel.nbytes, "u1")[:] = POISON
             else:
-                wire = step.without_empty()
+                wire = step.wire.without_empty()
                 self.wires[rank] += bool(wire.sends or wire.receives)
                 for parcel in wire.sends:
                     assert parcel.rank not in self.layouts[rank].ranks

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from mpicomm.bench.model.group import Group
 from mpicomm.bench.model.network import Network
 from mpicomm.errors import InvalidUsageError
-from mpicomm.internode.schedules import PIECE_NBYTES
+from mpicomm.internode.cuts import PIECE_NBYTES, cliques_at_once, piece_in_a_row
+
+PACKING = Network(gb_s=1800, latency_us=1.5)
+"""The cost of packing blocks in a GPU's memory, and of unpacking: an H200's in scripts/results/packing-h200.json."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,20 @@ class System:
 
 @dataclass(frozen=True)
 class Cost:
-    """The time that one piece of a call takes on each level, in microseconds."""
+    """The time of one piece of a call, in microseconds."""
 
-    group_us: float
-    network_us: float
+    alone_us: float
+    later_us: float
+    """By how much the call takes longer with one piece more."""
+
+    @classmethod
+    def of(cls, group_us: float, network_us: float) -> Cost:
+        """Return the cost of a piece with these times on both levels: a later one takes as long as the slower level."""
+        return cls(group_us + network_us, max(group_us, network_us))
+
+
+Schedule = Callable[[System, float], float]
+"""The time of a call of so many bytes."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +72,7 @@ class Prediction:
 
 def allreduce_one_step(s: System, n: float) -> Cost:
     """All-reduce in the group; each rank sends that whole result along its rail: T + alpha + (G - 1) * n / beta."""
-    return Cost(s.group.us("allreduce", n), s.step_us(n))
+    return Cost.of(s.group.us("allreduce", n), s.step_us(n))
 
 
 def allreduce_two_steps(s: System, n: float) -> Cost:
@@ -68,65 +81,102 @@ def allreduce_two_steps(s: System, n: float) -> Cost:
     A shard is n / L and each rank of a rail reduces 1 / G of it: 2 * (alpha + (G - 1) * n / (L * G) / beta).
     """
     in_group_us = s.group.us("reduce_scatter", n) + s.group.us("allgather", n)
-    return Cost(in_group_us, 2 * s.step_us(n / s.size))
-
-
-def allgather(s: System, n: float) -> Cost:
-    """Each rank sends its block, n / N, along its rail; the group then gathers the blocks of each group in turn."""
-    return Cost(s.groups * s.group.us("allgather", n / s.groups), s.step_us(n / s.size))
-
-
-def reduce_scatter(s: System, n: float) -> Cost:
-    """The group reduces the blocks of each group in turn; each rank sends blocks of n / N along its rail."""
-    return Cost(s.groups * s.group.us("reduce_scatter", n / s.groups), s.step_us(n / s.size))
+    return Cost.of(in_group_us, 2 * s.step_us(n / s.size))
 
 
 def bcast_one_step(s: System, n: float) -> Cost:
     """The root sends all along its rail, through its card alone; each group broadcasts."""
-    return Cost(s.group.us("bcast", n), s.step_us(n))
+    return Cost.of(s.group.us("bcast", n), s.step_us(n))
 
 
-def bcast_two_steps(s: System, n: float) -> Cost:
-    """The root scatters shards, n / L, in its group; a card sends a part of its shard to each other group; they gather.
+def bcast_by_rails(s: System, n: float) -> Cost:
+    """The root's group broadcasts; its cards send parts of their shards, n / L, to the other groups, which gather.
 
-    The other groups exchange their parts along the rails: a second network step, if there are two or more.
+    The other groups exchange their parts along the rails, while the cards of the root's group send those of the next
+    piece: all cards carry n / L for each piece.
     """
     part = n / s.ranks / (s.groups - 1)
-    exchanged_us = s.network.step_us(s.groups - 2, part) if s.groups > 2 else 0.0
-    return Cost(s.group.us("scatter", n) + s.group.us("allgather", n), s.step_us(part) + exchanged_us)
+    root_us, others_us, sent_us = s.group.us("bcast", n), s.group.us("allgather", n), s.step_us(part)
+    exchanged_us = s.network.step_us(s.groups - 2, part)
+    return Cost(root_us + sent_us + exchanged_us + others_us, max(root_us, sent_us, others_us))
 
 
 def reduce(s: System, n: float) -> Cost:
     """Reduce-scatter in each group; each rail brings its shards, n / L, to the root's group, which gathers."""
-    return Cost(s.group.us("reduce_scatter", n) + s.group.us("gather", n), s.step_us(n / s.ranks))
+    return Cost.of(s.group.us("reduce_scatter", n) + s.group.us("gather", n), s.step_us(n / s.ranks))
 
 
 def alltoall(s: System, n: float) -> Cost:
     """Every rank sends a block, n / N, straight to each of the L * (G - 1) ranks of other groups and in its group."""
-    return Cost(s.group.us("alltoall", n / s.groups), s.step_us(s.ranks * n / s.size))
+    return Cost.of(s.group.us("alltoall", n / s.groups), s.step_us(s.ranks * n / s.size))
 
 
 def gather(s: System, n: float) -> Cost:
     """The ranks of other groups send their blocks straight to the root's card; the root's group gathers."""
-    return Cost(s.group.us("gather", n / s.groups), s.step_us(s.ranks * n / s.size))
+    return Cost.of(s.group.us("gather", n / s.groups), s.step_us(s.ranks * n / s.size))
 
 
 def scatter(s: System, n: float) -> Cost:
     """The root's card sends the blocks to the ranks of other groups; the root's group scatters."""
-    return Cost(s.group.us("scatter", n / s.groups), s.step_us(s.ranks * n / s.size))
+    return Cost.of(s.group.us("scatter", n / s.groups), s.step_us(s.ranks * n / s.size))
 
 
-SCHEDULES: dict[str, dict[str, Callable[[System, float], Cost]]] = {
-    "allreduce": {"one step": allreduce_one_step, "two steps": allreduce_two_steps},
+def allgather(s: System, n: float) -> float:
+    """Each rank sends its block, n / N, along its rail; the group gathers its own blocks, then those of other groups.
+
+    It takes k groups at once, as many as have blocks for a piece. While it works on some, the network carries the next:
+    max(T(n / G), W) + ((G - 1) / k - 1) * max(K, W) + K, where W = alpha + k * n / N / beta and K = T(k * n / G). If k
+    is more than 1, K also has the time in which a GPU brings the blocks from packed memory to their places.
+    """
+    return _by_groups(s, "allgather", n, PIECE_NBYTES)
+
+
+def reduce_scatter(s: System, n: float) -> float:
+    """The mirror image of the all-gather: the group reduces the blocks of other groups and sends them, then its own.
+
+    Blocks are cut shorter, because the partial results of all groups are in scratch memory.
+    """
+    return _by_groups(s, "reduce_scatter", n, PIECE_NBYTES / max(s.ranks, s.groups))
+
+
+def _by_groups(s: System, collective: str, n: float, block_nbytes: float) -> float:
+    """Return the time of parts, one after the other, that have at most so many bytes of each block."""
+    part = min(n, block_nbytes * s.size)
+    at_once = cliques_at_once(part / s.groups, s.groups)
+    own_us, some_us = (s.group.us(collective, count * part / s.groups) for count in (1, at_once))
+    if at_once > 1:
+        some_us += PACKING.step_us(at_once, part / s.groups)
+    network_us = s.network.step_us(at_once, part / s.size)
+    slower_us = max(some_us, network_us)
+    spared_us = (slower_us - max(own_us, network_us)) + (slower_us - some_us)  # by the first step and by the last one
+    return n / part * (((s.groups - 1) / at_once + 1) * slower_us - spared_us)
+
+
+def cut(cost: Callable[[System, float], Cost], piece_of: Callable[[float], float] = lambda n: PIECE_NBYTES) -> Schedule:
+    """Return the time of a schedule whose calls are cut into pieces, of as many bytes as ``piece_of`` says.
+
+    A last piece that is shorter counts for its share.
+    """
+
+    def time_us(system: System, n: float) -> float:
+        piece = min(n, piece_of(n))
+        of_piece = cost(system, piece)
+        return of_piece.alone_us + (n / piece - 1) * of_piece.later_us
+
+    return time_us
+
+
+SCHEDULES: dict[str, dict[str, Schedule]] = {
+    "allreduce": {"one step": cut(allreduce_one_step), "two steps": cut(allreduce_two_steps)},
     "allgather": {"rails": allgather},
     "reduce_scatter": {"rails": reduce_scatter},
-    "bcast": {"one step": bcast_one_step, "two steps": bcast_two_steps},
-    "reduce": {"rails": reduce},
-    "alltoall": {"straight": alltoall},
-    "gather": {"straight": gather},
-    "scatter": {"straight": scatter},
+    "bcast": {"one step": cut(bcast_one_step), "rails": cut(bcast_by_rails, piece_in_a_row)},
+    "reduce": {"rails": cut(reduce)},
+    "alltoall": {"straight": cut(alltoall)},
+    "gather": {"straight": cut(gather)},
+    "scatter": {"straight": cut(scatter)},
 }
-"""The schedules by collective and name."""
+"""The time of each schedule, by collective and name."""
 
 
 def predict(system: System, collective: str, nbytes: float) -> Prediction:
@@ -138,16 +188,5 @@ def predict(system: System, collective: str, nbytes: float) -> Prediction:
         raise InvalidUsageError(f"--model has no schedule of {collective}: use one of {', '.join(SCHEDULES)}")
     if system.groups == 1:
         return Prediction(system.group.us(collective, nbytes), "one group")
-    found = [Prediction(in_pieces(schedule, system, nbytes), name) for name, schedule in SCHEDULES[collective].items()]
+    found = [Prediction(time_us(system, nbytes), name) for name, time_us in SCHEDULES[collective].items()]
     return min(found, key=lambda prediction: prediction.time_us)
-
-
-def in_pieces(schedule: Callable[[System, float], Cost], system: System, nbytes: float) -> float:
-    """Return the time of all pieces: the first fills both levels, each later one takes as long as the slower level.
-
-    A last piece that is shorter counts for its share.
-    """
-    piece = min(nbytes, PIECE_NBYTES)
-    cost = schedule(system, piece)
-    later = nbytes / piece - 1
-    return cost.group_us + cost.network_us + later * max(cost.group_us, cost.network_us)

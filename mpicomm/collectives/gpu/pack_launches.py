@@ -6,15 +6,18 @@ from collections.abc import Sequence
 
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.devices.base import GpuBackend
-from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, blocks_for
+from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
 from mpicomm.mpi.packing import PackJob, table_of
 
 
 def pack_launches(backend: GpuBackend, jobs: Sequence[PackJob], packed: int, *, unpacks: bool) -> list[Launch]:
     """Return the launch for all of ``jobs``, whose packed memory begins at ``packed``; none for no bytes. Local."""
     table = table_of(jobs)
-    if table.units == 0:
-        return []
-    arguments = table.arguments(backend.pack_table(table), 0, packed, backend.faults.failed, unpacks=unpacks)
+    return [pack_launch(backend, table, 0, packed, unpacks=unpacks)] if table.units else []
+
+
+def pack_launch(backend: GpuBackend, table: PackTable, memory: int, packed: int, *, unpacks: bool) -> Launch:
+    """Return the launch for a table whose regions lie from ``memory`` on, and packed from ``packed`` on. Local."""
+    arguments = table.arguments(backend.pack_table(table), memory, packed, backend.faults.failed, unpacks=unpacks)
     blocks = blocks_for(table.units, backend.multiprocessors)
-    return [Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)]
+    return Launch(PACK_KERNEL, arguments, blocks=blocks, threads=PACK_THREADS)

@@ -17,7 +17,7 @@ from mpicomm.collectives.gpu.choose import Choice
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
-from mpicomm.collectives.gpu.pack_launches import pack_launches
+from mpicomm.collectives.gpu.pack_launches import pack_launch, pack_launches
 from mpicomm.collectives.gpu.plan import Plan
 from mpicomm.collectives.operations import ALLGATHER, Operation
 from mpicomm.collectives.patterns import Buffers
@@ -30,10 +30,11 @@ from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.internode.carrier import Carrier
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.pipeline import DEPTH, carry_out
-from mpicomm.internode.schedules import pieces, require_order, schedule_of, steps_of
-from mpicomm.internode.steps import Combine, Local, Step, Wire
+from mpicomm.internode.schedules import require_order, schedule_of, steps_of
+from mpicomm.internode.steps import Combine, Local, Pack, Step, Wire
 from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.kernels.reductions import reduction_of
+from mpicomm.mpi.packing import table_of_blocks
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
 
@@ -125,9 +126,11 @@ class CliquesEngine:
     ) -> list[list[Item]]:
         schedule = schedule_of(operation, nbytes, self._layout, asked)
         planned: list[list[Item]] = []
-        for number, piece in enumerate(pieces(operation, buffers)):
-            steps = steps_of(schedule, piece, self._layout, partial(self._memory, number % DEPTH))
-            planned.append([item for step in steps for item in self._planned(step, call, asked)])
+        for number, part in enumerate(schedule(buffers, self._layout)):
+            planned += (
+                [item for step in steps for item in self._planned(step, call, asked)]
+                for steps in steps_of(part, partial(self._memory, number % DEPTH))
+            )
         return planned
 
     def _memory(self, part: int, nbytes: int) -> int:
@@ -144,6 +147,9 @@ class CliquesEngine:
         elif isinstance(step, Combine):
             if step.count:
                 yield self._engine.prepare_alone(str(call), [_launch(step, self._backend.multiprocessors)])
+        elif isinstance(step, Pack):
+            if step.blocks:
+                yield self._engine.prepare_alone(str(call), [_pack_launch(step, self._backend)])
         elif step.nbytes:
             yield self._engine.prepare_alone(str(call), [Copy(step.target, step.source, step.nbytes, local=True)])
 
@@ -234,3 +240,10 @@ def _launch(step: Combine, multiprocessors: int) -> Launch:
     arguments = CombineArguments(step.source, step.stride, step.output, step.count, step.sources, step.divisor)
     blocks = blocks_for(step.count * step.result.itemsize, multiprocessors)
     return Launch(combine_kernel(reduction, result), arguments, blocks=blocks, threads=COMBINE_THREADS)
+
+
+def _pack_launch(step: Pack, backend: GpuBackend) -> Launch:
+    """Return the launch for all blocks. Its table has their distances alone, so that calls on other memory share it."""
+    first = step.blocks[0].pointer
+    table = table_of_blocks([block.pointer - first for block in step.blocks], [block.count for block in step.blocks])
+    return pack_launch(backend, table, first, step.packed, unpacks=step.unpacks)

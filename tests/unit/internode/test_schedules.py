@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,9 +18,9 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.errors import InvalidUsageError
-from mpicomm.internode import schedules
+from mpicomm.internode import cuts
 from mpicomm.internode.layout import Layout
-from mpicomm.internode.schedules import schedule_of
+from mpicomm.internode.schedules import schedule_of, steps_of
 from mpicomm.mpi.span import Span
 from tests.helpers.exchange_simulator import UNHURRIED
 from tests.helpers.schedule_simulator import Cluster
@@ -91,7 +92,7 @@ def reducing_case(
     def buffers(rank: int) -> Buffers:
         memory = cluster.memories[rank]
         send = memory.place(inputs[rank])
-        length = counts[rank] if total != count else count
+        length = counts[rank]
         output: Span | None = send if in_place else memory.place(np.zeros(length, dtype))
         assert output is not None
         output = Span(output.pointer, length)
@@ -106,7 +107,7 @@ def reducing_case(
 
     nbytes = total * dtype.itemsize
     schedule = schedule_of(operation, nbytes, cluster.layouts[0], algorithm)
-    cluster.run(operation, schedule, buffers)
+    cluster.run(schedule, buffers)
     starts = np.cumsum([0, *counts])
     for rank, output in enumerate(outputs):
         if output is None or (name == "Exscan" and rank == 0):
@@ -180,7 +181,7 @@ def moving_case(operation: Operation, cliques: Sequence[Sequence[int]], algorith
             root=root,
         )
 
-    cluster.run(operation, schedule_of(operation, count * 2, cluster.layouts[0], algorithm), buffers)
+    cluster.run(schedule_of(operation, count * 2, cluster.layouts[0], algorithm), buffers)
     for memory, spans, arrays in zip(cluster.memories, places, wanted, strict=True):
         for span, array in zip(spans, arrays, strict=True):
             assert memory.view(span.pointer, span.count, dtype).tolist() == array.tolist()
@@ -214,12 +215,15 @@ def test_any_cliques_work(data: st.DataObject) -> None:
     reducing_case(name, cliques, algorithm, F32, "sum", data.draw(st.integers(0, 60)), False)
 
 
-def test_long_calls_go_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(schedules, "PIECE_NBYTES", 256)
-    cliques = [[0, 1, 2], [3, 4]]
+@pytest.mark.parametrize("nbytes", [256, 8 << 10])
+@pytest.mark.parametrize("cliques", LAYOUTS, ids=str)
+def test_long_calls_go_in_pieces(cliques: list[list[int]], nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "PIECE_NBYTES", nbytes)
+    monkeypatch.setattr(cuts, "SHORTEST_NBYTES", nbytes // 16)
     for name, algorithm in REDUCING:
-        reducing_case(name, cliques, algorithm, F32, "sum", 333, False)
-    for name in ("Allgather", "Allgatherv", "Bcast", "Scatter"):
+        for dtype in (F32, np.dtype(ml_dtypes.bfloat16)):
+            reducing_case(name, cliques, algorithm, dtype, "sum", 333, name in ("Allreduce", "Reduce_scatter_block"))
+    for name in ("Allgather", "Allgatherv", "Alltoall", "Bcast", "Gather", "Scatter"):
         moving_case(table.OPERATIONS[name], cliques, "two_shot", 300, 1)
 
 
@@ -234,7 +238,7 @@ def test_a_large_allreduce_sends_little_over_each_network_card() -> None:
         return Buffers(rank, 12, F32, send=send, output=output, op="sum")
 
     schedule = schedule_of(table.ALLREDUCE, count * 4, cluster.layouts[0], "two_shot")
-    cluster.run(table.ALLREDUCE, schedule, buffers)
+    cluster.run(schedule, buffers)
     shard = count * 4 / 4
     for rank in range(12):
         assert cluster.wires[rank] == 2
@@ -251,8 +255,65 @@ def test_a_small_allreduce_and_a_small_bcast_take_one_network_step() -> None:
             send, output = (memory.place(np.ones(4, np.float32)) for _ in range(2))
             return Buffers(rank, 4, F32, send=send, output=output, op="sum")
 
-        cluster.run(operation, schedule_of(operation, 16, layout, "auto"), buffers)
+        cluster.run(schedule_of(operation, 16, layout, "auto"), buffers)
         assert max(cluster.wires.values()) == 1
+
+
+@pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block"])
+def test_steps_in_a_clique_do_not_grow_with_the_number_of_cliques(name: str) -> None:
+    for cliques in ([[0, 1], [2, 3], [4, 5]], [[2 * number, 2 * number + 1] for number in range(20)]):
+        cluster, size = Cluster(cliques), 2 * len(cliques)
+
+        def buffers(rank: int, cluster: Cluster = cluster, size: int = size) -> Buffers:
+            spans = [cluster.memories[rank].place(np.ones(3, np.float32)) for _ in range(size + 1)]
+            if name == "Allgather":
+                return Buffers(rank, size, F32, send=spans[0], blocks=spans[1:])
+            return Buffers(rank, size, F32, send_blocks=spans[1:], output=spans[0], op="sum")
+
+        cluster.run(schedule_of(table.OPERATIONS[name], 12 * size, cluster.layouts[0], "auto"), buffers)
+        for rank in range(size):
+            assert (cluster.locals[rank], cluster.wires[rank]) == (2, 1)
+
+
+@pytest.mark.parametrize("sizes", [[8] * 2, [8] * 40, [1] * 40, [5, 1, 8]], ids=str)
+@pytest.mark.parametrize("dtype", [F32, np.dtype(ml_dtypes.bfloat16)], ids=str)
+@pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block", "Bcast"])
+def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[Any], sizes: list[int]) -> None:
+    ends = [0, *itertools.accumulate(sizes)]
+    layout, size = Layout([range(*each) for each in itertools.pairwise(ends)], 0), ends[-1]
+    taken = [0]
+
+    def memory(nbytes: int) -> int:
+        taken.append(nbytes)
+        return 0
+
+    for block_nbytes in (4 << 10, 1 << 20, 16 << 20):
+        block = Span(1 << 40, block_nbytes // dtype.itemsize)
+        buffers = {
+            "Allgather": Buffers(0, size, dtype, send=block, blocks=[block] * size),
+            "Reduce_scatter_block": Buffers(0, size, dtype, send_blocks=[block] * size, output=block, op="sum"),
+            "Bcast": Buffers(0, size, dtype, output=Span(1 << 40, size * block.count)),
+        }[name]
+        schedule = schedule_of(table.OPERATIONS[name], size * block_nbytes, layout, "two_shot")
+        for part in schedule(buffers, layout):
+            steps_of(part, memory)
+    # Two arrays of partial results and converted blocks, all in twice as many bytes, and packed blocks.
+    assert max(taken) <= 7 * cuts.PIECE_NBYTES
+
+
+def test_every_card_carries_the_data_of_a_broadcast_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuts, "SHORTEST_NBYTES", 4 << 10)
+    cliques = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    cluster, nbytes, pieces = Cluster(cliques), 64 << 10, 4
+
+    def buffers(rank: int) -> Buffers:
+        return Buffers(rank, 8, np.dtype(np.uint8), output=cluster.memories[rank].place(np.ones(nbytes, np.uint8)))
+
+    cluster.run(schedule_of(table.BCAST, nbytes, cluster.layouts[0], "two_shot"), buffers)
+    for rank in range(8):
+        assert cluster.sent_nbytes[rank] <= nbytes / 2 + pieces * 3 * 128  # parts end at whole cache lines
+        assert cluster.locals[rank] == pieces
+        assert cluster.wires[rank] == (pieces if rank < 2 else pieces + 1)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "chain"])

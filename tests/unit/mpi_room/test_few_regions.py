@@ -8,8 +8,9 @@ from mpi4py import MPI
 
 from mpicomm.kernels.packing import ENTRY_NBYTES
 from mpicomm.mpi.layout import Layout, layout_of, together
-from mpicomm.mpi.packing import table_for
+from mpicomm.mpi.packing import table_for, table_of_blocks
 from mpicomm.mpi.regions import Region
+from tests.helpers.reference_packing import runs_of
 from tests.helpers.regions import region
 
 _CUBE = [10, 20, 30]
@@ -160,3 +161,19 @@ def test_a_million_structures_are_a_region_for_each_field() -> None:
     layout = _layout(_structures(32, 16, MPI.FLOAT), 1_000_000)
     assert layout.nbytes == 12_000_000
     assert len(table_for(layout).content) == 2 * ENTRY_NBYTES
+
+
+def test_blocks_of_one_length_are_one_region() -> None:
+    places = [100 * (4 * row + column) for column in range(4) for row in range(5)]
+    table = table_of_blocks(places, [100] * 20)
+    assert table.num_regions == 1
+    assert list(runs_of(table)) == [(place, 100 * number, 100) for number, place in enumerate(places)]
+
+
+def test_blocks_of_any_lengths_are_packed_in_their_order() -> None:
+    places, lengths = [1000, 5000, -2000, 3000], [300, 700, 1, 20]
+    copied = {}
+    for start, packed, nbytes in runs_of(table_of_blocks(places, lengths)):
+        copied.update({packed + byte: start + byte for byte in range(nbytes)})
+    wanted = [place + byte for place, length in zip(places, lengths, strict=True) for byte in range(length)]
+    assert [copied[byte] for byte in range(len(copied))] == [place % (1 << 64) for place in wanted]
