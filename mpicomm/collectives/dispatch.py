@@ -53,7 +53,7 @@ class MessageCall(NamedTuple):
     counts: None = None
 
 
-REFUSALS = (BufferError, ValueError)
+REFUSALS = (BufferError, KeyError, ValueError)
 """The errors with which mpi4py refuses the buffers of a call, and which `Collectives.refused` puts in words."""
 
 
@@ -134,7 +134,7 @@ class Collectives:
 
     def refused(
         self,
-        error: BufferError | ValueError,
+        error: BufferError | KeyError | ValueError,
         operation: Operation,
         send: Any,
         receive: Any,
@@ -327,7 +327,9 @@ class Collectives:
     def _mpi(self, operation: Operation, arguments: Arguments, method: str = "", info: MPI.Info | None = None) -> Any:
         """Call mpi4py's ``method``, by default the blocking one. The Communicator's own method has called this one."""
         if arguments.op is AVG:
-            raise InvalidUsageError(f"{operation}: MPI has no AVG; use MPI.SUM and divide, or one node")
+            raise InvalidUsageError(
+                f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide"
+            )
         passed = operation.passed(self._out_of_place(operation, arguments))
         if info is not None:
             passed = (*passed, info)
