@@ -192,14 +192,14 @@ def test_lists_that_are_no_graph_are_refused(
 
 def test_a_graph_whose_neighbours_do_not_match_has_no_collectives_of_them(comm: mpicomm.Communicator, xp: Any) -> None:
     size = comm.size
+    if size == 1:
+        pytest.skip("a rank alone is its own neighbour")
     edges = [peer for peer in range(size) if peer != 0]  # rank 0 has all others as neighbours, which have none
     graph = comm.Create_graph([len(edges)] * size, edges)
     works(graph, xp)
     neighbours = len(graph.neighbors)
     for _ in range(2):
         for begin in (graph.Neighbor_alltoall, graph.Ineighbor_alltoall, graph.Neighbor_alltoall_init):
-            if size == 1:
-                continue
             with raises_everywhere(
                 MPI.COMM_WORLD,
                 InvalidUsageError,
