@@ -119,6 +119,7 @@ def pytorch(job: Job) -> list[str]:
 CHECKS = (
     Check(
         "driver",
+        "no GPU is left unused for want of a driver or package",
         "`using the cpu` where there are GPUs",
         "CuPy is missing or not for the driver's CUDA, the container has no GPUs, or none is visible",
         '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install "mpicomm[cuda13]"` (or cuda12, as `nvidia-smi` '
@@ -127,6 +128,7 @@ CHECKS = (
     ),
     Check(
         "visible",
+        "each rank sees the GPUs of its peers",
         "`ipc` is refused, and each rank sees one GPU",
         "CUDA_VISIBLE_DEVICES or Slurm hides the GPUs of other ranks",
         "`unset CUDA_VISIBLE_DEVICES`; in Slurm `--gpus-per-node` in place of `--gpus-per-task` and `--gpu-bind`",
@@ -134,6 +136,7 @@ CHECKS = (
     ),
     Check(
         "shared",
+        "no ranks take turns on a GPU",
         "`ranks share a GPU`, slow calls",
         "there are more ranks than GPUs, and the multi-process service does not run",
         "`mpirun -np` with one rank per GPU, or `nvidia-cuda-mps-control -d`",
@@ -141,6 +144,7 @@ CHECKS = (
     ),
     Check(
         "mig",
+        "no ranks are on MIG instances apart",
         "handle `staged` on one card",
         "MIG instances reach no memory of each other",
         "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance",
@@ -148,6 +152,7 @@ CHECKS = (
     ),
     Check(
         "wsl",
+        "no driver of Windows keeps GPU memory from ranks",
         "handles are refused under WSL2",
         "the driver of Windows does not share GPU memory between processes",
         "Linux itself, or `MPICOMM_HANDLE=staged`",
@@ -155,6 +160,7 @@ CHECKS = (
     ),
     Check(
         "access",
+        "no GPU lacks access to those of its peers",
         "handle `staged`, a path without peer access",
         "the GPUs have no peer access: consumer cards, PCIe ACS, or an IOMMU",
         "`nvidia-smi topo -p2p r` says why; switch ACS and the IOMMU off in the BIOS (`iommu=off`), or use "
@@ -163,6 +169,7 @@ CHECKS = (
     ),
     Check(
         "memory",
+        "ranks open each other's memory in the best way",
         "`no handle kind works`, or `ipc` is refused",
         "the driver, a container or a limit keeps ranks from opening memory",
         "`docker run --ipc=host --pid=host ...`, or `MPICOMM_HANDLE=fd`; `python -m mpicomm.info` shows all reasons",
@@ -170,6 +177,7 @@ CHECKS = (
     ),
     Check(
         "pytorch",
+        "PyTorch allocates memory that peers can open",
         "`register` refuses a tensor: virtual memory",
         "PyTorch is set to expandable segments or to cudaMallocAsync",
         "`export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native`",

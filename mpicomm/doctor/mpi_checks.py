@@ -110,6 +110,7 @@ def locked(job: Job) -> list[str]:
 CHECKS = (
     Check(
         "library",
+        "mpi4py finds the library of its MPI",
         "`ImportError: libmpi.so...` or `cannot load MPI library`",
         "mpi4py finds no library of the MPI that it is built for",
         '`pip install "mpi4py>=4.1" mpich`, or unset `MPI4PY_MPIABI` and `MPI4PY_LIBMPI`',
@@ -118,6 +119,7 @@ CHECKS = (
     ),
     Check(
         "launcher",
+        "the launcher starts ranks of the MPI of mpi4py",
         "every rank is rank 0 of 1, or `unsupported PMI version`",
         "mpirun or srun belongs to another MPI than the library of mpi4py",
         "`$(dirname $(which python))/mpiexec -n N ...` for an MPI of pip, else the mpiexec of that MPI; "
@@ -127,6 +129,7 @@ CHECKS = (
     ),
     Check(
         "mpiexec",
+        "the first mpiexec on the PATH belongs to this MPI",
         "the same, with the next `mpiexec`",
         "the first mpiexec on the PATH belongs to another MPI",
         "`export PATH=$(dirname $(which python)):$PATH` for an MPI of pip, else the folder of that MPI's mpiexec",
@@ -134,6 +137,7 @@ CHECKS = (
     ),
     Check(
         "threads",
+        "MPI lets several threads call it at once",
         "`mpicomm.torch` refuses to start",
         "MPI has started without MPI.THREAD_MULTIPLE",
         'unset `MPI4PY_RC_THREAD_LEVEL`, or set it to "multiple"',
@@ -141,6 +145,7 @@ CHECKS = (
     ),
     Check(
         "shm",
+        "/dev/shm is large enough for the ranks",
         "`Bus error` when MPI starts, or a crash in a collective",
         "/dev/shm is too small for the ranks of the machine",
         "`docker run --shm-size=1g ...`; in Kubernetes an emptyDir with `medium: Memory` at /dev/shm",
@@ -149,6 +154,7 @@ CHECKS = (
     ),
     Check(
         "network",
+        "the ranks of a machine share its network",
         "ranks of one machine count as several nodes",
         "their containers have network namespaces of their own",
         "`docker run --network=host --ipc=host --pid=host ...`; in Kubernetes one pod per machine",
@@ -156,6 +162,7 @@ CHECKS = (
     ),
     Check(
         "process-memory",
+        "MPI may read the memory of other processes",
         "`process_vm_readv failed`, `Read -1, expected ...`",
         "containers without a common PID or user namespace, seccomp or Yama keep MPI from reading a peer's memory",
         "`docker run --pid=host --cap-add=SYS_PTRACE ...`, or `MPIR_CVAR_CH4_CMA_ENABLE=0` for MPICH, "
@@ -164,6 +171,7 @@ CHECKS = (
     ),
     Check(
         "locked",
+        "ranks may lock the memory that they need",
         "`ibv_reg_mr` or `cuMemHostRegister` fails",
         "the limit of locked memory is low",
         "`ulimit -l unlimited`, or `docker run --ulimit memlock=-1 ...`",
