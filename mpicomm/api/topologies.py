@@ -89,7 +89,7 @@ def _fault(comm: MPI.Intracomm, check: Callable[[], None]) -> str:
     """Return what ``check`` finds on this rank, "" for nothing. Local."""
     try:
         check()
-    except InvalidUsageError as error:
+    except (InvalidUsageError, TypeError) as error:
         return f"rank {comm.rank}: {error}"
     return ""
 
@@ -97,8 +97,9 @@ def _fault(comm: MPI.Intracomm, check: Callable[[], None]) -> str:
 def _raise_together(comm: MPI.Intracomm, what: str, *faults: str) -> None:
     """Raise the first fault that a rank has found, on all ranks; faults of the first kind come first. Collective."""
     for said in zip(*comm.allgather(faults), strict=True):
-        for fault in filter(None, said):
-            raise InvalidUsageError(f"{what}: {fault}")
+        for rank, fault in enumerate(said):
+            if fault:
+                raise InvalidUsageError(f"{what}: {fault}", ranks=[rank])
 
 
 def _integers(name: str, values: Any, count: int | None = None) -> list[int]:

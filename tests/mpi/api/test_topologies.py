@@ -127,6 +127,7 @@ BAD_NEIGHBOURS: list[tuple[dict[str, Any], str]] = [
     ({"destinations": [0, 77]}, "destinations[1]=77 is no rank of the communicator: use 0 to "),
     ({"sources": ["a"]}, "sources=['a'] is no list of integers: pass one"),
     ({"sourceweights": [1, 2]}, "sourceweights has 2 items: pass 1"),
+    ({"destweights": 2.5}, "'float' object is not iterable"),
     ({"destweights": []}, "destweights has 0 items: pass 1"),
 ]
 
@@ -139,8 +140,9 @@ def test_bad_neighbours_of_one_rank_are_every_ranks_error(
     for culprit in range(host_comm.size):
         given = {"sources": [left], "destinations": [right], **(bad if host_comm.rank == culprit else {})}
         said = f"^Create_dist_graph_adjacent: rank {culprit}: {re.escape(text)}"
-        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=said):
+        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=said) as raised:
             host_comm.Create_dist_graph_adjacent(**given)
+        assert raised.value.ranks == (culprit,)
 
 
 def test_a_neighbour_may_be_none(host_comm: mpicomm.Communicator) -> None:
