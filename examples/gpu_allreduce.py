@@ -9,16 +9,24 @@ from mpi4py import MPI
 
 import mpicomm
 
+
+def leave(reason: str) -> None:
+    """Say on one rank why this example does not run here, and end all of them."""
+    if MPI.COMM_WORLD.rank == 0:
+        print(f"this example needs CuPy and a GPU on every rank: {reason}; examples/stock_mpi4py.py runs without")
+    sys.exit()
+
+
 try:
     import cupy
 
     cupy.cuda.runtime.getDeviceCount()
 except Exception as error:  # no CuPy, no driver, no device: each raises another class
-    sys.exit(f"this example needs CuPy and a GPU ({error}); examples/stock_mpi4py.py runs without")
+    leave(str(error).strip().split("\n")[0])
 
 comm = mpicomm.Communicator(MPI.COMM_WORLD)
 if comm.device == "cpu":
-    sys.exit("this example needs a GPU on every rank; examples/stock_mpi4py.py runs without")
+    leave("this rank has none")
 
 count = 16 * 2**20
 gradients = cupy.full(count, comm.rank, cupy.float32)  # on this rank's GPU, which Communicator made the current device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 from dataclasses import dataclass
@@ -10,6 +11,15 @@ from pathlib import Path
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sizes import nbytes_of
 
+PREFIX = "MPICOMM_"
+VARIABLES = tuple(
+    f"{PREFIX}{name}"
+    for name in (
+        *("DEVICE", "HANDLE", "TIMEOUT", "HOSTID", "INTERNODE", "TUNING", "MEMORY", "BIND_CPU"),
+        *("TRACE", "STATS", "DEBUG", "DEBUG_FILE"),
+    )
+)
+"""The names of all variables that mpicomm reads."""
 DEFAULT_TIMEOUT_S = 30.0
 LONGEST_TIMEOUT_S = 1e6  # epoll counts milliseconds in 32 bits
 _LOCAL_IDS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
@@ -21,6 +31,12 @@ INTERNODE = ("nccl", "mpi", "staged")
 """The engines that move device memory between groups of ranks on any nodes, the best one first."""
 MAPPED = "mapped"
 """The engine between groups of ranks of one node."""
+
+
+def unknown() -> dict[str, str]:
+    """Return the variables that begin as those of mpicomm and that it does not read, each with the nearest name."""
+    names = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in VARIABLES)
+    return {name: difflib.get_close_matches(name.upper(), VARIABLES, 1, cutoff=0)[0] for name in names}
 
 
 def multi_process_service() -> bool:

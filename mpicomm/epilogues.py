@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from mpicomm.errors import InvalidUsageError
-from mpicomm.finishes.base import Epilogue
+from mpicomm.finishes.base import BoundEpilogue, Epilogue
 from mpicomm.finishes.elementwise import Elementwise, number_of
 from mpicomm.finishes.norm import RmsNorm
+from mpicomm.mpi.arguments import Operand
 
 __all__ = ["Elementwise", "Epilogue", "fp8", "rms_norm"]
 
@@ -19,13 +22,32 @@ def fp8(scale: Any, dtype: str = "float8_e4m3fn") -> Epilogue:
     """Return the epilogue that multiplies by ``scale`` and converts to 8 bits, with saturation; NaN stays NaN. Local.
 
     ``scale`` is a number, or an array of one element on the device of the result, which may change from replay to
-    replay of a CUDA graph. ``recvbuf`` has elements of ``dtype``: "float8_e4m3fn" or "float8_e5m2".
+    replay of a CUDA graph. ``recvbuf`` has elements of ``dtype``: "float8_e4m3fn" or "float8_e5m2". A call with another
+    ``recvbuf`` raises `InvalidUsageError`.
     """
-    largest = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype)
-    if largest is None:
-        raise InvalidUsageError(f"dtype={dtype!r} is no float of 8 bits: use float8_e4m3fn or float8_e5m2")
-    factor = "scale[0]" if number_of(scale) is None else "scale"
-    return Elementwise(f"max(min(v * {factor}, {largest}), -{largest})", scale=scale)
+    return _ToEightBits(scale, dtype)
+
+
+class _ToEightBits(Elementwise):
+    """See `fp8`."""
+
+    def __init__(self, scale: Any, dtype: str) -> None:
+        largest = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}.get(dtype)
+        if largest is None:
+            raise InvalidUsageError(f"dtype={dtype!r} is no float of 8 bits: use float8_e4m3fn or float8_e5m2")
+        factor = "scale[0]" if number_of(scale) is None else "scale"
+        super().__init__(f"max(min(v * {factor}, {largest}), -{largest})", scale=scale)
+        self._dtype = dtype
+
+    def bind(self, operation: str, dtype: np.dtype[Any], result: Operand) -> BoundEpilogue:
+        """See `Epilogue`."""
+        assert result.dtype is not None
+        if result.dtype.name != self._dtype:
+            raise InvalidUsageError(
+                f"{operation}: epilogue=fp8(..., dtype={self._dtype!r}): {result.name} has {result.dtype}: pass one of "
+                f"{self._dtype}, or another dtype to fp8"
+            )
+        return super().bind(operation, dtype, result)
 
 
 def rms_norm(residual: Any, weight: Any, eps: float = 1e-6) -> Epilogue:

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from functools import cache
 
 from mpicomm import environment
 from mpicomm.errors import InvalidUsageError
@@ -37,9 +38,25 @@ def file_name(pattern: str, rank: int) -> str:
 
 
 def configure(rank: int) -> None:
-    """Set the logger up from the environment, once per process; ``rank`` is the one in MPI.COMM_WORLD."""
-    if logger.handlers:
-        return
+    """Set the logger up from the environment, once per process; ``rank`` is the one in MPI.COMM_WORLD.
+
+    Rank 0 warns of variables that mpicomm does not read.
+    """
+    if not logger.handlers:
+        _add_handler(rank)
+    if rank == 0:
+        _warn_of_unknown_variables()
+
+
+@cache  # once per process, also where the program has a handler of its own
+def _warn_of_unknown_variables() -> None:
+    unknown = environment.unknown()
+    if unknown:
+        named = ", ".join(f"{name} (the nearest name that it reads is {nearest})" for name, nearest in unknown.items())
+        logger.warning("mpicomm does not read %s: correct the name, or unset it", named)
+
+
+def _add_handler(rank: int) -> None:
     level = environment.debug()
     host, pid = socket.gethostname(), os.getpid()
     path = environment.debug_file()

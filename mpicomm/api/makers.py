@@ -18,7 +18,7 @@ from mpicomm.api.reorder import (
     linked_well,
     listed,
 )
-from mpicomm.api.topologies import require_matching
+from mpicomm.api.topologies import require_edges, require_graph, require_matching
 from mpicomm.cluster.linked_order import Edges
 from mpicomm.session import Session
 
@@ -90,7 +90,12 @@ class Makers(MPI.Intracomm):
             return self._adopt_part(plain.Create_cart(dims, periods, reorder))
 
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> MPI.Graphcomm:
-        """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`."""
+        """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`.
+
+        Raises `InvalidUsageError` on every rank for lists that are no graph of its ranks. Collectives of neighbours
+        raise it where a rank is another one's neighbour more often than the other way round.
+        """
+        require_graph(MPI.Intracomm(self), index, edges)
         with self._linked_well("Create_graph", reorder, partial(edges_of_graph, index, edges)) as (plain, reorder):
             return self._adopt_part(plain.Create_graph(index, edges, reorder))
 
@@ -105,10 +110,11 @@ class Makers(MPI.Intracomm):
     ) -> MPI.Distgraphcomm:
         """Make a communicator of a graph of which each rank passes its neighbours, a `DistGraphCommunicator`.
 
-        Raises `InvalidUsageError` on every rank where one rank names a neighbour that does not name it.
+        Raises `InvalidUsageError` on every rank where one rank names a neighbour that is neither a rank nor
+        MPI.PROC_NULL, or that does not name it.
         """
-        require_matching(MPI.Intracomm(self), sources, destinations)
-        lists = sources or (), destinations or (), sourceweights, destweights
+        require_matching(MPI.Intracomm(self), sources, destinations, sourceweights, destweights)
+        lists = _or_empty(sources), _or_empty(destinations), sourceweights, destweights
         everyone: list[Lists] = []
 
         def edges() -> Edges:
@@ -130,7 +136,11 @@ class Makers(MPI.Intracomm):
         info: MPI.Info = MPI.INFO_NULL,
         reorder: bool = False,
     ) -> MPI.Distgraphcomm:
-        """Make a communicator of a graph of which each rank passes any edges, a `DistGraphCommunicator`."""
+        """Make a communicator of a graph of which each rank passes any edges, a `DistGraphCommunicator`.
+
+        Raises `InvalidUsageError` on every rank where one rank passes lists that are no edges between ranks.
+        """
+        require_edges(MPI.Intracomm(self), sources, degrees, destinations, weights)
 
         def edges() -> Edges:
             mine = list(sources), list(degrees), list(destinations), listed(weights)
@@ -166,6 +176,10 @@ class Makers(MPI.Intracomm):
         made = None if channel is None else channel.child(ranks)
         child._begin(Session(comm, self._session.placement.subset(ranks), channel=made))
         return child
+
+
+def _or_empty(ranks: Sequence[int] | None) -> Sequence[int]:
+    return () if ranks is None else ranks
 
 
 def _intracomm(comm: MPI.Comm) -> MPI.Intracomm:

@@ -86,7 +86,7 @@ class PointToPoint(MPI.Intracomm):
         ):
             try:
                 return _send(self, buf, dest, tag)
-            except BufferError:  # MPI has no type for the elements
+            except host_calls.REFUSALS:  # MPI has no type for the elements
                 return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
         fast = self._messages.fast
         if fast is not None and algorithm == "auto" and fast.send(_send, buf, dest, tag, stream):
@@ -98,7 +98,7 @@ class PointToPoint(MPI.Intracomm):
             _refuse_options("Send", stream, algorithm, buf)
             try:
                 return _send(self, buf, dest, tag)
-            except BufferError:
+            except host_calls.REFUSALS:
                 return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
         if sent.captured and algorithm == "auto":
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
@@ -139,7 +139,7 @@ class PointToPoint(MPI.Intracomm):
                 return messages.receive_array("Recv", buf, messages.posted(source, tag), status)
             try:
                 return _recv(self, buf, source, tag, status)
-            except BufferError:
+            except host_calls.REFUSALS:
                 return _recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
         if messages.fast is not None and algorithm == "auto":
             seen = MPI.Status() if status is None else status
@@ -182,7 +182,7 @@ class PointToPoint(MPI.Intracomm):
         ):
             try:
                 return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
-            except BufferError:
+            except host_calls.REFUSALS:
                 sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, recvbuf)
                 return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
         if messages.fast is not None and algorithm == "auto":
@@ -267,7 +267,7 @@ class PointToPoint(MPI.Intracomm):
         ):
             try:
                 return _irecv(self, buf, source, tag)
-            except BufferError:
+            except host_calls.REFUSALS:
                 return _irecv(self, host_calls.as_bytes(buf, True, "buf"), source, tag)
         received = messages.receiving("Irecv", buf, stream)
         if received is None or not received.on_device:
@@ -334,7 +334,7 @@ class PointToPoint(MPI.Intracomm):
             return
         try:
             send(self, buf, dest, tag)
-        except BufferError:
+        except host_calls.REFUSALS:
             send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
 
     def _nonblocking_send(
@@ -345,7 +345,7 @@ class PointToPoint(MPI.Intracomm):
             return self._messages.start_send(send, sent, dest, tag)
         try:
             return send(self, buf, dest, tag)
-        except BufferError:
+        except host_calls.REFUSALS:
             return send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
 
     def _sending(self, operation: str, buf: Any, stream: Any) -> Endpoint | None:

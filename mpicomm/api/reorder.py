@@ -75,13 +75,17 @@ def edges_of_grid(dims: Sequence[int], periods: Sequence[bool] | bool | None, si
 
 
 def edges_of_graph(index: Sequence[int], edges: Sequence[int]) -> Edges:
-    """Return the edges of a graph whose rank r has the neighbours up to ``edges[index[r]]``.
+    """Return the edges of a graph whose rank r has the neighbours up to ``edges[index[r]]``."""
+    spans = enumerate(itertools.pairwise(starts_of_graph(index, edges)))
+    return Counter((rank, peer) for rank, (start, stop) in spans for peer in edges[start:stop])
+
+
+def starts_of_graph(index: Sequence[int], edges: Sequence[int]) -> list[int]:
+    """Return where the neighbours of each rank begin in ``edges``, and where those of the last rank end.
 
     mpi4py also takes an index that begins with a 0 for no rank.
     """
-    starts = [*index] if len(index) and index[0] == 0 and index[-1] == len(edges) else [0, *index]
-    spans = enumerate(itertools.pairwise(starts))
-    return Counter((rank, peer) for rank, (start, stop) in spans for peer in edges[start:stop])
+    return [*index] if len(index) and index[0] == 0 and index[-1] == len(edges) else [0, *index]
 
 
 def edges_of_lists(lists: Sequence[Lists]) -> Edges:

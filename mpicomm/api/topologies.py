@@ -1,32 +1,124 @@
-"""The check of the lists of neighbours of which a communicator is made."""
+"""The checks of the arguments of which a communicator with a graph is made.
+
+MPI ends the program, reads other memory or waits for ever where they are wrong. The functions are *collective*, and
+raise `InvalidUsageError` on every rank alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.api.reorder import listed, starts_of_graph
 from mpicomm.errors import InvalidUsageError
 
 
-def require_matching(comm: MPI.Intracomm, sources: Sequence[int] | None, destinations: Sequence[int] | None) -> None:
-    """Raise `InvalidUsageError`, on every rank alike, where the ranks' lists of neighbours do not match. Collective.
+def require_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> None:
+    """Raise where ``index`` and ``edges`` are no graph of ranks of ``comm``."""
 
-    MPI would wait for a message for ever. Ranks that do not exist are left to MPI.
-    """
+    def check() -> None:
+        ends, peers = _integers("index", index), _integers("edges", edges)
+        starts = starts_of_graph(ends, peers)
+        nodes = len(starts) - 1
+        if nodes > comm.size:
+            raise InvalidUsageError(f"index has {nodes} ranks where the communicator has {comm.size}: pass up to these")
+        for start, end in itertools.pairwise(starts):
+            if end < start:
+                raise InvalidUsageError(
+                    f"index={ends!r} goes down to {end}: pass the sums of the numbers of neighbours"
+                )
+        if starts[-1] > len(peers):
+            raise InvalidUsageError(f"edges has {len(peers)} items where index says {starts[-1]}: pass all of them")
+        _require_ranks("edges", peers, nodes)
+
+    _raise_together(comm, "Create_graph", _fault(comm, check))
+
+
+def require_edges(comm: MPI.Intracomm, sources: Any, degrees: Any, destinations: Any, weights: Any) -> None:
+    """Raise where the lists of a rank are no edges between ranks of ``comm``."""
+
+    def check() -> None:
+        starts = _integers("sources", sources)
+        counts = _integers("degrees", degrees, len(starts))
+        if min(counts, default=0) < 0:
+            raise InvalidUsageError(f"degrees={counts!r} has a negative number: pass 0 or more")
+        ends = _integers("destinations", destinations, sum(counts))
+        _require_ranks("sources", starts, comm.size)
+        _require_ranks("destinations", ends, comm.size)
+        _require_weights("weights", weights, len(ends))
+
+    _raise_together(comm, "Create_dist_graph", _fault(comm, check))
+
+
+def require_matching(
+    comm: MPI.Intracomm, sources: Any, destinations: Any, sourceweights: Any, destweights: Any
+) -> None:
+    """Raise where a list of neighbours has no ranks of ``comm``, or where the lists of two ranks do not match."""
     size, rank = comm.size, comm.rank
     sent, named, expected = np.zeros(size, np.int64), np.zeros(size, np.int64), np.zeros(size, np.int64)
-    for counts, ranks in ((sent, destinations), (expected, sources)):
-        for peer in ranks or ():
-            if 0 <= peer < size:
-                counts[peer] += 1
+
+    def check() -> None:
+        for counts, ranks, name, weights, name_of_weights in (
+            (expected, sources, "sources", sourceweights, "sourceweights"),
+            (sent, destinations, "destinations", destweights, "destweights"),
+        ):
+            peers = _integers(name, () if ranks is None else ranks)
+            _require_ranks(name, peers, size, or_null=True)
+            _require_weights(name_of_weights, weights, len(peers))
+            np.add.at(counts, [peer for peer in peers if peer != MPI.PROC_NULL], 1)
+
+    fault = _fault(comm, check)
     comm.Alltoall(sent, named)
-    wrong = [
-        f"rank {peer} names rank {rank} {named[peer]} times as a destination, rank {rank} names rank {peer} "
-        f"{expected[peer]} times as a source"
-        for peer in np.flatnonzero(named != expected).tolist()
-    ]
-    found = next((text for texts in comm.allgather(wrong) for text in texts), None)
-    if found is not None:
-        raise InvalidUsageError(f"Create_dist_graph_adjacent: {found}: let both ranks name each other equally often")
+    mismatch = next(
+        (
+            f"rank {peer} names rank {rank} {named[peer]} times as a destination, rank {rank} names rank {peer} "
+            f"{expected[peer]} times as a source: let both ranks name each other equally often"
+            for peer in np.flatnonzero(named != expected).tolist()
+        ),
+        "",
+    )
+    _raise_together(comm, "Create_dist_graph_adjacent", fault, mismatch)
+
+
+def _fault(comm: MPI.Intracomm, check: Callable[[], None]) -> str:
+    """Return what ``check`` finds on this rank, "" for nothing. Local."""
+    try:
+        check()
+    except (InvalidUsageError, TypeError) as error:
+        return f"rank {comm.rank}: {error}"
+    return ""
+
+
+def _raise_together(comm: MPI.Intracomm, what: str, *faults: str) -> None:
+    """Raise the first fault that a rank has found, on all ranks; faults of the first kind come first. Collective."""
+    for said in zip(*comm.allgather(faults), strict=True):
+        for rank, fault in enumerate(said):
+            if fault:
+                raise InvalidUsageError(f"{what}: {fault}", ranks=[rank])
+
+
+def _integers(name: str, values: Any, count: int | None = None) -> list[int]:
+    try:
+        integers = [operator.index(value) for value in values]
+    except TypeError:
+        raise InvalidUsageError(f"{name}={values!r} is no list of integers: pass one") from None
+    if count is not None and len(integers) != count:
+        raise InvalidUsageError(f"{name} has {len(integers)} items: pass {count}")
+    return integers
+
+
+def _require_ranks(name: str, ranks: list[int], size: int, *, or_null: bool = False) -> None:
+    for place, rank in enumerate(ranks):
+        if not (0 <= rank < size or (or_null and rank == MPI.PROC_NULL)):
+            way_out = f"use 0 to {size - 1}" + (" or MPI.PROC_NULL" if or_null else "")
+            raise InvalidUsageError(f"{name}[{place}]={rank} is no rank of the communicator: {way_out}")
+
+
+def _require_weights(name: str, weights: Any, count: int) -> None:
+    if (given := listed(weights)) is not None:
+        _integers(name, given, count)

@@ -68,10 +68,11 @@ class Group:
     def exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
         """Run ``produce`` on every rank and return all results in group order. Collective, blocking.
 
-        If ``produce`` raises on any rank, every rank raises an error of the same class and text that names those ranks;
-        on these ranks the original is its ``__cause__``. Ranks that call with different ``step`` get a `PeerError`. A
-        rank that does not call within ``timeout_s`` seconds makes the others raise `CollectiveTimeoutError`. So does a
-        rank that a Ctrl-C takes out of this exchange, in the next one.
+        If ``produce`` raises on any rank, every rank raises an error of the same class and text that names those ranks,
+        and the step, too, unless it is an `InvalidUsageError`; on these ranks the original is its ``__cause__``. Ranks
+        that call with different ``step`` get a `PeerError`. A rank that does not call within ``timeout_s`` seconds
+        makes the others raise `CollectiveTimeoutError`. So does a rank that a Ctrl-C takes out of this exchange, in the
+        next one.
         """
         self.require_whole(step)
         cause: Exception | None = None
@@ -146,7 +147,10 @@ class Group:
         text = "; ".join(f"{name_ranks(ranks)}: {reason}" for reason, ranks in reasons.items())
         # At fault are the ranks that an error names, such as the late one of a timeout, else the ranks that raised.
         at_fault = sorted({culprit for rank, error in failed.items() for culprit in error.ranks or (rank,)})
-        return type(next(iter(failed.values())))(f"{outcomes[0].step} failed on {text}", ranks=at_fault)
+        cls = type(next(iter(failed.values())))
+        # An argument or a variable is wrong at every step, so the step would only mislead.
+        said = text if issubclass(cls, InvalidUsageError) else f"{outcomes[0].step} failed on {text}"
+        return cls(said, ranks=at_fault)
 
     def _different(self, outcomes: dict[int, _Outcome]) -> str:
         """Return the steps of ranks in words, "" where all are in the same step."""

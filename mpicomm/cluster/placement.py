@@ -213,7 +213,9 @@ def find_placement(group: Group, device: int | str, handle: str) -> Placement:
 
 
 def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
-    environment.bind_cpu()  # here a bad value on one rank is an error on all ranks
+    # Here a bad value on one rank is an error on all ranks.
+    environment.bind_cpu()
+    environment.internode()
     request = environment.device(device)
     devices: tuple[DeviceInfo, ...] = ()
     reason = "the cpu was asked for"

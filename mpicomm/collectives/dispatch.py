@@ -53,7 +53,7 @@ class MessageCall(NamedTuple):
     counts: None = None
 
 
-REFUSALS = (BufferError, ValueError)
+REFUSALS = (BufferError, KeyError, ValueError)
 """The errors with which mpi4py refuses the buffers of a call, and which `Collectives.refused` puts in words."""
 
 
@@ -99,6 +99,8 @@ class Collectives:
         arguments = Arguments(send, receive, op, root, counts)
         crossover = self._crossover and self._crossover_of(op)
         if algorithm == "auto" and stream is None and is_plainly_mpis(operation, arguments, self._size, crossover):
+            if operation.of_neighbors:
+                self._neighbors()
             self._mpi(operation, arguments)
             return
         call = self._read(operation, arguments, algorithm)
@@ -134,7 +136,7 @@ class Collectives:
 
     def refused(
         self,
-        error: BufferError | ValueError,
+        error: BufferError | KeyError | ValueError,
         operation: Operation,
         send: Any,
         receive: Any,
@@ -240,10 +242,14 @@ class Collectives:
     def _call(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
         if not operation.of_neighbors:
             return Call(operation, arguments, self._rank, self._size, algorithm)
+        return Call(operation, arguments, self._rank, self._size, algorithm, self._neighbors())
+
+    def _neighbors(self) -> Neighborhood:
+        """Return the neighbours of this rank, which the first call checks. Raises as `neighborhood_of`."""
         if self._neighborhood is None:
             assert isinstance(self._comm, MPI.Topocomm)
             self._neighborhood = neighborhood_of(self._comm)
-        return Call(operation, arguments, self._rank, self._size, algorithm, self._neighborhood)
+        return self._neighborhood
 
     def _find(self, operation: Operation, given: Arguments, algorithm: str) -> KnownCall | None:
         """Return a call on device arrays that was made before; None if it was not."""
@@ -327,7 +333,9 @@ class Collectives:
     def _mpi(self, operation: Operation, arguments: Arguments, method: str = "", info: MPI.Info | None = None) -> Any:
         """Call mpi4py's ``method``, by default the blocking one. The Communicator's own method has called this one."""
         if arguments.op is AVG:
-            raise InvalidUsageError(f"{operation}: MPI has no AVG; use MPI.SUM and divide, or one node")
+            raise InvalidUsageError(
+                f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide"
+            )
         passed = operation.passed(self._out_of_place(operation, arguments))
         if info is not None:
             passed = (*passed, info)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 from mpi4py import MPI
+
+from mpicomm.errors import InvalidUsageError
 
 
 @dataclass(frozen=True)
@@ -39,13 +43,32 @@ class Neighborhood:
 
 
 def neighborhood_of(comm: MPI.Topocomm) -> Neighborhood:
-    """Return the neighbours of this rank, in MPI's order. Local."""
+    """Return the neighbours of this rank, in MPI's order. Local.
+
+    Raises `InvalidUsageError`, on every rank alike, for a graph of `MPI.GRAPH` whose neighbours do not match: MPI makes
+    it, and then waits for ever for a message.
+    """
+    if isinstance(comm, MPI.Graphcomm):
+        require_symmetric(*comm.Get_topo())
     sources, destinations = comm.inoutedges
     ranks = [rank for rank in sources if rank != MPI.PROC_NULL]
     # Where each rank occurs once, there is nothing to cross, and MPI is not asked.
     repeated = len(set(ranks)) < len(ranks)
     crossed = repeated and comm.Get_topology() == MPI.CART and _mpi_crosses()
     return Neighborhood(tuple(sources), tuple(destinations), crossed)
+
+
+def require_symmetric(index: Sequence[int], edges: Sequence[int]) -> None:
+    """Raise unless each rank is a neighbour of another one as often as the other one is its neighbour. Local."""
+    spans = enumerate(itertools.pairwise((0, *index)))
+    counts = Counter((rank, peer) for rank, (start, end) in spans for peer in edges[start:end])
+    for (rank, peer), count in counts.items():
+        if counts[peer, rank] != count:
+            raise InvalidUsageError(
+                f"the graph names rank {peer} {count} times as a neighbour of rank {rank}, and rank {rank} "
+                f"{counts[peer, rank]} times as one of rank {peer}: name both equally often, or say who sends to whom "
+                "with Create_dist_graph_adjacent"
+            )
 
 
 def _by_rank(peers: Sequence[int], numbers: Sequence[int], size: int) -> list[tuple[int, ...]]:

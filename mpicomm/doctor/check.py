@@ -13,9 +13,11 @@ Job = Sequence[Facts]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that goes wrong. README's table of troubles has a row for each, made of these texts."""
+    """One thing that goes wrong. README's table of troubles has a row for each, made of the texts below the title."""
 
     name: str
+    title: str
+    """What holds where it finds no fault."""
     symptom: str
     """The message or the behaviour that the user sees."""
     mend: str

@@ -119,6 +119,7 @@ def pytorch(job: Job) -> list[str]:
 CHECKS = (
     Check(
         "driver",
+        "no GPU is left unused for want of a driver or package",
         "`using the cpu` where there are GPUs",
         '`pip uninstall cupy-cuda12x cupy-cuda13x`, then `pip install "mpicomm[cuda13]"` (or cuda12, as `nvidia-smi` '
         "shows); `docker run --gpus all ...`",
@@ -126,30 +127,35 @@ CHECKS = (
     ),
     Check(
         "visible",
+        "each rank sees the GPUs of its peers",
         "`ipc` is refused, and each rank sees one GPU",
         "`unset CUDA_VISIBLE_DEVICES`; in Slurm `--gpus-per-node` in place of `--gpus-per-task` and `--gpu-bind`",
         visible,
     ),
     Check(
         "shared",
+        "no ranks take turns on a GPU",
         "`ranks share a GPU`, slow calls",
         "`mpirun -np` with one rank per GPU, or `nvidia-cuda-mps-control -d`",
         shared,
     ),
     Check(
         "mig",
+        "no ranks are on MIG instances apart",
         "handle `staged` on one card",
         "`sudo nvidia-smi -i GPU -mig 0`, or all ranks on one instance",
         instances,
     ),
     Check(
         "wsl",
+        "no driver of Windows keeps GPU memory from ranks",
         "handles are refused under WSL2",
         "Linux itself, or `MPICOMM_HANDLE=staged`",
         windows,
     ),
     Check(
         "access",
+        "no GPU lacks access to those of its peers",
         "handle `staged`, a path without peer access",
         "`nvidia-smi topo -p2p r` says why; switch ACS and the IOMMU off in the BIOS (`iommu=off`), or use "
         "`MPICOMM_HANDLE=staged`",
@@ -157,12 +163,14 @@ CHECKS = (
     ),
     Check(
         "memory",
+        "ranks open each other's memory in the best way",
         "`no handle kind works`, or `ipc` is refused",
         "`docker run --ipc=host --pid=host ...`, or `MPICOMM_HANDLE=fd`; `python -m mpicomm.info` shows all reasons",
         memory,
     ),
     Check(
         "pytorch",
+        "PyTorch allocates memory that peers can open",
         "`register` refuses a tensor: virtual memory",
         "`export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native`",
         pytorch,

@@ -22,7 +22,7 @@ def lines(results: Sequence[tuple[Check, list[str]]]) -> list[str]:
     shown = []
     for check, faults in results:
         shown += [f"FAULT {check.name}: {fault}" for fault in faults]
-        shown.append(f"      mend: {check.mend}" if faults else f"ok    {check.name}")
+        shown.append(f"      mend: {check.mend}" if faults else f"ok    {check.name}: {check.title}")
     return shown
 
 

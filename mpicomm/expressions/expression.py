@@ -47,6 +47,7 @@ LONGEST = 300
 MOST_EXPONENT = 64
 """The largest constant exponent that becomes multiplications."""
 _LARGEST = 2**64 - 1
+_MOST_SHOWN = 80  # letters of an expression in an error
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,14 @@ class Expression:
     text: str
     """It in one form, however the user has set spaces and parentheses."""
     tree: Node
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of variables and arrays that it uses, also in subscripts."""
+        nodes = [*self.tree.walk()]
+        inside = [each for node in nodes if isinstance(node, Element) for each in node.index.walk()]
+        arrays = {node.array.name for node in nodes if isinstance(node, Element)}
+        return frozenset(arrays | {node.name for node in (*nodes, *inside) if isinstance(node, Variable)})
 
     def cpp(self, state: str) -> str:
         """Return it in C++, without spaces: functions of expressions.cuh on numbers of the type ``state``."""
@@ -75,7 +84,12 @@ class Expression:
         """Raise `InvalidUsageError` unless it is defined on numbers of the dtype of this name."""
         reason = self.undefined(dtype)
         if reason is not None:
-            raise InvalidUsageError(f"{self.argument}={self.text!r} is not defined for {dtype}: {reason}")
+            raise InvalidUsageError(f"{self.argument}={shown(self.text)} is not defined for {dtype}: {reason}")
+
+
+def shown(text: Any) -> str:
+    """Return an expression as errors show it: with quotes, and cut where it is long."""
+    return f"{text[:_MOST_SHOWN]!r}..." if isinstance(text, str) and len(text) > _MOST_SHOWN else repr(text)
 
 
 @lru_cache
@@ -149,7 +163,7 @@ class _Reader:
         self._names = ", ".join([*self._numbers, *(f"{name}[...]" for name in self._arrays)])
 
     def error(self, reason: str) -> InvalidUsageError:
-        return InvalidUsageError(f"{self._argument}={self._text!r}: {reason}")
+        return InvalidUsageError(f"{self._argument}={shown(self._text)}: {reason}")
 
     def number(self, tree: ast.expr) -> Node:
         """Return a part as a number; a truth value is 1 or 0."""

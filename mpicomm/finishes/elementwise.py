@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.expressions.bounds import bounds, indices
-from mpicomm.expressions.expression import Expression, parse
+from mpicomm.expressions.expression import Expression, parse, shown
 from mpicomm.expressions.functions import FUNCTIONS
 from mpicomm.expressions.tree import Array, Variable
 from mpicomm.finishes.base import BoundEpilogue, Epilogue, Fused, KernelCall, host_array
@@ -56,14 +56,16 @@ class Elementwise(Epilogue):
 
     def __init__(self, expression: str, /, **operands: Any) -> None:
         if len(operands) > MOST_OPERANDS:
-            raise InvalidUsageError(f"epilogue={expression!r} has {len(operands)} operands: pass up to {MOST_OPERANDS}")
+            raise InvalidUsageError(
+                f"epilogue={shown(expression)} has {len(operands)} operands: pass up to {MOST_OPERANDS}"
+            )
         self.expression = expression
         self._numbers: dict[str, int | float] = {}
         self._arrays: dict[str, Any] = {}
         for name, operand in operands.items():
             if name in ("v", "i") or name in FUNCTIONS or keyword.iskeyword(name):
                 raise InvalidUsageError(
-                    f"epilogue={expression!r}: the operand {name} has a name that means something else: rename it"
+                    f"epilogue={shown(expression)}: the operand {name} has a name that means something else: rename it"
                 )
             number = number_of(operand)
             if number is None:
@@ -73,7 +75,7 @@ class Elementwise(Epilogue):
 
     def __repr__(self) -> str:
         operands = "".join(f", {name}={operand!r}" for name, operand in self._numbers.items())
-        return f"Elementwise({self.expression!r}{operands}{''.join(f', {name}=...' for name in self._arrays)})"
+        return f"Elementwise({shown(self.expression)}{operands}{''.join(f', {name}=...' for name in self._arrays)})"
 
     def key(self, identity_of: Callable[[Any], Hashable]) -> Hashable:
         """See `Epilogue`."""
@@ -88,6 +90,11 @@ class Elementwise(Epilogue):
         assert result.dtype is not None
         arrays = {name: self.read(name, array, result) for name, array in self._arrays.items()}
         expression = self._parse(arrays)
+        for name in (*self._numbers, *arrays):
+            if name not in expression.names:
+                raise InvalidUsageError(
+                    f"{operation}: epilogue={shown(self.expression)} does not use the operand {name}: leave it out"
+                )
         expression.require_defined(dtype.name)
         self.require_kind(operation, dtype, result)
         self._require_within(operation, expression, arrays, result.total)
@@ -121,14 +128,14 @@ class Elementwise(Epilogue):
                 least, largest = bounds(element.index, ranges)
             except OverflowError:
                 raise InvalidUsageError(
-                    f"{operation}: epilogue={self.expression!r}: the index of {element.array.name} may need more than "
-                    "64 bits: use smaller numbers"
+                    f"{operation}: epilogue={shown(self.expression)}: the index of {element.array.name} may need more "
+                    "than 64 bits: use smaller numbers"
                 ) from None
             size = arrays[element.array.name].total
             if least < 0 or largest >= size:
                 raise InvalidUsageError(
-                    f"{operation}: epilogue={self.expression!r}: {element.array.name} has {size} elements, and its "
-                    f"index goes from {least} to {largest} for {count} elements: pass more, or use i % {size}"
+                    f"{operation}: epilogue={shown(self.expression)}: {element.array.name} has {size} elements, and "
+                    f"its index goes from {least} to {largest} for {count} elements: pass more, or use i % {size}"
                 )
 
 

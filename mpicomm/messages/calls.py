@@ -147,7 +147,7 @@ class Messages:
             received, room = buf, buf
         try:
             incoming.recv_into(received, status)
-        except BufferError:  # MPI has no type for the elements; it has not received by then
+        except host_calls.REFUSALS:  # MPI has no type for the elements; it has not received by then
             incoming.recv_into(host_calls.as_bytes(buf, True, "buf"), status)
         nbytes = status.Get_count(MPI.BYTE)
         if self.described and nbytes == DESCRIPTION_NBYTES:

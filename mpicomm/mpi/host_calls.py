@@ -18,7 +18,7 @@ from mpicomm.mpi.arguments import Operand, parse
 Result = TypeVar("Result")
 
 _BYTES = np.dtype(np.uint8)
-_REFUSALS = (BufferError, KeyError)
+REFUSALS = (BufferError, KeyError)
 """mpi4py's errors for elements and formats that it does not know."""
 
 
@@ -47,7 +47,7 @@ def call(method: Callable[..., Result], comm: MPI.Intracomm, buf: Any, *rest: An
     """Call MPI's ``method`` on a host buffer. Raises as MPI does, and as `as_bytes` for a buffer that MPI refuses."""
     try:
         return method(comm, buf, *rest)
-    except _REFUSALS:
+    except REFUSALS:
         spec = as_bytes(buf, writable, "buf")
     return method(comm, spec, *rest)
 
@@ -64,6 +64,6 @@ def call_on_two(
     """As `call`, for a buffer to send and one to receive into."""
     try:
         return method(comm, sendbuf, dest, sendtag, recvbuf, *rest)
-    except _REFUSALS:
+    except REFUSALS:
         sent, received = both_as_bytes(sendbuf, recvbuf)
     return method(comm, sent, dest, sendtag, received, *rest)

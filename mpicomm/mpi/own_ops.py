@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.expressions.expression import Expression
+from mpicomm.expressions.expression import Expression, shown
 from mpicomm.kernels.reductions import own_op
 from mpicomm.mpi.types import is_narrow, numpy_dtype
 
@@ -44,7 +44,8 @@ class Op(MPI.Op):
     but for exp, log, tanh, ``** x`` and products of complex numbers, whose last bits may differ.
 
     Equal arguments give the same object. MPI holds few of them (mpi4py: 32): `Free` gives one back. Making one is
-    *local*. Raises `InvalidUsageError` for anything else in the expression. A call raises it for element types on which
+    *local*. Raises `InvalidUsageError` for anything else in the expression, and TypeError for arguments of other types.
+    A call raises it for element types on which
     the expression is not defined, and `PeerError` on all ranks where ranks pass different expressions.
     """
 
@@ -55,13 +56,17 @@ class Op(MPI.Op):
     def __new__(cls, expression: str, *, name: str = "", commute: bool = False) -> Op:
         """Return the operation of these arguments; see the class."""
         parsed = own_op(expression)
+        if not isinstance(name, str):
+            raise TypeError(f"name={name!r} is no text: pass a name such as 'absmax'")
+        if not isinstance(commute, (bool, np.bool_)):
+            raise TypeError(f"commute={commute!r} is no bool: pass True if the order of operands does not matter")
         key = parsed.text, name, bool(commute)
         if key not in _made:
             try:
                 made = super().__new__(cls, MPI.Op.Create(partial(_reduce, parsed), bool(commute)))
             except RuntimeError as error:
                 raise InvalidUsageError(
-                    f"op={expression!r}: {error}: call Free of operations that are not used"
+                    f"op={shown(expression)}: {error}: call Free of operations that are not used"
                 ) from error
             made._expression, made._name, made._commute = parsed, name, bool(commute)
             _made[key] = made
@@ -97,7 +102,7 @@ def _reduce(expression: Expression, a: Any, b: Any, datatype: MPI.Datatype) -> N
     """Reduce ``a`` and ``b`` into ``b``, as MPI asks for it. An error here ends the program, as mpi4py says."""
     dtype = numpy_dtype(datatype)
     if dtype is None:
-        raise InvalidUsageError(f"op={expression.text!r}: it is for plain element types, not for {datatype.name}")
+        raise InvalidUsageError(f"op={shown(expression.text)}: it is for plain element types, not for {datatype.name}")
     expression.require_defined(dtype.name)
     first, second = np.frombuffer(a, dtype), np.frombuffer(b, dtype)
     wide = _WIDE if is_narrow(dtype) else dtype

@@ -19,7 +19,7 @@ _BOUNDS = tuple(1 << bits for bits in (8, 12, 16, 20, 24, 28))
 
 @dataclass(frozen=True)
 class CallStatistics:
-    """The calls of one operation, size class and algorithm on this rank."""
+    """The calls of one operation, size class, algorithm and error on this rank."""
 
     operation: str
     sizes: str
@@ -34,6 +34,8 @@ class CallStatistics:
     """The seconds between begin and end of each call in its stream, waits for other ranks included."""
     longest_s: float
     """The longest time in which a call kept the host."""
+    error: str = ""
+    """The class of the error that the calls have raised; "" for calls that have returned."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,7 @@ class Counts:
     """Counts records of calls; for any thread."""
 
     def __init__(self) -> None:
-        self._rows: dict[tuple[str, int, str], _Sums] = {}
+        self._rows: dict[tuple[str, int, str, str], _Sums] = {}
         self._slow_ways: Counter[tuple[str, str]] = Counter()
 
     def add(self, record: Record) -> None:
@@ -118,14 +120,15 @@ class Counts:
                 row.host_ns / 1e9,
                 row.device_ns / 1e9,
                 row.longest_ns / 1e9,
+                error,
             )
-            for (operation, place, algorithm), row in self._rows.copy().items()
+            for (operation, place, algorithm, error), row in self._rows.copy().items()
         )
         return Statistics(tuple(rows), dict(self._slow_ways))
 
     def _row(self, record: Record) -> _Sums:
         place = -1 if record.nbytes is None else bisect.bisect_left(_BOUNDS, record.nbytes)
-        key = record.operation, place, record.algorithm
+        key = record.operation, place, record.algorithm, record.error
         row = self._rows.get(key)
         if row is None:
             row = self._rows.setdefault(key, _Sums())
@@ -134,12 +137,12 @@ class Counts:
 
 def total(parts: Iterable[Statistics]) -> Statistics:
     """Return the sums over several communicators."""
-    rows: dict[tuple[str, str, str], CallStatistics] = {}
+    rows: dict[tuple[str, str, str, str], CallStatistics] = {}
     slow_ways: Counter[tuple[str, str]] = Counter()
     for part in parts:
         slow_ways.update(part.slow_ways)
         for row in part.rows:
-            key = row.operation, row.sizes, row.algorithm
+            key = row.operation, row.sizes, row.algorithm, row.error
             known = rows.get(key)
             rows[key] = row if known is None else _sum(known, row)
     return Statistics(tuple(rows.values()), dict(slow_ways))
@@ -166,7 +169,7 @@ def _cells(row: CallStatistics) -> tuple[Any, ...]:
     return (
         row.operation,
         row.sizes,
-        row.algorithm,
+        ", ".join(filter(None, (row.algorithm, row.error and f"failed: {row.error}"))),
         str(row.calls),
         f"{row.nbytes:,}",
         f"{row.host_s * 1e3:.3f}",

@@ -148,13 +148,13 @@ class Collectives:
         self._require_type(receive, send, "output", "input")
         receive_counts = self._counts(output, output_splits, "output")
         send_counts = self._counts(given, input_splits, "input")
-        self._alltoallv(receive, receive_counts, send, send_counts)
+        self._alltoallv(receive, receive_counts, send, send_counts, "{}_split_sizes")
 
     def all_to_all_list(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         """Send each given tensor to the rank of its number, and receive the outputs likewise."""
         received, sent = self._pieces(outputs, "output_tensor_list"), self._pieces(given, "input_tensor_list")
         self._require_type(received.memory, sent.memory, "output_tensor_list", "input_tensor_list")
-        self._alltoallv(received.memory, received.counts, sent.gather(), sent.counts)
+        self._alltoallv(received.memory, received.counts, sent.gather(), sent.counts, "{}_tensor_list")
         received.scatter()
 
     def barrier(self) -> None:
@@ -162,8 +162,21 @@ class Collectives:
         self.all_reduce(torch.zeros(1, dtype=torch.uint8, device="cpu"), torch.distributed.ReduceOp.SUM)
 
     def _alltoallv(
-        self, receive: torch.Tensor, receive_counts: list[int], send: torch.Tensor, send_counts: list[int]
+        self,
+        receive: torch.Tensor,
+        receive_counts: list[int],
+        send: torch.Tensor,
+        send_counts: list[int],
+        argument: str,
     ) -> None:
+        """Exchange parts; ``argument`` is the name of the arguments that say the counts, but for input and output."""
+        rank = self._comm.rank
+        if receive_counts[rank] != send_counts[rank]:
+            raise SplitSizesError(
+                f"{argument.format('output')}[{rank}] stands for {receive_counts[rank]} elements, but "
+                f"{argument.format('input')}[{rank}] for {send_counts[rank]}: rank {rank} sends itself as many as it "
+                "receives from itself, so both must agree"
+            )
         sent, received = _of_counts(apart(send, receive), send_counts), _of_counts(receive, receive_counts)
         self._comm.Alltoallv(sent, received, algorithm=self._way("Alltoallv", receive))
 

@@ -93,6 +93,7 @@ class ProcessGroup(CollectiveCalls):
         """
         (tensor,) = tensors
         memory = self._message_memory("send", tensor)
+        self._require_rank("send", "dst", rank)
         if self._is_captured(memory):
             return self._enqueue_message("send", tensor, lambda: self.communicator.Send(memory, rank, tag))
         request = self.communicator.Isend(memory, rank, tag)
@@ -102,6 +103,7 @@ class ProcessGroup(CollectiveCalls):
         """See `torch.distributed.irecv`, and `send`. Does not block."""
         (tensor,) = tensors
         memory = self._message_memory("recv", tensor)
+        self._require_rank("recv", "src", rank)
         if self._is_captured(memory):
             return self._enqueue_message("recv", tensor, lambda: self.communicator.Recv(memory, rank, tag))
         request = self.communicator.Irecv(memory, rank, tag)
@@ -255,6 +257,13 @@ class ProcessGroup(CollectiveCalls):
     def _message_memory(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self._require_open(name)
         return movable(flat(tensor, "tensor"))
+
+    def _require_rank(self, name: str, argument: str, rank: int) -> None:
+        size = self.communicator.size
+        if not 0 <= rank < size:
+            raise InvalidUsageError(
+                f"{name}: {argument}={rank} is no rank of this group of {size}: use 0 to {size - 1}"
+            )
 
     def _is_captured(self, memory: torch.Tensor) -> bool:
         return memory.is_cuda and self._streams is not None and self._streams.capture()

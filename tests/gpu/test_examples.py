@@ -30,4 +30,5 @@ def test_example_runs_on_gpus(name: str, nprocs: int) -> None:
         pytest.importorskip(NEEDS[name])
     result = run_job(nprocs, str(ROOT / f"examples/{name}.py"))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout and "using the cpu" not in result.stderr, result.stdout + result.stderr
+    assert result.stdout and "this example needs" not in result.stdout, result.stdout
+    assert "using the cpu" not in result.stderr, result.stderr

@@ -151,7 +151,7 @@ def agree(config: pytest.Config) -> None:
     """Let the ranks of this run agree; in ``pytest_configure`` of the folders whose tests run on several ranks."""
     if not config.getoption("--with-mpi"):
         return
-    results = os.environ.get("MPICOMM_TEST_RESULTS")
+    results = os.environ.get("TEST_RESULTS")
     if results is None:
         raise pytest.UsageError("run the ranks with: python -m tests.helpers.run_ranks N FOLDER")
     # Each rank's own: pytest numbers temporary directories and removes old ones, and ranks that do so at the same time

@@ -26,7 +26,7 @@ def main(nprocs: int, arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="mpicomm-test-") as results:
         command = mpiexec_command(nprocs, *PYTEST, *WITHOUT, *arguments)
         variables = {**sharing_of_cores(nprocs), **OPEN_MPI_ON_ANY_MACHINE}
-        environment = {**variables, **os.environ, "MPICOMM_TEST_RESULTS": results}
+        environment = {**variables, **os.environ, "TEST_RESULTS": results}
         try:
             code = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=JOB_LIMIT_S).returncode
         except subprocess.TimeoutExpired:

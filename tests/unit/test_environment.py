@@ -2,18 +2,36 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mpicomm import environment
 from mpicomm.errors import InvalidUsageError
+from tests.helpers.mpiexec import ROOT
 
 
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in os.environ if name.startswith("MPICOMM_")]:
         monkeypatch.delenv(name)
+
+
+def test_the_table_of_names_is_that_of_the_functions_and_of_the_readme() -> None:
+    source = Path(environment.__file__).read_text()
+    assert {*re.findall(r"MPICOMM_[A-Z_]*[A-Z]", source)} == {*environment.VARIABLES}
+    rows = re.findall(r"^\| `MPICOMM_(?:\\.|[^|\\])*", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {*re.findall(r"MPICOMM_[A-Z_]*[A-Z]", "".join(rows))} == {*environment.VARIABLES}
+
+
+def test_unknown_names_have_the_nearest_name_beside_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.unknown() == {}
+    monkeypatch.setenv("MPICOMM_TIMOUT", "3")
+    monkeypatch.setenv("MPICOMM_TIMEOUT", "3")
+    monkeypatch.setenv("MPICOMM_debug_file", "log")
+    monkeypatch.setenv("MPICOM_DEVICE", "cpu")
+    assert environment.unknown() == {"MPICOMM_TIMOUT": "MPICOMM_TIMEOUT", "MPICOMM_debug_file": "MPICOMM_DEBUG_FILE"}
 
 
 @pytest.mark.parametrize("argument", ["auto", "cpu", 0, 7])

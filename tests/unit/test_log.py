@@ -91,3 +91,17 @@ logger.setLevel(logging.INFO)
 def test_a_handler_of_the_root_logger_writes_nothing_twice() -> None:
     pid, said = run("import logging; logging.basicConfig()" + LOG)
     assert said == lines(pid, "WARNING a warning")
+
+
+@pytest.mark.parametrize(
+    "own_handler", ["", "import logging; logging.getLogger('mpicomm').addHandler(logging.StreamHandler())\n"]
+)
+def test_rank_0_names_variables_that_are_not_read_once(own_handler: str) -> None:
+    code = f"{own_handler}from mpicomm import log\nfor _ in range(2): log.configure(RANK)"
+    misspelt = {"MPICOMM_TIMOUT": "3", "MPICOMM_STAT": "1", "MPICOMM_STATS": "0"}
+    _, said = run(code.replace("RANK", "0"), **misspelt)
+    assert said.count("\n") == 1 and said.endswith(
+        "mpicomm does not read MPICOMM_STAT (the nearest name that it reads is MPICOMM_STATS), MPICOMM_TIMOUT (the "
+        "nearest name that it reads is MPICOMM_TIMEOUT): correct the name, or unset it\n"
+    )
+    assert run(code.replace("RANK", "1"), **misspelt)[1] == ""

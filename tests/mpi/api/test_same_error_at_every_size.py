@@ -65,19 +65,16 @@ def _calls(comm: mpicomm.Communicator, send: Any, receive: Any) -> list[Callable
     messages = ("Send", "Isend", "Send_init", "Recv", "Irecv", "Recv_init")
     return [
         *(partial(getattr(comm, name), send, receive) for name in ("Allreduce", "Alltoall", "Reduce", "Scan")),
-        *(partial(getattr(comm, name), send, MPI.PROC_NULL) for name in messages),
-        lambda: comm.Sendrecv(send, MPI.PROC_NULL, 0, receive, MPI.PROC_NULL),
+        *(partial(getattr(comm, name), send, 0) for name in messages),
+        lambda: comm.Sendrecv(send, 0, 0, receive, 0),
         lambda: comm.Bcast(receive),
         lambda: comm.Iallreduce(send, receive),
         lambda: comm.Allreduce_init(send, receive),
-        lambda: comm.bcast(3),
-        lambda: comm.size,
-        comm.Barrier,
-        comm.Dup,
-        comm.Split,
-        comm.describe,
-        comm.Probe,
     ]
+
+
+def _calls_without_buffers(comm: mpicomm.Communicator) -> list[Callable[[], Any]]:
+    return [lambda: comm.bcast(3), lambda: comm.size, comm.Barrier, comm.Dup, comm.Split, comm.describe, comm.Probe]
 
 
 def test_read_only_memory_is_the_same_error_in_messages(host_comm: mpicomm.Communicator) -> None:
@@ -94,10 +91,45 @@ def test_every_call_of_a_freed_communicator_is_the_same_error(end: str) -> None:
     comm = mpicomm.Communicator(device="cpu")
     getattr(comm, end)()
     for count in (1, LARGE):
-        for each in _calls(comm, np.ones(count), np.zeros(count)):
+        for each in (*_calls(comm, np.ones(count), np.zeros(count)), *_calls_without_buffers(comm)):
             with pytest.raises(InvalidUsageError, match="the communicator was freed; create another") as raised:
                 each()
             assert isinstance(raised.value, MPI.Exception)  # programs may expect MPI's error
             assert raised.value.Get_error_class() == MPI.ERR_COMM
     getattr(comm, end)()  # it does nothing
     assert isinstance(comm, mpicomm.Communicator) and comm == MPI.COMM_NULL and "freed" in repr(comm)
+
+
+def test_elements_of_no_type_are_the_same_error_in_every_call(host_comm: mpicomm.Communicator) -> None:
+    for count in (3, LARGE):
+        objects = np.empty(count, object)
+        for each in _calls(host_comm, objects, objects):
+            with pytest.raises(
+                BufferRefusedError, match=r"buf has elements of type object, .*: convert it, or move it"
+            ):
+                each()
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ([MPI.BOTTOM, 4], "BOTTOM as the buffer needs a datatype"),
+        ([np.zeros(4), "no type"], "cannot map code 'no type' .*: pass an MPI.Datatype or a typecode"),
+    ],
+)
+def test_a_missing_or_unknown_datatype_is_the_same_error_in_every_call(
+    host_comm: mpicomm.Communicator, spec: Any, text: str
+) -> None:
+    for each in _calls(host_comm, spec, spec):
+        with pytest.raises(InvalidUsageError, match=text):
+            each()
+
+
+def test_a_type_that_only_mpi_knows_has_no_average(host_comm: mpicomm.Communicator) -> None:
+    pairs = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
+    for call in (host_comm.Allreduce, host_comm.Iallreduce):
+        with pytest.raises(
+            InvalidUsageError, match="MPI, which carries out calls of this element type, has no AVG: use"
+        ):
+            call([np.ones(4), 1, pairs], [np.ones(4), 1, pairs], mpicomm.AVG)
+    pairs.Free()

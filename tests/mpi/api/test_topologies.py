@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm import InvalidUsageError
 from tests.helpers.communicators import to_host
+from tests.helpers.raising import raises_everywhere
 
 
 def ring(comm: mpicomm.Communicator) -> tuple[int, int]:
@@ -118,3 +120,93 @@ def test_lists_of_neighbours_that_do_not_match_are_refused(comm: mpicomm.Communi
         comm.Create_dist_graph_adjacent(sources, [right])
     made = comm.Create_dist_graph_adjacent([left], [right])  # the ranks go on
     made.Free()
+
+
+BAD_NEIGHBOURS: list[tuple[dict[str, Any], str]] = [
+    *(({"sources": [bad]}, f"sources[0]={bad} is no rank of the communicator: use 0 to ") for bad in (77, -7)),
+    ({"destinations": [0, 77]}, "destinations[1]=77 is no rank of the communicator: use 0 to "),
+    ({"sources": ["a"]}, "sources=['a'] is no list of integers: pass one"),
+    ({"sourceweights": [1, 2]}, "sourceweights has 2 items: pass 1"),
+    ({"destweights": 2.5}, "'float' object is not iterable"),
+    ({"destweights": []}, "destweights has 0 items: pass 1"),
+]
+
+
+@pytest.mark.parametrize(("bad", "text"), BAD_NEIGHBOURS)
+def test_bad_neighbours_of_one_rank_are_every_ranks_error(
+    host_comm: mpicomm.Communicator, bad: dict[str, Any], text: str
+) -> None:
+    left, right = ring(host_comm)
+    for culprit in range(host_comm.size):
+        given = {"sources": [left], "destinations": [right], **(bad if host_comm.rank == culprit else {})}
+        said = f"^Create_dist_graph_adjacent: rank {culprit}: {re.escape(text)}"
+        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=said) as raised:
+            host_comm.Create_dist_graph_adjacent(**given)
+        assert raised.value.ranks == (culprit,)
+
+
+def test_a_neighbour_may_be_none(host_comm: mpicomm.Communicator) -> None:
+    none: Any = np.array([MPI.PROC_NULL, host_comm.rank])
+    graph = host_comm.Create_dist_graph_adjacent(none, none, [1, 2], [2, 1])
+    got = np.zeros(2)
+    graph.Neighbor_alltoall(np.array([5.0, 6.0]), got)
+    np.testing.assert_array_equal(got, [0, 6])
+    graph.Free()
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        (([0], [1], [99]), "destinations[0]=99 is no rank of the communicator: use 0 to "),
+        (([0], [1], [MPI.PROC_NULL]), f"destinations[0]={MPI.PROC_NULL} is no rank of the communicator: use 0 to "),
+        (([-7], [1], [0]), "sources[0]=-7 is no rank of the communicator: use 0 to "),
+        (([0], [1, 1], [0, 0]), "degrees has 2 items: pass 1"),
+        (([0, 0], [3, -1], [0, 0]), "degrees=[3, -1] has a negative number: pass 0 or more"),
+        (([0], [2], [0]), "destinations has 1 items: pass 2"),
+        (([0], [1], [0], [1, 2]), "weights has 2 items: pass 1"),
+    ],
+)
+def test_bad_edges_of_one_rank_are_every_ranks_error(host_comm: mpicomm.Communicator, bad: Any, text: str) -> None:
+    for culprit in range(host_comm.size):
+        given = bad if host_comm.rank == culprit else ([host_comm.rank], [1], [0])
+        said = f"^Create_dist_graph: rank {culprit}: {re.escape(text)}"
+        with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=said):
+            host_comm.Create_dist_graph(*given)
+
+
+@pytest.mark.parametrize(
+    ("index", "edges", "text"),
+    [
+        ([1], [77], "edges[0]=77 is no rank of the communicator: use 0 to 0"),
+        ([1], [-1], "edges[0]=-1 is no rank of the communicator: use 0 to 0"),
+        ([2], [0], "edges has 1 items where index says 2: pass all of them"),
+        ([-1], [], "index=[-1] goes down to -1: pass the sums of the numbers of neighbours"),
+        (["a"], [0], "index=['a'] is no list of integers: pass one"),
+        (range(1, 100), [0] * 99, "index has 99 ranks where the communicator has"),
+    ],
+)
+def test_lists_that_are_no_graph_are_refused(
+    host_comm: mpicomm.Communicator, index: Any, edges: Any, text: str
+) -> None:
+    with raises_everywhere(MPI.COMM_WORLD, InvalidUsageError, match=f"^Create_graph: rank 0: {re.escape(text)}"):
+        host_comm.Create_graph(index, edges)
+
+
+def test_a_graph_whose_neighbours_do_not_match_has_no_collectives_of_them(comm: mpicomm.Communicator, xp: Any) -> None:
+    size = comm.size
+    if size == 1:
+        pytest.skip("a rank alone is its own neighbour")
+    edges = [peer for peer in range(size) if peer != 0]  # rank 0 has all others as neighbours, which have none
+    graph = comm.Create_graph([len(edges)] * size, edges)
+    works(graph, xp)
+    neighbours = len(graph.neighbors)
+    for _ in range(2):
+        for begin in (graph.Neighbor_alltoall, graph.Ineighbor_alltoall, graph.Neighbor_alltoall_init):
+            with raises_everywhere(
+                MPI.COMM_WORLD,
+                InvalidUsageError,
+                match="graph names rank 1 1 times as a neighbour of rank 0, and rank 0 0 ",
+            ):
+                begin(xp.zeros(neighbours), xp.zeros(neighbours))
+    works(graph, xp)
+    graph.Free()

@@ -101,6 +101,15 @@ def test_conversion_to_eight_bits(comm: mpicomm.Communicator, xp: Any, name: str
             require_same(receive.get(), expected)
 
 
+@pytest.mark.parametrize("name", ["float32", "float16", "float8_e5m2"])
+def test_conversion_to_eight_bits_of_another_result_is_refused(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    dtype_or_skip("float8_e4m3fn")
+    send, receive = xp.ones(4, xp.float32), Placed(xp, np.zeros(4, dtype_or_skip(name)))
+    said = rf"^Allreduce: epilogue=fp8\(..., dtype='float8_e4m3fn'\): recvbuf has {name}: pass one of float8_e4m3fn"
+    with pytest.raises(InvalidUsageError, match=said):
+        comm.Allreduce(send, receive.array, epilogue=fp8(2.0))
+
+
 @pytest.mark.parametrize("name", ["float32", "bfloat16"])
 def test_residual_and_rms_norm(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
     dtype, hidden, rng = dtype_or_skip(name), 40, np.random.default_rng(1)
@@ -162,6 +171,10 @@ def test_bad_epilogues(comm: mpicomm.Communicator, xp: Any) -> None:
         (TypeError, "x is no array of numbers: x is a str", "v + x[i]", {"x": "text"}),
         (InvalidUsageError, "the operand sqrt has a name that means", "v", {"sqrt": 3}),
         (InvalidUsageError, "has 9 operands: pass up to 8", "v", dict.fromkeys("abcdefghj", 1)),
+        (InvalidUsageError, "^Allreduce: epilogue='v' does not use the operand extra: leave", "v", {"extra": 3}),
+        (InvalidUsageError, "does not use the operand few: leave it out", "v * k", {"k": 2, "few": few}),
+        (InvalidUsageError, r"^epilogue='(v \+ ){20}'\.\.\. has 9", "v + " * 25_000, dict.fromkeys("abcdefghj", 1)),
+        (InvalidUsageError, r"^epilogue='(v \+ ){20}'\.\.\.: it has \d+ letters", "v + " * 25_000, {}),
         (TypeError, "epilogue=3 is no epilogue: pass an expression", 3, {}),
         (TypeError, "scale: operands are for an expression", fp8(1.0), {"scale": 2}),
         (TypeError, "scale: no argument of the call has this name", None, {"scale": 2}),

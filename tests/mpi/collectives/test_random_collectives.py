@@ -20,7 +20,7 @@ from tests.helpers.communicator_calls import compile_reductions
 from tests.helpers.communicators import array_module
 from tests.helpers.random_collectives import REDUCED, Family, Player, known
 
-SEQUENCES = int(os.environ.get("MPICOMM_TEST_SEQUENCES", "120"))
+SEQUENCES = int(os.environ.get("TEST_SEQUENCES", "120"))
 LONGEST = 40
 
 

@@ -164,6 +164,20 @@ def test_stats_count_calls_bytes_and_time(traced: mpicomm.Communicator) -> None:
     assert "Allreduce" in str(stats)
 
 
+def test_stats_keep_failed_calls_apart(traced: mpicomm.Communicator) -> None:
+    values, sums = np.ones(200, "f4"), np.empty(200, "f4")
+    traced.Allreduce(values, sums, algorithm="one_shot")
+    for _ in range(2):
+        with pytest.raises(mpicomm.InvalidUsageError):
+            traced.Allreduce(values, sums[:5], algorithm="one_shot")
+    stats = traced.stats()
+    assert {(row.algorithm, row.error, row.calls) for row in stats.rows} == {
+        ("one_shot", "", 1),
+        ("", "InvalidUsageError", 2),
+    }
+    assert "failed: InvalidUsageError" in str(stats)
+
+
 class Threads:
     """A timeline of devices that are threads: their work has no time but that of the host."""
 

@@ -126,6 +126,27 @@ BAD = {
         ValueError,
         r"timeout=0:00:01: a group keeps its timeout; make another with new_group\(timeout=...\)",
     ),
+    "splits of which a rank's own part differs": Misuse(
+        lambda size: dist.all_to_all_single(torch.ones(2 * size + 2), torch.ones(2 * size), _all_from_me(2 * size + 2)),
+        RuntimeError,
+        r"output_split_sizes\[(\d)\] stands for \d+ elements, but input_split_sizes\[\1\] for 2: .* must agree",
+    ),
+    "tensors of which a rank's own one differs": Misuse(
+        lambda size: dist.all_to_all(list(torch.ones(size, 4)), list(torch.ones(size, 2))),
+        RuntimeError,
+        r"output_tensor_list\[(\d)\] stands for 4 elements, but input_tensor_list\[\1\] for 2: .* must agree",
+    ),
+    "a destination that is no rank": Misuse(
+        lambda size: dist.send(torch.ones(1), size + 7),
+        ValueError,
+        r"send: dst=\d+ is no rank of this group of (\d): use 0 to \d",
+    ),
+    "a destination below 0": Misuse(
+        lambda size: dist.group.WORLD.send([torch.ones(1)], -3, 0), ValueError, "send: dst=-3 is no rank of this group"
+    ),
+    "a source that is no rank": Misuse(
+        lambda size: dist.recv(torch.ones(1), size), ValueError, r"recv: src=\d is no rank of this group of (\d): use"
+    ),
     "a root that is no rank": Misuse(
         lambda size: dist.group.WORLD.broadcast([torch.ones(1)], _rooted_at(size + 1)), ValueError, r"root=\d"
     ),
@@ -134,6 +155,13 @@ BAD = {
 
 def _gather_into(outputs: list[torch.Tensor]) -> object:
     return dist.group.WORLD.allgather([outputs], [torch.ones(1)])
+
+
+def _all_from_me(rows: int) -> list[int]:
+    """Return splits with which a rank receives all rows from itself."""
+    splits = [0] * dist.get_world_size()
+    splits[dist.get_rank()] = rows
+    return splits
 
 
 def _rooted_at(rank: int) -> dist.BroadcastOptions:

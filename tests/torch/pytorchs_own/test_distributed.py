@@ -32,7 +32,7 @@ _TIMEOUT = timedelta(seconds=20)
 def ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[MPI.Intracomm]:
     """The ranks, with the group of all of them, and with the folder and the variables that the tests use."""
     ranks = MPI.COMM_WORLD.Dup()
-    folder = Path(os.environ["MPICOMM_TEST_RESULTS"], request.node.callspec.id)
+    folder = Path(os.environ["TEST_RESULTS"], request.node.callspec.id)
     for name in ("test_dir", "barrier"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for variable, value in {"TEMP_DIR": folder, "WORLD_SIZE": ranks.size, "BACKEND": BACKEND}.items():

@@ -189,13 +189,19 @@ def test_a_device_that_is_not_there_is_refused_with_the_way_out(group: Group, mo
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("MPICOMM_DEVICE", "gpu"), ("MPICOMM_HANDLE", "gpu"), ("MPICOMM_BIND_CPU", "2")]
+    ("name", "value"),
+    [
+        ("MPICOMM_DEVICE", "gpu"),
+        ("MPICOMM_HANDLE", "gpu"),
+        ("MPICOMM_BIND_CPU", "2"),
+        ("MPICOMM_INTERNODE", "foo"),
+    ],
 )
 def test_bad_variables_are_every_ranks_error(
     group: Group, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(InvalidUsageError, match=f"find devices failed on rank 0: {name}='{value}'"):
+    with pytest.raises(InvalidUsageError, match=f"^rank 0: {name}='{value}'"):
         find_placement(group, "auto", "auto")
 
 

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
 from mpicomm.collectives.call import Arguments, Call
-from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
+from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of, require_symmetric
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.exchange_simulator import UNHURRIED
 from tests.helpers.simulated_neighbors import OnDevice, Part, exchange
@@ -311,3 +311,22 @@ def test_neighbours_may_have_types_of_their_own() -> None:
     assert len({part.call.signature for part in parts}) == 1
     exchange(parts)
     assert got[0].memory.tolist() == [0, 1] and got[1].memory.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("index", "edges", "text"),
+    [
+        ([1, 1], [1], "rank 1 1 times as a neighbour of rank 0, and rank 0 0 times as one of rank 1"),
+        ([2, 3], [1, 1, 0], "rank 1 2 times as a neighbour of rank 0, and rank 0 1 times as one of rank 1"),
+    ],
+)
+def test_a_graph_whose_neighbours_do_not_match_is_refused(index: list[int], edges: list[int], text: str) -> None:
+    with pytest.raises(InvalidUsageError, match=f"^the graph names {text}: name both equally often"):
+        require_symmetric(index, edges)
+
+
+@pytest.mark.parametrize(
+    ("index", "edges"), [([], []), ([0, 0], []), ([1, 1], [0]), ([1, 2], [1, 0]), ([3, 5], [1, 1, 0, 0, 0])]
+)
+def test_a_graph_whose_neighbours_match_is_taken(index: list[int], edges: list[int]) -> None:
+    require_symmetric(index, edges)

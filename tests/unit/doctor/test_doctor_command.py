@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from mpi4py import MPI
 
+from mpicomm.doctor.report import CHECKS
 from tests.helpers.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, run_job
 
 DOCTOR = ("-m", "mpicomm.doctor", "--device", "cpu")
@@ -54,8 +55,8 @@ def faults(file: Path) -> dict[str, list[str]]:
 def test_nothing_is_wrong() -> None:
     job = run_job(2, *DOCTOR)
     assert (job.returncode, job.stderr) == (0, "")
-    assert all(line.startswith("ok    ") for line in job.stdout.splitlines())
-    assert "ok    launcher\n" in job.stdout
+    assert job.stdout.splitlines() == [f"ok    {check.name}: {check.title}" for check in CHECKS]
+    assert "ok    shm: /dev/shm is large enough for the ranks\n" in job.stdout
 
 
 def test_json_has_the_facts_of_all_ranks(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mpicomm import InvalidUsageError
 from mpicomm.expressions.expression import LONGEST, Expression, parse
-from mpicomm.expressions.tree import Variable
+from mpicomm.expressions.tree import Array, Variable
 from tests.helpers.reductions import require_same, samples
 
 NAMES = (Variable("a", "a"), Variable("b", "b"))
@@ -134,6 +134,19 @@ def test_everything_else_is_refused(text: str, said: str) -> None:
     with pytest.raises(InvalidUsageError, match="op=") as raised:
         read(text)
     assert said in str(raised.value)
+
+
+def test_an_error_shows_the_begin_of_a_long_text() -> None:
+    with pytest.raises(InvalidUsageError) as raised:
+        read("a + " * 25_000)
+    assert str(raised.value).startswith(f"op={'a + ' * 20!r}...: it has 100000 letters")
+    assert len(str(raised.value)) < 200
+
+
+def test_the_names_are_those_in_use() -> None:
+    arrays = (Array("c", "c", "float32"), Array("d", "d", "float32"))
+    expression = parse("a * 2 + c[i % k]", NAMES, "epilogue", arrays, (Variable("i", "i"), Variable("k", "k")))
+    assert expression.names == {"a", "c", "i", "k"}
 
 
 def test_what_is_no_text_is_a_type_error() -> None:

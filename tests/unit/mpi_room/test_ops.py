@@ -122,3 +122,17 @@ def test_other_types() -> None:
         check_legal("sum", np.dtype("?"))
     with pytest.raises(InvalidUsageError, match="op=avg is not defined for int32, only for float, complex"):
         check_legal("avg", np.dtype("i4"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"name": 3}, "name=3 is no text: pass a name"),
+        ({"name": None}, "name=None is no text: pass a name"),
+        ({"commute": "no"}, "commute='no' is no bool: pass True if"),
+        ({"commute": 1}, "commute=1 is no bool: pass True if"),
+    ],
+)
+def test_arguments_of_an_operation_that_have_another_type(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(TypeError, match=f"^{said}"):
+        Op("a + b", **arguments)

@@ -1,0 +1,55 @@
+"""A program that imports nothing of mpicomm names the backend, which PyTorch finds by the package's entry point."""
+
+from __future__ import annotations
+
+import re
+import socket
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.mpiexec import ROOT, run_job
+
+GROUP = "torch.distributed.backends"
+PROGRAM = """
+import os, sys
+from mpi4py import MPI
+import torch, torch.distributed as dist
+
+world = MPI.COMM_WORLD
+os.environ["RANK"], os.environ["WORLD_SIZE"] = str(world.rank), str(world.size)
+assert "mpicomm" not in sys.modules
+dist.init_process_group("mpicomm")
+total = torch.ones(3)
+dist.all_reduce(total)
+if world.rank == 0:
+    print(dist.get_backend(), total.tolist())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(
+    not any(each.value.startswith("torch.") for each in entry_points(group=GROUP)),
+    reason="this PyTorch has no entry points of backends: a program imports mpicomm.torch",
+)
+def test_a_program_names_the_backend_alone(tmp_path: Path) -> None:
+    # The metadata that an installation of this checkout has, also where another one, or none, is installed.
+    (entry,) = re.findall(rf'^\[project\.entry-points\."{GROUP}"\]\n(.+)$', (ROOT / "pyproject.toml").read_text(), re.M)
+    metadata = tmp_path / "mpicomm-0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: mpicomm\nVersion: 0\n")
+    (metadata / "entry_points.txt").write_text(f"[{GROUP}]\n{entry}\n".replace('"', ""))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    result = run_job(
+        2,
+        "-c",
+        PROGRAM,
+        PYTHONPATH=f"{tmp_path}:{ROOT}",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        MPICOMM_DEVICE="cpu",
+    )
+    assert (result.returncode, result.stdout) == (0, "mpicomm [2.0, 2.0, 2.0]\n"), result.stdout + result.stderr
