@@ -206,8 +206,11 @@ class SideStreams(Protocol):
         """Let `take` return the stream again, once the work on it is done."""
 
 
-Calls = Callable[[], Sequence[str]]
-"""Returns what each rank called, in words, where the ranks called different things; else an empty sequence."""
+class Calls(Protocol):
+    """Returns what each rank called, in words, where the ranks called different things; else an empty sequence."""
+
+    def __call__(self, *, wait: bool) -> Sequence[str]:
+        """With ``wait``, a rank has some time to say what it called."""
 
 
 class MessageStep(Protocol):

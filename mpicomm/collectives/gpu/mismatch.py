@@ -22,10 +22,13 @@ class DeviceCalls:
         self._backend = backend
         self._arena = arena
 
-    def different(self) -> list[str]:
-        """Return the call of each rank in words, if the ranks called different things; else nothing."""
-        # A rank whose first data has arrived may not have posted its call yet.
-        wait_until(self._board.all_differ, _LATE_S)
+    def different(self, *, wait: bool) -> list[str]:
+        """Return the call of each rank in words, if the ranks called different things; else nothing.
+
+        With ``wait`` a rank whose data has arrived has some time to post its call. It may do so a little later.
+        """
+        if wait:
+            wait_until(self._board.all_differ, _LATE_S)
         if not self._board.differ():
             return []
         return [f"rank {rank}: {text}" for rank, text in zip(self._node.ranks, self._board.read(), strict=True)]
@@ -39,7 +42,7 @@ class DeviceCalls:
         """
         wait_until(lambda: self._board.differ() or not self._board.behind(), self._node.timeout_s)
         if self._board.differ():
-            error = called_differently(self.different(), self._node.ranks)
+            error = called_differently(self.different(wait=True), self._node.ranks)
             self._arena.abort()  # ranks that wait in a kernel need not wait until their time is up
             self._fail(error)
         behind = [self._node.ranks[index] for index in self._board.behind()]

@@ -86,7 +86,10 @@ class FaultPage:
         record = self.record
         where = f"number {record.sequence} from rank {record.peer}"
         if self._calls is None:  # once, because it may wait for other ranks to say what they call
-            self._calls = calls() if calls and record.operation in (EXCHANGE, MISMATCH) else ()
+            # After a timeout all ranks that come have said it. A wait would make this rank tell of the missing rank
+            # later than ranks that wait for this one give up: they would name this rank.
+            compares = record.operation in (EXCHANGE, MISMATCH)
+            self._calls = calls(wait=record.operation == MISMATCH) if calls and compares else ()
         # Ranks that wait in different kernels do not meet: their record is a timeout, their calls tell the cause.
         if self._calls or record.operation == MISMATCH:
             said = self._calls or [f"rank {record.peer} sent data of another call or message than this rank expected"]

@@ -126,7 +126,7 @@ def test_ranks_that_call_the_same_go_on(comm_world: MPI.Intracomm, board: Board)
         board.post(f"call {number}")
         calls.require_same()
     comm_world.Barrier()
-    assert calls.different() == []
+    assert calls.different(wait=True) == []
 
 
 @pytest.mark.mpi(min_size=2)

@@ -4,8 +4,9 @@ import pytest
 
 pytest.importorskip("cuda.bindings", reason="the page is of a GPU's driver")
 
-from mpicomm.devices.cuda.faults import FaultPage
+from mpicomm.devices.cuda.faults import FaultPage, FaultRecord
 from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.kernels.team import EXCHANGE, MISMATCH
 
 
 @pytest.mark.parametrize("kind", [CollectiveTimeoutError, PeerError])
@@ -25,3 +26,19 @@ def test_an_error_is_raised_by_every_check_and_keeps_no_frames(
         caught.append(info.value)
     assert caught[0] is not caught[1]
     assert page.error is not None and page.error.__traceback__ is None
+
+
+@pytest.mark.parametrize(("operation", "waits"), [(EXCHANGE, False), (MISMATCH, True)])
+def test_only_data_of_another_call_lets_a_check_wait_for_what_ranks_called(operation: int, waits: bool) -> None:
+    page = object.__new__(FaultPage)
+    page.error = page._calls = None
+    page.record = FaultRecord(state=2, operation=operation, peer=1, elapsed_ns=10**9)
+    asked: list[bool] = []
+
+    def calls(*, wait: bool) -> list[str]:
+        asked.append(wait)
+        return []
+
+    with pytest.raises(PeerError if waits else CollectiveTimeoutError) as info:
+        page.check(calls)
+    assert info.value.ranks == (1,) and asked == [waits]
