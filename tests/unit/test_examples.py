@@ -55,7 +55,7 @@ def test_the_list_of_examples_names_all_programs() -> None:
 @pytest.mark.parametrize("nprocs", [2, 4])
 @pytest.mark.parametrize("name", COMPARED)
 def test_ranks_compute_what_one_rank_computes(name: str, nprocs: int) -> None:
-    result = run_job(nprocs, str(ROOT / f"examples/{name}.py"), MPICOMM_DEVICE="cpu", OMP_NUM_THREADS="1")
+    result = run_job(nprocs, str(ROOT / f"examples/{name}.py"), MPICOMM_DEVICE="cpu")
     assert (result.returncode, result.stderr) == (0, "")
     assert re.match(COMPARED[name].format(nprocs=nprocs, consumers=nprocs - 1), result.stdout), result.stdout
     assert re.search(r" differ by at most \S+; 1e-\d+ is allowed\n$", result.stdout), result.stdout
@@ -86,7 +86,7 @@ def test_programs_find_what_is_wrong(name: str, changes: dict[str, str], tmp_pat
         source = source.replace(line, broken)
     program = tmp_path / "broken.py"
     program.write_text(source)
-    result = run_job(2, str(program), MPICOMM_DEVICE="cpu", OMP_NUM_THREADS="1")
+    result = run_job(2, str(program), MPICOMM_DEVICE="cpu")
     assert result.returncode != 0 and " is allowed\n" in result.stdout, result.stdout + result.stderr
 
 

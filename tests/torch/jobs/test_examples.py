@@ -41,8 +41,7 @@ for sys.argv in json.loads(sys.argv[1]):
 
 
 def run(nprocs: int, program: Path, *arguments: str, device: str = "cpu") -> subprocess.CompletedProcess[str]:
-    # The ranks share the cores already.
-    return run_job(nprocs, str(program), *arguments, **DEVICES[device], OMP_NUM_THREADS="1")
+    return run_job(nprocs, str(program), *arguments, **DEVICES[device])
 
 
 def run_in_turn(
@@ -50,7 +49,7 @@ def run_in_turn(
 ) -> subprocess.CompletedProcess[str]:
     """Run programs with their arguments; each ends with a line that says its exit code."""
     given = json.dumps([[str(program), *arguments] for program, arguments in programs])
-    return run_job(nprocs, "-c", IN_TURN, given, **DEVICES[device], OMP_NUM_THREADS="1")
+    return run_job(nprocs, "-c", IN_TURN, given, **DEVICES[device])
 
 
 @pytest.mark.parametrize("device", DEVICES)

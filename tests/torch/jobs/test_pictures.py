@@ -16,8 +16,7 @@ SUMS = "comm.Iallreduce(MPI.IN_PLACE, gradient)\n"
 
 
 def run(nprocs: int, program: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    # The ranks share the cores already.
-    return run_job(nprocs, str(program), *arguments, MPICOMM_DEVICE="cpu", OMP_NUM_THREADS="1")
+    return run_job(nprocs, str(program), *arguments, MPICOMM_DEVICE="cpu")
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
