@@ -48,6 +48,11 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run as `run_job_within` does, for up to a minute."""
+    return run_job_within(JOB_LIMIT_S, nprocs, *arguments, **variables)
+
+
+def run_job_within(limit_s: float, nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run this Python with ``arguments`` on ``nprocs`` ranks and return what came of it.
 
     The ``stderr`` has no notices of Open MPI's mpiexec, which says there which rank ended the job.
@@ -58,7 +63,7 @@ def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.Comple
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=JOB_LIMIT_S,
+        timeout=limit_s,
     )
     job.stderr = re.sub(r"-{60,}\nprterun .*?-{60,}\n", "", job.stderr, flags=re.DOTALL)
     return job
