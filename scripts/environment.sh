@@ -2,6 +2,8 @@
 
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd)
 python=$root/.venv/bin/python
+# Python keeps what it compiles, because the tests start a thousand processes that import the package.
+unset PYTHONDONTWRITEBYTECODE
 
 # prepare_environment EXTRA...: makes .venv hold the project with these extras, and with CuPy where a driver can run it.
 prepare_environment() {

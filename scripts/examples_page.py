@@ -48,7 +48,7 @@ def run(name: str, ranks: int, folder: Path) -> tuple[str, str]:
     if '"--plot"' in program.read_text():
         picture = f"{name}.svg"
         command, options = f"{command} --plot {picture}", [f"--plot={folder / picture}"]
-    job = run_job(ranks, str(program), *options, OMP_NUM_THREADS="1")
+    job = run_job(ranks, str(program), *options)
     if job.returncode == 0:
         return f"{command}\n{job.stdout}", picture
     missing = MISSING.search(job.stderr)  # ranks write their lines into one another

@@ -29,10 +29,11 @@ def mpiexec_command(nprocs: int, *arguments: str) -> list[str]:
 
 def sharing_of_cores(nprocs: int) -> dict[str, str]:
     """Return the variables for a job of ``nprocs`` ranks, which may be more than there are cores."""
-    if nprocs <= (os.cpu_count() or 1):
-        return {}
-    # A rank of MPICH that waits keeps its core. With this it sleeps in between, so the rank that it waits for can run.
-    return {"MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
+    variables = {"OMP_NUM_THREADS": "1"}  # ranks compute at once: more threads of a rank only wait for each other
+    if nprocs > (os.cpu_count() or 1):
+        # A rank of MPICH that waits keeps its core. With this it sleeps in between, so the one it waits for can run.
+        variables["MPIR_CVAR_ENABLE_HEAVY_YIELD"] = "1"
+    return variables
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -47,6 +48,11 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run as `run_job_within` does, for up to a minute."""
+    return run_job_within(JOB_LIMIT_S, nprocs, *arguments, **variables)
+
+
+def run_job_within(limit_s: float, nprocs: int, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run this Python with ``arguments`` on ``nprocs`` ranks and return what came of it.
 
     The ``stderr`` has no notices of Open MPI's mpiexec, which says there which rank ended the job.
@@ -57,7 +63,7 @@ def run_job(nprocs: int, *arguments: str, **variables: str) -> subprocess.Comple
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=JOB_LIMIT_S,
+        timeout=limit_s,
     )
     job.stderr = re.sub(r"-{60,}\nprterun .*?-{60,}\n", "", job.stderr, flags=re.DOTALL)
     return job

@@ -30,7 +30,7 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from tests.helpers.interrupts import interrupts_raise
-from tests.helpers.leaks import nothing_leaks
+from tests.helpers.leaks import collect_new_objects_alone, nothing_leaks
 
 if TYPE_CHECKING:
     import mpicomm
@@ -189,6 +189,7 @@ class Trials:
         """Count the lines of each step, then run all trials; return whether this rank is to say that they are over."""
         for _ in range(2):  # the first round imports more, and allocates more for good
             counted = self._count()
+        collect_new_objects_alone()
         self._lines = self._together.allgather(counted)
         kills = min(self._options.kills, len(self._alive) - 1)
         for trial in range(self._options.trials + kills):

@@ -42,7 +42,6 @@ def main(results: Path) -> None:
 
     import mpicomm.torch  # noqa: F401 - it registers the backend
 
-    torch.set_num_threads(1)
     limit = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("mpicomm")
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import functools
 import importlib.util
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
 from mpi4py import MPI
 
+from tests.helpers.in_turn import run_in_turn
 from tests.helpers.mpiexec import ROOT, run_job
 
 STOCK = ROOT / "examples" / "stock_mpi4py.py"
@@ -23,28 +26,36 @@ CHANGED = {
 }
 
 
-@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
-def test_stock_program_gives_what_mpi4py_gives(nprocs: int, tmp_path: Path) -> None:
+@functools.cache
+def said(nprocs: int) -> dict[str, str]:
+    """What the programs print on so many ranks, by their names; "original" is the stock program without mpicomm."""
     source = STOCK.read_text()
     for line, was in CHANGED.items():
         assert source.count(line) == 1
         source = source.replace(line, was)
     assert "mpicomm." not in source
-    original = tmp_path / "original.py"
-    original.write_text(source)
-    ours, theirs = (run_job(nprocs, str(program), MPICOMM_DEVICE="cpu") for program in (STOCK, original))
-    for result in (ours, theirs):
-        assert (result.returncode, result.stderr) == (0, "")
-        assert result.stdout.startswith(f"{nprocs} ranks: eigenvalue 1.000000000 after ")
+    with tempfile.TemporaryDirectory() as directory:
+        original = Path(directory, "original.py")
+        original.write_text(source)
+        names = ["halo_exchange", *(COMPARED if nprocs in (2, 4) else ())]
+        programs = [original, STOCK, *(ROOT / f"examples/{name}.py" for name in names)]
+        job, ended = run_in_turn(nprocs, *([program] for program in programs), MPICOMM_DEVICE="cpu")
+    assert (job.returncode, job.stderr) == (0, "")
+    assert [code for _, code in ended] == [0] * len(programs)
+    return {program.stem: output for program, (output, _) in zip(programs, ended, strict=True)}
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
+def test_stock_program_gives_what_mpi4py_gives(nprocs: int) -> None:
+    for name in ("stock_mpi4py", "original"):
+        assert said(nprocs)[name].startswith(f"{nprocs} ranks: eigenvalue 1.000000000 after ")
 
 
 @pytest.mark.parametrize("nprocs", [1, 2, 3, 4])
 def test_halo_exchange_computes_what_one_rank_computes(nprocs: int) -> None:
-    result = run_job(nprocs, str(ROOT / "examples/halo_exchange.py"), MPICOMM_DEVICE="cpu")
-    assert (result.returncode, result.stderr) == (0, "")
     grid = " x ".join(map(str, MPI.Compute_dims(nprocs, 2)))
-    assert result.stdout.startswith(f"{grid} ranks: steps of ")
-    assert result.stdout.endswith(" the same heat as a rank alone computes\n")
+    assert said(nprocs)["halo_exchange"].startswith(f"{grid} ranks: steps of ")
+    assert said(nprocs)["halo_exchange"].endswith(" the same heat as a rank alone computes\n")
 
 
 def test_the_list_of_examples_names_all_programs() -> None:
@@ -55,39 +66,42 @@ def test_the_list_of_examples_names_all_programs() -> None:
 @pytest.mark.parametrize("nprocs", [2, 4])
 @pytest.mark.parametrize("name", COMPARED)
 def test_ranks_compute_what_one_rank_computes(name: str, nprocs: int) -> None:
-    result = run_job(nprocs, str(ROOT / f"examples/{name}.py"), MPICOMM_DEVICE="cpu", OMP_NUM_THREADS="1")
-    assert (result.returncode, result.stderr) == (0, "")
-    assert re.match(COMPARED[name].format(nprocs=nprocs, consumers=nprocs - 1), result.stdout), result.stdout
-    assert re.search(r" differ by at most \S+; 1e-\d+ is allowed\n$", result.stdout), result.stdout
+    output = said(nprocs)[name]
+    assert re.match(COMPARED[name].format(nprocs=nprocs, consumers=nprocs - 1), output), output
+    assert re.search(r" differ by at most \S+; 1e-\d+ is allowed\n$", output), output
 
 
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
-        ("producer_consumers", {"ring.wait_signal(PRODUCER)": "pass"}),
-        (
-            "producer_consumers",
-            {
-                "ring.wait_signal(consumer)": "pass",
-                "ring.wait_signal(PRODUCER)": f"{SLEEP}; ring.wait_signal(PRODUCER)",
-            },
-        ),
-        ("producer_consumers", {"batches[number % SLOTS]": "batches[number % SLOTS].copy()"}),
-        ("pipeline", {"arrived.wait_signal(comm.rank - 1)": "pass"}),
-        ("pipeline", {"returned.wait_signal(comm.rank + 1)": "pass"}),
-        ("fft_transpose", {"block(turned, 0, part) for part in rows": "block(turned, 0, part) for part in rows[::-1]"}),
-    ],
-    ids=["empty slots", "full slots", "copies", "no activations", "no derivatives", "swapped blocks"],
-)
-def test_programs_find_what_is_wrong(name: str, changes: dict[str, str], tmp_path: Path) -> None:
-    source = (ROOT / f"examples/{name}.py").read_text()
-    for line, broken in changes.items():
-        assert source.count(line) == 1
-        source = source.replace(line, broken)
-    program = tmp_path / "broken.py"
-    program.write_text(source)
-    result = run_job(2, str(program), MPICOMM_DEVICE="cpu", OMP_NUM_THREADS="1")
-    assert result.returncode != 0 and " is allowed\n" in result.stdout, result.stdout + result.stderr
+BROKEN: dict[str, tuple[str, dict[str, str]]] = {
+    "empty slots": ("producer_consumers", {"ring.wait_signal(PRODUCER)": "pass"}),
+    "full slots": (
+        "producer_consumers",
+        {
+            "ring.wait_signal(consumer)": "pass",
+            "ring.wait_signal(PRODUCER)": f"{SLEEP}; ring.wait_signal(PRODUCER)",
+        },
+    ),
+    "copies": ("producer_consumers", {"batches[number % SLOTS]": "batches[number % SLOTS].copy()"}),
+    "no activations": ("pipeline", {"arrived.wait_signal(comm.rank - 1)": "pass"}),
+    "no derivatives": ("pipeline", {"returned.wait_signal(comm.rank + 1)": "pass"}),
+    "swapped blocks": (
+        "fft_transpose",
+        {"block(turned, 0, part) for part in rows": "block(turned, 0, part) for part in rows[::-1]"},
+    ),
+}
+
+
+def test_programs_find_what_is_wrong(tmp_path: Path) -> None:
+    programs = []
+    for mistake, (name, changes) in BROKEN.items():
+        source = (ROOT / f"examples/{name}.py").read_text()
+        for line, broken in changes.items():
+            assert source.count(line) == 1
+            source = source.replace(line, broken)
+        programs.append(tmp_path / f"{mistake}.py")
+        programs[-1].write_text(source)
+    job, ended = run_in_turn(2, *([program] for program in programs), MPICOMM_DEVICE="cpu")
+    for mistake, (output, code) in zip(BROKEN, ended, strict=True):
+        assert code != 0 and " is allowed\n" in output, (mistake, output, job.stderr)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is not None, reason="matplotlib is there")

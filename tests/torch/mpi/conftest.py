@@ -24,7 +24,6 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("filterwarnings", "ignore:`torch.distributed.*deprecated:FutureWarning")
     # Modules of PyTorch warn of themselves when they are imported.
     config.addinivalue_line("filterwarnings", "ignore:`torch.jit.*deprecated:DeprecationWarning")
-    torch.set_num_threads(1)  # the ranks share the cores
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-
 from tests.helpers.mpiexec import ROOT, environment, run_job
 
 
-@pytest.mark.parametrize("options", [["--seconds=3"], ["--communicators=300"], ["--registrations=300"]])
-def test_nothing_is_wrong_and_nothing_grows(options: list[str]) -> None:
-    result = run_job(2, "-m", "mpi4py", str(ROOT / "scripts/soak.py"), "--device=cpu", *options)
+# test_recorded_results.py makes communicators and registers memory.
+def test_nothing_is_wrong_and_nothing_grows() -> None:
+    result = run_job(2, "-m", "mpi4py", str(ROOT / "scripts/soak.py"), "--device=cpu", "--seconds=3")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "all results are right" in result.stdout
 
