@@ -17,6 +17,9 @@ from mpi4py import MPI
 from mpicomm.api.reorder import listed, starts_of_graph
 from mpicomm.errors import InvalidUsageError
 
+_TAKES_NULL = "Open MPI" not in MPI.Get_library_version()
+"""Whether MPI takes MPI.PROC_NULL for a neighbour. Open MPI 5.0.11 ends the program in a collective of neighbours."""
+
 
 def require_graph(comm: MPI.Intracomm, index: Any, edges: Any) -> None:
     """Raise where ``index`` and ``edges`` are no graph of ranks of ``comm``."""
@@ -114,6 +117,11 @@ def _integers(name: str, values: Any, count: int | None = None) -> list[int]:
 
 def _require_ranks(name: str, ranks: list[int], size: int, *, or_null: bool = False) -> None:
     for place, rank in enumerate(ranks):
+        if or_null and rank == MPI.PROC_NULL and not _TAKES_NULL:
+            raise InvalidUsageError(
+                f"{name}[{place}] is MPI.PROC_NULL, with which Open MPI ends the program in collectives of neighbours: "
+                "leave it out"
+            )
         if not (0 <= rank < size or (or_null and rank == MPI.PROC_NULL)):
             way_out = f"use 0 to {size - 1}" + (" or MPI.PROC_NULL" if or_null else "")
             raise InvalidUsageError(f"{name}[{place}]={rank} is no rank of the communicator: {way_out}")

@@ -147,6 +147,10 @@ def test_bad_neighbours_of_one_rank_are_every_ranks_error(
 
 def test_a_neighbour_may_be_none(host_comm: mpicomm.Communicator) -> None:
     none: Any = np.array([MPI.PROC_NULL, host_comm.rank])
+    if "Open MPI" in MPI.Get_library_version():  # where MPI's own collective ends the program
+        with pytest.raises(InvalidUsageError, match=r"sources\[0\] is MPI.PROC_NULL, .*: leave it out"):
+            host_comm.Create_dist_graph_adjacent(none, none, [1, 2], [2, 1])
+        return
     graph = host_comm.Create_dist_graph_adjacent(none, none, [1, 2], [2, 1])
     got = np.zeros(2)
     graph.Neighbor_alltoall(np.array([5.0, 6.0]), got)
