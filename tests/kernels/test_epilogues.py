@@ -99,6 +99,20 @@ def test_rows_are_normalised(builds: Builds, dtype: str, result: str, hidden: in
     assert np.allclose(expected.astype(np.float64), exact.ravel(), rtol=0.13, atol=1e-4)  # as float8_e5m2 rounds
 
 
+def test_the_threads_of_a_row_leave_together_where_some_see_a_failure(builds: Builds) -> None:
+    machine, values = Machine(builds, 1), np.ones(64, np.float32)
+    epilogue, _ = on_rank(rms_norm(np.zeros(64, np.float32), np.ones(64, np.float32), 0.0), machine, 0)
+    source, target = machine.place(0, values), machine.place(0, np.full(64, 7, np.float32))
+    finish = Finish(bound(epilogue, "float32", "float32", values.size), target.address)
+    (launch,) = finish_launches(finish, Span(source.address, values.size), machine.faults[0], 1)
+    # Another stream reports a failure while the block begins: one thread alone sees it.
+    late = Change("rms_norm.cu", "load_relaxed(x.failed) == kClear", "threadIdx.x != 5")
+    kernel = kernel_of(builds, launch.variant, [late])
+    machine.launch(0, kernel, [launch.arguments], blocks=1, threads=launch.threads)
+    machine.run(limit_s=15)
+    require_same(target.view(np.float32).copy(), np.full(64, 7, np.float32))
+
+
 CONVERSIONS: list[tuple[Wire, Epilogue, tuple[str, str], str, int]] = [
     ("flagged", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 2),
     ("sentinel", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 4),
