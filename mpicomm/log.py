@@ -48,7 +48,7 @@ def configure(rank: int) -> None:
         _warn_of_unknown_variables()
 
 
-@cache  # once per process, also where the program has a handler of its own
+@cache  # once per process, because each Communicator calls it
 def _warn_of_unknown_variables() -> None:
     unknown = environment.unknown()
     if unknown:

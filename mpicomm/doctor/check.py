@@ -17,7 +17,7 @@ class Check:
 
     name: str
     title: str
-    """What holds where it finds no fault."""
+    """The fact that the check has found true where there is no fault."""
     symptom: str
     """The message or the behaviour that the user sees."""
     mend: str

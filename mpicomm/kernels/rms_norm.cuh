@@ -79,7 +79,7 @@ MPICOMM_DEVICE bool meet_at_end(
     for (u32 each = 0; each < half; ++each) halves[each] += halves[each + half];
   }
   State total = halves[0];
-  // The lanes beyond `lanes` add what nobody uses. The first lane has the sum of all.
+  // The lanes from `lanes` on add values that no lane uses. The first lane has the sum of all.
 #pragma unroll
   for (u32 lanes = kLanes / 2; lanes > 0; lanes /= 2) total += __shfl_down_sync(kWarp, total, lanes);
   total = __shfl_sync(kWarp, total, 0);

@@ -93,7 +93,7 @@ class InFlight:
         """Take the address of all lines, whose words are 0."""
         self._words = lines + DONE
         self._done = self._device.pinned(DONE).view(np.uint64).reshape(-1, MESSAGE_WORDS)
-        self._done[:] = 0  # a look copies some lines alone, and no other line may seem to be over
+        self._done[:] = 0  # so that a line which no copy has reached yet counts as not over
         self._copy = self._done.ctypes.data
         self._stream = self._device.side_streams.take()  # which the device destroys with all others
 

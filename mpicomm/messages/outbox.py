@@ -30,7 +30,8 @@ BLOCK_NBYTES = 2 << 20
 PART = 64
 """The outbox takes no more than this part of the device's memory."""
 _GRAIN_NBYTES = 64 << 10  # a message takes a multiple of this, so that few small holes are left
-# The outbox grows to so many messages of one length without a wait for receivers; to the first number beyond the bytes.
+# The outbox grows to this number of places of one length before it waits for receivers. The larger number is for places
+# that have at most these bytes together.
 _LARGE_PLACES, _SMALL_PLACES = 16, 64
 _SMALL_NBYTES = 128 << 20
 _PATIENCE_S = 2e-4  # about as long as it takes to allocate memory, and to open it on the other rank
