@@ -363,12 +363,14 @@ class Trials:
 def begin(results: Path) -> None:
     """Return in a child; the parent, which the launcher watches, outlives it until all ranks are done.
 
-    Else the launcher ends all ranks when it sees the first one dead.
+    Else the launcher ends all ranks when it sees the first one dead. The parent leaves the file `gone-RANK` in
+    ``results`` when the child is gone and the kernel has closed its connections.
     """
     child = os.fork()
     if child == 0:
         return
     _, status = os.waitpid(child, 0)
+    (results / f"gone-{os.environ['PMI_RANK']}").touch()
     if os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
         os._exit(1)  # this ends the job
     while not (results / "done").exists():
