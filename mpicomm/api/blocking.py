@@ -10,7 +10,7 @@ from numpy import ndarray
 
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import REFUSALS, Collectives
-from mpicomm.collectives.host.fast_path import LIMITS, MPI_TYPES, are_apart, is_plain
+from mpicomm.collectives.host.fast_path import MPI_TYPES, are_apart, is_plain
 from mpicomm.collectives.operations import (
     ALLGATHER,
     ALLGATHERV,
@@ -113,8 +113,8 @@ class BlockingCollectives(MPI.Intracomm):
     """
 
     _collectives: Collectives
-    _block_limit: int
-    """The limit of Gather and of Scatter, divided by the number of ranks."""
+    _limits: dict[str, int]
+    """Of `fast_path.limits`."""
 
     def Barrier(self, *, stream: Any = None) -> None:
         """Block until all ranks have called it.
@@ -129,7 +129,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgather"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgather"]):
             try:
                 return _allgather(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -138,7 +138,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Allgatherv"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgatherv"]):
             try:
                 return _allgatherv(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -172,7 +172,7 @@ class BlockingCollectives(MPI.Intracomm):
             and stream is None
             and algorithm == "auto"
             and type(op) is _Op
-            and recvbuf.nbytes < LIMITS["Allreduce"]
+            and recvbuf.nbytes < self._limits["Allreduce"]
             and recvbuf.dtype in MPI_TYPES
             and ((recvbuf.base is sendbuf.base is None and recvbuf is not sendbuf) or are_apart(sendbuf, recvbuf))
         ):
@@ -184,7 +184,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoall"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoall"]):
             try:
                 return _alltoall(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -193,7 +193,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Alltoallv"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoallv"]):
             try:
                 return _alltoallv(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -211,7 +211,7 @@ class BlockingCollectives(MPI.Intracomm):
             stream is None
             and algorithm == "auto"
             and type(buf) is ndarray
-            and buf.nbytes < LIMITS["Bcast"]
+            and buf.nbytes < self._limits["Bcast"]
             and buf.dtype in MPI_TYPES
             and (buf.base is None or is_host_view(buf))
         ):
@@ -225,7 +225,12 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
-        if stream is None and algorithm == "auto" and type(op) is _Op and is_plain(sendbuf, recvbuf, LIMITS["Exscan"]):
+        if (
+            stream is None
+            and algorithm == "auto"
+            and type(op) is _Op
+            and is_plain(sendbuf, recvbuf, self._limits["Exscan"])
+        ):
             try:
                 return _exscan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -234,7 +239,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
-        if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._block_limit):
+        if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._limits["Gather"]):
             try:
                 return _gather(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -245,7 +250,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Gather, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Gatherv"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Gatherv"]):
             try:
                 return _gatherv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -264,7 +269,12 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
         # The buffers change places, because only the root's recvbuf means anything.
-        if stream is None and algorithm == "auto" and type(op) is _Op and is_plain(recvbuf, sendbuf, LIMITS["Reduce"]):
+        if (
+            stream is None
+            and algorithm == "auto"
+            and type(op) is _Op
+            and is_plain(recvbuf, sendbuf, self._limits["Reduce"])
+        ):
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)
             except REFUSALS as error:
@@ -291,7 +301,7 @@ class BlockingCollectives(MPI.Intracomm):
             and algorithm == "auto"
             and type(op) is _Op
             and recvcounts is not None
-            and is_plain(recvbuf, sendbuf, LIMITS["Reduce_scatter"])
+            and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter"])
         ):
             try:
                 return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
@@ -309,7 +319,7 @@ class BlockingCollectives(MPI.Intracomm):
             stream is None
             and algorithm == "auto"
             and type(op) is _Op
-            and is_plain(recvbuf, sendbuf, LIMITS["Reduce_scatter_block"])
+            and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter_block"])
         ):
             try:
                 return _reduce_scatter_block(self, sendbuf, recvbuf, op)
@@ -321,7 +331,12 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``."""
-        if stream is None and algorithm == "auto" and type(op) is _Op and is_plain(sendbuf, recvbuf, LIMITS["Scan"]):
+        if (
+            stream is None
+            and algorithm == "auto"
+            and type(op) is _Op
+            and is_plain(sendbuf, recvbuf, self._limits["Scan"])
+        ):
             try:
                 return _scan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -332,7 +347,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._block_limit):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatter"]):
             try:
                 return _scatter(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -343,7 +358,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Scatter, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, LIMITS["Scatterv"]):
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatterv"]):
             try:
                 return _scatterv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:

@@ -27,7 +27,7 @@ from mpicomm.cluster.agreement import forked
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
 from mpicomm.collectives.dispatch import Collectives
-from mpicomm.collectives.host.fast_path import LIMITS
+from mpicomm.collectives.host.fast_path import limits
 from mpicomm.devices.base import Link
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
@@ -165,7 +165,7 @@ class Communicator(
         self._in_stream_order = InStreamOrder(self._collectives, session)
         # Peers open this rank's outbox as messages come, and only they know whether they have: Free waits for them.
         session.keep_beside(self._messages.memory, opened_by_peers=self._messages.described)
-        self._block_limit = min(LIMITS["Gather"], LIMITS["Scatter"]) // len(session.placement.places)
+        self._limits = limits(len(session.placement.places), len(session.placement.nodes))
         if session.channel is not None:
             record_inside(self._collectives, session)
             record_calls(self, session.channel)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from mpicomm.api.communicator import Communicator
-from mpicomm.bench.machine import Call, Machine
+from mpicomm.bench.machine import Call
 from mpicomm.bench.operations import Buffers, Case
 
 T = TypeVar("T")
@@ -35,9 +35,6 @@ class Peer(Protocol):
 
     def close(self) -> None:
         """Free everything."""
-
-
-Opener = Callable[[Communicator, Machine], Peer]
 
 
 def cuda_major() -> int:

@@ -1,4 +1,4 @@
-"""Plain calls: small collectives on NumPy arrays, which are certainly MPI's.
+"""Plain calls: collectives on NumPy arrays that are certainly MPI's: small ones, and all between nodes.
 
 They are recognised in a fraction of a microsecond, because MPI takes about a microsecond for 8 bytes. `Call` would take
 longer to read the arguments than MPI takes for the call.
@@ -6,6 +6,7 @@ longer to read the arguments than MPI takes for the call.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -21,10 +22,6 @@ from mpicomm.mpi.types import numpy_dtype
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
 """Element types for which MPI keeps all promises of mpicomm."""
 
-LIMITS = {name: least_mapped(operation) for name, operation in OPERATIONS.items()}
-"""A collective of fewer bytes in the whole call, of `MPI_TYPES`, is MPI's with any number of ranks."""
-
-
 _FACTS = {
     row: (row.send == "counted", row.rooted == "send", row.counts == "vector", row.receive == "blocks" != row.send)
     for row in OPERATIONS.values()
@@ -33,11 +30,25 @@ _FACTS = {
 differ; whether each rank sends one of the blocks that others receive."""
 
 
+def limits(size: int, nodes: int) -> dict[str, int]:
+    """Return the bytes below which a collective of `MPI_TYPES` is certainly MPI's, by its name; local.
+
+    They are bytes of the buffer that every rank has: in Gather and Scatter one block, elsewhere the whole call.
+    """
+    return {
+        operation.name: _limit(operation, nodes) // (size if operation.name in ("Gather", "Scatter") else 1)
+        for operation in OPERATIONS.values()
+    }
+
+
+def _limit(operation: Operation, nodes: int) -> int:
+    return sys.maxsize if operation.in_mpi and nodes > 1 else least_mapped(operation)
+
+
 def is_plain(other: Any, buffer: Any, limit: int) -> bool:
     """Return whether a call with these buffers is certainly MPI's; local.
 
-    ``buffer`` is the buffer that every rank has, with the same number of bytes on all. ``limit`` is from `LIMITS`,
-    divided by the number of ranks if ``buffer`` is one block of the call.
+    ``buffer`` is the buffer that every rank has, with the same number of bytes on all. ``limit`` is from `limits`.
     """
     return (
         type(buffer) is ndarray
@@ -76,7 +87,7 @@ def are_apart(a: Any, b: Any) -> bool:
     return (x is a or is_host_view(a)) and (y is b or is_host_view(b)) and not may_share_memory(a, b)
 
 
-def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, crossover: int) -> bool:
+def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, nodes: int, crossover: int) -> bool:
     """Return whether a call on NumPy arrays is certainly MPI's, also of more bytes than `is_plain` decides; local.
 
     The answer agrees with `selection.is_mpis`, which decides on ranks that pass their buffers in other forms.
@@ -107,7 +118,7 @@ def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, cross
         blocks = size
     if type(array) is not ndarray or array.dtype not in MPI_TYPES:
         return False
-    return not use_mapped(operation, blocks * array.nbytes, size, crossover)
+    return not use_mapped(operation, blocks * array.nbytes, size, crossover, nodes)
 
 
 def _array(spec: Any) -> Any:

@@ -57,13 +57,16 @@ def least_mapped(operation: Operation) -> int:
     return min(_MAPPED_FROM.get(operation.name, (_NEVER,))) if operation.in_mpi else 0
 
 
-def use_mapped(operation: Operation, nbytes: int, size: int, crossover: int) -> bool:
+def use_mapped(operation: Operation, nbytes: int, size: int, crossover: int, nodes: int = 1) -> bool:
     """Return whether mapped memory is faster than MPI for a collective that MPI can carry out; local.
 
-    ``nbytes`` is `Call.nbytes`, the same number on all ranks. ``crossover`` is 0 while it is not measured.
+    ``nbytes`` is `Call.nbytes`, the same number on all ranks. ``crossover`` is 0 while it is not measured. Ranks of
+    several nodes map no memory of each other.
     """
     if not operation.in_mpi:
         return True
+    if nodes > 1:
+        return False
     few, many = _MAPPED_FROM.get(operation.name, (_NEVER, _NEVER))
     if size == 2:
         return nbytes >= max(few, crossover * _CROSSOVERS.get(operation.name, 0))
@@ -92,7 +95,7 @@ def is_mpis(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -
     if call.dtype is None or algorithm == "mpi":
         return True
     if algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op):
-        return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size, crossover) or nodes > 1
+        return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size, crossover, nodes)
     return False
 
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.host.fast_path import LIMITS, is_plain, is_plainly_mpis
+from mpicomm.collectives.host.fast_path import is_plain, is_plainly_mpis, limits
 from mpicomm.collectives.host.selection import use_mapped
 from mpicomm.collectives.operations import ALLREDUCE, OPERATIONS, Operation
 
@@ -32,7 +32,7 @@ LIMIT = 1000
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_below_the_limit_is_never_for_mapped_memory(operation: Operation, size: int) -> None:
-    assert not use_mapped(operation, LIMITS[operation.name] - 1, size, 0)
+    assert not use_mapped(operation, limits(1, 1)[operation.name] - 1, size, 0)
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,11 @@ def test_an_array_with_its_own_type_is_that_array(operation: Operation, nbytes: 
 
     def decided(send: Any, receive: Any) -> bool:
         arguments = Arguments(send=send, receive=receive, op=MPI.SUM, counts=[1] * size)
-        return is_plainly_mpis(operation, arguments, size, 0)
+        return is_plainly_mpis(operation, arguments, size, 1, 0)
 
     plain = decided(send, receive)
     assert decided([send, MPI.DOUBLE], (receive, MPI.DOUBLE)) == decided(send, [receive, MPI.DOUBLE]) == plain
-    assert plain or not is_plain(send, receive, LIMITS[operation.name] // size)
+    assert plain or not is_plain(send, receive, limits(1, 1)[operation.name] // size)
     for other in (MPI.FLOAT, MPI.BYTE, MPI.DOUBLE_INT, "d", 1, None):
         assert not decided(send, [receive, other])
     assert not decided([OnDevice(), MPI.DOUBLE], receive) and not decided(send, [OnDevice(), MPI.DOUBLE])
@@ -84,4 +84,22 @@ def test_an_array_with_its_own_type_is_that_array(operation: Operation, nbytes: 
 
 def test_mpi_has_no_average() -> None:
     arguments = Arguments(send=np.zeros(1), receive=np.zeros(1), op=mpicomm.AVG)
-    assert not is_plainly_mpis(ALLREDUCE, arguments, 2, 0)
+    assert not is_plainly_mpis(ALLREDUCE, arguments, 2, 1, 0)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
+def test_between_nodes_mpi_carries_what_it_has_at_any_size(operation: Operation) -> None:
+    assert not operation.in_mpi or not use_mapped(operation, 1 << 40, 4, 0, 2)
+    assert limits(4, 2)[operation.name] > 1 << 40 or not operation.in_mpi
+
+
+@pytest.mark.parametrize("name", ["Gather", "Scatter"])
+def test_the_limit_of_one_block_is_a_share_of_that_of_the_call(name: str) -> None:
+    assert limits(4, 1)[name] == limits(1, 1)[name] // 4
+
+
+def test_large_arrays_of_several_nodes_are_plainly_mpis() -> None:
+    array, result = np.zeros(1 << 20), np.zeros(1 << 20)
+    arguments = Arguments(send=array, receive=result, op=MPI.SUM)
+    assert is_plainly_mpis(ALLREDUCE, arguments, 2, 2, 0)
+    assert not is_plainly_mpis(ALLREDUCE, arguments, 2, 1, 0)
