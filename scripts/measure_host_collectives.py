@@ -10,15 +10,14 @@ sizes; ``--only Allreduce`` picks collectives. ``--json FILE`` adds the rows to 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from in_turns import in_turns
 from mpi4py import MPI
 from result_file import Table, add_tables, command, hardware
 
@@ -68,21 +67,6 @@ def by_engine(engine: HostEngine, operation: Operation, arguments: Arguments, wa
     return lambda: engine.run(selection.schedule(call, way, SIZE, engine.scratch(call.scratch_nbytes)), signature)
 
 
-def measure(ways: Ways, rounds: int) -> dict[str, float]:
-    """Return the median of milliseconds of each way; they take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    order = list(ways)
-    for _ in range(rounds + 1):
-        order.append(order.pop(0))
-        for name in order:
-            work = ways[name]
-            WORLD.Barrier()
-            start = time.perf_counter()
-            work()
-            seconds[name].append(WORLD.allreduce(time.perf_counter() - start, MPI.MAX))
-    return {name: 1e3 * statistics.median(values[1:]) for name, values in seconds.items()}
-
-
 def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int) -> list[list[Any]]:
     """Measure one collective at one size, check that all ways agree, print a line, and return a row for each way."""
     operation, rng = OPERATIONS[name], np.random.default_rng(RANK)
@@ -98,7 +82,7 @@ def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int)
                 ways[f"{way} {label}".strip()] = by_engine(engine, operation, arguments, way)
     scratch = np.zeros_like(send)
     ways["np.copyto"] = lambda: np.copyto(scratch, send)
-    times = measure(ways, rounds)
+    times = {way: 1e3 * seconds for way, seconds in in_turns(ways, rounds).items()}
     same = all(np.array_equal(result, results["MPI"]) for result in results.values())
     if not WORLD.allreduce(same, MPI.LAND):
         raise SystemExit(f"{name}: MPI and mapped memory returned different values")

@@ -114,7 +114,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     _collectives: Collectives
     _limits: dict[str, int]
-    """Of `fast_path.limits`."""
+    """The bytes below which a collective on plain arrays is MPI's: see `fast_path.limits`."""
 
     def Barrier(self, *, stream: Any = None) -> None:
         """Block until all ranks have called it.

@@ -98,11 +98,8 @@ class Collectives:
                 return
         arguments = Arguments(send, receive, op, root, counts)
         crossover = self._crossover and self._crossover_of(op)
-        if (
-            algorithm == "auto"
-            and stream is None
-            and is_plainly_mpis(operation, arguments, self._size, self._nodes, crossover)
-        ):
+        automatic = algorithm == "auto" and stream is None
+        if automatic and is_plainly_mpis(operation, arguments, self._size, self._nodes, crossover):
             if operation.of_neighbors:
                 self._neighbors()
             self._mpi(operation, arguments)

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-from tests.helpers.peer_death import begin
+from tests.helpers.in_child import begin_in_child
 
 TIMEOUT_S = 0.3
 PATIENCE_S = 10.0
@@ -41,7 +41,7 @@ class Call:
 def main(results: Path, how: str, victim: int, names: list[str]) -> None:
     """Lose a rank or a host, and make the calls."""
     import numpy as np
-    from mpi4py import MPI  # not above, because `begin` has to fork before MPI starts
+    from mpi4py import MPI  # not above, because `begin_in_child` has to fork before MPI starts
 
     import mpicomm
 
@@ -89,6 +89,6 @@ def main(results: Path, how: str, victim: int, names: list[str]) -> None:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    begin(directory)  # so that the launcher does not end the job with the victim
+    begin_in_child(directory)  # so that the launcher does not end the job with the victim
     main(directory, sys.argv[2], int(sys.argv[3]), sys.argv[4:])
     os._exit(0)  # MPI_Finalize would wait for the victim

@@ -29,6 +29,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
+from tests.helpers.in_child import begin_in_child
 from tests.helpers.interrupts import interrupts_raise
 from tests.helpers.leaks import collect_new_objects_alone, nothing_leaks
 
@@ -125,7 +126,9 @@ class Play:
         self.comm = mpicomm.Communicator(self._parent, device=device, timeout_s=self._timeout_s)
 
     def _buffer(self, count: int) -> Any:
-        from tests.helpers.communicators import array_module  # not above: it starts MPI, and `begin` has to fork before
+        from tests.helpers.communicators import (
+            array_module,
+        )  # not above, because it starts MPI, before which the rank forks
 
         with array_module(self._made) as xp:
             return xp.ones(count, "f4")
@@ -150,7 +153,9 @@ class Play:
         self._made.check()
 
     def _signals(self) -> None:
-        from tests.helpers.communicators import node_ranks  # not above: it starts MPI, and `begin` has to fork before
+        from tests.helpers.communicators import (
+            node_ranks,
+        )  # not above, because it starts MPI, before which the rank forks
 
         comm, array = self._made, self._array
         near = node_ranks(array)  # of the host
@@ -360,24 +365,6 @@ class Trials:
             time.sleep(2e-3)
 
 
-def begin(results: Path) -> None:
-    """Return in a child; the parent, which the launcher watches, outlives it until all ranks are done.
-
-    Else the launcher ends all ranks when it sees the first one dead. The parent leaves the file `gone-RANK` in
-    ``results`` when the child is gone and the kernel has closed its connections.
-    """
-    child = os.fork()
-    if child == 0:
-        return
-    _, status = os.waitpid(child, 0)
-    (results / f"gone-{os.environ['PMI_RANK']}").touch()
-    if os.WIFEXITED(status) and os.WEXITSTATUS(status) != 0:
-        os._exit(1)  # this ends the job
-    while not (results / "done").exists():
-        time.sleep(0.02)
-    os._exit(0)
-
-
 def main() -> None:
     """Run the trials, then end without MPI_Finalize, which would wait for the dead."""
     parser = argparse.ArgumentParser()
@@ -390,7 +377,7 @@ def main() -> None:
     parser.add_argument("--hosts", type=int, default=1, help="the hosts that the ranks claim to be on")
     parser.add_argument("--step", default="", help="the step of all victims; any, if none is given")
     options = parser.parse_args()
-    begin(options.results)
+    begin_in_child(options.results)
     if options.hosts > 1:
         os.environ["MPICOMM_HOSTID"] = f"host{int(os.environ['PMI_RANK']) % options.hosts}"
     try:

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-from tests.helpers.peer_death import begin
+from tests.helpers.in_child import begin_in_child
 
 TIMEOUT_S = 1.0
 CALLS_BEFORE = 20
@@ -36,7 +36,7 @@ class Call:
 
 def main(results: Path) -> None:
     """Lose a rank, and make the calls."""
-    import torch  # not above, because `begin` has to fork before threads and MPI start
+    import torch  # not above, because `begin_in_child` has to fork before threads and MPI start
     import torch.distributed as dist
     from torch import nn
 
@@ -82,6 +82,6 @@ def main(results: Path) -> None:
 
 if __name__ == "__main__":
     directory = Path(sys.argv[1])
-    begin(directory)  # so that the launcher does not end the job with the rank
+    begin_in_child(directory)  # so that the launcher does not end the job with the rank
     main(directory)
     os._exit(0)  # MPI_Finalize would wait for the dead

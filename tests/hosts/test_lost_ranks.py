@@ -10,6 +10,7 @@ import pytest
 
 from mpicomm.waiting import wait_until
 from tests.helpers.hosts import Hosts
+from tests.helpers.in_child import KILLED
 from tests.helpers.lost_ranks import CALLS, ROW, TIMEOUT_S, Call
 
 PLACEMENT = (0, 0, 1, 1)
@@ -29,7 +30,7 @@ class Job:
         self._wait_for("ready", range(len(PLACEMENT)), START_LIMIT_S)
         if how == "kill":
             # Over libfabric MPICH itself ends the job where a rank dies while a message to it is in flight.
-            self._wait_for("gone", [victim], START_LIMIT_S)
+            assert wait_until((self._results / KILLED).exists, START_LIMIT_S)
         self._calls = len(calls)
 
     def begin_calls(self) -> None:

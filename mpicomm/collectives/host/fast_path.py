@@ -6,7 +6,6 @@ longer to read the arguments than MPI takes for the call.
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import numpy as np
@@ -36,13 +35,9 @@ def limits(size: int, nodes: int) -> dict[str, int]:
     They are bytes of the buffer that every rank has: in Gather and Scatter one block, elsewhere the whole call.
     """
     return {
-        operation.name: _limit(operation, nodes) // (size if operation.name in ("Gather", "Scatter") else 1)
-        for operation in OPERATIONS.values()
+        name: least_mapped(operation, nodes) // (size if name in ("Gather", "Scatter") else 1)
+        for name, operation in OPERATIONS.items()
     }
-
-
-def _limit(operation: Operation, nodes: int) -> int:
-    return sys.maxsize if operation.in_mpi and nodes > 1 else least_mapped(operation)
 
 
 def is_plain(other: Any, buffer: Any, limit: int) -> bool:
@@ -118,7 +113,7 @@ def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, nodes
         blocks = size
     if type(array) is not ndarray or array.dtype not in MPI_TYPES:
         return False
-    return not use_mapped(operation, blocks * array.nbytes, size, crossover, nodes)
+    return not use_mapped(operation, blocks * array.nbytes, size, nodes, crossover)
 
 
 def _array(spec: Any) -> Any:

@@ -52,12 +52,14 @@ _TWO_SHOT_FROM = {"Allreduce": _MIB}
 _SHARD_NBYTES = _MIB
 
 
-def least_mapped(operation: Operation) -> int:
+def least_mapped(operation: Operation, nodes: int) -> int:
     """Return the fewest bytes with which a collective may go through mapped memory, with any number of ranks; local."""
-    return min(_MAPPED_FROM.get(operation.name, (_NEVER,))) if operation.in_mpi else 0
+    if not operation.in_mpi:
+        return 0
+    return _NEVER if nodes > 1 else min(_MAPPED_FROM.get(operation.name, (_NEVER,)))
 
 
-def use_mapped(operation: Operation, nbytes: int, size: int, crossover: int, nodes: int = 1) -> bool:
+def use_mapped(operation: Operation, nbytes: int, size: int, nodes: int, crossover: int) -> bool:
     """Return whether mapped memory is faster than MPI for a collective that MPI can carry out; local.
 
     ``nbytes`` is `Call.nbytes`, the same number on all ranks. ``crossover`` is 0 while it is not measured. Ranks of
@@ -95,7 +97,7 @@ def is_mpis(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -
     if call.dtype is None or algorithm == "mpi":
         return True
     if algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op):
-        return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size, crossover, nodes)
+        return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size, nodes, crossover)
     return False
 
 

@@ -18,9 +18,8 @@ from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.reductions import Array
 
-HOST_SIZES = (0, 1, 4097, 1 << 18)  # the last is beyond the eager limit of every MPI
-# Kernels copy up to KERNEL_NBYTES, copy engines copy more, and the last goes in pieces.
-GPU_SIZES = (*HOST_SIZES, KERNEL_NBYTES // 4, KERNEL_NBYTES // 4 + 1, (5 << 20) + 3)
+# The second last is beyond the eager limit of every MPI; the last goes in pieces.
+SIZES = (0, 1, 4097, 1 << 18, KERNEL_NBYTES // 4, KERNEL_NBYTES // 4 + 1, (5 << 20) + 3)
 DTYPES = [np.dtype(code) for code in "?bhilBfdFD"]
 
 
@@ -43,14 +42,10 @@ class Ring:
         assert not received[self.count :].any()
 
 
-def sizes(comm: mpicomm.Communicator) -> tuple[int, ...]:
-    return HOST_SIZES if comm.device == "cpu" else GPU_SIZES
-
-
 def rings(comm: mpicomm.Communicator, xp: Any) -> Iterator[Ring]:
     for dtype in DTYPES:
         yield Ring(comm, xp, dtype, 17)
-    for count in sizes(comm):
+    for count in SIZES:
         yield Ring(comm, xp, np.dtype(np.float32), count)
 
 
@@ -67,7 +62,7 @@ def test_requests_and_a_blocking_receive(comm: mpicomm.Communicator, xp: Any, me
 @pytest.mark.parametrize("method", ["Send", "Ssend", "Rsend", "Bsend"])
 def test_blocking_sends_and_a_posted_receive(comm: mpicomm.Communicator, xp: Any, method: str) -> None:
     # For all messages: they may be received late.
-    with room_for_buffered_sends(comm, sum(sizes(comm)) * 4 + (1 << 20)):
+    with room_for_buffered_sends(comm, sum(SIZES) * 4 + (1 << 20)):
         for tag, ring in enumerate(rings(comm, xp)):
             status = MPI.Status()
             request = comm.Irecv(ring.receive.array, tag=tag)
@@ -206,7 +201,7 @@ def test_the_first_use_of_a_duplicate_may_be_a_message_between_two(device: str) 
 @pytest.mark.parametrize("on_device", ["sender", "receiver"])
 @pytest.mark.parametrize("way", ["Recv", "Irecv", "Waitall", "Sendrecv", "Mprobe"])
 def test_one_side_on_the_host(comm: mpicomm.Communicator, xp: Any, on_device: str, way: str) -> None:
-    for tag, count in enumerate((*sizes(comm), DESCRIPTION_NBYTES // 4)):
+    for tag, count in enumerate((*SIZES, DESCRIPTION_NBYTES // 4)):
         there, here = Ring(comm, xp, np.dtype(np.float32), count), Ring(comm, np, np.dtype(np.float32), count)
         sender, receiver = (there, here) if on_device == "sender" else (here, there)
         status = MPI.Status()

@@ -32,7 +32,7 @@ LIMIT = 1000
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_below_the_limit_is_never_for_mapped_memory(operation: Operation, size: int) -> None:
-    assert not use_mapped(operation, limits(1, 1)[operation.name] - 1, size, 0)
+    assert not use_mapped(operation, limits(1, 1)[operation.name] - 1, size, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_mpi_has_no_average() -> None:
 
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 def test_between_nodes_mpi_carries_what_it_has_at_any_size(operation: Operation) -> None:
-    assert not operation.in_mpi or not use_mapped(operation, 1 << 40, 4, 0, 2)
+    assert not operation.in_mpi or not use_mapped(operation, 1 << 40, 4, 2, 0)
     assert limits(4, 2)[operation.name] > 1 << 40 or not operation.in_mpi
 
 
