@@ -27,10 +27,8 @@ _LOCAL_IDS = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_L
 processes of a job step that only launches the ranks."""
 HANDLES = ("auto", "ipc", "fd", "fabric", "staged")
 """The values of ``handle=``: "auto", and each ``Kind`` of `mpicomm.devices.handle` except that for host memory."""
-INTERNODE = ("nccl", "mpi", "staged")
-"""The engines that move device memory between groups of ranks on any nodes, the best one first."""
-MAPPED = "mapped"
-"""The engine between groups of ranks of one node."""
+INTERNODE = ("mapped", "nccl", "mpi", "staged")
+"""The engines that move device memory between groups of ranks, the best one first; "mapped" is for a single node."""
 
 
 def unknown() -> dict[str, str]:
@@ -130,8 +128,8 @@ def bind_cpu() -> bool:
 def internode() -> str:
     """Return MPICOMM_INTERNODE: the engine that moves device memory between groups of ranks, or "auto"."""
     value = os.environ.get("MPICOMM_INTERNODE", "auto")
-    if value not in ("auto", *INTERNODE, MAPPED):
-        raise InvalidUsageError(f"MPICOMM_INTERNODE={value!r}: use {', '.join(INTERNODE)}, {MAPPED} or auto")
+    if value not in ("auto", *INTERNODE):
+        raise InvalidUsageError(f"MPICOMM_INTERNODE={value!r}: use {', '.join(INTERNODE)} or auto")
     return value
 
 

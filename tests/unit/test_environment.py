@@ -197,7 +197,7 @@ def test_a_processs_number_on_its_machine_is_the_launchers(monkeypatch: pytest.M
     assert environment.local_id() == 12
 
 
-@pytest.mark.parametrize("name", ["auto", "nccl", "mpi", "staged", "mapped"])
+@pytest.mark.parametrize("name", ["auto", *environment.INTERNODE], ids="engine {}".format)  # pytest-mpi skips mpi
 def test_internode(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     assert environment.internode() == "auto"
     monkeypatch.setenv("MPICOMM_INTERNODE", name)
@@ -207,7 +207,7 @@ def test_internode(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 @pytest.mark.parametrize("name", ["", "NCCL", "ucx", "nccl,mpi"])
 def test_internode_that_is_none(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv("MPICOMM_INTERNODE", name)
-    expected = re.escape(f"MPICOMM_INTERNODE={name!r}: use nccl, mpi, staged, mapped or auto")
+    expected = re.escape(f"MPICOMM_INTERNODE={name!r}: use mapped, nccl, mpi, staged or auto")
     with pytest.raises(InvalidUsageError, match=expected):
         environment.internode()
 

@@ -56,16 +56,9 @@ def choose_carrier(
         raise InvalidUsageError(f"MPICOMM_INTERNODE differs between ranks: {said}; set the same on all")
     request = requests[0]
     rejected: dict[str, str] = {}
-    if request == environment.MAPPED:
-        if channels is None:
-            raise BackendUnavailableError(
-                f"MPICOMM_INTERNODE={request}: the ranks are on several nodes, which map no memory of each other: use "
-                f"{', '.join(environment.INTERNODE)} or auto"
-            )
-        return Choice(MappedCarrier(channels(), backend), rejected)
     for name in environment.INTERNODE if request == "auto" else [request]:
         try:
-            carrier = _open(name, group, transfers, backend, uuids, on_failure)
+            carrier = _open(name, group, transfers, backend, uuids, channels, on_failure)
         except MpicommError as error:
             if group.broken is not None:
                 raise
@@ -84,8 +77,13 @@ def _open(
     transfers: Transfers,
     backend: GpuBackend,
     uuids: tuple[bytes, ...],
+    channels: Callable[[], MappedChannels] | None,
     on_failure: Callable[[Failure], None],
 ) -> Carrier:
+    if name == "mapped":
+        if channels is None:
+            raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
+        return MappedCarrier(channels(), backend)
     if name == "staged":
         return StagedCarrier(transfers, backend)
     if name == "mpi":
