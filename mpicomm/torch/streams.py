@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 
 import torch
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.torch.current_stream import CurrentStream, current_stream
 from mpicomm.torch.failures import expected
 from mpicomm.torch.symmetric_pool import SymmetricPool
-from mpicomm.torch.works import StreamWork, Work, current_stream
+from mpicomm.torch.works import StreamWork, Work
 
 
 class Streams:
@@ -25,7 +26,7 @@ class Streams:
         assert isinstance(comm.device, int)
         self._comm = comm
         self._gpu = comm.device
-        # Marks order streams by their addresses. PyTorch's own methods take three to ten times as long.
+        # Marks order streams by their addresses. PyTorch's own methods take several times as long.
         self._marks = comm._session.gpu("init_process_group").side_streams
         self._pool = SymmetricPool(comm)
         # Not at the first call, because that one may be in a capture.
@@ -52,9 +53,6 @@ class Streams:
             if limit is None:
                 return Work(outputs)
             return self._work(outputs, torch.cuda.current_stream(self._gpu), name, limit)
-        if torch.cuda.current_device() != self._gpu:
-            with torch.cuda.device(self._gpu):
-                return self._begin(name, call, outputs, given, limit)
         return self._begin(name, call, outputs, given, limit)
 
     def barrier(self, limit: timedelta) -> Work:
@@ -94,8 +92,9 @@ class Streams:
                 for tensor in given:
                     tensor.record_stream(self._side)  # or PyTorch gives the memory away when the caller drops it
                 work = self._work(outputs, self._side, name, limit)
-                if not torch.cuda.is_current_stream_capturing():
-                    self._pool.used(given, work.follow)
+                if self._pool.is_in_use and not torch.cuda.is_current_stream_capturing():
+                    # Not a method of the work, which keeps the tensors.
+                    self._pool.used(given, partial(marks.follow, mark=work.mark))
         except BaseException:
             marks.wait_stream(current, side)  # no capture may end before all its streams have come back
             raise
@@ -104,28 +103,4 @@ class Streams:
     def _work(
         self, outputs: Sequence[torch.Tensor], stream: torch.cuda.Stream, name: str, limit: timedelta | None
     ) -> StreamWork:
-        check = expected(name, self._comm._check_at_once)
-        return StreamWork(outputs, stream, self._marks, name, check, self._comm._prepare_thread, limit)
-
-
-class CurrentStream(AbstractContextManager[None]):
-    """A ``with`` block in which ``stream`` is PyTorch's current stream of its GPU, which is the current device.
-
-    `torch.cuda.stream` does the same, and takes ten times as long. One thread at a time uses it.
-    """
-
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self._stream = stream.stream_id, stream.device_index, stream.device_type
-        self._before = self._stream
-
-    def __enter__(self) -> None:
-        _, gpu, _ = self._stream
-        self._before = torch._C._cuda_getCurrentStream(gpu)
-        _set_current(*self._stream)
-
-    def __exit__(self, *_: object) -> None:
-        _set_current(*self._before)
-
-
-def _set_current(stream: int, gpu: int, kind: int) -> None:
-    torch._C._cuda_setStream(stream_id=stream, device_index=gpu, device_type=kind)
+        return StreamWork(outputs, stream, self._marks, name, self._comm, limit)

@@ -34,6 +34,11 @@ class SymmetricPool:
         self._blocks: dict[tuple[int, int], list[_Block]] = {}
         self._by_address: dict[int, _Block] = {}
 
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there may be tensors in memory of the pool."""
+        return bool(self._by_address)
+
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, stream: int | None = None) -> torch.Tensor:
         """Return a tensor of undefined contents for work on ``stream``, an address; None on the host.
 
@@ -63,8 +68,7 @@ class SymmetricPool:
         ``follow`` lets a stream wait for the call. The program may drop the tensors before. PyTorch's `record_stream`
         keeps PyTorch's own memory alone.
         """
-        if self._by_address:
-            for tensor in tensors:
-                block = self._by_address.get(tensor.untyped_storage().data_ptr())
-                if block is not None:
-                    block.follow = follow
+        for tensor in tensors:
+            block = self._by_address.get(tensor.untyped_storage().data_ptr())
+            if block is not None:
+                block.follow = follow

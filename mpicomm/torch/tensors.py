@@ -35,7 +35,7 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise InvalidUsageError(
             f"{name} is a sparse tensor ({tensor.layout}), but tensors must be dense: pass to_dense()"
         )
-    if tensor.device.type not in ("cpu", "cuda"):
+    if not (tensor.is_cuda or tensor.is_cpu):
         raise DeviceError(f"{name} is on {tensor.device}: pass one on cpu or cuda")
     tensor = tensor.detach()  # always: autograd may make an output require a gradient while a thread receives into it
     if tensor.is_contiguous():

@@ -8,16 +8,17 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from mpi4py import MPI
 from torch._C import _distributed_c10d as c10d
 
+from mpicomm.api.communicator import Communicator
 from mpicomm.devices.base import SideStreams
 from mpicomm.errors import CollectiveTimeoutError
-from mpicomm.torch.failures import GroupTimeoutError
+from mpicomm.torch.current_stream import CurrentStream, current_stream
+from mpicomm.torch.failures import GroupTimeoutError, expected
 from mpicomm.waiting import wait_until
 
 FOREVER = timedelta(0)
@@ -156,19 +157,10 @@ class HostWork(Work):
         super()._settle(ended)
 
 
-def current_stream(gpu: int) -> int:
-    """Return the address of PyTorch's current stream of a GPU. Local.
-
-    `torch.cuda.current_stream` makes an object, which takes several microseconds.
-    """
-    return int(torch._C._cuda_getCurrentRawStream(gpu))
-
-
 class StreamWork(Work):
-    """A call that is enqueued on ``stream``, which may capture a graph; ``marks`` say when it has ended.
+    """A call of ``comm`` that is enqueued on ``stream``, which may capture a graph; ``marks`` say when it has ended.
 
-    With a ``limit`` the host waits for the call, too, so long at most; `FOREVER` is no limit. ``check`` raises the
-    error of the call once it has ended. Threads of this work begin with ``prepare_thread``.
+    With a ``limit`` the host waits for the call, too, so long at most; `FOREVER` is no limit.
     """
 
     def __init__(
@@ -177,24 +169,21 @@ class StreamWork(Work):
         stream: torch.cuda.Stream,
         marks: SideStreams,
         name: str,
-        check: Callable[[], None],
-        prepare_thread: Callable[[], None],
+        comm: Communicator,
         limit: timedelta | None = None,
     ) -> None:
         super().__init__(outputs)
         self._name = name
         self._stream = stream
-        mark = marks.mark(int(stream.cuda_stream))
-        self.follow = partial(marks.follow, mark=mark)
-        """Lets a stream wait for the call."""
-        self._passed = partial(marks.passed, mark)
-        self._check = check
-        self._prepare_thread = prepare_thread
+        self._comm = comm
+        self._marks = marks
         self._limit = limit
+        self.mark = marks.mark(int(stream.cuda_stream))
+        """The place in the work of the stream behind the call."""
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        self.follow(current_stream(self._stream.device_index))
+        self._marks.follow(current_stream(self._stream.device_index), self.mark)
         limit = timeout or self._limit
         if limit is None or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
             return super().wait()
@@ -204,11 +193,11 @@ class StreamWork(Work):
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self._passed():
+        if not self._marks.passed(self.mark):
             return False
         if self._error is None:
             try:
-                self._check()
+                expected(self._name, self._comm._check_at_once)()
             except Exception as error:
                 self._error = error
         return True
@@ -217,7 +206,7 @@ class StreamWork(Work):
         """Return a future that is complete: the streams of those who take its value wait for the call."""
         if self._future is None:
             self._future = torch.futures.Future(devices=[self._stream.device])
-            with torch.cuda.stream(self._stream):
+            with CurrentStream(self._stream):
                 self._future.set_result(self._outputs)
         return self._future
 
@@ -226,7 +215,7 @@ class StreamWork(Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def settle() -> None:
-            self._prepare_thread()
+            self._comm._prepare_thread()
             wait_until(self.is_completed, math.inf)
             future.set_result(self._result(None))
 

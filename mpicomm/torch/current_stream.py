@@ -1,0 +1,38 @@
+"""PyTorch's current stream. `torch.cuda` has the same functions, which take three to ten times as long."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+
+
+def current_stream(gpu: int) -> int:
+    """Return the address of the current stream of a GPU. Local."""
+    return int(torch._C._cuda_getCurrentRawStream(gpu))
+
+
+class CurrentStream(AbstractContextManager[None]):
+    """A ``with`` block in which ``stream`` is the current stream of its GPU, which is the current device.
+
+    One thread at a time uses it.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = self._before = stream.stream_id, stream.device_index, stream.device_type
+        self._device = stream.device_index
+
+    def __enter__(self) -> None:
+        _, gpu, _ = self._stream
+        self._device = torch._C._cuda_getDevice()
+        self._before = torch._C._cuda_getCurrentStream(gpu)
+        _set_current(*self._stream)
+
+    def __exit__(self, *_: object) -> None:
+        _set_current(*self._before)
+        if self._device != self._stream[1]:  # the line above has made the GPU of the streams the current device
+            torch._C._cuda_setDevice(self._device)
+
+
+def _set_current(stream: int, gpu: int, kind: int) -> None:
+    torch._C._cuda_setStream(stream_id=stream, device_index=gpu, device_type=kind)
