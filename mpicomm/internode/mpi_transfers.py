@@ -147,9 +147,11 @@ class Transfers:
             self._say(sorted(transfer.receiving() or transfer.sending()), _WAIT_TAG)
             if wait_until(ready, GRACE_S, look_around):
                 return
+            missing = self._missing(transfer.receiving() or transfer.sending())
+        except MPI.Exception as error:  # Open MPI with ULFM refuses to look for messages of a rank that is gone
+            raise self._given_up(_refused(call, error)) from None
         finally:
             self._waits.waits_no_more()
-        missing = self._missing(transfer.receiving() or transfer.sending())
         raise self._given_up(
             CollectiveTimeoutError(
                 f"{call}: {name_ranks(missing)} did not arrive within {self._timeout_s:g} s; the communicator is "

@@ -52,6 +52,13 @@ class Rig:
         self.device.close()
 
 
+class GoneRanks(MPI.Intracomm):
+    """MPI refuses to look for a message, as Open MPI with ULFM does where the sender is gone."""
+
+    def Iprobe(self, *arguments: Any) -> bool:
+        raise MPI.Exception(MPI.ERR_OTHER)
+
+
 def parcel(rank: int, array: DeviceArray) -> Parcel:
     return Parcel(rank, array.memory.ctypes.data, array.memory.nbytes)
 
@@ -135,3 +142,12 @@ def test_the_error_of_the_rank_that_is_awaited_arrives(rig: Rig) -> None:
         with pytest.raises(mpicomm.CollectiveTimeoutError, match=r"rank 7 did not come") as raised:
             finish()
         assert raised.value.ranks == (7,)
+
+
+@pytest.mark.parametrize("carrier", [StagedCarrier, AwareCarrier])
+def test_a_rank_of_which_mpi_says_that_it_is_gone_is_an_error(carrier: type[StagedCarrier | AwareCarrier]) -> None:
+    rig = Rig(GoneRanks(WORLD.Dup()), carrier, 20.0)
+    finish = rig.carrier.start(Wire(receives=(parcel(OTHERS[0], rig.array(np.zeros(10, np.int32))),)), STREAM, CALL)
+    with pytest.raises(PeerError, match=r"MPI reports that a rank is gone"):
+        finish()
+    rig.close()
