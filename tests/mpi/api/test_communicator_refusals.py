@@ -51,7 +51,7 @@ def test_bad_argument_is_refused_by_all(comm_world: MPI.Intracomm, bad: dict[str
         ("MPICOMM_TIMEOUT", "0", "MPICOMM_TIMEOUT='0': use a positive number"),
         ("MPICOMM_MEMORY", "much", "MPICOMM_MEMORY: 'much' is no size"),
         ("MPICOMM_BIND_CPU", "yes", "MPICOMM_BIND_CPU='yes': use 1"),
-        ("MPICOMM_INTERNODE", "foo", "MPICOMM_INTERNODE='foo': use nccl"),
+        ("MPICOMM_INTERNODE", "foo", "MPICOMM_INTERNODE='foo': use mapped"),
         ("MPICOMM_STATS", "yes", "MPICOMM_STATS='yes': use 1"),
         ("MPICOMM_DEBUG", "loud", "MPICOMM_DEBUG='loud': use WARN"),
         ("MPICOMM_DEBUG_FILE", "/nowhere/log", "MPICOMM_DEBUG_FILE='/nowhere/log' cannot be opened: No such"),
