@@ -1,13 +1,13 @@
 """The communication hook for PyTorch's DistributedDataParallel, which reads the annotations of the hook as objects."""
 
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.groups import group_of
+from mpicomm.torch.works import Work
 
 
 class AllreduceState:
@@ -29,10 +29,10 @@ class AllreduceState:
         """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
         gradients = bucket.buffer()
         work = self._begin(bucket.index(), gradients)
-        future: torch.futures.Future[Any] = work.get_future()
-        return future.then(lambda done: done.value()[0])
+        work.value = gradients  # DDP takes no list
+        return work.get_future()
 
-    def _begin(self, index: int, gradients: torch.Tensor) -> dist.Work:
+    def _begin(self, index: int, gradients: torch.Tensor) -> Work:
         collectives = self.group.collectives
         if self.wire_dtype is None or gradients.dtype == self.wire_dtype:
             average = partial(collectives.all_reduce, gradients, dist.ReduceOp.AVG)

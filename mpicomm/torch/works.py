@@ -31,6 +31,8 @@ class Work(c10d.Work):
     def __init__(self, outputs: Sequence[torch.Tensor], source: int = -1) -> None:
         super().__init__()
         self._outputs = list(outputs)
+        self.value: Any = self._outputs
+        """The value of the future."""
         self._source = source
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
@@ -77,7 +79,7 @@ class Work(c10d.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future whose value are the outputs; where the call has an error, RuntimeError with its text."""
+        """Return a future of `value`: of the outputs. Where the call has an error, it is RuntimeError with its text."""
         if self._future is None:
             gpus = {output.device for output in self._outputs if output.is_cuda}
             ended: torch.futures.Future[Any] = torch.futures.Future(devices=list(gpus))
@@ -93,12 +95,12 @@ class Work(c10d.Work):
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
         # For tensors of a GPU PyTorch records events on the current streams, which those who take the value wait for.
-        ended.set_result(None if self._error is not None else self._outputs)
+        ended.set_result(None if self._error is not None else self.value)
 
-    def _outcome(self, _: Any) -> list[torch.Tensor]:
+    def _outcome(self, _: Any) -> Any:
         if self._error is not None:
             raise self._error
-        return self._outputs
+        return self.value
 
     def _result(self, _: Any) -> int:
         if self._error is None:
@@ -207,7 +209,7 @@ class StreamWork(Work):
         if self._future is None:
             self._future = torch.futures.Future(devices=[self._stream.device])
             with CurrentStream(self._stream):
-                self._future.set_result(self._outputs)
+                self._future.set_result(self.value)
         return self._future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
