@@ -1,7 +1,7 @@
 """A Numba kernel that reads the memory of all ranks: `mpirun -np 4 python examples/own_kernel_numba.py`.
 
-`pointers` holds the addresses of the parts of all ranks, and the kernel loads numbers from these addresses. So one
-kernel adds up the arrays of all ranks: an all-reduce to which any other arithmetic can be added.
+`pointers` holds the address of each rank's part of a symmetric array, and the kernel loads numbers from these
+addresses. So one kernel adds up the arrays of all ranks: an all-reduce to which any other arithmetic can be added.
 """
 
 import sys
@@ -15,7 +15,7 @@ import mpicomm
 def leave(reason: str) -> None:
     """Say on one rank why this example does not run here, and end all of them."""
     if MPI.COMM_WORLD.rank == 0:
-        print(f"this example needs Numba, CuPy and a GPU on every rank: {reason}")
+        print(f"this example needs Numba, CuPy and a GPU on every rank, on one node: {reason}")
     sys.exit()
 
 
@@ -33,6 +33,8 @@ except Exception as error:  # no package, no driver, no device: each raises anot
 comm = mpicomm.Communicator(MPI.COMM_WORLD)
 if comm.device == "cpu":
     leave("this rank has none")
+if comm.num_nodes > 1:
+    leave("the ranks are on several nodes")
 
 
 @intrinsic

@@ -14,7 +14,8 @@ import mpicomm
 def leave(reason: str) -> None:
     """Say on one rank why this example does not run here, and end all of them."""
     if MPI.COMM_WORLD.rank == 0:
-        print(f"this example needs CuPy and a GPU on every rank: {reason}; examples/peer_memory.py runs without")
+        needs = "this example needs CuPy and a GPU on every rank, on one node"
+        print(f"{needs}: {reason}; examples/peer_memory.py runs without")
     sys.exit()
 
 
@@ -28,6 +29,8 @@ except Exception as error:  # no CuPy, no driver, no device: each raises another
 comm = mpicomm.Communicator(MPI.COMM_WORLD)
 if comm.device == "cpu":
     leave("this rank has none")
+if comm.num_nodes > 1:
+    leave("the ranks are on several nodes")
 
 count, calls, timeout_ns = 1000, 100, 10**10
 inboxes = comm.zeros((2, comm.size, count), "float32")

@@ -57,7 +57,7 @@ class PointToPoint(MPI.Intracomm):
     MPI: those from one rank to another by their order in the streams of the two ranks. Device arrays in a stream that
     captures a CUDA graph go this way by themselves. Sender and receiver must both go this way. The calls return when
     they are enqueued. The first one of a communicator sets up 16 MiB of memory for each rank of the node, and is
-    collective over the node. The two ranks name each other, the same length, and the same tag; the receiver may name
+    collective over all ranks. The two ranks name each other, the same length, and the same tag; the receiver may name
     `MPI.ANY_TAG`. `Send` holds up its stream until the receiver has all but the last 16 MiB of the messages to it. So,
     as with NCCL, the ranks must come to these calls, and to collectives, in orders that go together: two ranks that
     both send first and then receive should use `Sendrecv`. With "copy_engine" MPI matches, and a capture is refused.

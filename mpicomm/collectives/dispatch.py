@@ -214,7 +214,7 @@ class Collectives:
     def enqueue_message(self, call: MessageCall, stream: Any, sent: Message | None, received: Message | None) -> None:
         """Enqueue a message to one rank and a message from another, in stream order.
 
-        The first message of a communicator of GPUs is collective over the node, the others are local.
+        The first message of a communicator of GPUs is collective, the others are local.
         """
         session = self._session.set_up(call.operation)
         session.require_usable(call.operation)

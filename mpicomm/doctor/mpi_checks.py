@@ -128,7 +128,7 @@ CHECKS = (
     Check(
         "mpiexec",
         "the first mpiexec on the PATH belongs to this MPI",
-        "the same, with the first `mpiexec` on the PATH",
+        "every rank is rank 0 of 1 with the first `mpiexec` on the PATH",
         "`export PATH=$(dirname $(which python)):$PATH` for an MPI of pip, else the folder of that MPI's mpiexec",
         mpiexec,
     ),
