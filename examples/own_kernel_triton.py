@@ -14,7 +14,7 @@ import mpicomm
 def leave(reason: str) -> None:
     """Say on one rank why this example does not run here, and end all of them."""
     if MPI.COMM_WORLD.rank == 0:
-        print(f"this example needs Triton, PyTorch, CuPy and a GPU on every rank, on one node: {reason}")
+        print(f"this example needs Triton, PyTorch, CuPy and a GPU on every rank: {reason}")
     sys.exit()
 
 
@@ -32,7 +32,7 @@ comm = mpicomm.Communicator(MPI.COMM_WORLD)
 if comm.device == "cpu":
     leave("this rank has none")
 if comm.num_nodes > 1:
-    leave("the ranks are on several nodes")
+    sys.exit("ranks reach each other's memory on one node alone: start all ranks on one node")
 
 
 @triton.jit

@@ -14,8 +14,7 @@ import mpicomm
 def leave(reason: str) -> None:
     """Say on one rank why this example does not run here, and end all of them."""
     if MPI.COMM_WORLD.rank == 0:
-        needs = "this example needs CuPy and a GPU on every rank, on one node"
-        print(f"{needs}: {reason}; examples/peer_memory.py runs without")
+        print(f"this example needs CuPy and a GPU on every rank: {reason}; examples/peer_memory.py runs without")
     sys.exit()
 
 
@@ -30,7 +29,7 @@ comm = mpicomm.Communicator(MPI.COMM_WORLD)
 if comm.device == "cpu":
     leave("this rank has none")
 if comm.num_nodes > 1:
-    leave("the ranks are on several nodes")
+    sys.exit("ranks reach each other's memory on one node alone: start all ranks on one node")
 
 count, calls, timeout_ns = 1000, 100, 10**10
 inboxes = comm.zeros((2, comm.size, count), "float32")
