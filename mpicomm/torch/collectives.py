@@ -169,7 +169,7 @@ class Collectives:
         send_counts: list[int],
         argument: str,
     ) -> None:
-        """Exchange parts; ``argument`` is the name of the arguments that say the counts, but for input and output."""
+        """Exchange parts; ``argument`` names the two arguments that say the counts, with {} for input and output."""
         rank = self._comm.rank
         if receive_counts[rank] != send_counts[rank]:
             raise SplitSizesError(
@@ -226,7 +226,7 @@ class Collectives:
 
 
 def _in_place_if_there(send: torch.Tensor, receive: torch.Tensor, offset: int) -> Any:
-    """Return what to send to all: MPI.IN_PLACE for data that is where it goes to; FSDP2 gathers so. Local."""
+    """Return the send buffer of an all-gather: MPI.IN_PLACE for data in its place in ``receive``. Local."""
     is_there = send.data_ptr() == receive.data_ptr() + offset * receive.element_size()
     return MPI.IN_PLACE if is_there else movable(apart(send, receive))
 

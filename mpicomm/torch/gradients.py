@@ -13,9 +13,9 @@ from mpicomm.torch.works import Work
 class AllreduceState:
     """The state of `allreduce_hook`: the group that averages, and the type of the elements that travel.
 
-    ``group`` is a group of the backend ``mpicomm``, by default that of all ranks. ``wire_dtype`` is the type of the
-    gradients' own, or ``torch.bfloat16`` or ``torch.float16``: then half of the bytes travel, and kernels still add in
-    float32 and round once. Local; raises `InvalidUsageError` for other types and groups.
+    ``group`` is a group of the backend ``mpicomm``, by default that of all ranks. Without ``wire_dtype`` gradients
+    travel in their type. With ``torch.bfloat16`` or ``torch.float16`` gradients of float32 travel in half of the bytes;
+    kernels add in float32 and round once. Local; raises `InvalidUsageError` for other types and groups.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, wire_dtype: torch.dtype | None = None) -> None:

@@ -22,8 +22,9 @@ _STEP = "init_process_group"
 def communicator(group: dist.ProcessGroup | None = None) -> Communicator:
     """Return the Communicator of a group of the backend ``mpicomm``, by default of all ranks. Local.
 
-    The group keeps it: `torch.distributed.destroy_process_group` frees it. Raises `InvalidUsageError` for a group of
-    another backend.
+    The group keeps it: `torch.distributed.destroy_process_group` frees it. Its collectives take no turn among the calls
+    of the group: wait for the group's works first, and call them in one thread. Raises `InvalidUsageError` for a group
+    of another backend.
     """
     return group_of(group).communicator
 
@@ -41,8 +42,8 @@ def group_of(group: dist.ProcessGroup | None) -> ProcessGroup:
 def create(given: Any, options: Any) -> ProcessGroup:
     """Return a group for ``torch.distributed``, which describes it in ``given``. Collective over its ranks.
 
-    Raises `InvalidUsageError` where PyTorch has other ranks than ``MPI.COMM_WORLD``, and the errors of `Communicator`,
-    on all ranks alike.
+    Raises `InvalidUsageError` where PyTorch has other ranks than ``MPI.COMM_WORLD``, `GroupTimeoutError` where a rank
+    does not come, and the errors of `Communicator`, on all ranks alike.
     """
     if options is not None:
         raise InvalidUsageError(f"pg_options={options!r}: the backend mpicomm has no options")
@@ -50,13 +51,13 @@ def create(given: Any, options: Any) -> ProcessGroup:
     ranks, name = list(given.global_ranks_in_group), str(given.group_id)
     whole = dist.group.WORLD
     if isinstance(whole, ProcessGroup) and ranks:
-        comm = part_of(whole.communicator, ranks, name, timeout_s)
+        comm = part_of(whole.communicator, ranks, name, given.store, timeout_s)
     else:
         if not ranks:
             plain = duplicate(MPI.COMM_WORLD, _STEP, timeout_s)
         else:  # a group beside those of another backend
             _require_ranks(dist.get_rank(), dist.get_world_size())
-            plain = members_of(MPI.COMM_WORLD, ranks, name)
+            plain = members_of(MPI.COMM_WORLD, ranks, name, given.store, timeout_s)
         comm = _agreed(plain, given.group_rank, given.group_size, timeout_s)
     return ProcessGroup(given.store, comm, timeout_s)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
 
@@ -66,6 +68,20 @@ class Lane:
     def __exit__(self, *exception: object) -> None:
         self._turn.release()
 
+    @contextmanager
+    def last_turn(self, limit_s: float) -> Iterator[bool]:
+        """Close the lane; the ``with`` block is the turn behind all its calls, also those of the callers' threads.
+
+        It gets False, and no turn, where these calls have not ended within ``limit_s`` seconds. Local.
+        """
+        ends_s = time.monotonic() + limit_s
+        ended = self.close(limit_s) and self._turn.acquire(timeout=max(0.0, ends_s - time.monotonic()))
+        try:
+            yield ended
+        finally:
+            if ended:
+                self._turn.release()
+
     def close(self, limit_s: float) -> bool:
         """End the thread after the calls that it has; return whether it has ended within ``limit_s`` seconds. Local."""
         with self._lock:
@@ -98,7 +114,9 @@ class Lane:
         while (work := queue.get()) is not None:
             with self._turn:
                 work.carry_out()
+            # Callbacks make their calls before a call of the program may come: else two ranks could carry these out in
+            # different orders.
+            work.end()
             with self._lock:
                 self._waiting -= 1
-            work.end()
             del work  # it keeps the outputs

@@ -13,20 +13,22 @@ from mpicomm.torch.failures import GroupTimeoutError
 _NOTHING = timedelta(milliseconds=1)  # a store does not wait for less
 
 
-def wait_for_all(store: c10d.Store, rank: int, size: int, timeout_s: float, *, name_all: bool) -> None:
-    """Wait until all ranks have come; raise `GroupTimeoutError`. Collective, with a store for this barrier alone.
+def wait_for_all(
+    store: c10d.Store, rank: int, size: int, timeout_s: float, *, name_all: bool, step: str = "monitoredBarrier"
+) -> None:
+    """Wait until all ranks have come to ``step``; raise `GroupTimeoutError`. Collective, with a store for it alone.
 
     Rank 0 names the first rank that is missing, or all with ``name_all``. The others get its error, and so does a rank
     that comes late. The errors begin as gloo's do, because programs look for these words.
     """
     if rank == 0:
-        verdict, missing = _roll_call(store, size, timeout_s, name_all=name_all)
+        verdict, missing = _roll_call(store, size, timeout_s, name_all=name_all, step=step)
         store.set("verdict", json.dumps([verdict, missing]))
         if verdict:
             raise GroupTimeoutError(verdict, ranks=missing)
         return
     store.set(str(rank), "")
-    came = f"Rank {rank} successfully reached monitoredBarrier"
+    came = f"Rank {rank} successfully reached {step}"
     came += ", but received errors while waiting for send/recv from rank 0"
     # Rank 0 may come as late as `timeout_s` after this rank. It writes the verdict at most `timeout_s` after that.
     if not _comes(store, "verdict", 2 * timeout_s):
@@ -36,10 +38,16 @@ def wait_for_all(store: c10d.Store, rank: int, size: int, timeout_s: float, *, n
         raise GroupTimeoutError(f"{came}: {verdict}", ranks=missing)
 
 
-def _roll_call(store: c10d.Store, size: int, timeout_s: float, *, name_all: bool) -> tuple[str, list[int]]:
-    """Return why the barrier has failed, "" where all ranks have come; and the ranks that are missing."""
+def forget(store: c10d.Store, size: int) -> None:
+    """Delete the keys of a barrier that all ranks have left. Local."""
+    for key in ("verdict", *map(str, range(1, size))):
+        store.delete_key(key)
+
+
+def _roll_call(store: c10d.Store, size: int, timeout_s: float, *, name_all: bool, step: str) -> tuple[str, list[int]]:
+    """Return why ``step`` has failed, "" where all ranks have come; and the ranks that are missing."""
     if timeout_s <= 0:
-        return f"Rank 0 timed out in monitoredBarrier after {timeout_s:g} s", []
+        return f"Rank 0 timed out in {step} after {timeout_s:g} s", []
     end = time.monotonic() + timeout_s
     missing = []
     for rank in range(1, size):
@@ -50,7 +58,7 @@ def _roll_call(store: c10d.Store, size: int, timeout_s: float, *, name_all: bool
     if not missing:
         return "", []
     names = ", ".join(map(str, missing))
-    return f"Rank{'s' * (len(missing) > 1)} {names} failed to pass monitoredBarrier in {timeout_s:g} s", missing
+    return f"Rank{'s' * (len(missing) > 1)} {names} failed to pass {step} in {timeout_s:g} s", missing
 
 
 def _comes(store: c10d.Store, key: str, timeout_s: float) -> bool:

@@ -5,28 +5,36 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 
+import torch.distributed as dist
 from mpi4py import MPI
+from torch._C import _distributed_c10d as c10d
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.torch.monitored_barrier import wait_for_all
 
 _TAGS = 32768  # MPI promises tags below this number
 
 
-def part_of(parent: Communicator, ranks: Sequence[int], name: str, timeout_s: float) -> Communicator:
+def part_of(parent: Communicator, ranks: Sequence[int], name: str, store: c10d.Store, timeout_s: float) -> Communicator:
     """Return a Communicator of some ranks of ``parent``, in this order, on the same devices.
 
     Collective over these ranks alone. ``name`` is the same on them, and differs between groups that are made at the
-    same time.
+    same time. ``store`` is that of the new group. Raises `GroupTimeoutError` where a rank does not come.
     """
-    plain = members_of(parent, ranks, name)
+    plain = members_of(parent, ranks, name, store, timeout_s)
     try:
         return Communicator(plain, device=parent.device, timeout_s=timeout_s)
     finally:
         plain.Free()
 
 
-def members_of(parent: MPI.Intracomm, ranks: Sequence[int], name: str) -> MPI.Intracomm:
+def members_of(
+    parent: MPI.Intracomm, ranks: Sequence[int], name: str, store: c10d.Store, timeout_s: float
+) -> MPI.Intracomm:
     """Return MPI's communicator of some ranks of ``parent``; see `part_of`. The caller frees it."""
+    # MPI waits without a limit for ranks that do not come.
+    came = dist.PrefixStore("came", store)
+    wait_for_all(came, list(ranks).index(parent.rank), len(ranks), timeout_s, name_all=True, step="new_group")
     whole = parent.Get_group()
     members = whole.Incl(ranks)
     tag = zlib.crc32(name.encode()) % _TAGS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,9 +17,9 @@ from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.torch.collective_calls import CollectiveCalls, Tensors
 from mpicomm.torch.collectives import Collectives
-from mpicomm.torch.failures import expected
+from mpicomm.torch.failures import as_expected, expected
 from mpicomm.torch.lane import Lane
-from mpicomm.torch.monitored_barrier import wait_for_all
+from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.parts import part_of
 from mpicomm.torch.streams import Streams
 from mpicomm.torch.tensors import DeviceError, flat, movable
@@ -28,13 +29,20 @@ _FREE_S = 30.0
 """So long a group that is destroyed waits for its other ranks, because they may have ended without destroying it."""
 
 
+class _Coalesced(threading.local):
+    """The works of the calls that a thread makes between `_start_coalescing` and `_end_coalescing`."""
+
+    works: list[Work] | None = None
+
+
 class ProcessGroup(CollectiveCalls):
     """The group of ``comm`` for ``torch.distributed``, which calls these methods. Programs call its functions.
 
     The methods of collectives are *collective*. On tensors of the host a blocking call returns when it is done, and a
     thread carries out an asynchronous one. On tensors of a GPU a call is enqueued on the current stream, and an
     asynchronous one on a stream of the group, after the work of the current stream. Where the options of a call name a
-    timeout, the host waits for the call, so long at most; the call itself ends with the timeout of the group.
+    timeout, the host waits for the call, but no longer than this timeout. The call itself ends with the timeout of the
+    group.
 
     It is a subclass of PyTorch's process group, not of its `Backend`, because PyTorch hides the works of a `Backend` in
     Python behind works that never are completed.
@@ -55,7 +63,7 @@ class ProcessGroup(CollectiveCalls):
         self._streams = None if comm.device == "cpu" else Streams(comm)
         self._timeout_s = timeout_s
         self._lane = Lane(f"mpicomm rank {comm.rank} of {comm.size}")
-        self._coalesced: list[Work] | None = None
+        self._coalesced = _Coalesced()
         self._sequence = 0
         self._monitored = 0
         self._open = True
@@ -80,9 +88,11 @@ class ProcessGroup(CollectiveCalls):
         self._require_open("monitored_barrier")
         self._monitored += 1
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
-        store = dist.PrefixStore(f"monitored_barrier/{self._monitored}/", self._store)
         comm = self.communicator
+        store = _store_of_barrier(self._store, self._monitored)
         wait_for_all(store, comm.rank, comm.size, timeout_s, name_all=wait_all_ranks)
+        if comm.rank == 0:  # now all ranks have left the barrier before
+            forget(_store_of_barrier(self._store, self._monitored - 1), comm.size)
 
     # Messages
 
@@ -96,7 +106,8 @@ class ProcessGroup(CollectiveCalls):
         self._require_rank("send", "dst", rank)
         if self._is_captured(memory):
             return self._enqueue_message("send", tensor, lambda: self.communicator.Send(memory, rank, tag))
-        request = self.communicator.Isend(memory, rank, tag)
+        with as_expected("send"):
+            request = self.communicator.Isend(memory, rank, tag)
         return self._message(request, tensor, f"send to rank {rank}", receives=False)
 
     def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
@@ -106,22 +117,25 @@ class ProcessGroup(CollectiveCalls):
         self._require_rank("recv", "src", rank)
         if self._is_captured(memory):
             return self._enqueue_message("recv", tensor, lambda: self.communicator.Recv(memory, rank, tag))
-        request = self.communicator.Irecv(memory, rank, tag)
+        with as_expected("recv"):
+            request = self.communicator.Irecv(memory, rank, tag)
         return self._message(request, tensor, f"recv from rank {rank}", receives=True)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """See `torch.distributed.irecv` without ``src``. Does not block."""
         (tensor,) = tensors
-        request = self.communicator.Irecv(self._message_memory("recv", tensor), MPI.ANY_SOURCE, tag)
+        memory = self._message_memory("recv", tensor)
+        with as_expected("recv"):
+            request = self.communicator.Irecv(memory, MPI.ANY_SOURCE, tag)
         return self._message(request, tensor, "recv from any rank", receives=True)
 
     def _start_coalescing(self, device: Any = None) -> None:
-        """Join the works of the calls up to `_end_coalescing`. Local."""
-        self._coalesced = []
+        """Join the works of this thread's calls up to `_end_coalescing`. Local."""
+        self._coalesced.works = []
 
     def _end_coalescing(self, device: Any = None) -> Work:
         """Return a work for the calls since `_start_coalescing`. Local."""
-        works, self._coalesced = self._coalesced or [], None
+        works, self._coalesced.works = self._coalesced.works or [], None
         return JoinedWork(works)
 
     # The group
@@ -189,7 +203,7 @@ class ProcessGroup(CollectiveCalls):
         name = given["group_name"]
         timeout_s = timeout.total_seconds() if timeout else self._timeout_s
         store = dist.PrefixStore(f"{name}/", self._store)
-        part = ProcessGroup(store, part_of(self.communicator, ranks, name, timeout_s), timeout_s)
+        part = ProcessGroup(store, part_of(self.communicator, ranks, name, store, timeout_s), timeout_s)
         part._set_group_name(name)
         part._set_group_desc(given.get("group_desc") or "")
         return part
@@ -201,7 +215,7 @@ class ProcessGroup(CollectiveCalls):
     def _set_sequence_number_for_group(self) -> None: ...
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return the number of collectives that this rank has called."""
+        """Return the number of collectives that this rank has called, without barriers."""
         return self._sequence
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -213,26 +227,31 @@ class ProcessGroup(CollectiveCalls):
     def shutdown(self) -> None:
         """Free the group, which `torch.distributed.destroy_process_group` calls.
 
-        Collective, blocking. After 30 s, or the timeout of the group, it frees this rank's part alone. It leaves all as
-        it is where a call of a thread has not ended by then.
+        Collective, blocking. After 30 s, or the timeout of the group, it frees this rank's part alone. Where a call has
+        not ended by then, it frees nothing.
         """
         if not self._open:
             return
         self._open = False
         limit_s = min(self._timeout_s, _FREE_S)
         # Freed under a call, the memory would be gone that the call uses, and both would wait for the same messages.
-        if not self._lane.close(limit_s):
-            logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
-            return
-        try:
-            self.communicator._free_within(limit_s)
-        except MpicommError as error:
-            logger.warning("a process group is not freed on all ranks: %s", error)
+        with self._lane.last_turn(limit_s) as ended:
+            if not ended:
+                logger.warning("a process group is not freed, because a call of it has not ended within %g s", limit_s)
+                return
+            try:
+                self.communicator._free_within(limit_s)
+            except MpicommError as error:
+                logger.warning("a process group is not freed on all ranks: %s", error)
 
     def abort(self) -> None:
-        """Refuse further calls. Local; calls that are under way end with the timeout of the group."""
+        """Refuse further calls. Local; calls that are under way end with the timeout of the group.
+
+        The memory of the group is freed with the process, because the other ranks may still use it.
+        """
         self._open = False
         self._lane.close(0)
+        self.communicator._unfreed = False  # else Python warns that the program has left it
 
     def begin(self, name: str, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
         """Begin a call of several collectives and tensor operations, as an asynchronous collective. Collective."""
@@ -244,6 +263,8 @@ class ProcessGroup(CollectiveCalls):
         begin, limit = getattr(opts, "asyncOp", True), _limit(opts)
         call = expected(name, call)
         given = (*outputs, *inputs)
+        if not given:
+            raise InvalidUsageError(f"{name}: the list of tensors is empty: pass one or more")
         if not given[0].is_cuda:
             return self._joined(self._lane.run(call, outputs, name, begin=begin, limit=limit))
         if self._streams is None:
@@ -278,13 +299,17 @@ class ProcessGroup(CollectiveCalls):
         return self._joined(MessageWork(request, tensor, name, self._timeout_s, prepare_thread, receives=receives))
 
     def _joined(self, work: Work) -> Work:
-        if self._coalesced is not None:
-            self._coalesced.append(work)
+        if self._coalesced.works is not None:
+            self._coalesced.works.append(work)
         return work
 
     def _require_open(self, name: str) -> None:
         if not self._open:
             raise InvalidUsageError(f"{name}: the process group was destroyed or aborted; make another")
+
+
+def _store_of_barrier(store: c10d.Store, number: int) -> c10d.Store:
+    return dist.PrefixStore(f"monitored_barrier/{number}/", store)
 
 
 def _limit(opts: Any) -> timedelta | None:

@@ -37,6 +37,7 @@ _LOGICAL_OPS = {
     _Kind.BXOR: MPI.LXOR,
 }
 _WHOLE = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_WITHOUT_DIVISION = (torch.uint16, torch.uint32, torch.uint64)  # in PyTorch
 
 
 @dataclass(frozen=True)
@@ -51,10 +52,10 @@ class Reduction:
 
     def given(self, memory: torch.Tensor) -> torch.Tensor:
         """Return what this rank gives to the sum: ``memory``, or new memory. Local; on a GPU stream-ordered."""
-        return memory if self.factor is None else memory * self.factor
+        return memory if self.factor is None else (memory * self.factor).to(memory.dtype)
 
     def finish(self, memory: torch.Tensor, size: int) -> None:
-        """Make the result over ``size`` ranks in ``memory`` what is asked for. Local; on a GPU stream-ordered."""
+        """Divide a sum of whole numbers by ``size``, if it is to be their average. Local; on a GPU stream-ordered."""
         if self.averages_whole:
             memory.div_(size, rounding_mode="trunc")
 
@@ -73,6 +74,15 @@ def reduction_of(op: Any, memory: torch.Tensor, name: str) -> Reduction:
     if reduction is None:
         require_reducible(memory, name)
         whole = kind == _Kind.AVG and memory.dtype in _WHOLE
+        if whole and memory.dtype in _WITHOUT_DIVISION:
+            raise ElementTypeError(
+                f"op=AVG is not defined for {memory.dtype} of {name}: use SUM and divide, or convert it to torch.int64"
+            )
+        if kind == _Kind.PREMUL_SUM and not (memory.dtype.is_floating_point or memory.dtype.is_complex):
+            raise ElementTypeError(
+                f"op=PREMUL_SUM multiplies with a factor, and {name} has elements of {memory.dtype}: convert it to a "
+                "type of floats"
+            )
         reduction = _reductions[key] = Reduction(MPI.SUM if whole else _mpi_op(kind, memory.dtype), whole)
     if kind is not op and key[0] == _PREMUL_SUM:
         _, factor = op.__getstate__()  # the only way to the factor from Python

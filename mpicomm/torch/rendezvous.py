@@ -14,6 +14,7 @@ from torch.distributed.rendezvous import _rendezvous_handlers
 
 from mpicomm.cluster.agreement import Group, node_key
 from mpicomm.cluster.roll_call import duplicate
+from mpicomm.errors import InvalidUsageError
 
 Found = Iterator[tuple[dist.Store, int, int]]
 
@@ -36,6 +37,13 @@ def install_handler() -> None:
     _rendezvous_handlers["env"] = handler
 
 
+def _port() -> int:
+    text = os.environ.get("MASTER_PORT", "0")
+    if not text.isdecimal() or int(text) > 65535:
+        raise InvalidUsageError(f"MASTER_PORT={text!r} is no port: set a number from 0 to 65535, or unset it")
+    return int(text)
+
+
 def _by_mpi(timeout: timedelta) -> Found:
     """Yield a store on the first rank, and rank and size of ``MPI.COMM_WORLD``. Collective.
 
@@ -52,8 +60,7 @@ def _by_mpi(timeout: timedelta) -> Found:
 
         def listen() -> tuple[str, int]:
             if private.rank == 0:
-                port = int(os.environ.get("MASTER_PORT", "0"))
-                served.append(dist.TCPStore(address, port, private.size, True, timeout, wait_for_workers=False))
+                served.append(dist.TCPStore(address, _port(), private.size, True, timeout, wait_for_workers=False))
                 return address, served[0].port
             return address, 0
 

@@ -109,6 +109,8 @@ class Pieces:
         for tensor in self._tensors:
             if (
                 not tensor.is_contiguous()
+                or tensor.is_neg()  # a view whose numbers have the other sign in memory
+                or tensor.is_conj()
                 or tensor.data_ptr() != following
                 or tensor.untyped_storage().data_ptr() != storage
             ):

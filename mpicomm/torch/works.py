@@ -1,4 +1,4 @@
-"""Works: what ``torch.distributed`` returns for calls that go on after they return."""
+"""Works: the objects that ``torch.distributed`` returns for asynchronous calls."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.devices.base import SideStreams
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.current_stream import CurrentStream, current_stream
-from mpicomm.torch.failures import GroupTimeoutError, expected
+from mpicomm.torch.failures import GroupTimeoutError, as_expected
 from mpicomm.waiting import wait_until
 
 FOREVER = timedelta(0)
 """PyTorch's word for a wait without a limit."""
+_making_a_future = threading.Lock()  # so that threads which ask a work for its future get the same one
 
 
 class Work(c10d.Work):
-    """A call that has ended. The classes below are calls that have not."""
+    """A call that has ended. The classes below are calls that may still be under way."""
 
     def __init__(self, outputs: Sequence[torch.Tensor], source: int = -1) -> None:
         super().__init__()
@@ -80,13 +81,15 @@ class Work(c10d.Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of `value`: of the outputs. Where the call has an error, it is RuntimeError with its text."""
-        if self._future is None:
+        with _making_a_future:
+            if self._future is not None:
+                return self._future
             gpus = {output.device for output in self._outputs if output.is_cuda}
             ended: torch.futures.Future[Any] = torch.futures.Future(devices=list(gpus))
             # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors.
             # An exception of a callback is an error there, too.
             self._future = ended.then(self._outcome)
-            self._settle(ended)
+        self._settle(ended)
         return self._future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
@@ -199,18 +202,21 @@ class StreamWork(Work):
             return False
         if self._error is None:
             try:
-                expected(self._name, self._comm._check_at_once)()
+                with as_expected(self._name):
+                    self._comm._check_at_once()
             except Exception as error:
                 self._error = error
         return True
 
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future that is complete: the streams of those who take its value wait for the call."""
-        if self._future is None:
-            self._future = torch.futures.Future(devices=[self._stream.device])
-            with CurrentStream(self._stream):
-                self._future.set_result(self.value)
-        return self._future
+        with _making_a_future:
+            if self._future is None:
+                future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._stream.device])
+                with CurrentStream(self._stream):
+                    future.set_result(self.value)
+                self._future = future
+            return self._future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
         """See `Work.get_future_result`."""
@@ -218,7 +224,10 @@ class StreamWork(Work):
 
         def settle() -> None:
             self._comm._prepare_thread()
-            wait_until(self.is_completed, math.inf)
+            try:
+                wait_until(self.is_completed, math.inf)
+            except Exception as error:  # of a device that has failed
+                self._error = error
             future.set_result(self._result(None))
 
         threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
@@ -261,7 +270,8 @@ class MessageWork(Work):
             if not self._over:
                 status = MPI.Status()
                 try:
-                    self._over = self._request.Test(status)
+                    with as_expected(self._name):
+                        self._over = self._request.Test(status)
                 except Exception as error:
                     self._over, self._error = True, error
                 if self._over and self._receives:
@@ -276,6 +286,8 @@ class MessageWork(Work):
             except Exception as error:
                 self._error = error
             super(MessageWork, self)._settle(ended)
+            if not self._over:
+                self._error = None  # the limit of the future alone is over: the message may still come
 
         threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
 
@@ -291,7 +303,7 @@ _abandoned: deque[tuple[MPI.Request, list[torch.Tensor]]] = deque()
 def complete_abandoned() -> None:
     """Give up the tensors of messages that are over and whose works the program has dropped. Local."""
     for _ in range(len(_abandoned)):
-        with suppress(Exception):  # another thread may have taken it, or it ended with an error, which nobody asks for
+        with suppress(Exception):  # another thread may have taken it, or it ended with an error
             request, tensors = _abandoned.popleft()
             if not request.Test():
                 _abandoned.append((request, tensors))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from mpi4py import MPI
+from torch._C._distributed_c10d import _make_nccl_premul_sum
 
 from mpicomm import InvalidUsageError, MpicommError
 from mpicomm.torch import communicator
@@ -114,6 +115,21 @@ BAD = {
         lambda size: dist.all_reduce(torch.ones(1) > 0, Op.AVG),
         TypeError,
         "op=AVG is not defined for torch.bool: convert the tensor, or use SUM",
+    ),
+    "an average of unsigned numbers": Misuse(
+        lambda size: dist.all_reduce(torch.ones(1, dtype=torch.uint16), Op.AVG),
+        TypeError,
+        "op=AVG is not defined for torch.uint16 of tensor: use SUM and divide",
+    ),
+    "a multiple of whole numbers": Misuse(
+        lambda size: dist.all_reduce(torch.ones(1, dtype=torch.int32), _make_nccl_premul_sum(0.5)),
+        TypeError,
+        "op=PREMUL_SUM multiplies with a factor, and tensor has elements of torch.int32",
+    ),
+    "an empty list": Misuse(
+        lambda size: dist.group.WORLD.allreduce_coalesced([]),
+        ValueError,
+        "the list of tensors is empty: pass one or more",
     ),
     "a minimum of complex numbers": Misuse(
         lambda size: dist.reduce(torch.ones(1) * 1j, 0, Op.MIN), ValueError, "min is not defined for complex64"

@@ -59,6 +59,11 @@ def test_a_monitored_barrier_names_who_is_missing_and_leaves_the_group_usable(
         with pytest.raises(RuntimeError, match=f"Rank {rank} successfully reached .*: Ranks? {names} failed to pass"):
             dist.monitored_barrier(group, limit)
     dist.monitored_barrier(group, timedelta(seconds=10))
+    kept = group.get_group_store().num_keys()
+    for _ in range(5):
+        dist.monitored_barrier(group, timedelta(seconds=10))
+        dist.barrier(group)
+    assert rank or group.get_group_store().num_keys() <= kept + 1  # rank 0 deletes them
     dist.destroy_process_group(group)
 
 

@@ -57,6 +57,15 @@ def test_a_rank_that_never_calls_is_named_in_time(world: dist.ProcessGroup, name
     dist.barrier()
 
 
+def test_a_rank_that_does_not_make_a_group_is_named(world: dist.ProcessGroup) -> None:
+    culprit = dist.get_world_size() - 1
+    if dist.get_rank() == culprit:
+        time.sleep(TIMEOUT_S + SLACK_S)
+    with pytest.raises(RuntimeError, match=f"Rank {culprit} failed to pass new_group in {TIMEOUT_S} s"):
+        impatient()
+    dist.destroy_process_group(dist.new_group())
+
+
 def test_a_work_has_the_error(world: dist.ProcessGroup) -> None:
     culprit = dist.get_world_size() - 1
     group = impatient()

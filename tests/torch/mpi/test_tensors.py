@@ -72,6 +72,15 @@ def test_lists_of_tensors_in_any_order_of_memory(world: dist.ProcessGroup) -> No
     require_same([got], [reduced(case.all(6, 4, salt=case.rank), Op.SUM).t()])
 
 
+def test_lists_with_views_of_the_other_sign(world: dist.ProcessGroup) -> None:
+    """They follow each other in memory, where their numbers have the other sign."""
+    case = Case(world)
+    memory = case.empty(case.size)
+    outputs = [torch._neg_view(memory[rank : rank + 1]) for rank in range(case.size)]
+    dist.all_gather(outputs, case.own(1))
+    require_same([output.resolve_neg() for output in outputs], case.all(1))
+
+
 @pytest.mark.parametrize("async_op", [False, True])
 def test_tensors_that_share_memory(world: dist.ProcessGroup, async_op: bool) -> None:
     """The input is the part of the output that has the same contents, or another one."""

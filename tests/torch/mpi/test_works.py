@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.torch.works import HostWork
 from tests.helpers.torch_cases import Case, Op, finish, reduced, require_same, while_the_last_rank_is_late
 
 PATIENCE_S = 10.0
@@ -159,6 +161,51 @@ def test_calls_go_on_in_their_order_whether_they_block_or_not(world: dist.Proces
     for work in reversed(works):
         work.wait()
     require_same(tensors, [reduced(case.all(3, salt=index), Op.SUM) for index in range(20)])
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.host_alone  # on a GPU the future is complete at once, and its callbacks run in the program's thread
+def test_the_calls_of_a_callback_come_before_the_next_call_of_the_program(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    tensors = [case.own(3, salt=salt) for salt in range(3)]
+
+    def go_on(_: torch.futures.Future[list[torch.Tensor]]) -> None:
+        time.sleep(0.1 * (case.rank > 0))  # so that on other ranks the program comes to its call in between
+        dist.all_reduce(tensors[1])
+
+    work = begin(tensors[0])
+    future = work.get_future().then(go_on)
+    work.wait()
+    time.sleep(0.03 * (case.rank == 0))
+    dist.all_reduce(tensors[2])
+    future.wait()
+    require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(3)])
+
+
+@pytest.mark.host_alone
+def test_threads_get_the_same_future(world: dist.ProcessGroup) -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(200):
+            work = HostWork(lambda: None, [], "call")
+            futures: list[torch.futures.Future[list[torch.Tensor]]] = []
+            both = threading.Barrier(2)
+
+            def ask(work: HostWork = work, futures: list = futures, both: threading.Barrier = both) -> None:  # type: ignore[type-arg]
+                both.wait()
+                futures.append(work.get_future())
+
+            threads = [threading.Thread(target=ask) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            work.carry_out()
+            work.end()
+            assert all(future.done() for future in futures)
+    finally:
+        sys.setswitchinterval(interval)
 
 
 @pytest.mark.host_alone  # on a GPU ranks that begin calls in different orders may wait for each other, as with NCCL
