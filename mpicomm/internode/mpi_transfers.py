@@ -90,7 +90,8 @@ class Transfers:
             return
         self._has_told = True
         self._say(type(error)(str(error), ranks=error.ranks), _ERROR_TAG)
-        # MPI sends inside its calls alone, also what it has buffered, and the program may make none after the error.
+        # MPI sends messages only while it is called, also those that it has buffered. The program may not call it after
+        # the error.
         wait_until(lambda: False, _SENDING_S, lambda: self.comm.Iprobe(self.comm.rank, _ERROR_TAG))
 
     def _say(self, said: Any, tag: int) -> None:
@@ -227,7 +228,10 @@ class Direct:
         return {message.rank for message in self._sends}
 
     def give_up(self) -> None:
-        """Keep the requests, because MPI may still write to their memory; see `Transfer`."""
+        """Cancel the receives, because later the memory may have another owner; keep the requests; see `Transfer`."""
+        for message in self._receives:
+            if message.request != MPI.REQUEST_NULL:  # else it has ended with another length
+                message.request.Cancel()
         abandoned.extend(message.request for message in (*self._receives, *self._sends))
 
 

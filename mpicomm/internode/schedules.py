@@ -84,7 +84,7 @@ def schedule_of(operation: Operation, nbytes: int, layout: Layout, algorithm: st
 def steps_of(part: Part, memory: Callable[[int], int]) -> list[list[Step]]:
     """Return this rank's steps of each piece of a part of a call. Local.
 
-    ``memory`` returns the address of so many bytes of scratch memory, which all the pieces share.
+    ``memory`` takes a number of bytes, and returns the address of as much scratch memory. All the pieces share it.
     """
     needed = [Room() for _ in part]
     for piece, room in zip(part, needed, strict=True):

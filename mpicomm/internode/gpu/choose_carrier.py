@@ -102,7 +102,12 @@ def _open(
 
     group.agree("engine nccl", require)
     made: list[NcclCarrier] = []
-    group.agree("engine nccl: start", lambda: made.append(NcclCarrier(group, backend, on_failure)))
+    try:
+        group.agree("engine nccl: start", lambda: made.append(NcclCarrier(group, backend, on_failure)))
+    except BaseException:
+        for carrier in made:  # it started here, and not on another rank
+            carrier.abort()
+        raise
     return made[0]
 
 

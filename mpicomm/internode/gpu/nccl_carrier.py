@@ -110,6 +110,16 @@ class NcclCarrier:
         """Return nothing: NCCL does not tell the memory of its buffers. Local."""
         return ()
 
+    def abort(self) -> None:
+        """Close a carrier that other ranks could not start, whose `close` would wait for them. Local."""
+        self._closed.set()
+        self._thread.join()
+        if not self._failed:
+            self._failed = True
+            with self._backend.current():
+                self._nccl.abort()
+        self.close()
+
     def close(self) -> None:
         """See `Carrier`."""
         self._closed.set()
@@ -159,10 +169,10 @@ class NcclCarrier:
         return None
 
     def _fail(self, error: CollectiveTimeoutError | PeerError) -> None:
-        self._failed = True
         # Before the abort: it ends the kernels that wait, and work behind them runs on with data that never came. The
-        # next `check` must raise by then.
+        # next `check` must raise by then, also that of `start`.
         self._on_failure(error)
+        self._failed = True
         with self._backend.current():
             self._nccl.abort()
 

@@ -72,11 +72,13 @@ class _Nccl4pyCommunicator:
     ) -> None:
         bindings = self._bindings
         bindings.group_start()
-        for peer, pointer, nbytes in sends:
-            bindings.send(pointer, nbytes, _BYTES, peer, self._handle, stream)
-        for peer, pointer, nbytes in receives:
-            bindings.recv(pointer, nbytes, _BYTES, peer, self._handle, stream)
-        bindings.group_end()
+        try:
+            for peer, pointer, nbytes in sends:
+                bindings.send(pointer, nbytes, _BYTES, peer, self._handle, stream)
+            for peer, pointer, nbytes in receives:
+                bindings.recv(pointer, nbytes, _BYTES, peer, self._handle, stream)
+        finally:  # in an open group NCCL only collects the calls of this thread
+            bindings.group_end()
 
     def problem(self) -> str:
         return "" if int(self._comm.get_async_error()) in _NO_ERRORS else str(self._comm.get_last_error())
@@ -110,11 +112,13 @@ class _CupyCommunicator:
         self, sends: Sequence[tuple[int, int, int]], receives: Sequence[tuple[int, int, int]], stream: int
     ) -> None:
         self._nccl.groupStart()
-        for peer, pointer, nbytes in sends:
-            self._comm.send(pointer, nbytes, _BYTES, peer, stream)
-        for peer, pointer, nbytes in receives:
-            self._comm.recv(pointer, nbytes, _BYTES, peer, stream)
-        self._nccl.groupEnd()
+        try:
+            for peer, pointer, nbytes in sends:
+                self._comm.send(pointer, nbytes, _BYTES, peer, stream)
+            for peer, pointer, nbytes in receives:
+                self._comm.recv(pointer, nbytes, _BYTES, peer, stream)
+        finally:  # in an open group NCCL only collects the calls of this thread
+            self._nccl.groupEnd()
 
     def problem(self) -> str:
         try:

@@ -16,7 +16,7 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.internode import staged
 from mpicomm.internode.carrier import Carrier
-from mpicomm.internode.mpi_transfers import Transfers
+from mpicomm.internode.mpi_transfers import Direct, Transfers
 from mpicomm.internode.staged import AwareCarrier, StagedCarrier
 from mpicomm.internode.steps import Parcel, Wire
 from mpicomm.internode.wire_waits import WireWaits
@@ -151,3 +151,15 @@ def test_a_rank_of_which_mpi_says_that_it_is_gone_is_an_error(carrier: type[Stag
     with pytest.raises(PeerError, match=r"MPI reports that a rank is gone"):
         finish()
     rig.close()
+
+
+def test_a_message_that_comes_late_is_not_written_where_its_receive_was_given_up() -> None:
+    comm = WORLD.Dup()
+    given_up, received = np.zeros(10, np.int32), np.zeros(10, np.int32)
+    Direct(comm, Wire(receives=(Parcel(OTHERS[0], given_up.ctypes.data, given_up.nbytes),)), 5).give_up()
+    comm.Barrier()
+    for rank in OTHERS if comm.rank == 0 else [0] * (comm.rank == 1):  # the ranks whose first other rank this is
+        comm.Send(np.full(10, 7, np.int32), rank, 5)
+    comm.Recv(received, OTHERS[0], 5)
+    assert (received == 7).all() and not given_up.any()
+    comm.Free()
