@@ -18,8 +18,8 @@ from mpicomm.torch.works import StreamWork, Work
 class Streams:
     """Enqueues blocking calls on PyTorch's current stream, and asynchronous ones on a stream of the group.
 
-    A group has one such stream, because its calls follow each other on every stream. No method
-    waits for the GPU. `run`, `barrier` and `allocate` are collective, and wait on the host where ranks set up memory.
+    A group has one such stream, because its calls follow each other on every stream. No method waits for the GPU.
+    `run`, `barrier` and `allocate` are collective, and wait on the host where ranks set up memory.
     """
 
     def __init__(self, comm: Communicator) -> None:

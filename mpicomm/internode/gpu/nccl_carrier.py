@@ -111,9 +111,8 @@ class NcclCarrier:
         return ()
 
     def abort(self) -> None:
-        """Close a carrier that other ranks could not start, whose `close` would wait for them. Local."""
-        self._closed.set()
-        self._thread.join()
+        """Close a carrier that other ranks could not start, because `close` alone would wait for them. Local."""
+        self._stop_watching()  # so that it does not abort NCCL's communicator, too
         if not self._failed:
             self._failed = True
             with self._backend.current():
@@ -122,12 +121,15 @@ class NcclCarrier:
 
     def close(self) -> None:
         """See `Carrier`."""
-        self._closed.set()
-        self._thread.join()
+        self._stop_watching()
         if not self._failed:
             self._nccl.destroy()
         with self._backend.current():
             self._beside.close()
+
+    def _stop_watching(self) -> None:
+        self._closed.set()
+        self._thread.join()
 
     def _watch(self) -> None:
         self._backend.prepare_thread()

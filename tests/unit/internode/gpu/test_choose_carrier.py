@@ -70,3 +70,27 @@ def test_an_engine_that_is_named_is_taken(choose: Choose, monkeypatch: pytest.Mo
     choice = choose(lambda: "channels")
     assert choice.carrier.name == "staged"
     assert not choice.rejected
+
+
+def test_nccl_is_aborted_where_another_rank_could_not_start_it(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    class AnotherRankFails(Group):
+        def agree(self, step: str, work: Callable[[], object]) -> None:
+            super().agree(step, work)
+            if step == "engine nccl: start":
+                raise HandleError("rank 1 could not start NCCL")
+
+    choose, carrier, library = (
+        importlib.import_module(f"mpicomm.internode.gpu.{name}")
+        for name in ("choose_carrier", "nccl_carrier", "nccl_library")
+    )
+    calls: list[str] = []
+    comm = SimpleNamespace(abort=lambda: calls.append("abort"), destroy=lambda: calls.append("destroy"))
+    nccl = SimpleNamespace(unique_id=lambda: b"", create=lambda size, unique_id, rank: comm)
+    monkeypatch.setenv("MPICOMM_INTERNODE", "nccl")
+    monkeypatch.setattr(library, "load", lambda: nccl)
+    monkeypatch.setattr(carrier, "BesideStream", lambda: SimpleNamespace(close=lambda: None))
+    backend: Any = SimpleNamespace(current=contextlib.nullcontext, prepare_thread=lambda: None)
+    group, transfers = AnotherRankFails(MPI.COMM_SELF, [0], 5.0), None
+    with pytest.raises(BackendUnavailableError, match="rank 1 could not start NCCL"):
+        choose.choose_carrier(group, transfers, backend, (b"",), None, lambda error: None)
+    assert calls == ["abort"]
