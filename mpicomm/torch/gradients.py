@@ -28,15 +28,16 @@ class AllreduceState:
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
         gradients = bucket.buffer()
-        work = self._begin(bucket.index(), gradients)
+        # Behind the last bucket the backward pass is over, so a call beside its stream would have nothing to overlap.
+        work = self._average(bucket.index(), gradients, begin=not (bucket.is_last() and gradients.is_cuda))
         work.value = gradients  # DDP takes no list
         return work.get_future()
 
-    def _begin(self, index: int, gradients: torch.Tensor) -> Work:
+    def _average(self, index: int, gradients: torch.Tensor, *, begin: bool) -> Work:
         collectives = self.group.collectives
         if self.wire_dtype is None or gradients.dtype == self.wire_dtype:
             average = partial(collectives.all_reduce, gradients, dist.ReduceOp.AVG)
-            return self.group.begin("average", average, [gradients])
+            return self.group.run("average", average, [gradients], begin=begin)
         wire = self._wire(index, gradients)
 
         def call() -> None:
@@ -44,7 +45,7 @@ class AllreduceState:
             collectives.all_reduce(wire, dist.ReduceOp.AVG)
             gradients.copy_(wire)
 
-        return self.group.begin("average", call, [gradients], [wire])
+        return self.group.run("average", call, [gradients], [wire], begin=begin)
 
     def _wire(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
         """Return memory for the gradients of a bucket as they travel; on GPUs collective for a new size."""

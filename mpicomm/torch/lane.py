@@ -28,6 +28,7 @@ class Lane:
         self._waiting = 0  # calls that the thread has not ended
         self._queue: SimpleQueue[HostWork | None] | None = None
         self._thread: threading.Thread | None = None
+        self._thread_id: int | None = None
         # Held during a call, because the engine of a group carries out one call at a time. A caller takes it while it
         # holds `_lock`, so no call of another thread comes between its look at `_waiting` and its own call.
         self._turn = threading.Lock()
@@ -56,7 +57,7 @@ class Lane:
 
     def __enter__(self) -> None:
         """Wait until all calls before are over: the ``with`` block is the turn of a call of the calling thread."""
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread_id:
             self._turn.acquire()  # for a callback of a call, which comes before all that is in the queue
             return
         with self._lock:
@@ -94,7 +95,7 @@ class Lane:
         return thread is None or not thread.is_alive()
 
     def _begin(self, work: HostWork) -> HostWork:
-        if threading.current_thread() is self._thread:
+        if threading.get_ident() == self._thread_id:
             # A callback of a call may wait for the work, so that the thread would never come to it in the queue.
             with self:
                 work.carry_out()
@@ -106,6 +107,7 @@ class Lane:
                 # A daemon, because a call of a rank that never comes would keep the interpreter from its end.
                 self._thread = threading.Thread(target=self._work, args=[self._queue], name=self._name, daemon=True)
                 self._thread.start()
+                self._thread_id = self._thread.ident
             self._waiting += 1
             self._queue.put(work)
         return work

@@ -17,7 +17,7 @@ from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.torch.collective_calls import CollectiveCalls, Tensors
 from mpicomm.torch.collectives import Collectives
-from mpicomm.torch.failures import as_expected, expected
+from mpicomm.torch.failures import AsExpected, expected
 from mpicomm.torch.lane import Lane
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.parts import part_of
@@ -77,7 +77,7 @@ class ProcessGroup(CollectiveCalls):
         if self._streams is None:
             call = expected("barrier", self.collectives.barrier)
             return self._lane.run(call, (), "barrier", begin=begin, limit=limit)
-        with self._lane:
+        with self._lane, AsExpected("barrier"):
             work = self._streams.barrier(limit or FOREVER)
         if not begin:
             work.wait()
@@ -106,7 +106,7 @@ class ProcessGroup(CollectiveCalls):
         self._require_rank("send", "dst", rank)
         if self._is_captured(memory):
             return self._enqueue_message("send", tensor, lambda: self.communicator.Send(memory, rank, tag))
-        with as_expected("send"):
+        with AsExpected("send"):
             request = self.communicator.Isend(memory, rank, tag)
         return self._message(request, tensor, f"send to rank {rank}", receives=False)
 
@@ -117,7 +117,7 @@ class ProcessGroup(CollectiveCalls):
         self._require_rank("recv", "src", rank)
         if self._is_captured(memory):
             return self._enqueue_message("recv", tensor, lambda: self.communicator.Recv(memory, rank, tag))
-        with as_expected("recv"):
+        with AsExpected("recv"):
             request = self.communicator.Irecv(memory, rank, tag)
         return self._message(request, tensor, f"recv from rank {rank}", receives=True)
 
@@ -125,7 +125,7 @@ class ProcessGroup(CollectiveCalls):
         """See `torch.distributed.irecv` without ``src``. Does not block."""
         (tensor,) = tensors
         memory = self._message_memory("recv", tensor)
-        with as_expected("recv"):
+        with AsExpected("recv"):
             request = self.communicator.Irecv(memory, MPI.ANY_SOURCE, tag)
         return self._message(request, tensor, "recv from any rank", receives=True)
 
@@ -253,23 +253,35 @@ class ProcessGroup(CollectiveCalls):
         self._lane.close(0)
         self.communicator._unfreed = False  # else Python warns that the program has left it
 
-    def begin(self, name: str, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
-        """Begin a call of several collectives and tensor operations, as an asynchronous collective. Collective."""
-        return self._run(name, None, call, outputs, inputs)
-
     def _run(self, name: str, opts: Any, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
-        self._require_open(name)
+        return self.run(name, call, outputs, inputs, begin=getattr(opts, "asyncOp", True), limit=_limit(opts))
+
+    def run(
+        self,
+        name: str,
+        call: Callable[[], None],
+        outputs: Tensors,
+        inputs: Tensors = (),
+        *,
+        begin: bool,
+        limit: timedelta | None = None,
+    ) -> Work:
+        """Carry out ``call``, which is collectives and operations on tensors, as a collective. Collective.
+
+        It writes ``outputs`` and reads ``inputs``. With ``begin`` it is an asynchronous collective. ``limit`` is the
+        timeout of this call alone.
+        """
+        if not self._open:
+            self._require_open(name)
         self._sequence += 1
-        begin, limit = getattr(opts, "asyncOp", True), _limit(opts)
-        call = expected(name, call)
         given = (*outputs, *inputs)
         if not given:
             raise InvalidUsageError(f"{name}: the list of tensors is empty: pass one or more")
         if not given[0].is_cuda:
-            return self._joined(self._lane.run(call, outputs, name, begin=begin, limit=limit))
+            return self._joined(self._lane.run(expected(name, call), outputs, name, begin=begin, limit=limit))
         if self._streams is None:
             raise DeviceError(f"{name}: a tensor is on {given[0].device}, but this group has no GPU: pass tensor.cpu()")
-        with self._lane:
+        with self._lane, AsExpected(name):
             work = self._streams.run(name, call, outputs, given, begin=begin, limit=limit)
         if limit is not None and not begin:
             work.wait()
@@ -290,8 +302,8 @@ class ProcessGroup(CollectiveCalls):
         return memory.is_cuda and self._streams is not None and self._streams.capture()
 
     def _enqueue_message(self, name: str, tensor: torch.Tensor, call: Callable[[], None]) -> Work:
-        with self._lane:
-            expected(name, call)()
+        with self._lane, AsExpected(name):
+            call()
         return self._joined(Work([tensor]))
 
     def _message(self, request: MPI.Request, tensor: torch.Tensor, name: str, *, receives: bool) -> Work:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.torch.current_stream import CurrentStream, current_stream
-from mpicomm.torch.failures import expected
 from mpicomm.torch.symmetric_pool import SymmetricPool
 from mpicomm.torch.works import StreamWork, Work
 
@@ -52,14 +52,15 @@ class Streams:
             call()
             if limit is None:
                 return Work(outputs)
-            return self._work(outputs, torch.cuda.current_stream(self._gpu), name, limit)
+            stream = torch.cuda.current_stream(self._gpu)
+            return self._work(outputs, stream, self._marks.mark(stream.cuda_stream), name, limit)
         return self._begin(name, call, outputs, given, limit)
 
     def barrier(self, limit: timedelta) -> Work:
         """Enqueue a barrier on the current stream; a wait for its work waits on the host. Collective."""
         stream = torch.cuda.current_stream(self._gpu)
-        expected("barrier", lambda: self._comm.Barrier(stream=stream))()
-        return self._work((), stream, "barrier", limit)
+        self._comm.Barrier(stream=stream)
+        return self._work((), stream, self._marks.mark(stream.cuda_stream), "barrier", limit)
 
     def allocate(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor in symmetric memory for the current stream: see `SymmetricPool.allocate`.
@@ -91,16 +92,16 @@ class Streams:
                 call()
                 for tensor in given:
                     tensor.record_stream(self._side)  # or PyTorch gives the memory away when the caller drops it
-                work = self._work(outputs, self._side, name, limit)
+                mark = marks.mark_here(side)
                 if self._pool.is_in_use and not torch.cuda.is_current_stream_capturing():
                     # Not a method of the work, which keeps the tensors.
-                    self._pool.used(given, partial(marks.follow, mark=work.mark))
+                    self._pool.used(given, partial(marks.follow, mark=mark))
         except BaseException:
             marks.wait_stream(current, side)  # no capture may end before all its streams have come back
             raise
-        return work
+        return self._work(outputs, self._side, mark, name, limit)
 
     def _work(
-        self, outputs: Sequence[torch.Tensor], stream: torch.cuda.Stream, name: str, limit: timedelta | None
+        self, outputs: Sequence[torch.Tensor], stream: torch.cuda.Stream, mark: Any, name: str, limit: timedelta | None
     ) -> StreamWork:
-        return StreamWork(outputs, stream, self._marks, name, self._comm, limit)
+        return StreamWork(outputs, stream, self._marks, mark, name, self._comm, limit)

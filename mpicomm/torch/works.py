@@ -18,7 +18,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.devices.base import SideStreams
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.current_stream import CurrentStream, current_stream
-from mpicomm.torch.failures import GroupTimeoutError, as_expected
+from mpicomm.torch.failures import AsExpected, GroupTimeoutError
 from mpicomm.waiting import wait_until
 
 FOREVER = timedelta(0)
@@ -27,16 +27,17 @@ _making_a_future = threading.Lock()  # so that threads which ask a work for its 
 
 
 class Work(c10d.Work):
-    """A call that has ended. The classes below are calls that may still be under way."""
+    """A call that has ended, or that is enqueued on the current stream. The classes below may still be under way."""
 
-    def __init__(self, outputs: Sequence[torch.Tensor], source: int = -1) -> None:
+    _error: BaseException | None = None
+    _future: torch.futures.Future[Any] | None = None
+    _source = -1
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._outputs = list(outputs)
         self.value: Any = self._outputs
         """The value of the future."""
-        self._source = source
-        self._error: BaseException | None = None
-        self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """Wait until the outputs may be used; raise the error of the call.
@@ -80,30 +81,28 @@ class Work(c10d.Work):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future of `value`: of the outputs. Where the call has an error, it is RuntimeError with its text."""
+        """Return a future of `value`: of the outputs.
+
+        For tensors of a GPU it is complete: the streams of those who take its value wait for the call. Where the call
+        has an error, the future's is RuntimeError with its text.
+        """
         with _making_a_future:
-            if self._future is not None:
-                return self._future
-            gpus = {output.device for output in self._outputs if output.is_cuda}
-            ended: torch.futures.Future[Any] = torch.futures.Future(devices=list(gpus))
-            # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors.
-            # An exception of a callback is an error there, too.
-            self._future = ended.then(self._outcome)
-        self._settle(ended)
-        return self._future
+            if self._future is None:
+                self._future = self._complete()
+            return self._future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
         """Return a future whose value says how the call has ended."""
         return self.get_future().then(self._result)
 
-    def _settle(self, ended: torch.futures.Future[Any]) -> None:
+    def _complete(self) -> torch.futures.Future[Any]:
+        future = self._new_future()
         # For tensors of a GPU PyTorch records events on the current streams, which those who take the value wait for.
-        ended.set_result(None if self._error is not None else self.value)
+        future.set_result(self.value)
+        return future
 
-    def _outcome(self, _: Any) -> Any:
-        if self._error is not None:
-            raise self._error
-        return self.value
+    def _new_future(self) -> torch.futures.Future[Any]:
+        return torch.futures.Future(devices=list({output.device for output in self._outputs if output.is_cuda}))
 
     def _result(self, _: Any) -> int:
         if self._error is None:
@@ -112,7 +111,31 @@ class Work(c10d.Work):
         return int(c10d.WorkResult.TIMEOUT if timed_out else c10d.WorkResult.COMM_ERROR)
 
 
-class HostWork(Work):
+class PendingWork(Work):
+    """A call that may be under way when its future is made."""
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """See `Work.get_future`."""
+        with _making_a_future:
+            if self._future is not None:
+                return self._future
+            ended = self._new_future()
+            # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors.
+            # An exception of a callback is an error there, too.
+            self._future = ended.then(self._outcome)
+        self._settle(ended)
+        return self._future
+
+    def _settle(self, ended: torch.futures.Future[Any]) -> None:
+        ended.set_result(None if self._error is not None else self.value)
+
+    def _outcome(self, _: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        return self.value
+
+
+class HostWork(PendingWork):
     """A call on tensors of the host, which a thread carries out."""
 
     def __init__(
@@ -163,9 +186,10 @@ class HostWork(Work):
 
 
 class StreamWork(Work):
-    """A call of ``comm`` that is enqueued on ``stream``, which may capture a graph; ``marks`` say when it has ended.
+    """A call of ``comm`` that is enqueued on ``stream``, which may capture a graph.
 
-    With a ``limit`` the host waits for the call, too, so long at most; `FOREVER` is no limit.
+    The call ends at ``mark``, a place in the work of the stream that ``marks`` has made. With a ``limit`` the host
+    waits for the call, too, so long at most; `FOREVER` is no limit.
     """
 
     def __init__(
@@ -173,6 +197,7 @@ class StreamWork(Work):
         outputs: Sequence[torch.Tensor],
         stream: torch.cuda.Stream,
         marks: SideStreams,
+        mark: Any,
         name: str,
         comm: Communicator,
         limit: timedelta | None = None,
@@ -182,13 +207,12 @@ class StreamWork(Work):
         self._stream = stream
         self._comm = comm
         self._marks = marks
+        self._mark = mark
         self._limit = limit
-        self.mark = marks.mark(int(stream.cuda_stream))
-        """The place in the work of the stream behind the call."""
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        self._marks.follow(current_stream(self._stream.device_index), self.mark)
+        self._marks.follow(current_stream(self._stream.device_index), self._mark)
         limit = timeout or self._limit
         if limit is None or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
             return super().wait()
@@ -198,25 +222,19 @@ class StreamWork(Work):
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self._marks.passed(self.mark):
+        if not self._marks.passed(self._mark):
             return False
         if self._error is None:
             try:
-                with as_expected(self._name):
+                with AsExpected(self._name):
                     self._comm._check_at_once()
             except Exception as error:
                 self._error = error
         return True
 
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that is complete: the streams of those who take its value wait for the call."""
-        with _making_a_future:
-            if self._future is None:
-                future: torch.futures.Future[Any] = torch.futures.Future(devices=[self._stream.device])
-                with CurrentStream(self._stream):
-                    future.set_result(self.value)
-                self._future = future
-            return self._future
+    def _complete(self) -> torch.futures.Future[Any]:
+        with CurrentStream(self._stream):
+            return super()._complete()
 
     def get_future_result(self) -> torch.futures.Future[Any]:
         """See `Work.get_future_result`."""
@@ -234,7 +252,7 @@ class StreamWork(Work):
         return future
 
 
-class MessageWork(Work):
+class MessageWork(PendingWork):
     """Messages that are sent or received."""
 
     def __init__(
@@ -270,7 +288,7 @@ class MessageWork(Work):
             if not self._over:
                 status = MPI.Status()
                 try:
-                    with as_expected(self._name):
+                    with AsExpected(self._name):
                         self._over = self._request.Test(status)
                 except Exception as error:
                     self._over, self._error = True, error
@@ -309,7 +327,7 @@ def complete_abandoned() -> None:
                 _abandoned.append((request, tensors))
 
 
-class JoinedWork(Work):
+class JoinedWork(PendingWork):
     """Several calls as one."""
 
     def __init__(self, works: Sequence[Work]) -> None:

@@ -42,12 +42,22 @@ class SideStreams:
     def mark(self, stream: int) -> Mark:
         """Return a mark behind the work that ``stream`` has been given so far."""
         with self._context.current():
-            return self._mark(stream)
+            return self.mark_here(stream)
+
+    def mark_here(self, stream: int) -> Mark:
+        """As `mark`, where the device is current, which saves the look at it."""
+        try:
+            event = self._events.pop()
+        except IndexError:  # a test before could be overtaken: another thread may take the last one
+            event = LocalEvent()
+        mark = Mark(event, self._events)
+        runtime.eventRecord(mark.ptr, stream)
+        return mark
 
     def wait_stream(self, stream: int, other: int) -> None:
         """Let later work on ``stream`` wait for the work that the stream ``other`` has been given so far."""
         with self._context.current():
-            runtime.streamWaitEvent(stream, self._mark(other).ptr)
+            runtime.streamWaitEvent(stream, self.mark_here(other).ptr)
 
     def passed(self, mark: Mark) -> bool:
         """Return whether the work before a mark is done."""
@@ -93,12 +103,3 @@ class SideStreams:
         while self._streams:
             with contextlib.suppress(DriverShutDownError):
                 call(driver.cuStreamDestroy, self._streams.pop())
-
-    def _mark(self, stream: int) -> Mark:
-        try:
-            event = self._events.pop()
-        except IndexError:  # a test before could be overtaken: another thread may take the last one
-            event = LocalEvent()
-        mark = Mark(event, self._events)
-        runtime.eventRecord(mark.ptr, stream)
-        return mark
