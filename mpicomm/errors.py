@@ -14,6 +14,7 @@ All ranks of a communicator raise a set-up error together, with the same class a
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
@@ -51,3 +52,14 @@ class BackendUnavailableError(MpicommError):
 
 class KernelCompileError(MpicommError):
     """NVRTC refused a kernel; the message holds NVRTC's log."""
+
+
+Error = TypeVar("Error", bound=MpicommError)
+
+
+def equal_error(error: Error) -> Error:
+    """Return an equal error without a traceback, which keeps the frames that it came through, and the arrays in them.
+
+    Who keeps an error raises a new one each time.
+    """
+    return type(error)(str(error), ranks=error.ranks)

@@ -18,7 +18,15 @@ from typing import Any, TypeVar
 from mpi4py import MPI
 
 from mpicomm import environment
-from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError, MpicommError, PeerError, name_ranks
+from mpicomm.errors import (
+    CollectiveTimeoutError,
+    HandleError,
+    InvalidUsageError,
+    MpicommError,
+    PeerError,
+    equal_error,
+    name_ranks,
+)
 from mpicomm.log import TRACE, logger
 from mpicomm.waiting import wait_until
 
@@ -264,7 +272,7 @@ abandoned: list[MPI.Request] = []
 def _portable(error: Exception) -> MpicommError:
     """Return the error as an `MpicommError` that can be sent to the other ranks: its class, its text, its ranks."""
     if isinstance(error, MpicommError):
-        return type(error)(str(error), ranks=error.ranks)
+        return equal_error(error)
     return HandleError(f"{type(error).__name__}: {error}")
 
 

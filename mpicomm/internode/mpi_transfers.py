@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import GRACE_S, abandoned
 from mpicomm.collectives.signature import Signature
-from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, name_ranks
+from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks
 from mpicomm.internode.steps import Parcel, Wire
 from mpicomm.internode.wire_waits import WireWaits
 from mpicomm.waiting import wait_until
@@ -89,7 +89,7 @@ class Transfers:
         if self._has_told:
             return
         self._has_told = True
-        self._say(type(error)(str(error), ranks=error.ranks), _ERROR_TAG)
+        self._say(equal_error(error), _ERROR_TAG)
         # MPI sends messages only while it is called, also those that it has buffered. The program may not call it after
         # the error.
         wait_until(lambda: False, _SENDING_S, lambda: self.comm.Iprobe(self.comm.rank, _ERROR_TAG))
@@ -207,9 +207,18 @@ class Direct:
     """A transfer from and into memory that MPI reads and writes itself."""
 
     def __init__(self, comm: MPI.Intracomm, wire: Wire, tag: int) -> None:
-        # Receives first, so that no message comes before its receive and needs memory of MPI.
-        self._receives = [_Message(p.rank, p.nbytes, comm.Irecv(memory_of(p), p.rank, tag)) for p in wire.receives]
-        self._sends = [_Message(p.rank, p.nbytes, comm.Isend(memory_of(p), p.rank, tag)) for p in wire.sends]
+        self._receives: list[_Message] = []
+        self._sends: list[_Message] = []
+        try:
+            # Receives first, so that no message comes before its receive and needs memory of MPI.
+            for each in wire.receives:
+                request = comm.Irecv(memory_of(each), each.rank, tag)
+                self._receives.append(_Message(each.rank, each.nbytes, request))
+            for each in wire.sends:
+                self._sends.append(_Message(each.rank, each.nbytes, comm.Isend(memory_of(each), each.rank, tag)))
+        except MPI.Exception:
+            self.give_up()  # of the messages before the one that MPI refuses
+            raise
 
     def advance(self) -> bool:
         """Let MPI advance; see `Transfer`."""

@@ -119,11 +119,15 @@ class _Staged:
             backend.copy(host.ctypes.data, chunk.pointer, chunk.nbytes, out)
             self._sends.append(_Outgoing(chunk.rank, host, tag, backend.side_streams.mark(out)))
         chunks.outgoing.extend(self._sends)
-        self._receives = deque(
-            _Incoming(chunk.rank, chunk.pointer, host, comm.Irecv([host, MPI.BYTE], chunk.rank, tag))
-            for chunk in _chunks_of(wire.receives)
-            for host in [backend.pinned(chunk.nbytes)]
-        )
+        self._receives: deque[_Incoming] = deque()
+        try:
+            for chunk in _chunks_of(wire.receives):
+                host = backend.pinned(chunk.nbytes)
+                request = comm.Irecv([host, MPI.BYTE], chunk.rank, tag)
+                self._receives.append(_Incoming(chunk.rank, chunk.pointer, host, request))
+        except MPI.Exception:
+            self.give_up()  # of the messages before the one that MPI refuses
+            raise
 
     def advance(self) -> bool:
         """Send the chunks that are in pinned memory, and copy those that have arrived; see `Transfer`."""

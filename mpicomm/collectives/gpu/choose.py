@@ -19,7 +19,7 @@ from mpicomm.collectives.gpu.arena import DeviceArena, NoMemoryError
 from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.collectives.gpu.tuning import Tuning
-from mpicomm.errors import InvalidUsageError
+from mpicomm.errors import InvalidUsageError, equal_error
 from mpicomm.log import logger
 
 
@@ -180,17 +180,12 @@ class Preparation:
             return
         least, error = self._refused.get(request.what, (request.nbytes + 1, None))
         if error is not None and request.nbytes >= least:
-            raise _equal(error)
+            raise equal_error(error)
         self._arena.require_room(request)
 
     def _remember_refusal(self, request: Request, error: NoMemoryError) -> None:
         least, _ = self._refused.get(request.what, (request.nbytes, error))
-        self._refused[request.what] = min(least, request.nbytes), _equal(error)
-
-
-def _equal(error: NoMemoryError) -> NoMemoryError:
-    """Return an equal error: its traceback would keep the frames that it came through, and the arrays in them."""
-    return type(error)(str(error), ranks=error.ranks)
+        self._refused[request.what] = min(least, request.nbytes), equal_error(error)
 
 
 @lru_cache

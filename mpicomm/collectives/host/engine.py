@@ -18,7 +18,7 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import array_at
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, name_ranks
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, MpicommError, PeerError, equal_error, name_ranks
 from mpicomm.mpi.span import Span
 from mpicomm.waiting import wait_until
 
@@ -147,10 +147,10 @@ class HostEngine:
         except (LateRank, DifferentCall, DifferentSize, GivenUp) as reason:
             verdict = self._channels.verdict
             self._broken = verdict.read() or verdict.give(self._judge(reason, text))
-            raise self._broken from None
+            raise equal_error(self._broken) from None
         except (CollectiveTimeoutError, PeerError) as error:
             self._broken = self._channels.verdict.give(error)
-            raise self._broken from None
+            raise equal_error(self._broken) from None
         except BaseException as error:
             # Above all a KeyboardInterrupt: the peers would wait for the chunks that this rank does not send or read.
             rank = self._node.ranks[self._node.rank]

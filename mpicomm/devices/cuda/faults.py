@@ -15,7 +15,7 @@ from mpicomm.devices.cuda.context import PrimaryContext
 from mpicomm.devices.cuda.driver import DriverShutDownError, call
 from mpicomm.devices.host import fence
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.errors import CollectiveTimeoutError, PeerError
+from mpicomm.errors import CollectiveTimeoutError, PeerError, equal_error
 from mpicomm.kernels.team import EXCHANGE, MESSAGE, MISMATCH, Faults
 
 _WRITTEN = 2  # kWritten in kernels/faults.cuh
@@ -76,7 +76,7 @@ class FaultPage:
         Local; does not wait for the device. ``calls`` gives the text of a `PeerError`.
         """
         if self.error is not None:
-            raise _without_traceback(self.error)
+            raise equal_error(self.error)
         # A record without its last field does not count yet: its kernel still runs, and the next check sees it.
         if self.record is None or self.record.state != _WRITTEN:
             return
@@ -102,7 +102,7 @@ class FaultPage:
 
     def fail(self, error: CollectiveTimeoutError | PeerError) -> None:
         """Let every check raise an error of the same class and text, which no kernel has reported; local."""
-        self.error = _without_traceback(error)
+        self.error = equal_error(error)
 
     def memory_use(self) -> MemoryUse:
         """Return the memory of the page and of the word."""
@@ -115,8 +115,3 @@ class FaultPage:
             with contextlib.suppress(DriverShutDownError), self._context.current():
                 call(driver.cuMemFree, self._failed)
                 call(driver.cuMemFreeHost, self._address)
-
-
-def _without_traceback(error: CollectiveTimeoutError | PeerError) -> CollectiveTimeoutError | PeerError:
-    """Return an equal error: its traceback would keep the frames that it came through, and the arrays in them."""
-    return type(error)(str(error), ranks=error.ranks)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import time
+import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,6 +62,25 @@ def test_ranks_that_call_different_things_all_say_who_called_what(comm_world: MP
         with raises_everywhere(comm_world, PeerError, match="unusable since an earlier error.*different things"):
             meet(comm_world, engine)
         assert isinstance(engine.broken, PeerError)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_an_engine_that_an_error_has_broken_keeps_no_arrays(comm_world: MPI.Intracomm) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    arrays: list[weakref.ref[Any]] = []
+
+    def fail(engine: HostEngine) -> None:
+        given, received = np.ones((2, 100), np.float32)
+        arrays.append(weakref.ref(given))
+        op = "sum" if rank else "max"
+        exchanges = patterns.allreduce(rank, size, FLOAT32, span(given), span(received), op)
+        engine.run(exchanges, Signature("Allreduce", "float32", 100, op))
+
+    with engine_of(comm_world) as (engine, _, _):
+        with pytest.raises(PeerError):
+            fail(engine)
+        gc.collect()
+        assert arrays[0]() is None
 
 
 @pytest.mark.mpi(min_size=2)
