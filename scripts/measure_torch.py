@@ -1,10 +1,11 @@
 """Measure PyTorch's backends mpicomm and gloo, or NCCL on GPUs: `mpiexec -n N python scripts/measure_torch.py`.
 
 `torch.distributed.all_reduce` of float32 tensors, blocking, and begun with ``async_op=True`` and waited for at once.
-Then a step of the network of examples/train_torch.py with DistributedDataParallel. Both backends have groups of the
-same ranks in one job, and take turns. A time is the slowest rank's for one of five calls in a row: the median of the
-rounds. Before each round the tensor receives other numbers, whose sums are exact. After it each element is compared,
-so a call that does nothing is found. ``--kib 64,256`` picks sizes; ``--json FILE`` adds the rows to a result file.
+Then a step of the network of examples/train_torch.py with DistributedDataParallel, and on GPUs one of a network whose
+gradients have 268 MB. Both backends have groups of the same ranks in one job, and take turns. A time is the slowest
+rank's for one of five calls in a row: the median of the rounds. Before each round the tensor receives other numbers,
+whose sums are exact. After it each element is compared, so a call that does nothing is found. ``--kib 64,256`` picks
+sizes; ``--json FILE`` adds the rows to a result file.
 
 ``--gpu`` takes tensors of GPUs. There a call is issued when it returns, and done later: the table has both times. Ranks
 may share a GPU. NCCL refuses that between ranks of one host, so each rank then counts as a host of its own, by
@@ -18,7 +19,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,12 +129,37 @@ def all_reduce(nbytes: int, peer: Peer, rounds: int) -> list[Any]:
     return row
 
 
-def training_steps(peer: Peer, rounds: int) -> list[list[Any]]:
+def large_network() -> nn.Module:
+    """Return a network for the same images with 67 million parameters, the same ones on every rank."""
+    torch.manual_seed(1)
+    inner = [layer for _ in range(4) for layer in (nn.Linear(4096, 4096), nn.GELU())]
+    return nn.Sequential(nn.Linear(64, 4096), nn.GELU(), *inner, nn.Linear(4096, 10))
+
+
+@dataclass(frozen=True)
+class Training:
+    """A network, and how many samples all ranks together have in a step."""
+
+    network: str
+    make: Callable[[], nn.Module]
+    samples: int
+
+    def share(self, device: torch.device) -> Iterator[torch.Tensor]:
+        """Return this rank's images and the digits that they show."""
+        for part in digits(device):
+            yield part[torch.arange(RANK, self.samples, SIZE, device=device) % len(part)]
+
+
+SMALL = Training("the network of examples/train_torch.py", network, BATCH)
+LARGE = Training("a network of 67 million parameters", large_network, 4096)
+
+
+def training_steps(training: Training, peer: Peer, rounds: int) -> list[list[Any]]:
     """Measure a step of training, check that all ways train alike, and return a row for each way."""
-    images, shown = (part[RANK:BATCH:SIZE] for part in digits(peer.device))
+    images, shown = training.share(peer.device)
 
     def model() -> nn.Module:
-        return network().to(peer.device)
+        return training.make().to(peer.device)
 
     hooked = DistributedDataParallel(model())
     hooked.register_comm_hook(None, mpicomm.torch.allreduce_hook)
@@ -178,10 +204,12 @@ def main() -> None:
     for kib in options.kib.split(","):
         nbytes = int(kib) << 10
         rows.append(all_reduce(nbytes, peer, options.rounds if nbytes > 1 << 20 else 5 * options.rounds))
-    steps = training_steps(peer, 5 * options.rounds)
+    steps = {SMALL: training_steps(SMALL, peer, 5 * options.rounds)}
+    if options.gpu:
+        steps[LARGE] = training_steps(LARGE, peer, options.rounds)
     described = tables(peer, rows, steps)
     if RANK == 0:
-        sys.stdout.write("".join(f"{row}\n" for row in rows + steps))
+        sys.stdout.write("".join(f"{row}\n" for table in described for row in table.rows))
     if RANK == 0 and options.json is not None:
         add_tables(options.json, described)
     dist.destroy_process_group()
@@ -205,7 +233,7 @@ def ranks_share_gpus() -> bool:
     return len(set(WORLD.allgather(str(torch.cuda.get_device_properties().uuid)))) < SIZE
 
 
-def tables(peer: Peer, rows: list[list[Any]], steps: list[list[Any]]) -> list[Table]:
+def tables(peer: Peer, rows: list[list[Any]], steps: dict[Training, list[list[Any]]]) -> list[Table]:
     """Return the tables of a result file. Collective."""
     software, notes = {"torch": torch.__version__}, []
     cores = len(os.sched_getaffinity(0))
@@ -239,18 +267,21 @@ def tables(peer: Peer, rows: list[list[Any]], steps: list[list[Any]]) -> list[Ta
         command=started,
         versions=software,
     )
-    training = Table(
-        "Calls",
-        f"A training step of PyTorch on {place}, {SIZE} ranks",
-        where,
-        columns=["who averages the gradients", "step, ms", f"{peer.name}'s time by this"],
-        rows=steps,
-        text=f"DistributedDataParallel, the network of examples/train_torch.py, {BATCH} samples of all ranks together.",
-        notes=notes,
-        command=started,
-        versions=software,
-    )
-    return [calls, training]
+    trained = [
+        Table(
+            "Calls",
+            f"A training step of PyTorch on {place}, {SIZE} ranks, {training.network}",
+            where,
+            columns=["who averages the gradients", "step, ms", f"{peer.name}'s time by this"],
+            rows=measured,
+            text=f"DistributedDataParallel, {training.samples} samples of all ranks together, float32.",
+            notes=notes,
+            command=started,
+            versions=software,
+        )
+        for training, measured in steps.items()
+    ]
+    return [calls, *trained]
 
 
 main()

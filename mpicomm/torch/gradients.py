@@ -7,7 +7,6 @@ import torch.distributed as dist
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.groups import group_of
-from mpicomm.torch.works import Work
 
 
 class AllreduceState:
@@ -27,25 +26,20 @@ class AllreduceState:
 
     def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Begin to average the gradients of ``bucket`` over all ranks; see `allreduce_hook`."""
-        gradients = bucket.buffer()
+        gradients, all_reduce = bucket.buffer(), self.group.collectives.all_reduce
         # Behind the last bucket the backward pass is over, so a call beside its stream would have nothing to overlap.
-        work = self._average(bucket.index(), gradients, begin=not (bucket.is_last() and gradients.is_cuda))
-        work.value = gradients  # DDP takes no list
-        return work.get_future()
-
-    def _average(self, index: int, gradients: torch.Tensor, *, begin: bool) -> Work:
-        collectives = self.group.collectives
+        beside = not bucket.is_last()
         if self.wire_dtype is None or gradients.dtype == self.wire_dtype:
-            average = partial(collectives.all_reduce, gradients, dist.ReduceOp.AVG)
-            return self.group.run("average", average, [gradients], begin=begin)
-        wire = self._wire(index, gradients)
+            call = partial(all_reduce, gradients, dist.ReduceOp.AVG)
+            return self.group.future("average", call, gradients, beside=beside)
+        wire = self._wire(bucket.index(), gradients)
 
-        def call() -> None:
+        def average_wire() -> None:
             wire.copy_(gradients)
-            collectives.all_reduce(wire, dist.ReduceOp.AVG)
+            all_reduce(wire, dist.ReduceOp.AVG)
             gradients.copy_(wire)
 
-        return self.group.run("average", call, [gradients], [wire], begin=begin)
+        return self.group.future("average", average_wire, gradients, [wire], beside=beside)
 
     def _wire(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
         """Return memory for the gradients of a bucket as they travel; on GPUs collective for a new size."""

@@ -253,39 +253,50 @@ class ProcessGroup(CollectiveCalls):
         self._lane.close(0)
         self.communicator._unfreed = False  # else Python warns that the program has left it
 
-    def _run(self, name: str, opts: Any, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
-        return self.run(name, call, outputs, inputs, begin=getattr(opts, "asyncOp", True), limit=_limit(opts))
-
-    def run(
+    def future(
         self,
         name: str,
         call: Callable[[], None],
-        outputs: Tensors,
+        output: torch.Tensor,
         inputs: Tensors = (),
         *,
-        begin: bool,
-        limit: timedelta | None = None,
-    ) -> Work:
-        """Carry out ``call``, which is collectives and operations on tensors, as a collective. Collective.
+        beside: bool,
+    ) -> torch.futures.Future[Any]:
+        """Begin ``call``, which is collectives and operations on tensors; return a future of ``output``. Collective.
 
-        It writes ``outputs`` and reads ``inputs``. With ``begin`` it is an asynchronous collective. ``limit`` is the
-        timeout of this call alone.
+        On a GPU the future is complete: the streams of those who take its value wait for the call. The call is enqueued
+        on the stream of the group, after the work of the current stream; without ``beside`` on the current stream.
         """
-        if not self._open:
-            self._require_open(name)
+        self._require_open(name)
         self._sequence += 1
+        if not output.is_cuda:
+            work = self._lane.run(expected(name, call), [output], name, begin=True)
+            work.value = output
+            return work.get_future()
+        streams = self._gpu_streams(name, output)
+        with self._lane, AsExpected(name):
+            return streams.future(call, output, inputs, beside=beside)
+
+    def _run(self, name: str, opts: Any, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
+        self._require_open(name)
+        self._sequence += 1
+        begin, limit = getattr(opts, "asyncOp", True), _limit(opts)
         given = (*outputs, *inputs)
         if not given:
             raise InvalidUsageError(f"{name}: the list of tensors is empty: pass one or more")
         if not given[0].is_cuda:
             return self._joined(self._lane.run(expected(name, call), outputs, name, begin=begin, limit=limit))
-        if self._streams is None:
-            raise DeviceError(f"{name}: a tensor is on {given[0].device}, but this group has no GPU: pass tensor.cpu()")
+        streams = self._gpu_streams(name, given[0])
         with self._lane, AsExpected(name):
-            work = self._streams.run(name, call, outputs, given, begin=begin, limit=limit)
+            work = streams.run(name, call, outputs, given, begin=begin, limit=limit)
         if limit is not None and not begin:
             work.wait()
         return self._joined(work)
+
+    def _gpu_streams(self, name: str, tensor: torch.Tensor) -> Streams:
+        if self._streams is None:
+            raise DeviceError(f"{name}: a tensor is on {tensor.device}, but this group has no GPU: pass tensor.cpu()")
+        return self._streams
 
     def _message_memory(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         self._require_open(name)

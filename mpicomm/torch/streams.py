@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -13,6 +13,8 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.torch.current_stream import CurrentStream, current_stream
 from mpicomm.torch.symmetric_pool import SymmetricPool
 from mpicomm.torch.works import StreamWork, Work
+
+T = TypeVar("T")
 
 
 class Streams:
@@ -54,7 +56,18 @@ class Streams:
                 return Work(outputs)
             stream = torch.cuda.current_stream(self._gpu)
             return self._work(outputs, stream, self._marks.mark(stream.cuda_stream), name, limit)
-        return self._begin(name, call, outputs, given, limit)
+        side, address = self._side, self._side_address
+        return self._beside(call, given, lambda: self._work(outputs, side, self._marks.mark_here(address), name, limit))
+
+    def future(
+        self, call: Callable[[], None], output: torch.Tensor, inputs: Sequence[torch.Tensor], *, beside: bool
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Enqueue a call, ``beside`` the current stream or on it, and return the complete future of its output."""
+        if beside:
+            # No work, whose mark and whose look for the stream would take half as long as the call.
+            return self._beside(call, [output, *inputs], lambda: self._future(output))
+        call()
+        return self._future(output)
 
     def barrier(self, limit: timedelta) -> Work:
         """Enqueue a barrier on the current stream; a wait for its work waits on the host. Collective."""
@@ -76,14 +89,8 @@ class Streams:
         with torch.cuda.device(self._gpu):
             return bool(torch.cuda.is_current_stream_capturing())
 
-    def _begin(
-        self,
-        name: str,
-        call: Callable[[], None],
-        outputs: Sequence[torch.Tensor],
-        given: Sequence[torch.Tensor],
-        limit: timedelta | None,
-    ) -> StreamWork:
+    def _beside(self, call: Callable[[], None], given: Sequence[torch.Tensor], end: Callable[[], T]) -> T:
+        """Enqueue a call beside the current stream, and return what ``end`` makes of the end of the group's stream."""
         marks, side, current = self._marks, self._side_address, current_stream(self._gpu)
         # The mark of the work orders later work of the caller's stream; this orders the call behind earlier work.
         marks.wait_stream(side, current)
@@ -92,14 +99,18 @@ class Streams:
                 call()
                 for tensor in given:
                     tensor.record_stream(self._side)  # or PyTorch gives the memory away when the caller drops it
-                mark = marks.mark_here(side)
                 if self._pool.is_in_use and not torch.cuda.is_current_stream_capturing():
-                    # Not a method of the work, which keeps the tensors.
-                    self._pool.used(given, partial(marks.follow, mark=mark))
+                    # Not a method of a work, which keeps the tensors.
+                    self._pool.used(given, partial(marks.follow, mark=marks.mark_here(side)))
+                return end()
         except BaseException:
             marks.wait_stream(current, side)  # no capture may end before all its streams have come back
             raise
-        return self._work(outputs, self._side, mark, name, limit)
+
+    def _future(self, output: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[output.device])
+        future.set_result(output)  # PyTorch records an event on the current stream
+        return future
 
     def _work(
         self, outputs: Sequence[torch.Tensor], stream: torch.cuda.Stream, mark: Any, name: str, limit: timedelta | None

@@ -46,18 +46,17 @@ class SideStreams:
 
     def mark_here(self, stream: int) -> Mark:
         """As `mark`, where the device is current, which saves the look at it."""
-        try:
-            event = self._events.pop()
-        except IndexError:  # a test before could be overtaken: another thread may take the last one
-            event = LocalEvent()
-        mark = Mark(event, self._events)
+        mark = Mark(self._event(), self._events)
         runtime.eventRecord(mark.ptr, stream)
         return mark
 
     def wait_stream(self, stream: int, other: int) -> None:
         """Let later work on ``stream`` wait for the work that the stream ``other`` has been given so far."""
         with self._context.current():
-            runtime.streamWaitEvent(stream, self.mark_here(other).ptr)
+            event = self._event()
+            runtime.eventRecord(event.ptr, other)
+            runtime.streamWaitEvent(stream, event.ptr)
+            self._events.append(event)  # the stream waits for this record of it, whatever comes later
 
     def passed(self, mark: Mark) -> bool:
         """Return whether the work before a mark is done."""
@@ -95,6 +94,12 @@ class SideStreams:
         """Let `take` return the stream again, once the work on it is done."""
         with self._lock:
             self._free.append(stream)
+
+    def _event(self) -> LocalEvent:
+        try:
+            return self._events.pop()
+        except IndexError:  # a test before could be overtaken: another thread may take the last one
+            return LocalEvent()
 
     def close(self) -> None:
         """Destroy the streams; the context must be current, and their work over. A second call does nothing."""
