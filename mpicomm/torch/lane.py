@@ -122,3 +122,4 @@ class Lane:
             with self._lock:
                 self._waiting -= 1
             del work  # it keeps the outputs
+        self._thread_id = None  # another thread may get the number now
