@@ -106,7 +106,7 @@ def test_allreduce(size: int, count: int, number: int, in_place: bool, staged: b
     for seed in range(6):
         rng = np.random.default_rng([size, count, seed])
         parts = [rng.standard_normal(count, np.float32) for _ in range(size)]
-        memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
+        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
         programs: list[list[Action]] = []
         for rank, part in enumerate(parts):
             source = base(rank, OUTPUT if in_place else INPUT)
@@ -153,7 +153,7 @@ def test_movements(operation: str, size: int, staged: bool, number: int) -> None
     cut = Parts.equal(count * FLOAT32.itemsize, number)
     for seed in range(6):
         rng = np.random.default_rng([size, seed])
-        memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
+        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
         before = memory.copy()
         programs: list[list[Action]] = []
         place = OUTPUT if operation == "In place" else INPUT
@@ -198,7 +198,7 @@ def test_reduce(size: int, in_place: bool, number: int) -> None:
     cut = Parts.equal(4 * count, number)
     for seed in range(6):
         rng = np.random.default_rng([size, seed])
-        memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
+        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
         values = [rng.standard_normal(count, np.float32) for _ in range(size)]
         programs: list[list[Action]] = []
         for rank, value in enumerate(values):
@@ -225,7 +225,7 @@ def test_reduce_scatter(size: int, in_place: bool, number: int) -> None:
     cut = Parts.equal(4 * count, number)
     for seed in range(6):
         rng = np.random.default_rng([size, seed])
-        memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
+        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
         values = [rng.standard_normal((size, count), np.float32) for _ in range(size)]
         programs: list[list[Action]] = []
         for rank, value in enumerate(values):
@@ -251,7 +251,7 @@ def test_allreduce_leaves_what_the_call_before_it_still_reads_in_staging_memory(
     count = 2004
     for seed in range(6):
         rng = np.random.default_rng([size, number, seed])
-        memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
+        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
         values = [rng.standard_normal((size, count), np.float32) for _ in range(size)]
         programs: list[list[Action]] = []
         for rank, value in enumerate(values):
@@ -283,7 +283,7 @@ def test_broadcast(size: int, staged: bool, number: int) -> None:
     count = 2003
     for seed in range(6):
         rng = np.random.default_rng([size, seed])
-        memory = rng.integers(0, 256, size * RANK_NBYTES).astype(np.uint8)
+        memory = rng.integers(0, 256, size * RANK_NBYTES, np.uint8)
         root = int(rng.integers(size))
         content = memory[base(root, OUTPUT) :][: 4 * count].copy()
         programs: list[list[Action]] = []
