@@ -108,6 +108,15 @@ def test_futures_of_every_kind_of_call(world: dist.ProcessGroup) -> None:
         require_same(torch.futures.wait_all([work.get_future()])[0], expected[name])
 
 
+def test_a_future_of_a_coalesced_gathering_has_a_list_of_each_rank(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    outputs = [[case.empty(4), case.empty(2)] for _ in range(case.size)]
+    future = dist.all_gather_coalesced(outputs, [case.own(4), case.own(2)], async_op=True)
+    assert future is not None
+    for got, four, two in zip(torch.futures.wait_all([future])[0], case.all(4), case.all(2), strict=True):
+        require_same(got, [four, two])
+
+
 def test_callbacks_follow_one_another(world: dist.ProcessGroup) -> None:
     case = Case(world)
     future = begin(case.own(4)).get_future()
