@@ -64,7 +64,9 @@ class CollectiveCalls(c10d.ProcessGroup):
             for given, *received in zip(inputs, *outputs, strict=True):
                 self.collectives.all_gather_list(received, given)
 
-        return self._run("all_gather_coalesced", opts, call, [tensor for each in outputs for tensor in each], inputs)
+        work = self._run("all_gather_coalesced", opts, call, [tensor for each in outputs for tensor in each], inputs)
+        work.value = [list(each) for each in outputs]
+        return work
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         """See `torch.distributed.all_gather_into_tensor`."""

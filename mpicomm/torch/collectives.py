@@ -20,7 +20,9 @@ from mpicomm.torch.tensors import (
     SplitSizesError,
     apart,
     flat,
+    in_order,
     movable,
+    put_back,
 )
 
 
@@ -61,16 +63,17 @@ class Collectives:
 
     def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> None:
         """Put the ``given`` tensors of all ranks one after the other into ``output``."""
-        receive, send = flat(output, "output_tensor"), flat(given, "input_tensor")
-        self._require_blocks(receive, send, "output_tensor", "input_tensor")
-        receive, send = movable(receive), movable(send)
+        received, send = in_order(output, "output_tensor"), in_order(given, "input_tensor")
+        self._require_blocks(received, send, "output_tensor", "input_tensor")
+        receive, send = movable(received), movable(send)
         sent = _in_place_if_there(send, receive, self._comm.rank * send.numel())
         self._comm.Allgather(sent, receive, algorithm=self._way("Allgather", receive))
+        put_back(received, output)
 
     def all_gather_list(self, outputs: Sequence[torch.Tensor], given: torch.Tensor) -> None:
         """Put each rank's ``given`` tensor into the output of that number; sizes may differ."""
         pieces = self._pieces(outputs, "tensor_list")
-        send = flat(given, "tensor")
+        send = in_order(given, "tensor")
         self._require_size(send, pieces.counts[self._comm.rank], f"tensor_list[{self._comm.rank}]", "tensor")
         self._require_type(send, pieces.memory, "tensor", "tensor_list")
         receive = _of_counts(pieces.memory, pieces.counts)
@@ -80,7 +83,7 @@ class Collectives:
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, given: torch.Tensor, root: int) -> None:
         """Put each rank's ``given`` tensor into the root's output of that number; sizes may differ."""
-        send = flat(given, "tensor")
+        send = in_order(given, "tensor")
         if outputs is None:
             self._comm.Gatherv(movable(send), None, root, algorithm=self._way("Gatherv", send))
             return
@@ -92,39 +95,41 @@ class Collectives:
 
     def gather_into(self, output: torch.Tensor, given: torch.Tensor, root: int) -> None:
         """Put the ``given`` tensors of all ranks one after the other into the root's ``output``."""
-        send, receive = flat(given, "tensor"), None
+        send, receive = in_order(given, "tensor"), None
         if self._comm.rank == root:
-            receive = flat(output, "gather_tensor")
+            receive = in_order(output, "gather_tensor")
             self._require_blocks(receive, send, "gather_tensor", "tensor")
-            send, receive = apart(send, receive), movable(receive)
-        send = movable(send)
-        self._comm.Gather(send, receive, root, algorithm=self._way("Gather", send))
+            send = apart(send, receive)
+        sent, received = movable(send), None if receive is None else movable(receive)
+        self._comm.Gather(sent, received, root, algorithm=self._way("Gather", sent))
+        if receive is not None:
+            put_back(receive, output)
 
     def scatter(self, output: torch.Tensor, given: Sequence[torch.Tensor] | None, root: int) -> None:
         """Put the root's given tensor of this rank's number into ``output``; sizes may differ."""
-        receive = flat(output, "tensor")
-        if given is None:
-            self._comm.Scatterv(None, movable(receive), root, algorithm=self._way("Scatterv", receive))
-            return
-        pieces = self._pieces(given, "scatter_list")
-        self._require_type(receive, pieces.memory, "tensor", "scatter_list")
-        send = _of_counts(apart(pieces.gather(), receive), pieces.counts)
+        receive, send = in_order(output, "tensor"), None
+        if given is not None:
+            pieces = self._pieces(given, "scatter_list")
+            self._require_type(receive, pieces.memory, "tensor", "scatter_list")
+            send = _of_counts(apart(pieces.gather(), receive), pieces.counts)
         self._comm.Scatterv(send, movable(receive), root, algorithm=self._way("Scatterv", receive))
+        put_back(receive, output)
 
     def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, op: Any) -> None:
         """Reduce ``given`` over all ranks, and put this rank's block of the result into ``output``."""
-        receive, send = flat(output, "output"), flat(given, "input")
+        receive, send = in_order(output, "output"), in_order(given, "input")
         self._require_blocks(send, receive, "input", "output")
         reduction = reduction_of(op, receive, "output")
         send = apart(reduction.given(send), receive)
         way = self._way("Reduce_scatter_block", send)
         self._comm.Reduce_scatter_block(send, receive, reduction.op, algorithm=way)
         reduction.finish(receive, self._comm.size)
+        put_back(receive, output)
 
     def reduce_scatter_list(self, output: torch.Tensor, given: Sequence[torch.Tensor], op: Any) -> None:
         """Reduce the given tensors over all ranks, and put the one of this rank's number into ``output``."""
         pieces = self._pieces(given, "input_list")
-        receive = flat(output, "output")
+        receive = in_order(output, "output")
         reduction = reduction_of(op, receive, "output")
         self._require_size(receive, pieces.counts[self._comm.rank], f"input_list[{self._comm.rank}]", "output")
         self._require_type(receive, pieces.memory, "output", "input_list")
@@ -132,6 +137,7 @@ class Collectives:
         way = self._way("Reduce_scatter", send)
         self._comm.Reduce_scatter(send, receive, pieces.counts, reduction.op, algorithm=way)
         reduction.finish(receive, self._comm.size)
+        put_back(receive, output)
 
     def all_to_all(
         self,
@@ -144,11 +150,12 @@ class Collectives:
 
         Splits count rows, which are the elements along the first dimension. Without them all parts are equal.
         """
-        receive, send = flat(output, "output"), flat(given, "input")
+        receive, send = in_order(output, "output"), in_order(given, "input")
         self._require_type(receive, send, "output", "input")
         receive_counts = self._counts(output, output_splits, "output")
         send_counts = self._counts(given, input_splits, "input")
         self._alltoallv(receive, receive_counts, send, send_counts, "{}_split_sizes")
+        put_back(receive, output)
 
     def all_to_all_list(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         """Send each given tensor to the rank of its number, and receive the outputs likewise."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,18 +21,29 @@ class Lane:
     A thread carries out the asynchronous ones, so that the program computes meanwhile, and so that ranks may begin
     calls of two groups in different orders. A blocking call runs in the caller's thread, after the calls before it.
     A call on tensors of a GPU, which does not wait for its kernels, takes its turn by a ``with`` block.
+
+    The calls of a future's callback come after those that the program had begun when it asked for the future, and
+    before later ones. A callback that the program adds at once makes its calls at the same place if the future is
+    complete. So the order is the same on all ranks.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()  # of the two below
         self._waiting = 0  # calls that the thread has not ended
+        self.begun = 0
+        """How many calls the thread has got."""
         self._queue: SimpleQueue[HostWork | None] | None = None
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
         # Held during a call, because the engine of a group carries out one call at a time. A caller takes it while it
         # holds `_lock`, so no call of another thread comes between its look at `_waiting` and its own call.
         self._turn = threading.Lock()
+        # Of the thread alone:
+        self._take: Callable[[], HostWork | None] = lambda: None
+        self._carried_out = 0  # calls
+        self._unended: deque[HostWork] = deque()  # calls that are carried out, and whose callbacks are to come
+        self._ending: HostWork | None = None  # whose callbacks run
 
     def run(
         self,
@@ -47,7 +59,7 @@ class Lane:
         Each wait for the call ends after ``limit``, and the call goes on.
         """
         if begin or limit is not None:
-            work = self._begin(HostWork(call, outputs, name, limit))
+            work = self._begin(HostWork(self, call, outputs, name, limit))
             if not begin:
                 work.wait()
             return work
@@ -58,12 +70,14 @@ class Lane:
     def __enter__(self) -> None:
         """Wait until all calls before are over: the ``with`` block is the turn of a call of the calling thread."""
         if threading.get_ident() == self._thread_id:
-            self._turn.acquire()  # for a callback of a call, which comes before all that is in the queue
+            if self._ending is not None:
+                self.hurry(self._ending.calls_before)
+            self._turn.acquire()  # for a callback of a call, which comes before all that is in the queue now
             return
         with self._lock:
             is_first = self._waiting == 0 and self._turn.acquire(blocking=False)
         if not is_first:
-            self._begin(HostWork(lambda: None, (), "turn")).wait()
+            self._begin(HostWork(self, lambda: None, (), "turn")).wait()
             self._turn.acquire()
 
     def __exit__(self, *exception: object) -> None:
@@ -94,6 +108,15 @@ class Lane:
             thread.join(limit_s)
         return thread is None or not thread.is_alive()
 
+    def hurry(self, number: int) -> None:
+        """Carry out the calls up to ``number`` at once, if a callback asks for it, which keeps the thread. Local."""
+        if threading.get_ident() != self._thread_id:
+            return
+        while self._carried_out < number:
+            work = self._take()
+            assert work is not None
+            self._carry_out(work)
+
     def _begin(self, work: HostWork) -> HostWork:
         if threading.get_ident() == self._thread_id:
             # A callback of a call may wait for the work, so that the thread would never come to it in the queue.
@@ -109,17 +132,31 @@ class Lane:
                 self._thread.start()
                 self._thread_id = self._thread.ident
             self._waiting += 1
+            self.begun = work.number = self.begun + 1
             self._queue.put(work)
         return work
 
     def _work(self, queue: SimpleQueue[HostWork | None]) -> None:
-        while (work := queue.get()) is not None:
-            with self._turn:
-                work.carry_out()
+        self._take = queue.get
+        while True:
+            if not self._unended:
+                taken = queue.get()
+                if taken is None:
+                    self._thread_id = None  # another thread may get the number now
+                    return
+                self._carry_out(taken)
+                del taken
+            self._ending = work = self._unended.popleft()
             # Callbacks make their calls before a call of the program may come: else two ranks could carry these out in
             # different orders.
             work.end()
+            self._ending = None
             with self._lock:
                 self._waiting -= 1
             del work  # it keeps the outputs
-        self._thread_id = None  # another thread may get the number now
+
+    def _carry_out(self, work: HostWork) -> None:
+        with self._turn:
+            work.carry_out()
+        self._carried_out += 1
+        self._unended.append(work)

@@ -48,6 +48,21 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     )
 
 
+def in_order(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Return `flat` memory with the elements in the order of their indices. Local; on a GPU stream-ordered.
+
+    It is a copy of a tensor whose memory has another order, because the other tensors of the call may have a third one.
+    """
+    memory = flat(tensor, name)
+    return memory if tensor.is_contiguous() else tensor.detach().contiguous()
+
+
+def put_back(memory: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Give what a call has received into `in_order` ``memory`` to ``tensor``. Local; on a GPU stream-ordered."""
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(memory)
+
+
 def apart(send: torch.Tensor, receive: torch.Tensor) -> torch.Tensor:
     """Return flat ``send``, or a copy where it shares memory with flat ``receive``. Local; on a GPU stream-ordered.
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mpi4py import MPI
@@ -20,6 +20,9 @@ from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.current_stream import CurrentStream, current_stream
 from mpicomm.torch.failures import AsExpected, GroupTimeoutError
 from mpicomm.waiting import wait_until
+
+if TYPE_CHECKING:
+    from mpicomm.torch.lane import Lane
 
 FOREVER = timedelta(0)
 """PyTorch's word for a wait without a limit."""
@@ -136,12 +139,23 @@ class PendingWork(Work):
 
 
 class HostWork(PendingWork):
-    """A call on tensors of the host, which a thread carries out."""
+    """A call on tensors of the host, which the thread of ``lane`` carries out."""
+
+    number = 0
+    """The number of the call among those that the thread has to carry out; 0 for the call of a callback."""
+    calls_before = 0
+    """The number of the last call that comes before the calls of the future's callbacks."""
 
     def __init__(
-        self, call: Callable[[], None], outputs: Sequence[torch.Tensor], name: str, limit: timedelta | None = None
+        self,
+        lane: Lane,
+        call: Callable[[], None],
+        outputs: Sequence[torch.Tensor],
+        name: str,
+        limit: timedelta | None = None,
     ) -> None:
         super().__init__(outputs)
+        self._lane = lane
         self._call: Callable[[], None] | None = call
         self._name = name
         self._limit = limit or FOREVER
@@ -150,18 +164,18 @@ class HostWork(PendingWork):
         self._ended: torch.futures.Future[Any] | None = None
 
     def carry_out(self) -> None:
-        """Carry the call out; its error is the work's. `end` is to follow."""
+        """Carry the call out, and release those who wait; its error is the work's. `end` is to follow."""
         assert self._call is not None
         try:
             self._call()
         except BaseException as error:
             self._error = error
         self._call = None  # it keeps the tensors
+        self._over.set()
 
     def end(self) -> None:
-        """Release those who wait, and call the callbacks of the future, which may make further calls."""
+        """Call the callbacks of the future, which may make further calls."""
         with self._lock:
-            self._over.set()
             ended = self._ended
         if ended is not None:
             super()._settle(ended)
@@ -169,6 +183,7 @@ class HostWork(PendingWork):
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
         limit = timeout or self._limit
+        self._lane.hurry(self.number)
         if not self._over.wait(limit.total_seconds() or None):
             raise _too_late(self._name, limit)
         return super().wait()
@@ -178,9 +193,10 @@ class HostWork(PendingWork):
         return self._over.is_set()
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
+        self._lane.hurry(self.number)
         with self._lock:
             if not self._over.is_set():
-                self._ended = ended
+                self._ended, self.calls_before = ended, self._lane.begun
                 return
         super()._settle(ended)
 

@@ -55,6 +55,49 @@ def test_channels_last(world: dist.ProcessGroup) -> None:
     require_same([sent], [case.of(case.size - 1, 2, 3, 4, 5)])
 
 
+@pytest.mark.parametrize("given_order", [torch.channels_last, torch.contiguous_format], ids=str)
+def test_channels_last_on_one_side(world: dist.ProcessGroup, given_order: torch.memory_format) -> None:
+    case = Case(world)
+    rows, everyone = case.size, case.all(case.size, 2, 3, 4)
+
+    def empty(count: int) -> torch.Tensor:
+        orders = {torch.channels_last, torch.contiguous_format} - {given_order}
+        return case.empty(count, 2, 3, 4).to(memory_format=orders.pop())
+
+    given = case.own(rows, 2, 3, 4).to(memory_format=given_order)
+    gathered, swapped, block, joined = empty(rows * rows), empty(rows), empty(1), empty(rows * rows)
+    dist.all_gather_into_tensor(gathered, given)
+    dist.all_to_all_single(swapped, given)
+    dist.reduce_scatter_tensor(block, given)
+    require_same([gathered, swapped], [torch.cat(everyone), torch.stack([each[case.rank] for each in everyone])])
+    require_same([block], [reduced(everyone, Op.SUM)[case.rank : case.rank + 1]])
+    options = dist.GatherOptions()
+    options.rootRank = 0
+    world.gather_single(joined, given, options).wait()
+    if case.rank == 0:
+        require_same([joined], [torch.cat(everyone)])
+
+
+def test_lists_of_channels_last(world: dist.ProcessGroup) -> None:
+    """The tensor beside the list has the memory order of channels_last, too, or alone."""
+    case = Case(world)
+    shape, everyone = (2, 3, 4, 5), case.all(2, 3, 4, 5)
+    total = reduced(everyone, Op.SUM)
+    for order in (torch.channels_last, torch.contiguous_format):
+        outputs = [case.empty(*shape).to(memory_format=order) for _ in range(case.size)]
+        given = case.own(*shape).to(memory_format=torch.channels_last)
+        dist.all_gather(outputs, given)
+        require_same(outputs, everyone)
+        gathered = [torch.zeros_like(output) for output in outputs] if case.rank == 0 else None
+        dist.gather(given, gathered, 0)
+        require_same(gathered or [], everyone if case.rank == 0 else [])
+        got = case.empty(*shape).to(memory_format=torch.channels_last)
+        dist.scatter(got, outputs if case.rank == 0 else None, 0)
+        require_same([got], [everyone[case.rank]])
+        dist.reduce_scatter(got, [given.to(memory_format=order)] * case.size)
+        require_same([got], [total])
+
+
 def test_lists_of_tensors_in_any_order_of_memory(world: dist.ProcessGroup) -> None:
     """The outputs have another order of memory than the tensor that is sent, and gaps."""
     case = Case(world)

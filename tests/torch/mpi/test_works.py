@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.torch.lane import Lane
 from mpicomm.torch.works import HostWork
 from tests.helpers.torch_cases import Case, Op, finish, reduced, require_same, while_the_last_rank_is_late
 
@@ -107,6 +108,15 @@ def test_futures_of_every_kind_of_call(world: dist.ProcessGroup) -> None:
         require_same(torch.futures.wait_all([work.get_future()])[0], expected[name])
 
 
+def test_a_future_of_a_coalesced_gathering_has_a_list_of_each_rank(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    outputs = [[case.empty(4), case.empty(2)] for _ in range(case.size)]
+    future = dist.all_gather_coalesced(outputs, [case.own(4), case.own(2)], async_op=True)
+    assert future is not None
+    for got, four, two in zip(torch.futures.wait_all([future])[0], case.all(4), case.all(2), strict=True):
+        require_same(got, [four, two])
+
+
 def test_callbacks_follow_one_another(world: dist.ProcessGroup) -> None:
     case = Case(world)
     future = begin(case.own(4)).get_future()
@@ -182,13 +192,62 @@ def test_the_calls_of_a_callback_come_before_the_next_call_of_the_program(world:
     require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(3)])
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.host_alone
+def test_the_calls_of_a_callback_come_after_those_that_are_begun_before(world: dist.ProcessGroup) -> None:
+    """The future is complete when the last rank asks for it, and not yet on the others."""
+    case = Case(world)
+    tensors = [case.own(3, salt=salt) for salt in range(6)]
+    with while_the_last_rank_is_late() as on_time:
+        works = [begin(tensor) for tensor in tensors[:2]]
+        if on_time:
+            futures = call_after(works, tensors[2:4])
+    if not on_time:
+        for work in works:
+            work.wait()
+        futures = call_after(works, tensors[2:4])
+    begin(tensors[4]).wait()
+    dist.all_reduce(tensors[5])
+    torch.futures.wait_all(futures)
+    require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(6)])
+
+
+def call_after(works: list[dist.Work], tensors: list[torch.Tensor]) -> list[torch.futures.Future[None]]:
+    """Let the callback of each work reduce one of the tensors."""
+    return [
+        work.get_future().then(lambda _, tensor=tensor: dist.all_reduce(tensor))
+        for work, tensor in zip(works, tensors, strict=True)
+    ]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.host_alone
+def test_a_callback_may_wait_for_a_later_call(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    first, second, third = (case.own(3, salt=salt) for salt in range(3))
+    works: list[dist.Work] = []
+
+    def wait_for_later(_: object) -> list[torch.Tensor]:
+        works[1].wait(timedelta(seconds=PATIENCE_S))
+        return [second.clone(), *works[2].get_future().wait()]
+
+    with while_the_last_rank_is_late() as on_time:
+        works.append(begin(first))
+        if on_time:  # the call is under way, so the thread of the calls runs the callback
+            future = works[0].get_future().then(wait_for_later)
+        works += [begin(second), begin(third)]
+    if not on_time:
+        future = works[0].get_future().then(wait_for_later)
+    require_same(future.wait(), [reduced(case.all(3, salt=salt), Op.SUM) for salt in (1, 2)])
+
+
 @pytest.mark.host_alone
 def test_threads_get_the_same_future(world: dist.ProcessGroup) -> None:
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         for _ in range(200):
-            work = HostWork(lambda: None, [], "call")
+            work = HostWork(Lane("lane"), lambda: None, [], "call")
             futures: list[torch.futures.Future[list[torch.Tensor]]] = []
             both = threading.Barrier(2)
 
