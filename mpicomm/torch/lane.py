@@ -29,7 +29,7 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()  # of the two below
+        self._lock = threading.Lock()  # of the attributes up to `_thread_id`
         self._waiting = 0  # calls that the thread has not ended
         self.begun = 0
         """How many calls the thread has got."""

@@ -40,12 +40,23 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
     tensor = tensor.detach()  # always: autograd may make an output require a gradient while a thread receives into it
     if tensor.is_contiguous():
         return tensor
-    if any(tensor.is_contiguous(memory_format=order) for order in (torch.channels_last, torch.channels_last_3d)):
+    if _is_dense(tensor):
         return tensor.as_strided((tensor.numel(),), (1,))
     raise InvalidUsageError(
         f"{name} of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous: pass "
         "tensor.contiguous(), and copy the result back if it receives"
     )
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether each element of the memory between the first and the last one is the tensor's, and only once."""
+    following = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length != 1:
+            if stride != following:
+                return False
+            following *= length
+    return True
 
 
 def in_order(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -55,6 +55,18 @@ def test_channels_last(world: dist.ProcessGroup) -> None:
     require_same([sent], [case.of(case.size - 1, 2, 3, 4, 5)])
 
 
+def test_transposed(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    summed, sent, given = (case.own(3, 4, 5).permute(2, 0, 1) for _ in range(3))
+    dist.all_reduce(summed)
+    dist.broadcast(sent, case.size - 1)
+    require_same([summed], [reduced(case.all(3, 4, 5), Op.SUM).permute(2, 0, 1)])
+    require_same([sent], [case.of(case.size - 1, 3, 4, 5).permute(2, 0, 1)])
+    gathered = case.empty(5 * case.size, 3, 4)
+    dist.all_gather_into_tensor(gathered, given)
+    require_same([gathered], [torch.cat([each.permute(2, 0, 1) for each in case.all(3, 4, 5)])])
+
+
 @pytest.mark.parametrize("given_order", [torch.channels_last, torch.contiguous_format], ids=str)
 def test_channels_last_on_one_side(world: dist.ProcessGroup, given_order: torch.memory_format) -> None:
     case = Case(world)
