@@ -18,6 +18,7 @@ from mpi4py import MPI
 
 from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi import host_calls
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_copies import HostCopies, announce
@@ -130,7 +131,15 @@ def _wrapped_call(cls: type, method: Callable[..., Any], buffers: Places) -> Cal
                 given = inspect.signature(method).bind(self, *arguments, **keywords).arguments
                 given.pop("self")
                 return _through_host(self, cls, method.__name__, given, [name for _, name in buffers])
-        return method(self, *arguments, **keywords)
+        try:
+            return method(self, *arguments, **keywords)
+        except host_calls.REFUSALS:
+            if not isinstance(self, MPI.Message):
+                raise
+        # The Communicator has sent elements for which MPI has no type as bytes.
+        given = inspect.signature(method).bind(self, *arguments, **keywords).arguments
+        given["buf"] = host_calls.as_bytes(given["buf"], True, "buf")
+        return method(given.pop("self"), **given)
 
     return call
 

@@ -165,7 +165,7 @@ class Communicator(
         self._in_stream_order = InStreamOrder(self._collectives, session)
         # Peers open this rank's outbox as messages come, and only they know whether they have: Free waits for them.
         session.keep_beside(self._messages.memory, opened_by_peers=self._messages.described)
-        self._limits = limits(len(session.placement.places), len(session.placement.nodes))
+        self._limits = limits(len(session.placement.nodes))
         if session.channel is not None:
             record_inside(self._collectives, session)
             record_calls(self, session.channel)

@@ -21,23 +21,14 @@ from mpicomm.mpi.types import numpy_dtype
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
 """Element types for which MPI keeps all promises of mpicomm."""
 
-_FACTS = {
-    row: (row.send == "counted", row.rooted == "send", row.counts == "vector", row.receive == "blocks" != row.send)
-    for row in OPERATIONS.values()
-}
+_FACTS = {row: (row.send == "counted", row.rooted == "send", row.counts == "vector") for row in OPERATIONS.values()}
 """Of each collective: whether ``recvcounts`` cuts its input; whether its input is the root's alone; whether its blocks
-differ; whether each rank sends one of the blocks that others receive."""
+differ."""
 
 
-def limits(size: int, nodes: int) -> dict[str, int]:
-    """Return the bytes below which a collective of `MPI_TYPES` is certainly MPI's, by its name; local.
-
-    They are bytes of the buffer that every rank has: in Gather and Scatter one block, elsewhere the whole call.
-    """
-    return {
-        name: least_mapped(operation, nodes) // (size if name in ("Gather", "Scatter") else 1)
-        for name, operation in OPERATIONS.items()
-    }
+def limits(nodes: int) -> dict[str, int]:
+    """Return the bytes below which a collective of `MPI_TYPES` is certainly MPI's, by its name; local."""
+    return {name: least_mapped(operation, nodes) for name, operation in OPERATIONS.items()}
 
 
 def is_plain(other: Any, buffer: Any, limit: int) -> bool:
@@ -90,7 +81,7 @@ def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, nodes
     send, receive = _array(arguments.send), _array(arguments.receive)
     if arguments.op is not None and type(arguments.op) is not MPI.Op:
         return False  # `AVG`, or an operation of the user
-    counted, of_root, is_vector, gathers = _FACTS[operation]
+    counted, of_root, is_vector = _FACTS[operation]
     if counted and (arguments.counts is None or type(send) is not ndarray):
         return False  # the ranks have to exchange their counts, or MPI must get a copy of an input in place
     if operation.of_neighbors and not (type(send) is type(receive) is ndarray):
@@ -103,17 +94,13 @@ def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, nodes
             return False
     if type(send) is type(receive) is ndarray and not are_apart(send, receive):
         return False
-    # The size of a buffer that every rank has decides, because a root's buffer may be anything on other ranks.
-    array, blocks = send, 1
-    if of_root and type(receive) is ndarray:
-        array, blocks = receive, size
-    elif is_vector or type(send) is not ndarray:
+    # A buffer that every rank has decides, because a root's buffer may be anything on other ranks.
+    array = send
+    if is_vector or type(send) is not ndarray or (of_root and type(receive) is ndarray):
         array = receive
-    elif gathers:
-        blocks = size
     if type(array) is not ndarray or array.dtype not in MPI_TYPES:
         return False
-    return not use_mapped(operation, blocks * array.nbytes, size, nodes, crossover)
+    return not use_mapped(operation, array.nbytes, size, nodes, crossover)
 
 
 def _array(spec: Any) -> Any:

@@ -32,12 +32,10 @@ _MAPPED_FROM = {
     "Reduce_scatter_block": (_MIB, 16 * _MIB),
     "Scan": (256 * _KIB, 256 * _KIB),
     "Exscan": (128 * _KIB, 256 * _KIB),
-    "Gather": (_NEVER, 256 * _KIB),
-    "Scatter": (_NEVER, 256 * _KIB),
 }
-"""The fewest bytes for which mapped memory is used, with 2 ranks and with more. Other operations are MPI's at any size:
-in Allgather, Alltoall and Bcast MPI copies once and mapped memory copies twice; in the vector operations a rank does
-not know the bytes of its peers."""
+"""The fewest bytes for which mapped memory is used, with 2 ranks and with more. MPI carries out operations that only
+move data at any size, because one rank may name a derived datatype, which only MPI knows, where another one names its
+elements. MPI also copies once in Allgather, Alltoall and Bcast, and mapped memory copies twice."""
 
 _CROSSOVERS = {"Allreduce": 1, "Reduce_scatter": 4, "Reduce_scatter_block": 4}
 """The collectives whose least bytes between two ranks depend on the caches, as multiples of the crossover of

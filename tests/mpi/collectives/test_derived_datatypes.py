@@ -111,6 +111,24 @@ def test_columns_meet_plain_arrays(comm: mpicomm.Communicator, xp: Any, made: li
         np.testing.assert_array_equal(to_host(everywhere), matrix)
 
 
+@pytest.mark.parametrize("naming", [0, 1])
+def test_one_rank_alone_names_a_large_block(
+    comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype], naming: int
+) -> None:
+    size, rank, count = comm.size, comm.rank, 1 << 17
+    block = committed(made, MPI.DOUBLE.Create_contiguous(count))
+    whole = np.arange(float(size * count)).reshape(size, count)
+
+    def named(array: Any) -> Any:
+        return [array, 1, block] if rank == naming else array
+
+    mine, back = xp.zeros(count), xp.zeros((size, count))
+    comm.Scatter(named(xp.asarray(whole)) if rank == 0 else None, mine if rank == 0 else named(mine))
+    np.testing.assert_array_equal(to_host(mine), whole[rank])
+    comm.Gather(mine if rank == 0 else named(mine), named(back) if rank == 0 else None)
+    np.testing.assert_array_equal(to_host(back), whole if rank == 0 else 0 * whole)
+
+
 def test_ranks_without_elements(comm: mpicomm.Communicator, xp: Any, made: list[MPI.Datatype]) -> None:
     size, rank = comm.size, comm.rank
     gapped = column(made, 3, 4)

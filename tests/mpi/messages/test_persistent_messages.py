@@ -125,7 +125,7 @@ def test_host_arrays_of_types_that_mpi_lacks_are_messages_too(
         for count in (6, 4 * LARGE):
             sent = content(rig.rank, count).view(np.uint8)[: count * dtype.itemsize].view(dtype)
             expected = content(rig.left, count).view(np.uint8)[: count * dtype.itemsize].tobytes()
-            for number in range(6):
+            for number in range(8):
                 received = np.zeros(count, dtype)
                 if number == 0:
                     comm.Sendrecv(sent, rig.right, 0, received, rig.left, 0)
@@ -146,6 +146,14 @@ def test_host_arrays_of_types_that_mpi_lacks_are_messages_too(
                     for each in (send, receive):
                         each.Wait()
                         each.Free()
+                elif number < 7:
+                    request = comm.Isend(sent, rig.right)
+                    message = comm.Mprobe(rig.left)
+                    if number == 5:
+                        message.Recv(buf=received)
+                    else:
+                        message.Irecv(received).Wait()
+                    request.Wait()
                 else:
                     received[:] = sent
                     comm.Sendrecv_replace(received, rig.right, 0, rig.left, 0)

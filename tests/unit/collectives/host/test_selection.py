@@ -41,7 +41,7 @@ def test_the_crossover_counts_between_two_ranks_alone() -> None:
 def test_what_is_chosen_where_it_matters_most() -> None:
     assert use_mapped(ALLREDUCE, 64 * MIB, 2, 1, 0) and use_mapped(ALLREDUCE, 64 * MIB, 8, 1, 0)
     assert not use_mapped(ALLREDUCE, 1024, 2, 1, 0)
-    for name in ("Allgather", "Alltoall", "Alltoallv", "Bcast", "Gatherv", "Scatterv"):
+    for name in ("Allgather", "Alltoall", "Alltoallv", "Bcast", "Gather", "Gatherv", "Scatter", "Scatterv"):
         assert not use_mapped(OPERATIONS[name], LARGE, 2, 1, 0) and not use_mapped(OPERATIONS[name], LARGE, 4, 1, 0)
 
 
