@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from mpi4py import MPI
@@ -20,9 +20,6 @@ from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.current_stream import CurrentStream, current_stream
 from mpicomm.torch.failures import AsExpected, GroupTimeoutError
 from mpicomm.waiting import wait_until
-
-if TYPE_CHECKING:
-    from mpicomm.torch.lane import Lane
 
 FOREVER = timedelta(0)
 """PyTorch's word for a wait without a limit."""
@@ -138,8 +135,17 @@ class PendingWork(Work):
         return self.value
 
 
+class Order(Protocol):
+    """The order of the calls of a group: see `Lane`."""
+
+    begun: int
+
+    def hurry(self, number: int) -> None:
+        """See `Lane.hurry`."""
+
+
 class HostWork(PendingWork):
-    """A call on tensors of the host, which the thread of ``lane`` carries out."""
+    """A call on tensors of the host, which a thread carries out in the ``order`` of its group."""
 
     number = 0
     """The number of the call among those that the thread has to carry out; 0 for the call of a callback."""
@@ -148,14 +154,14 @@ class HostWork(PendingWork):
 
     def __init__(
         self,
-        lane: Lane,
+        order: Order,
         call: Callable[[], None],
         outputs: Sequence[torch.Tensor],
         name: str,
         limit: timedelta | None = None,
     ) -> None:
         super().__init__(outputs)
-        self._lane = lane
+        self._order = order
         self._call: Callable[[], None] | None = call
         self._name = name
         self._limit = limit or FOREVER
@@ -183,7 +189,7 @@ class HostWork(PendingWork):
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
         limit = timeout or self._limit
-        self._lane.hurry(self.number)
+        self._order.hurry(self.number)
         if not self._over.wait(limit.total_seconds() or None):
             raise _too_late(self._name, limit)
         return super().wait()
@@ -193,10 +199,10 @@ class HostWork(PendingWork):
         return self._over.is_set()
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        self._lane.hurry(self.number)
+        self._order.hurry(self.number)
         with self._lock:
             if not self._over.is_set():
-                self._ended, self.calls_before = ended, self._lane.begun
+                self._ended, self.calls_before = ended, self._order.begun
                 return
         super()._settle(ended)
 
