@@ -54,12 +54,13 @@ class KernelCompileError(MpicommError):
     """NVRTC refused a kernel; the message holds NVRTC's log."""
 
 
-Error = TypeVar("Error", bound=MpicommError)
+_Error = TypeVar("_Error", bound=MpicommError)
 
 
-def equal_error(error: Error) -> Error:
-    """Return an equal error without a traceback, which keeps the frames that it came through, and the arrays in them.
+def equal_error(error: _Error) -> _Error:
+    """Return an error of the same class, text and ranks, without a traceback. Local.
 
-    Who keeps an error raises a new one each time.
+    A traceback keeps the frames that the error came through, and the arrays in them. So code that keeps an error keeps
+    and raises equal ones.
     """
     return type(error)(str(error), ranks=error.ranks)

@@ -114,6 +114,8 @@ def _wrapped_class(cls: type) -> Callable[[Any], Any]:
 def wrapped_methods(cls: type) -> dict[str, Callable[..., Any]]:
     """Return the methods of the table that ``cls`` has, wrapped: which, depends on the version of MPI."""
     methods = {name: getattr(cls, name) for name in (*BUFFERS, *MAKERS) if hasattr(cls, name)}
+    if issubclass(cls, MPI.Message):
+        methods |= {name: _receiving_bytes(methods[name]) for name in BUFFERS if name in methods}
     return {
         name: _wrapped_maker(method) if name in MAKERS else _wrapped_call(cls, method, BUFFERS[name])
         for name, method in methods.items()
@@ -131,17 +133,19 @@ def _wrapped_call(cls: type, method: Callable[..., Any], buffers: Places) -> Cal
                 given = inspect.signature(method).bind(self, *arguments, **keywords).arguments
                 given.pop("self")
                 return _through_host(self, cls, method.__name__, given, [name for _, name in buffers])
-        try:
-            return method(self, *arguments, **keywords)
-        except host_calls.REFUSALS:
-            if not isinstance(self, MPI.Message):
-                raise
-        # The Communicator has sent elements for which MPI has no type as bytes.
-        given = inspect.signature(method).bind(self, *arguments, **keywords).arguments
-        given["buf"] = host_calls.as_bytes(given["buf"], True, "buf")
-        return method(given.pop("self"), **given)
+        return method(self, *arguments, **keywords)
 
     return call
+
+
+def _receiving_bytes(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of MPI.Message that also receives elements without a type of MPI, which travel as bytes."""
+
+    @functools.wraps(method)
+    def receive(self: MPI.Message, buf: Any, *rest: Any, **keywords: Any) -> Any:
+        return host_calls.call(functools.partial(method, **keywords), self, buf, *rest, writable=True)
+
+    return receive
 
 
 def _wrapped_maker(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -43,13 +43,18 @@ def both_as_bytes(sendbuf: Any, recvbuf: Any) -> tuple[Any, Any]:
     return as_bytes(sendbuf, False, "sendbuf"), as_bytes(recvbuf, True, "recvbuf")
 
 
-def call(method: Callable[..., Result], comm: MPI.Intracomm, buf: Any, *rest: Any, writable: bool = False) -> Result:
-    """Call MPI's ``method`` on a host buffer. Raises as MPI does, and as `as_bytes` for a buffer that MPI refuses."""
+def call(
+    method: Callable[..., Result], called: MPI.Intracomm | MPI.Message, buf: Any, *rest: Any, writable: bool = False
+) -> Result:
+    """Call MPI's ``method`` of ``called`` on a host buffer.
+
+    Raises as MPI does, and as `as_bytes` for a buffer that MPI refuses.
+    """
     try:
-        return method(comm, buf, *rest)
+        return method(called, buf, *rest)
     except REFUSALS:
         spec = as_bytes(buf, writable, "buf")
-    return method(comm, spec, *rest)
+    return method(called, spec, *rest)
 
 
 def call_on_two(

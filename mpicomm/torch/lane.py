@@ -29,7 +29,7 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()  # of the attributes up to `_thread_id`
+        self._lock = threading.Lock()  # of `_waiting`, `begun`, `_queue` and `_thread`
         self._waiting = 0  # calls that the thread has not ended
         self.begun = 0
         """How many calls the thread has got."""
@@ -39,11 +39,11 @@ class Lane:
         # Held during a call, because the engine of a group carries out one call at a time. A caller takes it while it
         # holds `_lock`, so no call of another thread comes between its look at `_waiting` and its own call.
         self._turn = threading.Lock()
-        # Of the thread alone:
-        self._take: Callable[[], HostWork | None] = lambda: None
-        self._carried_out = 0  # calls
-        self._unended: deque[HostWork] = deque()  # calls that are carried out, and whose callbacks are to come
-        self._ending: HostWork | None = None  # whose callbacks run
+        # Only the thread uses the attributes below.
+        self._take: Callable[[], HostWork | None] = lambda: None  # takes the next call, also when `_queue` is closed
+        self._carried_out = 0  # how many calls the thread has carried out
+        self._unended: deque[HostWork] = deque()  # calls that it has carried out, and whose callbacks it is to call
+        self._ending: HostWork | None = None  # the call whose callbacks it calls now
 
     def run(
         self,
@@ -109,7 +109,10 @@ class Lane:
         return thread is None or not thread.is_alive()
 
     def hurry(self, number: int) -> None:
-        """Carry out the calls up to ``number`` at once, if a callback asks for it, which keeps the thread. Local."""
+        """Carry out the calls up to ``number`` at once where the thread calls this from a callback. Local.
+
+        Until the callback returns, the thread does not come to the calls in its queue.
+        """
         if threading.get_ident() != self._thread_id:
             return
         while self._carried_out < number:

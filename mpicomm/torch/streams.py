@@ -64,7 +64,7 @@ class Streams:
     ) -> torch.futures.Future[torch.Tensor]:
         """Enqueue a call, ``beside`` the current stream or on it, and return the complete future of its output."""
         if beside:
-            # No work, whose mark and whose look for the stream would take half as long as the call.
+            # There is no work, because to make it and its mark would take the host half as long as the call.
             return self._beside(call, [output, *inputs], lambda: self._future(output))
         call()
         return self._future(output)
@@ -92,7 +92,8 @@ class Streams:
     def _beside(self, call: Callable[[], None], given: Sequence[torch.Tensor], end: Callable[[], T]) -> T:
         """Enqueue a call beside the current stream, and return what ``end`` makes of the end of the group's stream."""
         marks, side, current = self._marks, self._side_address, current_stream(self._gpu)
-        # The mark of the work orders later work of the caller's stream; this orders the call behind earlier work.
+        # This orders the call behind earlier work of the caller's stream. It pairs with the mark or event that `end`
+        # makes, which orders later work of that stream behind the call.
         marks.wait_stream(side, current)
         try:
             with self._on_side:
@@ -109,7 +110,8 @@ class Streams:
 
     def _future(self, output: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=[output.device])
-        future.set_result(output)  # PyTorch records an event on the current stream
+        # PyTorch records an event on the current stream, and the streams of those who take the value wait for it.
+        future.set_result(output)
         return future
 
     def _work(

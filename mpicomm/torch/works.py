@@ -181,6 +181,7 @@ class HostWork(PendingWork):
 
     def end(self) -> None:
         """Call the callbacks of the future, which may make further calls."""
+        # Pairs with the lock in `_settle`: a future that `_settle` keeps because the work is not over is found here.
         with self._lock:
             ended = self._ended
         if ended is not None:

@@ -45,7 +45,7 @@ class SideStreams:
             return self.mark_here(stream)
 
     def mark_here(self, stream: int) -> Mark:
-        """As `mark`, where the device is current, which saves the look at it."""
+        """As `mark`; the device must be current, so this does not look for it."""
         mark = Mark(self._event(), self._events)
         runtime.eventRecord(mark.ptr, stream)
         return mark
@@ -56,7 +56,7 @@ class SideStreams:
             event = self._event()
             runtime.eventRecord(event.ptr, other)
             runtime.streamWaitEvent(stream, event.ptr)
-            self._events.append(event)  # the stream waits for this record of it, whatever comes later
+            self._events.append(event)  # the stream waits for the record of now, whatever is recorded later
 
     def passed(self, mark: Mark) -> bool:
         """Return whether the work before a mark is done."""
@@ -95,12 +95,6 @@ class SideStreams:
         with self._lock:
             self._free.append(stream)
 
-    def _event(self) -> LocalEvent:
-        try:
-            return self._events.pop()
-        except IndexError:  # a test before could be overtaken: another thread may take the last one
-            return LocalEvent()
-
     def close(self) -> None:
         """Destroy the streams; the context must be current, and their work over. A second call does nothing."""
         self._free.clear()
@@ -108,3 +102,9 @@ class SideStreams:
         while self._streams:
             with contextlib.suppress(DriverShutDownError):
                 call(driver.cuStreamDestroy, self._streams.pop())
+
+    def _event(self) -> LocalEvent:
+        try:
+            return self._events.pop()
+        except IndexError:  # a test before could be overtaken: another thread may take the last one
+            return LocalEvent()
