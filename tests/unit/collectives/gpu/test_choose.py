@@ -25,7 +25,8 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     flags_can_carry,
     most_workers,
 )
-from mpicomm.collectives.gpu.algorithms.packets.launches import MAX_BLOCKS, PacketPlanner, geometry_of
+from mpicomm.collectives.gpu.algorithms.packets.geometry import MAX_BLOCKS, geometry_of
+from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner
 from mpicomm.collectives.gpu.algorithms.packets.plan import packet_wire
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
+from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within
 from mpicomm.collectives.gpu.algorithms.packets.launches import (
     PacketPlanner,
-    geometry_within,
     inboxes_of,
     large_inboxes,
     most_blocks_of,
