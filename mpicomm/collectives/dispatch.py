@@ -309,7 +309,8 @@ class Collectives:
         root = _root_of(gpu, arguments)
         if root is not None:
             key = (operation, algorithm, arguments.send, arguments.receive, arguments.op, root, arguments.counts)
-            gpu.add(plan, key, by_output=bool(call.operands) and call.operands[0] is call.receive)
+            by_output = bool(call.operands) and call.operands[0] is call.receive
+            gpu.add(plan, key, by_output=by_output, read=call)
         resolved = session.backend.stream(stream, array)
         gpu.engine.enqueue(plan, resolved)
         if stream is None and any(operand.by_address for operand in call.operands):

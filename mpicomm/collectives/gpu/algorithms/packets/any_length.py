@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within
@@ -37,6 +38,10 @@ class OfAnyLength(Algorithm):
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
         return True
+
+    def takes(self, form: Form) -> bool:
+        """See `Algorithm`."""
+        return False  # all ranks know the lengths of a form
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """See `Algorithm`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES, most_workers
@@ -33,12 +34,19 @@ def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Ge
 
     As measured on H200s: one step if that is possible, with as many blocks as there are, each as small as that allows.
     """
-    most = most_workers(size, fan_out=fan_out, one_step=True)
-    for workers in (*(each for each in _WORKERS if each < most), most):
-        if units <= workers * most_blocks:
-            workers = min(workers, -(-units // LANES) * LANES)
+    for most_units, workers in _rungs(most_blocks, size, fan_out):
+        if units <= most_units:
+            if units < workers:
+                workers = -(-units // LANES) * LANES
             return Geometry(-(-units // workers), workers)
     return Geometry(most_blocks, most_workers(size, fan_out=fan_out, one_step=False))
+
+
+@cache
+def _rungs(most_blocks: int, size: int, fan_out: bool) -> list[tuple[int, int]]:
+    """Return pairs of the most packets and the workers of a block that move them in one step, ascending."""
+    most = most_workers(size, fan_out=fan_out, one_step=True)
+    return [(workers * most_blocks, workers) for workers in (*(each for each in _WORKERS if each < most), most)]
 
 
 def geometry_within(inbox_nbytes: int, most_blocks: int, size: int) -> Geometry:

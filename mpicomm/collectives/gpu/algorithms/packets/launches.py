@@ -78,9 +78,9 @@ class PacketPlanner:
         addresses = [span.pointer if span is not None and span.count else 0 for span in template.places]
         inboxes = inboxes or self.inboxes(wire, nbytes)
         geometry = geometry or self.geometry(wire, nbytes, fan_out=fan_out is not None)
-        filled = template.fill(addresses, lengths, tag, wire, inboxes, geometry, nbytes)
+        kernel = template.fill(addresses, lengths, tag, wire, inboxes, geometry, nbytes)
         return Launch(
-            template.variant(filled),
+            template.variant(kernel),
             template.arguments,
             blocks=geometry.blocks,
             threads=geometry.workers + OVERSEERS,

@@ -5,19 +5,18 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     SLOT_NBYTES,
+    UNIT_NBYTES,
     PacketArguments,
     Steps,
     Wire,
     finished_packet_arguments,
     packet_kernel,
-    packets_of,
 )
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from mpicomm.errors import InvalidUsageError
@@ -29,10 +28,7 @@ from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.span import Span
 
 # The fields of `PacketArguments` that a call fills in; a test compares the places with the structure.
-_MESSAGES = struct.Struct(f"={4 * MAX_RANKS + 3}Q")
-_INBOXES = struct.Struct(f"={MAX_RANKS + 1}Q")
 _STEPS = struct.Struct("=5I")
-_TAGS = struct.Struct(f"={MAX_RANKS}I")
 _AT_MESSAGES: int = PacketArguments.sends.offset
 _AT_INBOXES: int = PacketArguments.inboxes.offset
 _AT_STEPS: int = PacketArguments.steps.offset
@@ -40,12 +36,8 @@ _AT_TAGS: int = PacketArguments.team.offset + Team.tags.offset
 _PAIR = struct.Struct("<IQQQQ")
 
 
-class PacketLaunch(NamedTuple):
-    """A kernel of packets.cu by its wire and its steps, and the threads that it runs on."""
-
-    wire: Wire
-    steps: Steps
-    geometry: Geometry
+Kernel = tuple[Wire, Steps]
+"""A kernel among those of one template."""
 
 
 class PacketTemplate:
@@ -53,7 +45,7 @@ class PacketTemplate:
 
     The form is ``exchange`` and, with ``fan_out``, the exchange after it, in which ranks send on the data that they
     have reduced or received. `places` are the pieces of memory in them, each once. ``reduction`` is (dtype, op) if any
-    rank reduces. ``finish`` is applied to the result. ``reused`` is the kernel option for inboxes in host memory.
+    rank reduces. ``finish`` is applied to the result. ``host_slots`` is whether inboxes lie in memory of the host.
 
     `fill` writes one call into `arguments`. The next `fill` overwrites it, so a caller launches the kernel in between.
     """
@@ -75,8 +67,12 @@ class PacketTemplate:
         self._fans = fan_out is not None
         self._rows = finish is not None and finish.rows is not None
         self._options = finish.options if finish else ()
-        self._variants: dict[tuple[Wire, Steps], Variant] = {}
-        self._size, self._rank = int(team.size), int(team.rank)
+        self._size, self._rank = size, _ = int(team.size), int(team.rank)
+        words, absent = f"{size}Q", f"{8 * (MAX_RANKS - size)}x"
+        self._tags = struct.Struct(f"={size}I")
+        self._messages = struct.Struct(f"={4 * (words + absent)}3Q")
+        self._inboxes = struct.Struct(f"={words}{absent}Q")
+        self._filled_inboxes: Inboxes | None = None
         if finish is None:
             self.arguments = PacketArguments(team=team, flagged=flagged, fences=fences)
         else:
@@ -97,7 +93,7 @@ class PacketTemplate:
         inboxes: Inboxes,
         geometry: Geometry,
         nbytes: int,
-    ) -> PacketLaunch:
+    ) -> Kernel:
         """Write a call into `arguments`, and return the kernel to launch.
 
         ``addresses`` and ``lengths``, in bytes, are those of `places`; both are 0 for a place without bytes. ``tag``
@@ -105,78 +101,69 @@ class PacketTemplate:
         larger number; with rows, whose threads need not have a unit in each step, the bytes of all slots. ``wire``,
         ``inboxes``, ``geometry`` and ``nbytes`` are the same on all ranks.
         """
-        units = packets_of(nbytes, wire)
-        slots, steps = inboxes.nbytes // SLOT_NBYTES, geometry.steps(units)
-        laps = steps if units <= slots else slots // geometry.threads
+        blocks, workers = geometry
+        threads, unit_nbytes = blocks * workers, UNIT_NBYTES[wire]
+        units, slots = -(-nbytes // unit_nbytes), inboxes.nbytes // SLOT_NBYTES
+        steps = -(-units // threads) or 1
+        laps = steps if units <= slots else slots // threads
         if steps > laps and (laps < FEWEST_LAPS + self._rows or wire == "flagged"):
             raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {inboxes.nbytes} bytes")
         arguments, paced = self.arguments, 0
         if self._fans:
             tags = [tag] * self._size
         else:
-            tags = self._tags_of_pairs(tag, lengths)
+            # The tag of each pair of ranks says the bytes that go each way, too, and how these bytes are cut. MPI lets
+            # ranks pass different counts. A packet that is sent and not taken would stay in its slot, and a later call
+            # would take it for one of its own.
+            tags, made = [], dict[tuple[int, int, int, int], int]()
+            for low, low_cut, high, high_cut in self._pairs:
+                ways = lengths[low], low_cut, lengths[high], high_cut
+                if ways not in made:
+                    made[ways] = zlib.crc32(_PAIR.pack(tag, *ways))
+                tags.append(made[ways])
             if not self._rows:
                 # As many steps as the data between this rank and a peer takes, whatever the others send each other.
-                longest = max([lengths[place] for place in self._between])
-                steps = geometry.steps(packets_of(longest, wire))
+                steps = -(-max(lengths) // unit_nbytes // threads) or 1
                 if steps > laps:
-                    paced = self._paced(lengths, wire, geometry, laps)
+                    paced = self._paced(lengths, unit_nbytes * threads * laps)
         own, output, sources, targets = self._own, self._output, self._sources, self._targets
         if self._reduces and not lengths[output]:
             own = output = sources = targets = 0
-        _TAGS.pack_into(arguments, _AT_TAGS, *tags, *self._no_tags)
-        _MESSAGES.pack_into(
+        self._tags.pack_into(arguments, _AT_TAGS, *tags)
+        self._messages.pack_into(
             arguments,
             _AT_MESSAGES,
-            *[addresses[place] for place in self._messages],
-            *[lengths[place] for place in self._message_lengths],
+            *[addresses[place] for place in self._addressed],
+            *[lengths[place] for place in self._measured],
             addresses[own],
             addresses[output],
             lengths[output],
         )
-        _INBOXES.pack_into(arguments, _AT_INBOXES, *inboxes.pointers, *self._no_tags, inboxes.nbytes)
+        if inboxes is not self._filled_inboxes:
+            self._inboxes.pack_into(arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
+            self._filled_inboxes = inboxes
         _STEPS.pack_into(arguments, _AT_STEPS, steps, laps, sources, targets, paced)
         # A kernel for more steps has more to do in each of them.
         kind: Steps = "one" if steps == 1 else "few" if steps <= laps else "paced" if paced else "laps"
-        return PacketLaunch(wire, kind, geometry)
+        return wire, kind
 
-    def variant(self, launch: PacketLaunch) -> Variant:
-        """Return the kernel of a launch; raises `InvalidUsageError` for a reduction that is not defined."""
-        key = launch.wire, launch.steps
-        if key not in self._variants:
-            self._variants[key] = packet_kernel(
-                self._reduction,
-                self._size,
-                launch.wire,
-                launch.steps,
-                fan_out=self._fans,
-                host_slots=self._host_slots,
-                epilogue=self._options,
-            )
-        return self._variants[key]
+    def variant(self, kernel: Kernel) -> Variant:
+        """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
+        return packet_kernel(
+            self._reduction,
+            self._size,
+            *kernel,
+            fan_out=self._fans,
+            host_slots=self._host_slots,
+            epilogue=self._options,
+        )
 
-    def _tags_of_pairs(self, tag: int, lengths: Sequence[int]) -> list[int]:
-        """Return for each peer the number in which this rank and the peer must agree.
-
-        The number stands for the call, for the bytes that go each way, and for how these bytes are cut. MPI lets ranks
-        pass different counts. A packet that is sent and not taken would stay in its slot, and a later call would take
-        it for one of its own.
-        """
-        tags, made = [], dict[tuple[int, int, int, int], int]()
-        for low, low_cut, high, high_cut in self._pairs:
-            ways = lengths[low], low_cut, lengths[high], high_cut
-            found = made.get(ways)
-            if found is None:
-                found = made[ways] = zlib.crc32(_PAIR.pack(tag, *ways))
-            tags.append(found)
-        return tags
-
-    def _paced(self, lengths: Sequence[int], wire: Wire, geometry: Geometry, laps: int) -> int:
+    def _paced(self, lengths: Sequence[int], inbox_nbytes: int) -> int:
         """Return the peers, as bits, with messages longer than an inbox and of different lengths each way."""
         paced = 0
         for peer, (low, _, high, _) in enumerate(self._pairs):
             one, other = lengths[low], lengths[high]
-            if one != other and peer != self._rank and geometry.steps(packets_of(max(one, other), wire)) > laps:
+            if one != other and peer != self._rank and max(one, other) > inbox_nbytes:
                 paced |= 1 << peer
         return paced
 
@@ -195,15 +182,12 @@ class PacketTemplate:
             sent_cut, taken_cut = exchange.cuts[peer] if exchange.cuts else (0, 0)
             out, back = (number(exchange.sends[peer]), sent_cut), (number(taken[peer]), taken_cut)
             self._pairs.append((*out, *back) if rank < peer else (*back, *out))
-        self._between = sorted({place for low, _, high, _ in self._pairs for place in (low, high)})
         sends, receives = list(exchange.sends), list((fan_out or exchange).receives)
         if fan_out is not None or receives[rank] in (None, sends[rank]):
             sends[rank] = receives[rank] = None  # nothing to copy
-        absent = [0] * (MAX_RANKS - size)
-        self._no_tags = absent
-        sent, received = [*map(number, sends), *absent], [*map(number, receives), *absent]
-        self._messages = [*sent, *received]
-        self._message_lengths = [*sent, *received]
+        sent, received = [*map(number, sends)], [*map(number, receives)]
+        self._addressed = [*sent, *received]
+        self._measured = [*sent, *received]
 
     def _read_result(self, exchange: Exchange, fan_out: Exchange | None) -> None:
         mine, number = exchange.reduction, self._number
@@ -223,4 +207,4 @@ class PacketTemplate:
             else:
                 # This rank is the source. It needs no data back, so its receives stay at address 0, where the kernel
                 # stores nothing. The relays' packets tell it how far they are.
-                self._message_lengths[MAX_RANKS:] = self._message_lengths[:MAX_RANKS]
+                self._measured[self._size :] = self._measured[: self._size]

@@ -1,0 +1,40 @@
+"""Template: the calls of one form by one algorithm, as launches of which each call fills in the arguments."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple, Protocol
+
+from mpicomm.kernels.variant import Variant
+
+
+class Filled(NamedTuple):
+    """A launch whose arguments stand in `Template.arguments`."""
+
+    kernel: Any
+    """The kernel's key among the kernels of the template."""
+    blocks: int
+    threads: int
+
+
+class Template(Protocol):
+    """A form as an algorithm carries it out: one launch of a kernel, and nothing beside it."""
+
+    @property
+    def arguments(self) -> ctypes.Structure:
+        """The argument of the kernel. A launch copies it, so the next call may overwrite it then."""
+
+    @property
+    def early(self) -> bool:
+        """See `Launch.early`."""
+
+    def fill(self, send: int, receive: int, nbytes: int, hash32: int) -> Filled | None:
+        """Write a call into `arguments`; local. Return None for a call that has to be planned.
+
+        ``send`` and ``receive`` are the addresses of the two buffers, ``nbytes`` are the bytes of one block, and
+        ``hash32`` is `Signature.hash32`. All ranks fill in a call, or none does: memory that the ranks have set up
+        together and ``nbytes`` alone decide.
+        """
+
+    def variant(self, kernel: Any) -> Variant:
+        """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
