@@ -76,12 +76,12 @@ class FormPlan:
         filled = template.fill(send, receive, nbytes, counted_hash(self._hash, count))
         if filled is None:
             return False
-        launcher = chosen.launchers.get(filled.kernel)
+        kernel, self._blocks, self._threads = filled
+        launcher = chosen.launchers.get(kernel)
         if launcher is None:
-            launcher = self._load(template.variant(filled.kernel), template.arguments, template.early)
-            chosen.launchers[filled.kernel] = launcher
+            launcher = self._load(template.variant(kernel), template.arguments, template.early)
+            chosen.launchers[kernel] = launcher
         self._count, self._chosen, self._launcher = count, chosen, launcher
-        self._blocks, self._threads = filled.blocks, filled.threads
         return True
 
     @property

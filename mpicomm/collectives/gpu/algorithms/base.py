@@ -115,18 +115,14 @@ class GpuCall:
 
     def tag(self, step: int = 0, *, into_memory: bool = False) -> int:
         """Return the facts in which ranks must agree in one launch, as a number."""
-        place = (self.memory.array, self.memory.offset) if into_memory and self.memory is not None else (0, 0)
-        return tag_of(self.signature.hash32, step, place)
+        if into_memory and self.memory is not None:
+            return zlib.crc32(_TAG.pack(self.signature.hash32, step, self.memory.array, self.memory.offset))
+        return zlib.crc32(_TAG.pack(self.signature.hash32, step, 0, 0)) if step else self.signature.hash32
 
     def text(self, *, into_memory: bool) -> str:
         """Return the call in words, as errors say it."""
         place = f", into {self.memory}" if into_memory and self.memory is not None else ""
         return f"{self.signature}{place}"
-
-
-def tag_of(hash32: int, step: int = 0, place: tuple[int, int] = (0, 0)) -> int:
-    """Return the facts in which ranks must agree in one launch, as a number; see `GpuCall.tag`."""
-    return zlib.crc32(_TAG.pack(hash32, step, *place))
 
 
 def moved(exchange: Exchange) -> Iterator[Copy]:

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from mpicomm.kernels.variant import Variant
 
-
-class Filled(NamedTuple):
-    """A launch whose arguments stand in `Template.arguments`."""
-
-    kernel: Any
-    """The kernel's key among the kernels of the template."""
-    blocks: int
-    threads: int
+Filled = tuple[Any, int, int]
+"""A launch whose arguments stand in `Template.arguments`: its kernel among those of the template, blocks, threads."""
 
 
 class Template(Protocol):

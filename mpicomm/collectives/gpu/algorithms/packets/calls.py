@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from mpicomm.collectives.gpu.algorithms.base import Node, tag_of
+from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.arguments import OVERSEERS, UNIT_NBYTES, PacketArguments
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_of
@@ -27,7 +27,7 @@ class PacketCalls:
     def __init__(self, form: Form, node: Node, limits: WireLimits, *, two_shot: bool) -> None:
         planner = PacketPlanner.of(node)
         first, second = (form.two_shot.first, form.two_shot.second) if two_shot else (form.one_shot, None)
-        self._template = planner.template(first, form.reduction, fan_out=second)
+        self._template = planner.template(first, form.reduction, fan_out=second, alike=not two_shot)
         own = first.reduction.own if first.reduction is not None else None
         self._pieces = [form.piece(span, own) for span in self._template.places]
         self._parts = form.shards if two_shot else 1 + max(piece.part for piece in self._pieces)
@@ -54,7 +54,7 @@ class PacketCalls:
         if wire is None:
             return None
         inboxes = self._flagged if wire == "flagged" else self._sentinels
-        if inboxes is self._sentinels and longest > inboxes.nbytes:
+        if wire == "sentinel" and longest > inboxes.nbytes:
             request = large_inboxes(self._arena.layout, longest)
             if not self._arena.has(request):
                 return None
@@ -65,13 +65,14 @@ class PacketCalls:
         kernel = self._template.fill(
             [buffers[buffer] + starts[part] if buffer and lengths[part] else 0 for buffer, part in self._pieces],
             [lengths[part] for _, part in self._pieces],
-            tag_of(hash32),
+            longest,
+            hash32,
             wire,
             inboxes,
             geometry,
             longest,
         )
-        return Filled(kernel, geometry[0], geometry[1] + OVERSEERS)
+        return kernel, geometry[0], geometry[1] + OVERSEERS
 
     def variant(self, kernel: Kernel) -> Variant:
         """See `Template`."""

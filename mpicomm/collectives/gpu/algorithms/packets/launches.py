@@ -78,7 +78,7 @@ class PacketPlanner:
         addresses = [span.pointer if span is not None and span.count else 0 for span in template.places]
         inboxes = inboxes or self.inboxes(wire, nbytes)
         geometry = geometry or self.geometry(wire, nbytes, fan_out=fan_out is not None)
-        kernel = template.fill(addresses, lengths, tag, wire, inboxes, geometry, nbytes)
+        kernel = template.fill(addresses, lengths, max(lengths), tag, wire, inboxes, geometry, nbytes)
         return Launch(
             template.variant(kernel),
             template.arguments,
@@ -94,8 +94,9 @@ class PacketPlanner:
         *,
         fan_out: Exchange | None = None,
         finish: Fused | None = None,
+        alike: bool = False,
     ) -> PacketTemplate:
-        """Return the template for exchanges of the form of these."""
+        """Return the template for exchanges of the form of these; see `PacketTemplate`."""
         own = self._team.arenas[self._team.rank]
         return PacketTemplate(
             self._team,
@@ -106,6 +107,7 @@ class PacketPlanner:
             fan_out=fan_out,
             finish=finish,
             host_slots=self._host_slots,
+            alike=alike,
         )
 
     def geometry(self, wire: Wire, nbytes: int, *, fan_out: bool) -> Geometry:
