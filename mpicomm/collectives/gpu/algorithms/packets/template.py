@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from zlib import crc32
 
 from mpicomm.collectives.exchange import Exchange
@@ -102,10 +102,11 @@ class PacketTemplate:
         addresses = 1 if self._fans else len(self._ways)
         lengths = addresses + len(numbers)
 
-        def picked(own: int, output: int) -> itemgetter[Any]:
+        def picked(own: int, output: int) -> Callable[[list[int]], tuple[int, ...]]:
             """Return what picks the fields from the tags, the addresses and the lengths of places in one list."""
             messages = [*[addresses + place for place in ends.addressed], *[lengths + place for place in ends.measured]]
-            return itemgetter(*tags, *messages, addresses + own, addresses + output, lengths + output)
+            fields = [*tags, *messages, addresses + own, addresses + output, lengths + output]
+            return itemgetter(*fields)
 
         self._pick, self._pick_idle = picked(ends.own, ends.output), picked(0, 0)
 
