@@ -52,6 +52,7 @@ WORLD = MPI.COMM_WORLD
 IN_FLIGHT = 20
 WARM_UPS = 40
 """Calls before those that count: the first ones set up memory and compile kernels."""
+STEP = "a step of DistributedDataParallel, small network, until done"
 STEPS = 5
 """Steps of training in a row."""
 Make = Callable[[Pools, int], Call]
@@ -256,7 +257,7 @@ def training_step(session: Session, rounds: int) -> list[Any]:
             WORLD.Barrier()
             times[name] += [each / STEPS for each in host_times([steps], session.finish)]
     own, peer = (slowest(each[3:]) for each in times.values())
-    return ["a step of DistributedDataParallel, small network, until done", own, peer, None, None]
+    return [STEP, own, peer, None, None]
 
 
 def cells(row: Sequence[Any]) -> list[Any]:
@@ -300,20 +301,24 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kib", type=int, default=64, help="of the largest buffer of a rank; default: 64")
     parser.add_argument("--calls", type=int, default=200, help="that count; default: 200")
-    parser.add_argument("--only", default="", help="rows with this text in their names")
+    parser.add_argument("--only", default="", help="rows whose names have one of these texts, as in Alltoallv,dist.")
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     torch.set_num_threads(1)  # of each rank, because the ranks share the cores
     rows = []
+
+    def picked(name: str) -> bool:
+        return any(text in name for text in options.only.split(","))
+
     with ExitStack() as stack:
         session = Session(stack)
         columns = ["call", *(f"{what}: {who}, us" for what in ("known", "new") for who in ("mpicomm", session.peer))]
         show(" | ".join(columns))
         for row in (*array_rows(session), *torch_rows(session)):
-            if options.only in row.name:
+            if picked(row.name):
                 rows.append(cells(run_row(session, row, options.kib << 10, options.calls)))
                 show(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]))
-        if not options.only:
+        if picked(STEP):
             rows.append(cells(training_step(session, max(1, options.calls // STEPS))))
             show(" | ".join("-" if cell is None else str(cell) for cell in rows[-1]))
         records = WORLD.allgather(rank_record(session.comm.describe()))
