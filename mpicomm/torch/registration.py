@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from mpicomm.torch.groups import create
 from mpicomm.torch.rendezvous import install_handler
+from mpicomm.torch.works_for_cpp import install_conversions
 
 NAME = "mpicomm"
 
@@ -25,3 +26,4 @@ def register() -> None:
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(NAME)
     install_handler()
+    install_conversions()

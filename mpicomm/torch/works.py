@@ -95,6 +95,14 @@ class Work(c10d.Work):
         """Return a future whose value says how the call has ended."""
         return self.get_future().then(self._result)
 
+    def kept_by_cpp(self) -> c10d.Work:
+        """Return a work of PyTorch's own for this one, which lives as long as code in C++ keeps it."""
+        return c10d._create_work_from_future(self.get_future())
+
+    def boxed(self) -> torch.ScriptObject:
+        """Return the work as an argument for operators, whose code in C++ may keep it."""
+        return self.kept_by_cpp().boxed()
+
     def _complete(self) -> torch.futures.Future[Any]:
         future = self._new_future()
         # For tensors of a GPU PyTorch records events on the current streams, which those who take the value wait for.
