@@ -98,12 +98,18 @@ class Lane:
                 self._turn.release()
 
     def close(self, limit_s: float) -> bool:
-        """End the thread after the calls that it has; return whether it has ended within ``limit_s`` seconds. Local."""
+        """End the thread after the calls that it has; return whether it has ended within ``limit_s`` seconds. Local.
+
+        In a callback the thread cannot wait for its end, and carries out the calls at once.
+        """
         with self._lock:
             queue, self._queue = self._queue, None
             thread = self._thread
         if queue is not None:
             queue.put(None)
+        if threading.get_ident() == self._thread_id:
+            self.hurry(self.begun)
+            return True
         if thread is not None:
             thread.join(limit_s)
         return thread is None or not thread.is_alive()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -122,6 +120,9 @@ class Work(c10d.Work):
 class PendingWork(Work):
     """A call that may be under way when its future is made."""
 
+    _failure: BaseException | None = None
+    """Why the future has no value, after it is complete."""
+
     def get_future(self) -> torch.futures.Future[Any]:
         """See `Work.get_future`."""
         with _making_a_future:
@@ -135,11 +136,15 @@ class PendingWork(Work):
         return self._future
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        ended.set_result(None if self._error is not None else self.value)
+        self._settle_with(ended, self._error)
+
+    def _settle_with(self, ended: torch.futures.Future[Any], failure: BaseException | None) -> None:
+        self._failure = failure
+        ended.set_result(None if failure is not None else self.value)
 
     def _outcome(self, _: Any) -> Any:
-        if self._error is not None:
-            raise self._error
+        if self._failure is not None:
+            raise self._failure
         return self.value
 
 
@@ -284,7 +289,12 @@ class StreamWork(Work):
 
 
 class MessageWork(PendingWork):
-    """Messages that are sent or received."""
+    """Messages that are sent or received. `over`, `driven`, `advance` and `complete` are for a `Completer`."""
+
+    over = False
+    """Whether the message is sent or received, or has an error."""
+    driven = False
+    """Whether a thread waits for the message."""
 
     def __init__(
         self,
@@ -297,65 +307,53 @@ class MessageWork(PendingWork):
         receives: bool,
     ) -> None:
         super().__init__([tensor])
-        complete_abandoned()
         self._prepare_thread = prepare_thread
         self._request = request
         self._name = name
         self._timeout_s = timeout_s
         self._receives = receives
         self._lock = threading.Lock()
-        self._over = False
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, or after the group's timeout."""
         limit_s = timeout.total_seconds() or self._timeout_s
-        if not wait_until(self.is_completed, limit_s):
-            raise _too_late(self._name, timedelta(seconds=limit_s))
+        self.driven = True
+        try:
+            if not wait_until(self.is_completed, limit_s):
+                raise _too_late(self._name, timedelta(seconds=limit_s))
+        finally:
+            self.driven = False
         return super().wait()
+
+    complete = wait
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
         with self._lock:
-            if not self._over:
+            if not self.over:
                 status = MPI.Status()
                 try:
                     with AsExpected(self._name):
-                        self._over = self._request.Test(status)
+                        self.over = self._request.Test(status)
                 except Exception as error:
-                    self._over, self._error = True, error
-                if self._over and self._receives:
+                    self.over, self._error = True, error
+                if self.over and self._receives:
                     self._source = status.source
-        return self._over
+        return self.over
+
+    advance = is_completed
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
         def settle() -> None:
             self._prepare_thread()
+            failure: BaseException | None = None
             try:
                 self.wait()
-            except Exception as error:
-                self._error = error
-            super(MessageWork, self)._settle(ended)
-            if not self._over:
-                self._error = None  # the limit of the future alone is over: the message may still come
+            except Exception as error:  # also where the limit of the future alone is over, and the message may come
+                failure = error
+            self._settle_with(ended, failure)
 
         threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
-
-    def __del__(self) -> None:
-        # MPI still reads or writes the tensor of a message whose work the program drops.
-        if not self._over:
-            _abandoned.append((self._request, self._outputs))
-
-
-_abandoned: deque[tuple[MPI.Request, list[torch.Tensor]]] = deque()
-
-
-def complete_abandoned() -> None:
-    """Give up the tensors of messages that are over and whose works the program has dropped. Local."""
-    for _ in range(len(_abandoned)):
-        with suppress(Exception):  # another thread may have taken it, or it ended with an error
-            request, tensors = _abandoned.popleft()
-            if not request.Test():
-                _abandoned.append((request, tensors))
 
 
 class JoinedWork(PendingWork):
@@ -386,13 +384,20 @@ class JoinedWork(PendingWork):
         def settle(_: Any) -> None:
             # On the host all calls are over. On a GPU this stream waits for them, and no stream of the program does.
             with torch.cuda.stream(torch.cuda.Stream(gpu) if gpu else None):
-                try:
-                    self.wait()
-                except Exception as error:
-                    self._error = error
-                super(JoinedWork, self)._settle(ended)
+                self._settle_with(ended, next(filter(None, map(_failure_of, self._works)), None))
 
         joined.add_done_callback(settle)
+
+
+def _failure_of(work: Work) -> BaseException | None:
+    """Return why a work whose future is complete has failed; on a GPU the current stream waits for the work."""
+    if isinstance(work, PendingWork):  # a wait for a message that has not come in time would take as long once more
+        return work._failure
+    try:
+        work.wait()
+    except Exception as error:
+        return error
+    return None
 
 
 def _too_late(name: str, timeout: timedelta) -> GroupTimeoutError:
