@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from mpicomm.torch.gradients import install_fp16_hook
 from mpicomm.torch.groups import create
 from mpicomm.torch.rendezvous import install_handler
 from mpicomm.torch.works_for_cpp import install_conversions
@@ -27,3 +28,4 @@ def register() -> None:
     recording.add(NAME)
     install_handler()
     install_conversions()
+    install_fp16_hook()
