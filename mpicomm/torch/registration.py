@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from mpicomm.torch.callbacks import install_places
 from mpicomm.torch.gradients import install_fp16_hook
 from mpicomm.torch.groups import create
 from mpicomm.torch.rendezvous import install_handler
@@ -28,4 +29,5 @@ def register() -> None:
     recording.add(NAME)
     install_handler()
     install_conversions()
+    install_places()
     install_fp16_hook()

@@ -21,6 +21,7 @@ from mpicomm.waiting import wait_until
 
 FOREVER = timedelta(0)
 """PyTorch's word for a wait without a limit."""
+_then = torch._C.Future.then  # without the place of `callbacks`, because the callback makes no calls
 _making_a_future = threading.Lock()  # so that threads which ask a work for its future get the same one
 
 
@@ -131,7 +132,7 @@ class PendingWork(Work):
             ended = self._new_future()
             # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors.
             # An exception of a callback is an error there, too.
-            self._future = ended.then(self._outcome)
+            self._future = _then(ended, self._outcome)
         self._settle(ended)
         return self._future
 
@@ -151,7 +152,7 @@ class PendingWork(Work):
 class Order(Protocol):
     """The order of the calls of a group: see `Lane`."""
 
-    begun: int
+    futures: dict[int, Sequence[HostWork]]
 
     def hurry(self, number: int) -> None:
         """See `Lane.hurry`."""
@@ -162,8 +163,6 @@ class HostWork(PendingWork):
 
     number = 0
     """The number of the call among those that the thread has to carry out; 0 for the call of a callback."""
-    calls_before = 0
-    """The number of the last call that comes before the calls of the future's callbacks."""
 
     def __init__(
         self,
@@ -193,12 +192,13 @@ class HostWork(PendingWork):
         self._over.set()
 
     def end(self) -> None:
-        """Call the callbacks of the future, which may make further calls."""
+        """Call the callbacks of the future, which may make further calls. A second call does nothing."""
         # Pairs with the lock in `_settle`: a future that `_settle` keeps because the work is not over is found here.
         with self._lock:
-            ended = self._ended
+            ended, self._ended = self._ended, None
         if ended is not None:
             super()._settle(ended)
+            self._order.futures.pop(id(self._future), None)
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
@@ -216,7 +216,8 @@ class HostWork(PendingWork):
         self._order.hurry(self.number)
         with self._lock:
             if not self._over.is_set():
-                self._ended, self.calls_before = ended, self._order.begun
+                self._ended = ended
+                self._order.futures[id(self._future)] = [self]
                 return
         super()._settle(ended)
 
@@ -376,6 +377,9 @@ class JoinedWork(PendingWork):
         return over
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
+        parts = [work for work in self._works if isinstance(work, HostWork)]
+        for part in parts:
+            part._order.futures[id(self._future)] = parts
         # The value of the joined future has a list of outputs for each call.
         joined = torch.futures.collect_all([work.get_future() for work in self._works])
 
@@ -385,6 +389,8 @@ class JoinedWork(PendingWork):
             # On the host all calls are over. On a GPU this stream waits for them, and no stream of the program does.
             with torch.cuda.stream(torch.cuda.Stream(gpu) if gpu else None):
                 self._settle_with(ended, next(filter(None, map(_failure_of, self._works)), None))
+            for part in parts:
+                part._order.futures.pop(id(self._future), None)
 
         joined.add_done_callback(settle)
 
