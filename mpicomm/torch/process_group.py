@@ -20,11 +20,12 @@ from mpicomm.torch.collective_calls import CollectiveCalls, Tensors
 from mpicomm.torch.collectives import Collectives
 from mpicomm.torch.failures import AsExpected, expected
 from mpicomm.torch.lane import Lane
+from mpicomm.torch.message_works import MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.parts import part_of
 from mpicomm.torch.streams import Streams
 from mpicomm.torch.tensors import DeviceError, flat, movable
-from mpicomm.torch.works import FOREVER, JoinedWork, MessageWork, Work
+from mpicomm.torch.works import FOREVER, JoinedWork, Work
 
 _FREE_S = 30.0
 """So long a group that is destroyed waits for its other ranks, because they may have ended without destroying it."""
