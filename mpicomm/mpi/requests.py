@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpi4py import MPI
 
@@ -180,22 +180,6 @@ class DeferredRequest(MPI.Grequest):
         self.work.cancel()
 
 
-class Completable(Protocol):
-    """What a `Completer` completes: see `Work`."""
-
-    over: bool
-    driven: bool
-
-    def advance(self) -> bool:
-        """See `Work.advance`."""
-
-    def complete(self) -> object:
-        """See `Work.complete`."""
-
-
-_Completable = TypeVar("_Completable", bound=Completable)
-
-
 class Completer:
     """Completes the work of one communicator, in a thread that lives while there is some.
 
@@ -210,11 +194,11 @@ class Completer:
 
     def __init__(self) -> None:
         self._threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._pending: deque[Completable] = deque()
+        self._pending: deque[Work] = deque()
         self._running = False
         self._beginning_or_ending = threading.Lock()
 
-    def add(self, work: _Completable, prepare_thread: Callable[[], None]) -> _Completable:
+    def add(self, work: Work, prepare_thread: Callable[[], None]) -> Work:
         """Complete ``work`` as soon as it is done, and return it. A new thread begins with ``prepare_thread``.
 
         On a thread without a device any call of the CUDA runtime makes a context on the first GPU: half a GiB of memory

@@ -15,12 +15,12 @@ from torch._C import _distributed_c10d as c10d
 from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
-from mpicomm.mpi.requests import Completer, DeferredRequest
+from mpicomm.mpi.requests import DeferredRequest
 from mpicomm.torch.collective_calls import CollectiveCalls, Tensors
 from mpicomm.torch.collectives import Collectives
 from mpicomm.torch.failures import AsExpected, expected
 from mpicomm.torch.lane import Lane
-from mpicomm.torch.message_works import MessageWork
+from mpicomm.torch.message_works import MOVER, MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.parts import part_of
 from mpicomm.torch.streams import Streams
@@ -65,7 +65,6 @@ class ProcessGroup(CollectiveCalls):
         self._streams = None if comm.device == "cpu" else Streams(comm)
         self._timeout_s = timeout_s
         self._lane = Lane(f"mpicomm rank {comm.rank} of {comm.size}")
-        self._completer = Completer()  # of messages that are requests of MPI's own; a Communicator has one for others
         self._coalesced = _Coalesced()
         self._sequence = 0
         self._monitored = 0
@@ -323,10 +322,8 @@ class ProcessGroup(CollectiveCalls):
     def _message(self, request: MPI.Request, tensor: torch.Tensor, name: str, *, receives: bool) -> Work:
         prepare_thread = self.communicator._prepare_thread
         work = MessageWork(request, tensor, name, self._timeout_s, prepare_thread, receives=receives)
-        # MPI moves a message only inside its calls, and the program may wait elsewhere, as in a store or for the host's
-        # calls of a group. The completer also keeps the work, whose tensor MPI uses although the program drops it.
-        if not isinstance(request, DeferredRequest) and not work.is_completed():
-            self._completer.add(work, prepare_thread)
+        if not isinstance(request, DeferredRequest):
+            MOVER.add(work)
         return self._joined(work)
 
     def _joined(self, work: Work) -> Work:
