@@ -234,6 +234,9 @@ class ProcessGroup(CollectiveCalls):
         """
         if not self._open:
             return
+        if self._lane.is_here():
+            with self._lane:  # callbacks that the program has added before this one make their calls
+                pass
         self._open = False
         limit_s = min(self._timeout_s, _FREE_S)
         # Freed under a call, the memory would be gone that the call uses, and both would wait for the same messages.

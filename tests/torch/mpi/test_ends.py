@@ -92,15 +92,18 @@ def test_a_callback_may_destroy_the_group(world: dist.ProcessGroup, is_late: boo
     def destroy(_: object) -> None:
         dist.destroy_process_group(group)
 
+    def reduce(_: object) -> None:
+        dist.all_reduce(tensors[2], group=group)
+
     with while_the_last_rank_is_late() as on_time:
-        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors]
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors[:2]]
         if on_time or not is_late:
-            ended = works[0].get_future().then(destroy)
+            ended = [works[1].get_future().then(reduce), works[0].get_future().then(destroy)]
     if is_late and not on_time:
         for work in works:
             work.wait()
-        ended = works[0].get_future().then(destroy)
-    ended.wait()
+        ended = [works[1].get_future().then(reduce), works[0].get_future().then(destroy)]
+    torch.futures.wait_all(ended)
     for work in works:
         work.wait(timedelta(seconds=5))
     require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(3)])
