@@ -45,7 +45,9 @@ class Signature:
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 
     def words_around_count(self) -> tuple[str, str]:
-        """Return the text of the call before and after its count, which is not None."""
+        """Return the text of the call before and after its count; where that is None, the text and nothing."""
+        if self.count is None:
+            return str(self), ""
         before, _, after = str(replace(self, count=0)).partition("count=0")
         return f"{before}count=", after
 

@@ -28,7 +28,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, se
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import NO_CHOICE, Choice, Preparation
-from mpicomm.collectives.gpu.form_plan import FormPlan
+from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
@@ -200,7 +200,7 @@ class DeviceEngine:
         if self._node.size == 1 or not has_form(call):
             return None
         form = Form(call, self._node.rank, self._node.size)
-        return FormPlan(form, call.signature, asked, self.tuning, self._node, self._launcher)
+        return form_plan(form, call.signature, asked, self.tuning, self._node, self._launcher)
 
     def _launcher(self, variant: Variant, arguments: Any, early: bool) -> Launcher:
         if self._kernels.find(variant) is None:

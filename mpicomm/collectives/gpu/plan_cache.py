@@ -74,13 +74,16 @@ class KnownCall(NamedTuple):
     """Whether the receive buffer says which library's stream is meant. MPI ignores the other buffer then."""
 
 
-Fill = Callable[[int, int, int, int], bool]
+Fill = Callable[[Any, Any], bool]
 
 
 class AnyFormPlan(AnyPlan, Protocol):
     """Calls of one form that an engine can enqueue."""
 
-    def fill(self, send: int, sent: int, receive: int, received: int) -> bool:
+    def takes(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan.takes`."""
+
+    def fill(self, sent: Any, received: Any) -> bool:
         """See `FormPlan.fill`."""
 
 
@@ -179,7 +182,9 @@ class PlanCache:
             if len(self._forms) >= _MOST:
                 self._forms.clear()
             plan_of_all = self.engine.form_plan(read, algorithm)
-            known = None if plan_of_all is None else (plan_of_all.fill, KnownCall(plan_of_all, op, by_output))
+            known = None
+            if plan_of_all is not None and plan_of_all.takes(sent, received):
+                known = plan_of_all.fill, KnownCall(plan_of_all, op, by_output)
             self._forms[form] = known
 
     def _find_form(
@@ -206,7 +211,7 @@ class PlanCache:
             self._times.clear()
         self._times[key] = times + 1
         fill, known = form
-        return known if fill(sent[0], sent[1], received[0], received[1]) else None
+        return known if fill(sent, received) else None
 
     def _into_memory(self, operation: Operation | str, receive: Any, pointer: int) -> bool:
         """Return whether all ranks' output lies in a symmetric array, into which an algorithm may store."""

@@ -38,14 +38,15 @@ NO_PIECE = Piece(0, -1)
 
 
 def has_form(call: Call) -> bool:
-    """Return whether a call of a form differs from another one in addresses and one count alone."""
+    """Return whether calls of the form of a call differ in addresses, counts and displacements alone."""
     operation = call.operation
-    equal_blocks = operation.counts == "same" and operation.send in ("one", "blocks")
-    return equal_blocks and call.packed is None and call.epilogue is None and not call.scratch_nbytes
+    shapes = {operation.send, operation.receive}
+    readable = shapes <= {"one", "blocks", "vector"} and not operation.of_neighbors
+    return readable and call.packed is None and call.epilogue is None and not call.scratch_nbytes
 
 
 class Form:
-    """The form of a call between several ranks of a node that all pass the same counts."""
+    """The form of a call between several ranks of a node."""
 
     def __init__(self, call: Call, rank: int, size: int) -> None:
         assert call.dtype is not None and has_form(call)
@@ -67,6 +68,11 @@ class Form:
         self.receives: Shape | None = None
         if call.receive is not None:
             self.receives = operation.send if self._in_place else operation.receive
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all blocks have one length, which all ranks pass."""
+        return self.operation.counts == "same"
 
     @property
     def blocks_sent(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mpicomm.kernels.variant import Variant
@@ -22,6 +23,13 @@ class Template(Protocol):
     def early(self) -> bool:
         """See `Launch.early`."""
 
+    def variant(self, kernel: Any) -> Variant:
+        """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
+
+
+class EqualTemplate(Template, Protocol):
+    """The template of a form whose blocks are equal."""
+
     def fill(self, send: int, receive: int, nbytes: int, hash32: int) -> Filled | None:
         """Write a call into `arguments`; local. Return None for a call that has to be planned.
 
@@ -30,5 +38,19 @@ class Template(Protocol):
         together and ``nbytes`` alone decide.
         """
 
-    def variant(self, kernel: Any) -> Variant:
-        """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
+
+class BlocksTemplate(Template, Protocol):
+    """The template of a form whose blocks have any lengths and places."""
+
+    def fill_blocks(
+        self, starts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], hash32: int
+    ) -> Filled | None:
+        """Write a call into `arguments`, as `EqualTemplate.fill` does; local.
+
+        ``starts`` and ``lengths`` are the addresses and the bytes of the parts of each buffer, by the numbers of a
+        `Piece`. The last length of each buffer is 0.
+        """
+
+    @property
+    def private_nbytes(self) -> int | None:
+        """The longest message of the call, where only the two ranks of a message know its length; else None."""

@@ -49,6 +49,7 @@ def _rungs(most_blocks: int, size: int, fan_out: bool) -> list[tuple[int, int]]:
     return [(workers * most_blocks, workers) for workers in (*(each for each in _WORKERS if each < most), most)]
 
 
+@cache
 def geometry_within(inbox_nbytes: int, most_blocks: int, size: int) -> Geometry:
     """Return the geometry for messages of any length in inboxes of that size; the same on all ranks.
 

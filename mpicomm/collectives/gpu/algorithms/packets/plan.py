@@ -12,9 +12,11 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, mo
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire
+from mpicomm.collectives.gpu.algorithms.packets.block_calls import PacketBlocks
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketCalls
 from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner, large_inboxes, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.ways import sized_ways
 from mpicomm.collectives.gpu.algorithms.packets.wires import one_shot_limits, packet_wire, two_shot_limits
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import Template
@@ -64,7 +66,9 @@ class OneShot(Algorithm):
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
-        return PacketCalls(form, node, one_shot_limits(form.operation, form.reduction, node), two_shot=False)
+        limits = one_shot_limits(form.operation, form.reduction, node)
+        ways = sized_ways(limits, form.reduction, node, fan_out=False)
+        return PacketCalls(form, node, ways, two_shot=False) if form.is_even else PacketBlocks(form, node, ways)
 
     def _fused(self, call: GpuCall, node: Node) -> Fused | None:
         fused = fused_in(call)
@@ -110,7 +114,8 @@ class TwoShot(Algorithm):
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
-        return PacketCalls(form, node, two_shot_limits(form.reduction, node), two_shot=True)
+        ways = sized_ways(two_shot_limits(form.reduction, node), form.reduction, node, fan_out=True)
+        return PacketCalls(form, node, ways, two_shot=True)
 
     def _fused(self, call: GpuCall) -> Fused | None:
         fused = fused_in(call)

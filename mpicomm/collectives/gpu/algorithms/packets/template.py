@@ -174,6 +174,11 @@ class PacketTemplate:
             epilogue=self._options,
         )
 
+    def longest_with_peers(self, lengths: Sequence[int]) -> int:
+        """Return the most bytes that go one way between this rank and another one, of places of these lengths."""
+        others = (pair for peer, pair in enumerate(self._pairs) if peer != self._rank)
+        return max((lengths[place] for pair in others for place in pair), default=0)
+
     def _paced(self, lengths: Sequence[int], inbox_nbytes: int) -> int:
         """Return the peers, as bits, with messages longer than an inbox and of different lengths each way."""
         paced = 0
