@@ -164,7 +164,7 @@ class Collectives:
             if not call.on_device and call.epilogue is None and selection.is_mpis_request(call, algorithm):
                 refuse_stream(operation.name, stream)
                 given = self._out_of_place(operation, call.arguments)
-                request: MPI.Request = self._mpi(operation, given, f"I{operation.name.lower()}")
+                request: MPI.Request = self._mpi(operation, given, operation.nonblocking)
                 # MPI reads the copy until the request is complete, and mpi4py does not keep it.
                 return request if given is call.arguments else HoldingRequest.of(request, given)
             work = self._begin(call, arguments, stream, algorithm)
@@ -184,7 +184,7 @@ class Collectives:
             # `_mpi` would give MPI a copy of the input in place, as the input is when the request is prepared.
             with_copy = operation.send == "counted" and call.in_place
             if not with_copy and call.epilogue is None and selection.is_mpis_request(call, algorithm):
-                prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
+                prepared: MPI.Prequest = self._mpi(operation, call.arguments, operation.persistent, info)
                 return prepared
 
         def begin() -> Work:
