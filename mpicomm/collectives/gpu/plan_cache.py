@@ -128,8 +128,18 @@ class PlanCache:
         if version != self._version:  # symmetric memory may have become ordinary memory, or the other way round
             self._version = version
             self._calls.clear()
+        sent: Any = None
+        received: Any = None
         try:
-            key = self._key(operation, algorithm, send, receive, op, root, counts)
+            # As `_key`, spelled out, because nearly every call comes here and it takes half the time.
+            cupy = self._cupy
+            if type(send) is type(receive) is cupy and send._c_contiguous and receive._c_contiguous and counts is None:
+                data, output = send.data, receive.data
+                sent = data.ptr, send.size, (send.dtype, data.device_id)
+                received = output.ptr, receive.size, (receive.dtype, output.device_id)
+                key: Hashable = (operation, sent, received, None, id(op), root, algorithm)
+            else:
+                key = self._key(operation, algorithm, send, receive, op, root, counts)
             known = self._calls.get(key)
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
@@ -137,7 +147,20 @@ class PlanCache:
             return None if known.plan.is_old else known
         if key is None or counts is not None:
             return None
-        return self._find_form(key, operation, algorithm, send, receive, op, root)
+        sent, received = sent or plain_array(send), received or plain_array(receive)
+        if sent is None or received is None:
+            return None
+        form = self._forms.get((operation, sent[2], received[2], id(op), root, algorithm))
+        if form is None or self._into_memory(operation, receive, received[0]):
+            return None
+        times = self._times.get(key, 0)
+        if times >= _TIMES:
+            return None  # a call that is repeated gets a plan by itself, because a graph is launched faster
+        if len(self._times) >= _MOST:
+            self._times.clear()
+        self._times[key] = times + 1
+        fill, known = form
+        return known if fill(sent, received) else None
 
     def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
@@ -177,7 +200,7 @@ class PlanCache:
             return
         if read.in_place and sent[1]:
             return  # the same memory given twice: calls with two arrays of these kinds have another form
-        form = operation, algorithm, sent[2], received[2], id(op), root
+        form = operation, sent[2], received[2], id(op), root, algorithm
         if form not in self._forms:
             if len(self._forms) >= _MOST:
                 self._forms.clear()
@@ -186,32 +209,6 @@ class PlanCache:
             if plan_of_all is not None and plan_of_all.takes(sent, received):
                 known = plan_of_all.fill, KnownCall(plan_of_all, op, by_output)
             self._forms[form] = known
-
-    def _find_form(
-        self,
-        key: Hashable,
-        operation: Operation | str,
-        algorithm: str,
-        send: Any,
-        receive: Any,
-        op: MPI.Op | None,
-        root: Hashable,
-    ) -> KnownCall | None:
-        """Return a call of a form of which a call was made before; None if none was, or if it has to be planned."""
-        sent, received = plain_array(send), plain_array(receive)
-        if sent is None or received is None:
-            return None
-        form = self._forms.get((operation, algorithm, sent[2], received[2], id(op), root))
-        if form is None or self._into_memory(operation, receive, received[0]):
-            return None
-        times = self._times.get(key, 0)
-        if times >= _TIMES:
-            return None  # a call that is repeated gets a plan by itself, because a graph is launched faster
-        if len(self._times) >= _MOST:
-            self._times.clear()
-        self._times[key] = times + 1
-        fill, known = form
-        return known if fill(sent, received) else None
 
     def _into_memory(self, operation: Operation | str, receive: Any, pointer: int) -> bool:
         """Return whether all ranks' output lies in a symmetric array, into which an algorithm may store."""
@@ -233,24 +230,9 @@ class PlanCache:
         """Return the key of a call, None where its arguments cannot be recognised."""
         if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
             return None  # the ranks tell each other their counts in every call, and those may have changed
-        if type(send) is type(receive) is self._cupy and counts is None:
-            # The same as below, spelled out, because nearly every call comes here and it takes half the time.
-            return (
-                operation,
-                send.data.ptr,
-                send.size,
-                send.dtype,
-                send._c_contiguous or (send.shape, send.strides),
-                receive.data.ptr,
-                receive.size,
-                receive.dtype,
-                receive._c_contiguous or (receive.shape, receive.strides),
-                id(op),
-                root,
-                algorithm,
-            )
-        sent, received, shares = self.identity_of(send), self.identity_of(receive), _identify_said(counts)
-        if sent is None or received is None or shares is None:
+        sent, received = self.identity_of(send), self.identity_of(receive)
+        shares = None if counts is None else _identify_said(counts)
+        if sent is None or received is None or (shares is None and counts is not None):
             return None
         return operation, sent, received, shares, id(op), root, algorithm
 
@@ -275,25 +257,20 @@ def _of_library(library: str, name: str) -> Any:
 
 
 def _identify_cupy(array: Any) -> Hashable:
-    # Only the size of contiguous memory matters. `array.flags`, which is public, takes eight times as long.
-    return array.data.ptr, array.size, array.dtype, array._c_contiguous or (array.shape, array.strides)
+    return plain_array(array) or (array.data.ptr, array.size, array.dtype, array.shape, array.strides)
 
 
 def _identify_torch(tensor: Any) -> Hashable:
-    if not tensor.is_cuda:  # empty tensors of the host and of a GPU have the same address
-        return None
+    plain = plain_array(tensor)
+    if plain is not None or not tensor.is_cuda:  # empty tensors of the host and of a GPU have the same address
+        return plain
     try:
         pointer = tensor.data_ptr()
     except RuntimeError:  # a sparse tensor, for example; `read` refuses it
         return None
-    return (
-        pointer,
-        tensor.numel(),
-        tensor.dtype,
-        tensor.is_contiguous() or (tensor.shape, tensor.stride()),
-        # Such a tensor is refused, although its memory may be that of another tensor whose call is known.
-        tensor.requires_grad or tensor.is_conj() or tensor.is_neg(),
-    )
+    # A conjugate or negative view is refused, although its memory may be that of another tensor whose call is known.
+    refused = tensor.requires_grad or tensor.is_conj() or tensor.is_neg()
+    return pointer, tensor.numel(), tensor.dtype, tensor.shape, tensor.stride(), refused
 
 
 def _identify_said(said: Any) -> Hashable:

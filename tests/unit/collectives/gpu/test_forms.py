@@ -194,7 +194,8 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: s
             array = DeviceArray(base + 128 * number, total, dtype)
             forms: list[Any] = [[array, (each, displs)], [array, each, displs, None], (array, (tuple(each), displs))]
             arguments.append(data.draw(st.sampled_from(forms)) if shape == "vector" else array)
-        return tuple(arguments)
+        send, receive = arguments
+        return send, receive
 
     def call(arguments: tuple[Any, Any]) -> Call:
         return Call(operation, Arguments(*arguments, None, root), rank, size)
