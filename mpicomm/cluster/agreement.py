@@ -300,6 +300,15 @@ def world_rank() -> int:
     return MPI.COMM_WORLD.rank
 
 
+def process_number() -> int:
+    """Return the number that tells this process from all others of its job: its rank in MPI.COMM_WORLD.
+
+    A process that MPI has spawned has an MPI.COMM_WORLD of its own, with ranks that its parents have, too. So its
+    number is the number that the kernel has given it.
+    """
+    return MPI.COMM_WORLD.rank if MPI.Comm.Get_parent() == MPI.COMM_NULL else os.getpid()
+
+
 def group_by_node(keys: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each node; the nodes are in the order of their first ranks."""
     nodes: dict[str, list[int]] = {}
