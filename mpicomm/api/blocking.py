@@ -8,6 +8,8 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
+from mpicomm.activity.layout import CALL, CALLS, by_mpi
+from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import REFUSALS, Collectives
 from mpicomm.collectives.host.fast_path import MPI_TYPES, are_apart, is_plain
@@ -50,6 +52,23 @@ _reduce_scatter_block = MPI.Intracomm.Reduce_scatter_block
 _scan = MPI.Intracomm.Scan
 _scatter = MPI.Intracomm.Scatter
 _scatterv = MPI.Intracomm.Scatterv
+# What the doctor reads of them.
+_ALLGATHER = by_mpi("Allgather")
+_ALLGATHERV = by_mpi("Allgatherv")
+_ALLREDUCE = by_mpi("Allreduce")
+_ALLTOALL = by_mpi("Alltoall")
+_ALLTOALLV = by_mpi("Alltoallv")
+_BARRIER = by_mpi("Barrier")
+_BCAST = by_mpi("Bcast")
+_EXSCAN = by_mpi("Exscan")
+_GATHER = by_mpi("Gather")
+_GATHERV = by_mpi("Gatherv")
+_REDUCE = by_mpi("Reduce")
+_REDUCE_SCATTER = by_mpi("Reduce_scatter")
+_REDUCE_SCATTER_BLOCK = by_mpi("Reduce_scatter_block")
+_SCAN = by_mpi("Scan")
+_SCATTER = by_mpi("Scatter")
+_SCATTERV = by_mpi("Scatterv")
 
 
 class BlockingCollectives(MPI.Intracomm):
@@ -113,6 +132,8 @@ class BlockingCollectives(MPI.Intracomm):
     """
 
     _collectives: Collectives
+    _row: memoryview
+    """What this rank does, for the doctor: the words of `layout`."""
     _limits: dict[str, int]
     """The bytes below which a collective on plain arrays is MPI's: see `fast_path.limits`."""
 
@@ -123,6 +144,7 @@ class BlockingCollectives(MPI.Intracomm):
         That does not block, but for an engine between groups that blocks the host.
         """
         if stream is None:
+            begin_mpis(self._row, _BARRIER)
             _barrier(self)
         else:
             self._collectives.barrier(stream)
@@ -130,6 +152,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgather"]):
+            begin_mpis(self._row, _ALLGATHER)
             try:
                 return _allgather(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -139,6 +162,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgatherv"]):
+            begin_mpis(self._row, _ALLGATHERV)
             try:
                 return _allgatherv(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -176,6 +200,9 @@ class BlockingCollectives(MPI.Intracomm):
             and recvbuf.dtype in MPI_TYPES
             and ((recvbuf.base is sendbuf.base is None and recvbuf is not sendbuf) or are_apart(sendbuf, recvbuf))
         ):
+            row = self._row  # begin_mpis, spelled out as well
+            row[CALLS] += 1
+            row[CALL] = _ALLREDUCE
             try:
                 return _allreduce(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -185,6 +212,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoall"]):
+            begin_mpis(self._row, _ALLTOALL)
             try:
                 return _alltoall(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -194,6 +222,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoallv"]):
+            begin_mpis(self._row, _ALLTOALLV)
             try:
                 return _alltoallv(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -215,6 +244,9 @@ class BlockingCollectives(MPI.Intracomm):
             and buf.dtype in MPI_TYPES
             and (buf.base is None or is_host_view(buf))
         ):
+            row = self._row  # begin_mpis, spelled out as well
+            row[CALLS] += 1
+            row[CALL] = _BCAST
             try:
                 return _bcast(self, buf, root)
             except REFUSALS as error:
@@ -231,6 +263,7 @@ class BlockingCollectives(MPI.Intracomm):
             and type(op) is _Op
             and is_plain(sendbuf, recvbuf, self._limits["Exscan"])
         ):
+            begin_mpis(self._row, _EXSCAN)
             try:
                 return _exscan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -240,6 +273,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
         if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._limits["Gather"]):
+            begin_mpis(self._row, _GATHER)
             try:
                 return _gather(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -251,6 +285,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Gather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Gatherv"]):
+            begin_mpis(self._row, _GATHERV)
             try:
                 return _gatherv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -275,6 +310,7 @@ class BlockingCollectives(MPI.Intracomm):
             and type(op) is _Op
             and is_plain(recvbuf, sendbuf, self._limits["Reduce"])
         ):
+            begin_mpis(self._row, _REDUCE)
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)
             except REFUSALS as error:
@@ -303,6 +339,7 @@ class BlockingCollectives(MPI.Intracomm):
             and recvcounts is not None
             and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter"])
         ):
+            begin_mpis(self._row, _REDUCE_SCATTER)
             try:
                 return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
             except REFUSALS as error:
@@ -321,6 +358,7 @@ class BlockingCollectives(MPI.Intracomm):
             and type(op) is _Op
             and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter_block"])
         ):
+            begin_mpis(self._row, _REDUCE_SCATTER_BLOCK)
             try:
                 return _reduce_scatter_block(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -337,6 +375,7 @@ class BlockingCollectives(MPI.Intracomm):
             and type(op) is _Op
             and is_plain(sendbuf, recvbuf, self._limits["Scan"])
         ):
+            begin_mpis(self._row, _SCAN)
             try:
                 return _scan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -348,6 +387,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatter"]):
+            begin_mpis(self._row, _SCATTER)
             try:
                 return _scatter(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -359,6 +399,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Scatter, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatterv"]):
+            begin_mpis(self._row, _SCATTERV)
             try:
                 return _scatterv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
