@@ -169,7 +169,8 @@ class Row:
 
     def close(self) -> None:
         """Hide the row from the doctor."""
-        self.words[layout.KEY] = 0
+        if self._page.is_own:  # a forked child has objects of its parent, and their page
+            self.words[layout.KEY] = 0
 
 
 def begin_mpis(words: memoryview, call: int) -> None:
@@ -188,7 +189,7 @@ _made: Counter[bytes] = Counter()
 
 
 def _give_back(page: Page, number: int, words: memoryview) -> None:
-    if page.is_own:  # a forked child has objects of its parent, and their page
+    if page.is_own:
         words[layout.KEY] = 0
         page.give_row(number)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from mpicomm.cli.launch import Launch, launch_of
 
 _PROC = Path("/proc")
+_MOST = 100  # characters of a command
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -39,9 +40,9 @@ def process_of(pid: int) -> Process | None:
         return None
     if facts[0] in "ZX":
         return None
-    command = " ".join(os.fsdecode(word) for word in words).strip()
+    command = " ".join(" ".join(os.fsdecode(word) for word in words).split())
     cpu_s = (int(facts[11]) + int(facts[12])) / _TICKS
-    return Process(pid, int(facts[1]), command, facts[0], cpu_s, _sleeps_in(folder))
+    return Process(pid, int(facts[1]), command[:_MOST], facts[0], cpu_s, _sleeps_in(folder))
 
 
 def pids() -> list[int]:

@@ -69,8 +69,8 @@ def job_of(pid: int) -> Job:
         rank = _rank(pid)
     except PermissionError:
         raise InvalidUsageError(
-            f"--pid {pid}: Linux lets {_user(os.geteuid())} not look into this process of {_user(owner)}: run the doctor "
-            "as that user or as root, and in the same container"
+            f"--pid {pid}: Linux lets {_user(os.geteuid())} not look into this process of {_user(owner)}: run the "
+            "doctor as that user or as root, and in the same container"
         ) from None
     except OtherVersionError:
         raise InvalidUsageError(

@@ -24,6 +24,8 @@ class Wait:
     """Whether ``seconds`` is the time since the wait began, else the time for which the doctor has looked."""
     pids: tuple[int, ...]
     """Those of the ranks that wait for no other rank themselves, as far as calls of mpicomm show."""
+    is_first: bool
+    """Whether this is so of all of them, so that other waits may come from this one."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class Look:
                 self._communicators.setdefault(calls.key, {})[calls.rank] = rank, calls
 
     def waits(self) -> list[Wait]:
-        """Return all waits: those for ranks that wait themselves last, and the longest first."""
+        """Return all waits: first those from which the others may come, and the longest first."""
         found = [*self._for_steps(), *self._for_collectives(), *self._for_messages()]
-        return sorted(found, key=lambda wait: (not wait.pids, -wait.seconds))
+        return sorted(found, key=lambda wait: (not wait.is_first, -wait.seconds))
 
     def lines(self) -> list[Line]:
         """Return a line for each rank of each communicator in which something was called, those that wait first."""
@@ -92,7 +94,7 @@ class Look:
             text = ". ".join([said, *(self._absent(world, each) for each in missing)])
             late = [self._by_place[place] for each in missing if (place := (world, each)) in self._by_place]
             unseen = [self._job.unseen[place].pid for each in missing if (place := (world, each)) in self._job.unseen]
-            yield Wait(text, seconds, True, (*self._idle(late), *unseen))
+            yield self._wait(text, seconds, True, late, unseen)
 
     def _for_collectives(self) -> Iterator[Wait]:
         for members in self._communicators.values():
@@ -105,7 +107,7 @@ class Look:
                 names = "; ".join(sorted({calls.last for _, calls in ahead if calls.last}))
                 said = (
                     f"{name_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind: {_has(behind)} made {made} "
-                    f"calls of {ahead[0][1].name}, the others {others} ({names})"
+                    f"call{'s' * (made != '1')} of {ahead[0][1].name}, the others {others} ({names})"
                 )
             elif self._differ(ahead):
                 said = f"ranks called different things as number {most} of {ahead[0][1].name}: " + "; ".join(
@@ -116,7 +118,7 @@ class Look:
             times = [_seconds(rank, calls.since_ns) for rank, calls in ahead if calls.since_ns is not None]
             seconds = max(times) if times else self._watched(ahead[0][0])
             text = ". ".join([said, *(self._at(*members[each]) for each in behind)])
-            yield Wait(text, seconds, bool(times), self._idle([members[each][0] for each in behind]))
+            yield self._wait(text, seconds, bool(times), [members[each][0] for each in behind])
 
     def _for_messages(self) -> Iterator[Wait]:
         for members in self._communicators.values():
@@ -127,7 +129,7 @@ class Look:
                     said = f"rank {calls.rank} waits in a {verb} {_peer(calls, message)} of {calls.name}"
                     peers = [members[message.peer]] if message.peer in members else []
                     text = ". ".join([said, *(self._at(*peer) for peer in peers)])
-                    yield Wait(text, self._watched(rank), False, self._idle([peer for peer, _ in peers]))
+                    yield self._wait(text, self._watched(rank), False, [peer for peer, _ in peers])
 
     def _behind(self, members: Mapping[int, tuple[Rank, Calls]]) -> list[int]:
         """Return the ranks of a communicator that have made fewer calls than another, and none since before."""
@@ -172,7 +174,7 @@ class Look:
         return next((each for each in earlier.activity.communicators if each.key == calls.key), None)
 
     def _watched(self, rank: Rank) -> float:
-        return _seconds(rank, self._before[rank.process.pid].time_ns)
+        return _seconds(rank, self._before.get(rank.process.pid, rank).time_ns)
 
     def _absent(self, world: int, number: int) -> str:
         """Return what is known of a rank of MPI.COMM_WORLD that has not come to a step."""
@@ -191,9 +193,9 @@ class Look:
             since = f", and has begun no collective call since {calls.last} {_seconds(rank, calls.since_ns):.1f} s ago"
         return f"Rank {calls.rank} {self._does(rank)}{since}"
 
-    def _idle(self, ranks: Sequence[Rank]) -> tuple[int, ...]:
-        """Return the process numbers of those of these ranks that wait for no other rank."""
-        return tuple(rank.process.pid for rank in ranks if not self._known_wait(rank))
+    def _wait(self, text: str, seconds: float, known: bool, late: Sequence[Rank], unseen: Sequence[int] = ()) -> Wait:
+        idle = [rank.process.pid for rank in late if not self._known_wait(rank)]
+        return Wait(text, seconds, known, (*idle, *unseen), len(idle) == len(late) and bool(idle or unseen))
 
     def _known_wait(self, rank: Rank) -> str:
         """Return in which step or message a rank has been since before; "" if it is in none."""
