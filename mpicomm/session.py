@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
-from mpicomm.activity.page import Process, Row, page
+from mpicomm.activity.page import Member, Row, page
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.roll_call import duplicate, roll_call
@@ -69,7 +69,7 @@ class Session:
         self._beside: list[Shared] = []
         self.row = Row()
         """What this rank does, for the doctor."""
-        processes = [Process(place.host, place.pid, place.number) for place in placement.places]
+        processes = [Member(place.host, place.pid, place.number) for place in placement.places]
         self.row.open(placement.rank, processes, placement.node_ranks, placement.here.device)
         self._meets_always = False
         self._missed = False

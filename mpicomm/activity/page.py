@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from mpicomm.activity import layout
 from mpicomm.activity.ranks import ranks_as_text
+from mpicomm.interrupts import uninterrupted
 
 _monotonic_ns = time.monotonic_ns
 
@@ -59,8 +60,8 @@ class Page:
     def step(self, text: str, ranks: str) -> Iterator[None]:
         """Say, as long as the block lasts, that this process is in a step of ``ranks`` of MPI.COMM_WORLD."""
         outer = self._step
-        self._write_step(text, ranks, _monotonic_ns())
         try:
+            self._write_step(text, ranks, _monotonic_ns())
             yield
         finally:
             self._write_step(*outer)
@@ -105,16 +106,17 @@ class Page:
     def _write_step(self, text: str, ranks: str, since_ns: int) -> None:
         if not self.is_own:  # a forked child must not write for its parent
             return
-        self._step = text, ranks, since_ns
         words = self._words
-        words[layout.STEP_COUNT] += 1
-        _write(self._bytes, layout.STEP, text)
-        _write(self._bytes, layout.STEP_RANKS, ranks)
-        words[layout.STEP_SINCE] = since_ns
-        words[layout.STEP_COUNT] += 1
+        with uninterrupted():  # a Ctrl-C could leave the number odd, or the step of an exchange that is over
+            self._step = text, ranks, since_ns
+            words[layout.STEP_COUNT] += 1
+            _write(self._bytes, layout.STEP, text)
+            _write(self._bytes, layout.STEP_RANKS, ranks)
+            words[layout.STEP_SINCE] = since_ns
+            words[layout.STEP_COUNT] += 1
 
 
-class Process(NamedTuple):
+class Member(NamedTuple):
     """A process of a communicator: what tells it from all others, and the number that names it to people."""
 
     host: str
@@ -141,7 +143,7 @@ class Row:
         # Not at exit, because the memory goes with the process.
         weakref.finalize(self, _give_back, self._page, self._number, self.words).atexit = False
 
-    def open(self, rank: int, processes: Sequence[Process], node_ranks: Sequence[int], device: int | str) -> None:
+    def open(self, rank: int, processes: Sequence[Member], node_ranks: Sequence[int], device: int | str) -> None:
         """Let the doctor read the row: of ``rank`` among ``processes``, of which ``node_ranks`` are on this node."""
         digest = hashlib.blake2b(repr(list(map(tuple, processes))).encode(), digest_size=6).digest()
         _made[digest] += 1  # on all ranks alike, because they make communicators of one group in one order

@@ -10,16 +10,16 @@ import sys
 import pytest
 
 from mpicomm.activity import layout
-from mpicomm.activity.page import Process, Row, begin_mpis, page
+from mpicomm.activity.page import Member, Row, begin_mpis, page
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
 from mpicomm.activity.reading import Activity, Calls, Message, OtherVersionError, read_activity
 from mpicomm.collectives.operations import OPERATIONS
 from tests.helpers.mpiexec import environment
 
-ALONE = [Process("host", 1, 0)]
+ALONE = [Member("host", 1, 0)]
 
 
-def opened(processes: list[Process], rank: int = 0) -> Row:
+def opened(processes: list[Member], rank: int = 0) -> Row:
     row = Row()
     row.open(rank, processes, [rank], "cpu")
     return row
@@ -38,7 +38,7 @@ def of(name: str) -> Calls:
 
 
 def test_calls_have_numbers_and_texts() -> None:
-    row = opened([Process("host", 1, 41), Process("host", 2, 42), Process("other", 1, 50)], 1)
+    row = opened([Member("host", 1, 41), Member("host", 2, 42), Member("other", 1, 50)], 1)
     before = of("ranks 41-42,50")
     assert (before.rank, before.size, before.node_ranks, before.made, before.last) == (1, 3, (1,), 0, "")
     row.post("Allreduce(float32)")
@@ -56,7 +56,7 @@ def test_all_collectives_have_numbers() -> None:
 
 
 def test_messages_that_go_on() -> None:
-    row = opened([Process("host", 1, 43)])
+    row = opened([Member("host", 1, 43)])
     assert (of("rank 43").receive, of("rank 43").send) == (None, None)
     words = row.words
     words[layout.RECEIVES], words[layout.TAG], words[layout.SOURCE] = 3, -1, -2
@@ -64,28 +64,28 @@ def test_messages_that_go_on() -> None:
 
 
 def test_communicators_of_the_same_ranks_have_different_names_and_keys() -> None:
-    first, second = opened([Process("host", 1, 44)]), opened([Process("host", 1, 44)])
+    first, second = opened([Member("host", 1, 44)]), opened([Member("host", 1, 44)])
     assert of("rank 44").key != of("rank 44 #2").key
     del first, second
 
 
 def test_a_communicator_has_the_same_key_in_all_processes() -> None:
     program = (
-        "from mpicomm.activity.page import Process, Row; from mpicomm.activity.reading import read_activity; import os;"
-        "row = Row(); row.open(1, [Process('a', 1, 45), Process('b', 1, 46)], [1], 'cpu');"
+        "from mpicomm.activity.page import Member, Row; from mpicomm.activity.reading import read_activity; import os;"
+        "row = Row(); row.open(1, [Member('a', 1, 45), Member('b', 1, 46)], [1], 'cpu');"
         "print(read_activity(os.getpid()).communicators[0].key)"
     )
     other = subprocess.run(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60, check=True
     )
-    row = opened([Process("a", 1, 45), Process("b", 1, 46)])
+    row = opened([Member("a", 1, 45), Member("b", 1, 46)])
     assert of("ranks 45-46").key == int(other.stdout)
     row.close()
 
 
 def test_a_row_is_given_back_when_nothing_refers_to_it() -> None:
     for _ in range(3 * layout.ROWS):
-        row = opened([Process("host", 1, 47)])
+        row = opened([Member("host", 1, 47)])
     name = f"rank 47 #{3 * layout.ROWS}"
     row.post("Barrier")
     assert of(name).last == "Barrier"
@@ -95,7 +95,7 @@ def test_a_row_is_given_back_when_nothing_refers_to_it() -> None:
 
 
 def test_more_communicators_than_rows_are_not_shown_and_do_no_harm() -> None:
-    rows = [opened([Process("host", 1, 48)]) for _ in range(layout.ROWS + 5)]
+    rows = [opened([Member("host", 1, 48)]) for _ in range(layout.ROWS + 5)]
     for row in rows:
         row.post("Barrier")
     assert len(read().communicators) == layout.ROWS
@@ -103,7 +103,7 @@ def test_more_communicators_than_rows_are_not_shown_and_do_no_harm() -> None:
 
 
 def test_texts_that_others_have_taken_the_place_of_are_not_shown() -> None:
-    idle, busy = opened([Process("host", 1, 49)]), opened([Process("host", 1, 60)])
+    idle, busy = opened([Member("host", 1, 49)]), opened([Member("host", 1, 60)])
     idle.post("Scan(int8)")
     long = "x" * 1000
     for number in range(3 * layout.TEXTS_NBYTES // len(long)):
