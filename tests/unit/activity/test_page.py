@@ -110,8 +110,9 @@ def test_texts_that_others_have_taken_the_place_of_are_not_shown() -> None:
         busy.post(f"{long} {number}")
         assert of("rank 60").last == f"{long} {number}"
     assert (of("rank 49").made, of("rank 49").last) == (1, "")
-    idle.post("Scan(int16)")
-    assert of("rank 49").last == "Scan(int16)"
+    for text in ("Scan(int16)", "Scan(int8)"):
+        idle.post(text)
+        assert of("rank 49").last == text
 
 
 def test_steps_are_nested() -> None:
