@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
-from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank
+from mpicomm.activity.page import Member, Row, page
+from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.roll_call import duplicate, roll_call
 from mpicomm.devices.base import GpuBackend, Link
@@ -66,6 +67,10 @@ class Session:
         self._groups: tuple[Group, ...] = ()  # those that are different objects; none before `set_up`
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
+        self.row = Row()
+        """What this rank does, for the doctor."""
+        processes = [Member(place.host, place.pid, place.number) for place in placement.places]
+        self.row.open(placement.rank, processes, placement.node_ranks, placement.here.device)
         self._meets_always = False
         self._missed = False
         self._freed = False
@@ -84,6 +89,7 @@ class Session:
 
         Collective; a failure raises the same error on all ranks.
         """
+        page().introduce(world_rank(), world_size())
         limit_s = environment.usable_timeout_s(timeout_s)
         private = duplicate(comm, "Communicator", limit_s)
         group = Group(private, range(comm.size), limit_s)
@@ -237,6 +243,7 @@ class Session:
             self._missed = True
             raise
         finally:
+            self.row.close()
             self._shared.clear()
             if self._has_device:
                 self.backend.close()

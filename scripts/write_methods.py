@@ -91,6 +91,7 @@ def shortcut(row: Operation) -> list[str]:
         condition.append("        ):")
     return [
         *condition,
+        f"            begin_mpis(self._row, _{row.name.upper()})",
         "            try:",
         f"                return _{row.name.lower()}(self, {', '.join(row.arguments)})",
         "            except REFUSALS as error:",
@@ -159,7 +160,9 @@ def completed(name: str, text: str) -> str:
     ]
     methods = "\n".join(form(row) for form, row in wanted)
     aliases = [
-        f"_{row.name.lower()} = MPI.Intracomm.{row}\n" for form, row in wanted if form is blocking and has_shortcut(row)
+        f'_{row.name.lower()} = MPI.Intracomm.{row}\n_{row.name.upper()} = by_mpi("{row}")\n'
+        for form, row in wanted
+        if form is blocking and has_shortcut(row)
     ]
     return by_hand + mark + "\n" + methods + "".join(["\n\n", *aliases] if aliases else [])
 

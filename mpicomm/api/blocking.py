@@ -8,6 +8,8 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
+from mpicomm.activity.layout import CALL, CALLS, by_mpi
+from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import REFUSALS, Collectives
@@ -20,6 +22,10 @@ _Op = MPI.Op  # the class of MPI's operations; `AVG` and `Op`, which are not for
 _allreduce = MPI.Intracomm.Allreduce
 _barrier = MPI.Intracomm.Barrier
 _bcast = MPI.Intracomm.Bcast
+# What the doctor reads of them.
+_ALLREDUCE = by_mpi("Allreduce")
+_BARRIER = by_mpi("Barrier")
+_BCAST = by_mpi("Bcast")
 
 
 class BlockingCollectives(MPI.Intracomm):
@@ -83,6 +89,8 @@ class BlockingCollectives(MPI.Intracomm):
     """
 
     _collectives: Collectives
+    _row: memoryview
+    """What this rank does, for the doctor: the words of `layout`."""
     _limits: dict[str, int]
     """The bytes below which a collective on plain arrays is MPI's: see `fast_path.limits`."""
 
@@ -93,6 +101,7 @@ class BlockingCollectives(MPI.Intracomm):
         That does not block, but for an engine between groups that blocks the host.
         """
         if stream is None:
+            begin_mpis(self._row, _BARRIER)
             _barrier(self)
         else:
             self._collectives.barrier(stream)
@@ -128,6 +137,9 @@ class BlockingCollectives(MPI.Intracomm):
             and recvbuf.dtype in MPI_TYPES
             and ((recvbuf.base is sendbuf.base is None and recvbuf is not sendbuf) or are_apart(sendbuf, recvbuf))
         ):
+            row = self._row  # begin_mpis, spelled out as well
+            row[CALLS] += 1
+            row[CALL] = _ALLREDUCE
             try:
                 return _allreduce(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -145,6 +157,9 @@ class BlockingCollectives(MPI.Intracomm):
             and buf.dtype in MPI_TYPES
             and (buf.base is None or is_host_view(buf))
         ):
+            row = self._row  # begin_mpis, spelled out as well
+            row[CALLS] += 1
+            row[CALL] = _BCAST
             try:
                 return _bcast(self, buf, root)
             except REFUSALS as error:
@@ -156,6 +171,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgather"]):
+            begin_mpis(self._row, _ALLGATHER)
             try:
                 return _allgather(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -165,6 +181,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgatherv"]):
+            begin_mpis(self._row, _ALLGATHERV)
             try:
                 return _allgatherv(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -174,6 +191,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoall"]):
+            begin_mpis(self._row, _ALLTOALL)
             try:
                 return _alltoall(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -183,6 +201,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoallv"]):
+            begin_mpis(self._row, _ALLTOALLV)
             try:
                 return _alltoallv(self, sendbuf, recvbuf)
             except REFUSALS as error:
@@ -203,6 +222,7 @@ class BlockingCollectives(MPI.Intracomm):
             and type(op) is _Op
             and is_plain(sendbuf, recvbuf, self._limits["Exscan"])
         ):
+            begin_mpis(self._row, _EXSCAN)
             try:
                 return _exscan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -212,6 +232,7 @@ class BlockingCollectives(MPI.Intracomm):
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
         if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._limits["Gather"]):
+            begin_mpis(self._row, _GATHER)
             try:
                 return _gather(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -223,6 +244,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Gather, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._limits["Gatherv"]):
+            begin_mpis(self._row, _GATHERV)
             try:
                 return _gatherv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -246,6 +268,7 @@ class BlockingCollectives(MPI.Intracomm):
             and type(op) is _Op
             and is_plain(recvbuf, sendbuf, self._limits["Reduce"])
         ):
+            begin_mpis(self._row, _REDUCE)
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)
             except REFUSALS as error:
@@ -274,6 +297,7 @@ class BlockingCollectives(MPI.Intracomm):
             and recvcounts is not None
             and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter"])
         ):
+            begin_mpis(self._row, _REDUCE_SCATTER)
             try:
                 return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
             except REFUSALS as error:
@@ -292,6 +316,7 @@ class BlockingCollectives(MPI.Intracomm):
             and type(op) is _Op
             and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter_block"])
         ):
+            begin_mpis(self._row, _REDUCE_SCATTER_BLOCK)
             try:
                 return _reduce_scatter_block(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -308,6 +333,7 @@ class BlockingCollectives(MPI.Intracomm):
             and type(op) is _Op
             and is_plain(sendbuf, recvbuf, self._limits["Scan"])
         ):
+            begin_mpis(self._row, _SCAN)
             try:
                 return _scan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
@@ -319,6 +345,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatter"]):
+            begin_mpis(self._row, _SCATTER)
             try:
                 return _scatter(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -330,6 +357,7 @@ class BlockingCollectives(MPI.Intracomm):
     ) -> None:
         """As Scatter, with blocks of any counts and displacements."""
         if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatterv"]):
+            begin_mpis(self._row, _SCATTERV)
             try:
                 return _scatterv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
@@ -338,15 +366,28 @@ class BlockingCollectives(MPI.Intracomm):
 
 
 _allgather = MPI.Intracomm.Allgather
+_ALLGATHER = by_mpi("Allgather")
 _allgatherv = MPI.Intracomm.Allgatherv
+_ALLGATHERV = by_mpi("Allgatherv")
 _alltoall = MPI.Intracomm.Alltoall
+_ALLTOALL = by_mpi("Alltoall")
 _alltoallv = MPI.Intracomm.Alltoallv
+_ALLTOALLV = by_mpi("Alltoallv")
 _exscan = MPI.Intracomm.Exscan
+_EXSCAN = by_mpi("Exscan")
 _gather = MPI.Intracomm.Gather
+_GATHER = by_mpi("Gather")
 _gatherv = MPI.Intracomm.Gatherv
+_GATHERV = by_mpi("Gatherv")
 _reduce = MPI.Intracomm.Reduce
+_REDUCE = by_mpi("Reduce")
 _reduce_scatter = MPI.Intracomm.Reduce_scatter
+_REDUCE_SCATTER = by_mpi("Reduce_scatter")
 _reduce_scatter_block = MPI.Intracomm.Reduce_scatter_block
+_REDUCE_SCATTER_BLOCK = by_mpi("Reduce_scatter_block")
 _scan = MPI.Intracomm.Scan
+_SCAN = by_mpi("Scan")
 _scatter = MPI.Intracomm.Scatter
+_SCATTER = by_mpi("Scatter")
 _scatterv = MPI.Intracomm.Scatterv
+_SCATTERV = by_mpi("Scatterv")

@@ -19,6 +19,7 @@ from mpicomm.api.freed import mark_freed
 from mpicomm.api.makers import Makers
 from mpicomm.api.neighbors import NeighborCollectives
 from mpicomm.api.nonblocking import NonblockingCollectives
+from mpicomm.api.objects import ObjectCalls
 from mpicomm.api.persistent import PersistentCollectives
 from mpicomm.api.persistent_messages import PersistentMessages
 from mpicomm.api.point_to_point import PointToPoint
@@ -84,6 +85,7 @@ class Communicator(
     PointToPoint,
     PersistentMessages,
     Probes,
+    ObjectCalls,
     Makers,
     ByMpi,
 ):
@@ -158,6 +160,7 @@ class Communicator(
 
     def _begin(self, session: Session) -> None:
         self._session = session
+        self._row = session.row.words
         self._gpu = session.gpu
         remember(self)
         self._collectives = Collectives(self, session)

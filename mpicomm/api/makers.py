@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 from mpi4py import MPI
 
+from mpicomm.activity.layout import by_mpi
+from mpicomm.activity.page import begin_mpis
 from mpicomm.api.reorder import (
     Lists,
     edges_of_graph,
@@ -26,6 +29,19 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 AnyComm = TypeVar("AnyComm", bound=MPI.Intracomm)
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _shown(method: Method) -> Method:
+    """Return a method that shows its calls, in which MPI waits for the other ranks, to the doctor."""
+    call = by_mpi(method.__name__)
+
+    @functools.wraps(method)
+    def shown(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        begin_mpis(self._row, call)
+        return method(self, *arguments, **keywords)
+
+    return cast("Method", shown)
 
 
 class Makers(MPI.Intracomm):
@@ -37,19 +53,23 @@ class Makers(MPI.Intracomm):
     """
 
     _session: Session
+    _row: memoryview
     _classes: ClassVar[dict[int, type[MPI.Intracomm]]] = {}
     """The classes of the communicators that are made from one, by MPI's number of their topology."""
 
+    @_shown
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator; the duplicate has its own memory."""
         made: Self = self._adopt(MPI.Intracomm(self).Dup(info), type(self))
         return made
 
+    @_shown
     def Dup_with_info(self, info: MPI.Info) -> Self:
         """Duplicate the communicator with other hints."""
         made: Self = self._adopt(MPI.Intracomm(self).Dup_with_info(info), type(self))
         return made
 
+    @_shown
     def Clone(self) -> Self:
         """Duplicate the communicator: mpi4py's other name for `Dup`."""
         made: Self = self._adopt(MPI.Intracomm(self).Clone(), type(self))
@@ -65,22 +85,27 @@ class Makers(MPI.Intracomm):
         comm, request = MPI.Intracomm(self).Idup_with_info(info)
         return self._adopt(comm, type(self), range(self.size)), request
 
+    @_shown
     def Create(self, group: MPI.Group) -> MPI.Intracomm:
         """Make a communicator of the ranks of ``group``; COMM_NULL on the others."""
         return self._adopt_part(_intracomm(MPI.Intracomm(self).Create(group)))
 
+    @_shown
     def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
         """Make a communicator of the ranks of ``group``. Collective over those ranks alone."""
         return self._adopt_part(_intracomm(MPI.Intracomm(self).Create_group(group, tag)))
 
+    @_shown
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
         """Make one communicator per color; COMM_NULL for ``MPI.UNDEFINED``."""
         return self._adopt_part(_intracomm(MPI.Intracomm(self).Split(color, key)))
 
+    @_shown
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
         """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
         return self._adopt_part(_intracomm(MPI.Intracomm(self).Split_type(split_type, key, info)))
 
+    @_shown
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> MPI.Cartcomm:
@@ -89,6 +114,7 @@ class Makers(MPI.Intracomm):
         with self._linked_well("Create_cart", reorder, edges) as (plain, reorder):
             return self._adopt_part(plain.Create_cart(dims, periods, reorder))
 
+    @_shown
     def Create_graph(self, index: Sequence[int], edges: Sequence[int], reorder: bool = False) -> MPI.Graphcomm:
         """Make a communicator of a graph that all ranks pass, a `GraphCommunicator`.
 
@@ -99,6 +125,7 @@ class Makers(MPI.Intracomm):
         with self._linked_well("Create_graph", reorder, partial(edges_of_graph, index, edges)) as (plain, reorder):
             return self._adopt_part(plain.Create_graph(index, edges, reorder))
 
+    @_shown
     def Create_dist_graph_adjacent(
         self,
         sources: Sequence[int] | None,
@@ -127,6 +154,7 @@ class Makers(MPI.Intracomm):
             passed = everyone[plain.rank] if everyone else lists
             return self._adopt_part(plain.Create_dist_graph_adjacent(*passed, info, reorder))
 
+    @_shown
     def Create_dist_graph(
         self,
         sources: Sequence[int],

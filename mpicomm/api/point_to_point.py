@@ -8,6 +8,7 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
+from mpicomm.activity.layout import DEST, NOBODY, RECEIVES, SEND_TAG, SENDS, SOURCE, TAG
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.endpoint import Endpoint
@@ -15,6 +16,7 @@ from mpicomm.messages.in_stream_order import InStreamOrder
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
 
 # MPI's own, found once: `super()` takes a tenth of the time of a small call.
 _bsend = MPI.Intracomm.Bsend
@@ -25,12 +27,12 @@ _isend = MPI.Intracomm.Isend
 _isendrecv = MPI.Intracomm.Isendrecv
 _isendrecv_replace = MPI.Intracomm.Isendrecv_replace
 _issend = MPI.Intracomm.Issend
-_recv = MPI.Intracomm.Recv
-_rsend = MPI.Intracomm.Rsend
-_send = MPI.Intracomm.Send
-_sendrecv = MPI.Intracomm.Sendrecv
-_sendrecv_replace = MPI.Intracomm.Sendrecv_replace
-_ssend = MPI.Intracomm.Ssend
+_rsend = sending(MPI.Intracomm.Rsend)
+_ssend = sending(MPI.Intracomm.Ssend)
+_mpi_recv = MPI.Intracomm.Recv
+_mpi_send = MPI.Intracomm.Send
+_mpi_sendrecv = MPI.Intracomm.Sendrecv
+_send = sending(_mpi_send)
 
 _ALGORITHMS = ("auto", "one_shot", "copy_engine")
 
@@ -72,6 +74,7 @@ class PointToPoint(MPI.Intracomm):
     a generalized request.
     """
 
+    _row: memoryview
     _messages: Messages
     _in_stream_order: InStreamOrder
 
@@ -84,10 +87,16 @@ class PointToPoint(MPI.Intracomm):
             and stream is None
             and algorithm == "auto"
         ):
+            row = self._row
             try:
-                return _send(self, buf, dest, tag)
+                row[SENDS] += 1
+                row[SEND_TAG] = tag
+                row[DEST] = dest
+                return _mpi_send(self, buf, dest, tag)
             except host_calls.REFUSALS:  # MPI has no type for the elements
-                return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
+                return _mpi_send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
+            finally:
+                row[DEST] = NOBODY
         fast = self._messages.fast
         if fast is not None and algorithm == "auto" and fast.send(_send, buf, dest, tag, stream):
             return None
@@ -137,10 +146,16 @@ class PointToPoint(MPI.Intracomm):
         ):
             if messages.described:
                 return messages.receive_array("Recv", buf, messages.posted(source, tag), status)
+            row = self._row
             try:
-                return _recv(self, buf, source, tag, status)
+                row[RECEIVES] += 1
+                row[TAG] = tag
+                row[SOURCE] = source
+                return _mpi_recv(self, buf, source, tag, status)
             except host_calls.REFUSALS:
-                return _recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
+                return _mpi_recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
+            finally:
+                row[SOURCE] = NOBODY
         if messages.fast is not None and algorithm == "auto":
             seen = MPI.Status() if status is None else status
             arrived = messages.fast.receive(buf, source, tag, seen, stream)
@@ -152,7 +167,7 @@ class PointToPoint(MPI.Intracomm):
         if received is None or not received.on_device:
             _refuse_options("Recv", stream, algorithm, buf)
         if received is None:
-            return host_calls.call(_recv, self, buf, source, tag, status, writable=True)
+            return host_calls.call(recv, self, buf, source, tag, status, writable=True)
         if received.captured and algorithm == "auto":
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         return messages.receive(received, messages.posted(source, tag), status)
@@ -180,11 +195,17 @@ class PointToPoint(MPI.Intracomm):
             and algorithm == "auto"
             and not messages.described
         ):
+            row = self._row
             try:
-                return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+                row[RECEIVES] += 1
+                row[TAG] = recvtag
+                row[SOURCE] = source
+                return _mpi_sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             except host_calls.REFUSALS:
                 sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, recvbuf)
-                return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+                return _mpi_sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+            finally:
+                row[SOURCE] = NOBODY
         if messages.fast is not None and algorithm == "auto":
             seen = MPI.Status() if status is None else status
             arrived = messages.fast.exchange(sendbuf, dest, sendtag, recvbuf, source, recvtag, seen, stream)
@@ -200,7 +221,7 @@ class PointToPoint(MPI.Intracomm):
         if (stream is not None or algorithm != "auto") and (first is None or not first.on_device):
             _refuse_options("Sendrecv", stream, algorithm, sendbuf, recvbuf)
         if first is None:
-            return host_calls.call_on_two(_sendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+            return host_calls.call_on_two(sendrecv, self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
         if first.captured and algorithm == "auto":
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
@@ -228,12 +249,12 @@ class PointToPoint(MPI.Intracomm):
             and stream is None
             and not messages.described
         ):
-            return host_calls.call(_sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
+            return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
         end = messages.receiving("Sendrecv_replace", buf, stream)
         if end is None or not end.on_device:
             refuse_stream("Sendrecv_replace", stream)
         if end is None:
-            return host_calls.call(_sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
+            return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
         return messages.exchange(
             end, dest, sendtag, end, messages.posted_beside_send(source, recvtag), status, replace=True
         )

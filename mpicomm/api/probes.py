@@ -6,10 +6,13 @@ from typing import Any, Literal
 
 from mpi4py import MPI
 
+from mpicomm.api.by_mpi import ByMpi
 from mpicomm.messages.calls import Messages
+from mpicomm.mpi.shown import probe, receiving, recv_object
 
-_mprobe = MPI.Intracomm.mprobe
 _improbe = MPI.Intracomm.improbe
+_mprobe = receiving(ByMpi.Mprobe, 0)
+_mprobe_object = receiving(MPI.Intracomm.mprobe, 0)
 
 
 class Probes(MPI.Intracomm):
@@ -28,7 +31,8 @@ class Probes(MPI.Intracomm):
     ) -> Literal[True]:
         """Wait for a message; see mpi4py."""
         if not self._messages.described:
-            return super().Probe(source, tag, status)
+            probe(self, source, tag, status)
+            return True
         self._messages.unexpected.probe(source, tag, status, wait=True)
         return True
 
@@ -43,7 +47,7 @@ class Probes(MPI.Intracomm):
     ) -> MPI.Message:
         """Wait for a message and return it; see mpi4py."""
         if not self._messages.on_gpu:
-            return super().Mprobe(source, tag, status)
+            return _mprobe(self, source, tag, status)
         message = self._messages.unexpected.match(source, tag, status, wait=True)
         assert message is not None
         return message
@@ -64,7 +68,7 @@ class Probes(MPI.Intracomm):
     ) -> MPI.Message:
         """Wait for a message of a Python object and return it; see mpi4py."""
         if not self._messages.on_gpu:
-            return _mprobe(self, source, tag, status)  # mpi4py's message keeps the pickled object
+            return _mprobe_object(self, source, tag, status)  # mpi4py's message keeps the pickled object
         return self.Mprobe(source, tag, status)
 
     def improbe(
@@ -84,7 +88,7 @@ class Probes(MPI.Intracomm):
     ) -> Any:
         """Receive a Python object; see mpi4py."""
         kept = self._messages.unexpected.take(source, tag)
-        return super().recv(buf, source, tag, status) if kept is None else kept.recv(status)
+        return recv_object(self, buf, source, tag, status) if kept is None else kept.recv(status)
 
     def irecv(self, buf: Any = None, source: int = MPI.ANY_SOURCE, tag: int = MPI.ANY_TAG) -> MPI.Request:
         """Start to receive a Python object; see mpi4py."""

@@ -12,12 +12,15 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from mpi4py import MPI
 
 from mpicomm import environment
+from mpicomm.activity.page import page
+from mpicomm.activity.ranks import ranks_as_text
 from mpicomm.errors import (
     CollectiveTimeoutError,
     HandleError,
@@ -83,6 +86,14 @@ class Group:
         next one.
         """
         self.require_whole(step)
+        with page().step(step, self._in_world):
+            return self._exchange(step, produce)
+
+    @cached_property
+    def _in_world(self) -> str:
+        return ranks_in_world(self._comm, self.ranks)
+
+    def _exchange(self, step: str, produce: Callable[[], T]) -> list[T]:
         cause: Exception | None = None
         start, limit_s = time.monotonic(), self.timeout_s
         try:
@@ -300,6 +311,29 @@ def world_rank() -> int:
     return MPI.COMM_WORLD.rank
 
 
+def world_size() -> int:
+    """Return how many ranks MPI.COMM_WORLD has."""
+    return MPI.COMM_WORLD.size
+
+
+def ranks_in_world(comm: MPI.Intracomm, ranks: Sequence[int]) -> str:
+    """Return which ranks of MPI.COMM_WORLD these ranks of ``comm`` are, as `ranks_as_text` does. Local."""
+    group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
+    found = group.Translate_ranks(ranks, world)
+    group.Free()
+    world.Free()
+    return ranks_as_text(found)  # MPI.UNDEFINED, for a process of another job, is negative
+
+
+def process_number() -> int:
+    """Return the number that tells this process from all others of its job: its rank in MPI.COMM_WORLD.
+
+    A process that MPI has spawned has an MPI.COMM_WORLD of its own, with ranks that its parents have, too. So its
+    number is the number that the kernel has given it.
+    """
+    return MPI.COMM_WORLD.rank if MPI.Comm.Get_parent() == MPI.COMM_NULL else os.getpid()
+
+
 def group_by_node(keys: Sequence[str]) -> list[list[int]]:
     """Return the ranks of each node; the nodes are in the order of their first ranks."""
     nodes: dict[str, list[int]] = {}
@@ -356,5 +390,6 @@ def release_before_finalize(owner: Any) -> None:
 
 
 def _release_all(*_: object) -> None:
+    page().enter_last("MPI_Finalize")
     while _at_finalize:
         _at_finalize.pop().release()

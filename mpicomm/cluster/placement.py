@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mpicomm import environment
-from mpicomm.cluster.agreement import Group, container_key, group_by_node, node_key
+from mpicomm.cluster.agreement import Group, container_key, group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo, GpuBackend
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import NO_DEVICE, HostBackend
@@ -58,6 +58,8 @@ class RankPlace:
     """`environment.local_id`."""
     most_nbytes: int | None = None
     """`environment.most_nbytes`."""
+    number: int = 0
+    """`process_number`."""
 
     @property
     def most_outbox_nbytes(self) -> int | None:
@@ -242,6 +244,7 @@ def _look_around(device: int | str, handle: str, timeout_s: float) -> RankPlace:
         given=_given[0] if _given else b"",
         local_id=environment.local_id(),
         most_nbytes=environment.most_nbytes(),
+        number=process_number(),
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import GRACE_S, abandoned, did_not_arrive, require_own_process
+from mpicomm.activity.page import page
+from mpicomm.cluster.agreement import GRACE_S, abandoned, did_not_arrive, ranks_in_world, require_own_process
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.waiting import wait_until
 
@@ -12,11 +13,12 @@ from mpicomm.waiting import wait_until
 def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm:
     """Return a duplicate of ``comm`` after all ranks have come. Collective, blocking; raises as `roll_call` does."""
     roll_call(comm, step, timeout_s)
-    copy, request = comm.Idup()
-    if not wait_until(request.Test, timeout_s):  # a rank has left in between, and only a `Group` could name it
-        abandoned.append(request)
-        raise CollectiveTimeoutError(f"{step}: not all ranks arrived within {timeout_s:g} s")
-    return copy
+    with page().step(step, ranks_in_world(comm, range(comm.size))):
+        copy, request = comm.Idup()
+        if not wait_until(request.Test, timeout_s):  # a rank has left in between, and only a `Group` could name it
+            abandoned.append(request)
+            raise CollectiveTimeoutError(f"{step}: not all ranks arrived within {timeout_s:g} s")
+        return copy
 
 
 _HERE, _LEFT = 1, 2  # words of a rank in a roll call; 0 is for a rank that has said nothing
@@ -42,7 +44,8 @@ def roll_call(comm: MPI.Intracomm, step: str, timeout_s: float) -> None:
         return
     requests: list[MPI.Request] = []
     try:
-        words = (_call_the_roll if comm.rank == 0 else _answer_the_roll)(comm, timeout_s, requests)
+        with page().step(step, ranks_in_world(comm, range(comm.size))):
+            words = (_call_the_roll if comm.rank == 0 else _answer_the_roll)(comm, timeout_s, requests)
     finally:
         # Also after a Ctrl-C: an open request keeps its buffers.
         abandoned.extend(request for request in requests if request != MPI.REQUEST_NULL)

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from mpicomm.activity.page import Row
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.host import HostBackend, fence
 from mpicomm.devices.memory_use import MemoryUse
@@ -25,13 +26,14 @@ class Board:
     Each rank writes its own lines, each before it does anything else for a collective. Any rank reads all lines. A
     rank's counter is twice the number of its calls, and odd while the rank writes the next line. So no rank reads a
     line that is half written, and a rank whose counter is behind has not come yet. Construction is collective and
-    raises as `share` does.
+    raises as `share` does. ``row`` shows this rank's calls to the doctor.
     """
 
-    def __init__(self, node: Group) -> None:
+    def __init__(self, node: Group, row: Row | None = None) -> None:
         backend = HostBackend(node.timeout_s)
         self._segments = share(node, backend, "call board", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES)
         self._node = node
+        self._row = row or Row()
         self._memory = [
             backend.view(self._segments[index], (_NBYTES,), np.dtype(np.uint8)).data for index in range(node.size)
         ]
@@ -57,6 +59,7 @@ class Board:
             # Pairs with the first fence of `_text`: a reader that sees the even counter sees the whole text.
             fence()
         counter[0] = count
+        self._row.post(text)
 
     @property
     def calls(self) -> int:

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
+from mpicomm.activity.layout import by_mpi
+from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives.algorithm_argument import require_known, require_possible
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.engines import Engines
@@ -341,6 +343,7 @@ class Collectives:
         passed = operation.passed(self._out_of_place(operation, arguments))
         if info is not None:
             passed = (*passed, info)
+        begin_mpis(self._session.row.words, by_mpi(operation.name))
         try:
             return getattr(operation.mpi_class, method or operation.name)(self._comm, *passed)
         except REFUSALS as error:

@@ -149,7 +149,7 @@ class Engines:
 
     def _shared_board(self, session: Session, group: Group) -> Board:
         if group not in self._boards:
-            self._boards[group] = session.keep(Board(group))
+            self._boards[group] = session.keep(Board(group, session.row))
             session.awaited_elsewhere = self._awaited_elsewhere
             session.group.testimony = session.node.testimony = session.clique.testimony = self._testimony
         return self._boards[group]

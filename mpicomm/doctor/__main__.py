@@ -18,16 +18,21 @@ from mpicomm.doctor import before_mpi
 from mpicomm.doctor.check import Check
 from mpicomm.doctor.facts import Facts
 from mpicomm.doctor.report import CHECKS, examine, lines, record
-from mpicomm.errors import CollectiveTimeoutError
+from mpicomm.doctor.running import job_of, jobs_of_user
+from mpicomm.doctor.running_report import report, watch
+from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 
 # Modules that load MPI are imported in functions, when it is clear that it loads.
 
 _START_S = 60.0  # MPI may wait for ever for a rank that does not start
+_RUNNING = frozenset(("--pid", "--job"))
 _FORWARD_S = 1.0  # an MPI launcher drops output of a job that ends badly if it has not forwarded it yet
 
 
 def main() -> NoReturn:
-    """Run the command line on this rank, and exit. Collective."""
+    """Run the command line on this rank, and exit. Collective, but for options that look at a running job."""
+    if _RUNNING.intersection(argument.partition("=")[0] for argument in sys.argv[1:]):
+        _look_at_running(_parser())
     facts = before_mpi.gather()
     early = [(check, faults) for check, faults in examine([facts], _before_mpi()) if faults]
     if early:
@@ -43,6 +48,21 @@ def main() -> NoReturn:
     from mpicomm.cli import options as command_line
 
     command_line.run(lambda: _examine_ranks(facts))
+
+
+def _look_at_running(parser: argparse.ArgumentParser) -> NoReturn:
+    """Look at jobs that run on this machine, without MPI. Exit code 2 where there is none to look at."""
+    options = parser.parse_args()
+    if options.json:
+        parser.error("--json FILE: with --pid and --job it takes no file, and writes to standard output")
+    try:
+        looks = watch(
+            jobs_of_user if options.pid is None else lambda: [job_of(options.pid)],
+            options.longer_than,
+        )
+    except InvalidUsageError as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")
+    sys.exit(report(looks, options.longer_than, as_json=options.json is None))
 
 
 def _before_mpi() -> list[Check]:
@@ -104,6 +124,22 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m mpicomm.doctor",
         description="Find what keeps ranks from working, and say the mend. Exit code 1 for a fault. "
         "python -m mpicomm.info shows devices, paths and versions.",
+        allow_abbrev=False,
+    )
+    running = result.add_argument_group(
+        "a job that hangs",
+        "Started without mpirun, these show what each rank on this machine does, and which rank the others wait for. "
+        "Exit code 1 where a rank waits for another one, 2 where there is no such job.",
+    )
+    which = running.add_mutually_exclusive_group()
+    which.add_argument("--pid", type=int, metavar="PID", help="the job of a rank, or of an mpirun")
+    which.add_argument("--job", action="store_true", help="all jobs of this user on this machine")
+    running.add_argument(
+        "--longer-than",
+        type=_seconds,
+        default=2.0,
+        metavar="S",
+        help="waits of so many seconds count for the exit code; default: 2",
     )
     arguments.add_communicator_arguments(result)
     result.add_argument(
@@ -116,6 +152,13 @@ def _parser() -> argparse.ArgumentParser:
         help="write one JSON object, by default to standard output",
     )
     return result
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds <= environment.LONGEST_TIMEOUT_S:
+        raise ValueError
+    return seconds
 
 
 if __name__ == "__main__":

@@ -11,6 +11,13 @@ from mpicomm.doctor.check import Check, Job
 
 CHECKS: tuple[Check, ...] = (*mpi_checks.CHECKS, *gpu_checks.CHECKS)
 
+_HANG = (
+    "it hangs",
+    "`python -m mpicomm.doctor --pid PID`, beside the job, with the pid of a rank or of mpirun: it names the rank for "
+    "which the others wait, and its call; `--job` shows all jobs of the user",
+)
+"""The first row of README's table, which no check finds, because it is in the program."""
+
 
 def examine(job: Job, checks: Sequence[Check] = CHECKS) -> list[tuple[Check, list[str]]]:
     """Return each check with the faults that it finds."""
@@ -35,6 +42,6 @@ def record(job: Job, results: Sequence[tuple[Check, list[str]]]) -> dict[str, An
 
 
 def readme_table() -> str:
-    """Return README's table of troubles."""
-    rows = [f"| {check.symptom} | {check.mend} |" for check in CHECKS]
-    return "\n".join(["| symptom | mend |", "|---|---|", *rows])
+    """Return README's table of troubles: `_HANG`, and a row for each check."""
+    rows = [_HANG, *((check.symptom, check.mend) for check in CHECKS)]
+    return "\n".join(["| symptom | mend |", "|---|---|", *(f"| {symptom} | {mend} |" for symptom, mend in rows)])

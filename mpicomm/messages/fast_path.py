@@ -18,12 +18,12 @@ from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.plain_array import PlainArray, read_both, read_plain
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.unexpected import UnexpectedQueue
+from mpicomm.mpi.shown import recv, sendrecv
 
 Arrived = Any
 """False where nothing was done, True where the copy of the message is enqueued. Else the host memory to which MPI has
 received the message, for `Messages.finish`."""
 
-_recv, _sendrecv = MPI.Intracomm.Recv, MPI.Intracomm.Sendrecv
 _byte, _packed = MPI.BYTE, MPI.PACKED
 _LEAST_SPARE_NBYTES = 64 << 10
 
@@ -75,7 +75,7 @@ class FastPath:
         if received is None:
             return False
         staging = self._staging(received[1])
-        _recv(self._comm, staging, source, tag, status)
+        recv(self._comm, staging, source, tag, status)
         return self._arrived(rendezvous, received, staging, status)
 
     def exchange(
@@ -105,7 +105,7 @@ class FastPath:
         rendezvous.fill(place, address, nbytes, ordered)
         staging = self._staging(received[1])
         try:
-            _sendrecv(self._comm, place.message, dest, sendtag, staging, source, recvtag, status)
+            sendrecv(self._comm, place.message, dest, sendtag, staging, source, recvtag, status)
         except Exception as error:
             # MPI has refused the message, unless the other one was too long.
             if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:

@@ -9,6 +9,7 @@ from mpi4py import MPI
 from mpicomm.messages.description import DESCRIPTION_NBYTES
 from mpicomm.messages.incoming import Correct, Receiver
 from mpicomm.messages.matched import Matched
+from mpicomm.mpi.shown import mprobe, probe, recv
 
 
 class UnexpectedQueue:
@@ -47,7 +48,7 @@ class UnexpectedQueue:
         seen = MPI.Status() if status is None else status
         while found is None:
             if wait:
-                MPI.Intracomm.Probe(self._comm, source, tag, seen)
+                probe(self._comm, source, tag, seen)
             elif not MPI.Intracomm.Iprobe(self._comm, source, tag, seen):
                 return False
             if seen.Get_count(MPI.BYTE) != DESCRIPTION_NBYTES:
@@ -62,8 +63,8 @@ class UnexpectedQueue:
         matched = self.take(source, tag)
         if matched is None:
             seen = MPI.Status()
-            probe = MPI.Intracomm.Mprobe if wait else MPI.Intracomm.Improbe
-            message = probe(self._comm, source, tag, seen)
+            look = mprobe if wait else MPI.Intracomm.Improbe
+            message = look(self._comm, source, tag, seen)
             if message is None:
                 return None
             matched = Matched.of(self._receiver, message, seen, self._secret)
@@ -100,7 +101,7 @@ class Posted:
         """Receive as MPI's Recv does."""
         matched = self._queue.take(self._source, self._tag)
         if matched is None:
-            MPI.Intracomm.Recv(self._comm, spec, self._source, self._tag, status)
+            recv(self._comm, spec, self._source, self._tag, status)
         else:
             matched.recv_into(spec, status)
 

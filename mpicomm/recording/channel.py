@@ -11,7 +11,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm import environment
-from mpicomm.cluster.agreement import Group, world_rank
+from mpicomm.cluster.agreement import Group, process_number, world_rank
 from mpicomm.errors import InvalidUsageError, MpicommError, name_ranks
 from mpicomm.recording.clocks import now_ns, read_clocks
 from mpicomm.recording.record import Category, Record, open_records
@@ -54,8 +54,10 @@ class Channel:
         is_new = mine not in _recorders
 
         def start() -> tuple[Any, str, int, int]:
-            recorder = _recorders.get(mine) or _recorders.setdefault(mine, Recorder(mine, world_rank()))
-            file, first = recorder.file, world_rank()
+            recorder = _recorders.get(mine) or _recorders.setdefault(
+                mine, Recorder(mine, process_number(), reports=world_rank() == 0)
+            )
+            file, first = recorder.file, process_number()
             _made[first] += 1
             return file and file.identity(), file.path if file else "", first, _made[first]
 
@@ -69,8 +71,7 @@ class Channel:
                 if is_new:
                     _recorders.pop(mine).discard()
                 raise InvalidUsageError(
-                    f"MPICOMM_TRACE={told[ranks[0]][1]!r} is one file for {name_ranks(ranks)}: put %r, which stands "
-                    'for the rank, into the name, as in "trace-%r.json"',
+                    f"MPICOMM_TRACE={told[ranks[0]][1]!r} is one file for {name_ranks(ranks)}: put {_missing(mine)}",
                     ranks=ranks,
                 )
         _, _, first, number = told[0]
@@ -146,6 +147,13 @@ class Channel:
     def _read_clocks(self, group: Group, comm: MPI.Intracomm) -> None:
         if self._reads_clocks and self._recorder.file is not None:
             self._recorder.file.add_clock(read_clocks(group, comm))
+
+
+def _missing(settings: environment.Recording) -> str:
+    """Return what the name of a file lacks that several ranks have."""
+    if "%r" not in str(settings.trace):
+        return '%r, which stands for the rank, into the name, as in "trace-%r.json"'
+    return '%h and %p, which stand for the host and the process, into the name, as in "trace-%r-%h-%p.json"'
 
 
 def _required(wanted: Sequence[environment.Recording | None]) -> list[environment.Recording]:

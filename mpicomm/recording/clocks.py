@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.cluster.agreement import Group, abandoned, did_not_arrive, world_rank
+from mpicomm.cluster.agreement import Group, abandoned, did_not_arrive, process_number
 from mpicomm.waiting import wait_until
 
 _TAG = 3  # messages of other groups of the same communicator have other tags
@@ -21,7 +21,7 @@ class Reading:
     """This rank's clock, compared with that of another rank."""
 
     reference: int
-    """The rank in MPI.COMM_WORLD whose clock counts."""
+    """The number of the process whose clock counts."""
     time_ns: int
     """When this was measured, by this rank's clock."""
     offset_ns: int
@@ -47,7 +47,7 @@ def read_clocks(group: Group, comm: MPI.Intracomm) -> Reading:
     ``comm`` carries the group's messages. Ranks of one kernel have the same clock. Each other rank asks the first one
     for its time, again and again, and believes the answer that came fastest. Raises as `Group.exchange`.
     """
-    told = group.exchange("clocks: ranks", lambda: (clock_key(), world_rank()))
+    told = group.exchange("clocks: ranks", lambda: (clock_key(), process_number()))
     others = [index for index, (key, _) in enumerate(told) if key != told[0][0]]
     reference = told[0][1]
 

@@ -20,23 +20,24 @@ NVTX = "nvtx"
 
 
 class Recorder:
-    """The records of the rank with that number in MPI.COMM_WORLD, for all its communicators that have these settings.
+    """The records of the process with that number, for all its communicators that have these settings.
 
-    It ends with the process. Raises `InvalidUsageError` where the file cannot be written.
+    ``reports`` says whether this process prints the table of MPICOMM_STATS. The recorder ends with the process. Raises
+    `InvalidUsageError` where the file cannot be written.
     """
 
-    def __init__(self, settings: environment.Recording, rank: int) -> None:
+    def __init__(self, settings: environment.Recording, number: int, *, reports: bool) -> None:
         self.settings = settings
         self.counts: list[Counts] = []
         """The counts of all communicators."""
-        self._rank = rank
+        self._reports = reports and settings.stats
         self._process = os.getpid()
         self._pending: deque[tuple[Record, Interval, int, Counts]] = deque()
         traces = settings.trace is not None
         self.ranges = Ranges.find(required=settings.trace == NVTX) if traces else None
         self.file: TraceFile | None = None
         if settings.trace is not None and settings.trace != NVTX:
-            self.file = TraceFile(log.file_name(settings.trace, rank), rank)
+            self.file = TraceFile(log.file_name(settings.trace, number), number)
         if hear_of_slow_way not in log.slow_way_listeners:
             log.slow_way_listeners.append(hear_of_slow_way)
         atexit.register(self._finish)
@@ -90,7 +91,7 @@ class Recorder:
             self.flush()
             if self.file is not None:
                 self.file.close()
-        if self.settings.stats and self._rank == 0:
+        if self._reports:
             from rich.console import Console
 
             # A file has no width of its own; the table is for people, so stdout stays the program's.

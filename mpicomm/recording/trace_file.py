@@ -25,7 +25,7 @@ _LONGEST_KEPT_NS = 1_000_000_000
 
 
 class TraceFile:
-    """The file ``path``, which is replaced, for the calls of the rank with that number in MPI.COMM_WORLD.
+    """The file ``path``, which is replaced, for the calls of the process with that `process_number`.
 
     Raises `InvalidUsageError` where the file cannot be written. Its methods are for any thread.
     """

@@ -22,7 +22,7 @@ ROOMS = [
     {"environment", "waiting", "interrupts"},
     {"log", "expressions"},
     {"kernels"},
-    {"devices"},
+    {"devices", "activity"},
     {"devices.cuda"},
     {"mpi"},
     {"finishes"},

@@ -35,7 +35,7 @@ class Interval:
 class Rig:
     def __init__(self, path: Path) -> None:
         self.intervals: list[Interval] = []
-        self.recorder = Recorder(Recording(str(path), stats=False), 3)
+        self.recorder = Recorder(Recording(str(path), stats=False), 3, reports=False)
         self.channel = Channel(self.recorder, "0.1")
         backend: Any = SimpleNamespace(device=2, is_capturing=lambda stream: stream == CAPTURING)
         self.work = DeviceWork(self.channel, backend)

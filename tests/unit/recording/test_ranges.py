@@ -26,7 +26,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_a_range_has_operation_bytes_and_algorithm(said: list[str]) -> None:
-    recorder = Recorder(Recording("nvtx", stats=False), 0)
+    recorder = Recorder(Recording("nvtx", stats=False), 0, reports=False)
     channel = Channel(recorder, "0.1")
     record = channel.begin("Allreduce", "collective", nbytes=80, dtype="float32")
     channel.choose(record, "ring", "by the table")
@@ -41,4 +41,4 @@ def test_a_range_has_operation_bytes_and_algorithm(said: list[str]) -> None:
 def test_the_package_is_needed_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nvtx", None)
     with pytest.raises(InvalidUsageError, match=r'MPICOMM_TRACE="nvtx" needs the package nvtx: pip install "mpicomm\['):
-        Recorder(Recording("nvtx", stats=False), 0)
+        Recorder(Recording("nvtx", stats=False), 0, reports=False)

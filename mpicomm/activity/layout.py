@@ -1,0 +1,73 @@
+"""The layout of the memory in which a process says what it does: words of 64 bits with a sign, and texts of UTF-8.
+
+A header is followed by a row for each communicator, then by the texts of calls. The texts are a ring: a text has a
+position, which counts all bytes that were written before it, and lies at that position modulo the length of the ring.
+"""
+
+from __future__ import annotations
+
+MEMORY_NAME = "mpicomm-activity"
+"""The name of the memory, as the links in /proc/PID/fd show it."""
+MAGIC = 0x31796C706D6F6363
+"""The first word. Its last byte changes with the layout."""
+
+HEADER_NBYTES = 4096
+ROW_NBYTES = 512
+ROWS = 1024
+TEXTS_NBYTES = 256 << 10
+ROWS_AT = HEADER_NBYTES
+TEXTS_AT = ROWS_AT + ROWS * ROW_NBYTES
+NBYTES = TEXTS_AT + TEXTS_NBYTES
+
+# Words of the header.
+PID = 1
+WORLD_RANK = 2
+WORLD_SIZE = 3
+TEXTS_END = 4  # the position behind the last text
+STEP_COUNT = 5  # odd while the step is written
+STEP_SINCE = 6  # when the step began, in nanoseconds of the monotonic clock; 0 outside of steps
+# Texts of the header, in bytes.
+STEP = slice(256, 1024)
+STEP_RANKS = slice(1024, HEADER_NBYTES)
+
+# Words of a row.
+KEY = 0  # the same in all processes of the communicator, and no other; 0 where the row is free
+RANK = 1
+SIZE = 2
+CALLS = 3  # how many collective calls this rank has begun
+CALL = 4  # the last of them: the position of its text plus 1, or `by_mpi` of its name
+SINCE = 5  # when the last call that has a text began, in nanoseconds of the monotonic clock
+RECEIVES = 6  # how many blocking receives and probes it has begun
+SOURCE = 7  # of the receive that goes on, or `NOBODY`
+TAG = 8
+SENDS = 9  # how many blocking sends it has begun
+DEST = 10  # of the send that goes on, or `NOBODY`
+SEND_TAG = 11
+ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may have enqueued their work
+WORDS = 13
+# Texts of a row, in bytes.
+NAME = slice(128, 256)
+NODE_RANKS = slice(256, ROW_NBYTES)
+
+NOBODY = -(1 << 40)
+"""It is no rank, nor a constant that stands for one in any MPI."""
+
+BY_MPI = (
+    "",
+    *("Allgather", "Allgatherv", "Allreduce", "Alltoall", "Alltoallv", "Alltoallw", "Barrier", "Bcast", "Exscan"),
+    *("Gather", "Gatherv", "Reduce", "Reduce_scatter", "Reduce_scatter_block", "Scan", "Scatter", "Scatterv"),
+    *("Neighbor_allgather", "Neighbor_allgatherv", "Neighbor_alltoall", "Neighbor_alltoallv", "Neighbor_alltoallw"),
+    *("allgather", "allreduce", "alltoall", "bcast", "exscan", "gather", "reduce", "scan", "scatter"),
+    *("Clone", "Create", "Create_cart", "Create_dist_graph", "Create_dist_graph_adjacent", "Create_graph"),
+    *("Create_group", "Dup", "Dup_with_info", "Split", "Split_type", "Sub"),
+)
+"""The names of collective calls that MPI carries out. They have numbers, because a text would take too long to write.
+
+Programs and the doctor have one table, because `MAGIC` tells them apart from those of other versions.
+"""
+_NUMBERS = {name: number for number, name in enumerate(BY_MPI)}
+
+
+def by_mpi(name: str) -> int:
+    """Return what `CALL` is for a collective call that MPI carries out."""
+    return -_NUMBERS[name]

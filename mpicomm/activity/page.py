@@ -1,0 +1,215 @@
+"""Page: the memory in which this process says what it does, so that the doctor can read it from outside.
+
+The doctor opens the memory by its descriptor in /proc/PID/fd, for which the kernel wants the same user, and no more:
+Yama, which often keeps a process from reading the memory of another one, does not ask there. So this process keeps the
+descriptor open. The mapping alone would not do, because links in /proc/PID/map_files are for root.
+
+Nothing here waits or takes a lock, because small calls write into the page, too. Where two threads write at once, the
+doctor may read a text that is a mixture.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import time
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from typing import NamedTuple
+
+from mpicomm.activity import layout
+from mpicomm.activity.ranks import ranks_as_text
+from mpicomm.interrupts import uninterrupted
+
+_monotonic_ns = time.monotonic_ns
+
+
+class Page:
+    """The memory of this process. Where the system gives no shared memory, nobody reads it."""
+
+    def __init__(self) -> None:
+        self._bytes = memoryview(_allocate())
+        self._words = self._bytes[: layout.HEADER_NBYTES].cast("q")
+        self._free = list(range(layout.ROWS - 1, -1, -1))
+        self._positions: dict[str, int] = {}
+        self._step: tuple[str, str, int] = ("", "", 0)
+        self._pid = self._words[layout.PID] = os.getpid()
+        self._words[layout.WORLD_RANK] = -1
+        self._words[0] = layout.MAGIC
+
+    @property
+    def is_own(self) -> bool:
+        """Whether this process has made the page, and was not forked from the process that has made it."""
+        return os.getpid() == self._pid
+
+    def introduce(self, world_rank: int, world_size: int) -> None:
+        """Say which rank of MPI.COMM_WORLD this process is."""
+        self._words[layout.WORLD_RANK] = world_rank
+        self._words[layout.WORLD_SIZE] = world_size
+
+    @property
+    def world_size(self) -> int:
+        """The ranks of MPI.COMM_WORLD."""
+        return self._words[layout.WORLD_SIZE]
+
+    @contextmanager
+    def step(self, text: str, ranks: str) -> Iterator[None]:
+        """Say, as long as the block lasts, that this process is in a step of ``ranks`` of MPI.COMM_WORLD."""
+        outer = self._step
+        try:
+            self._write_step(text, ranks, _monotonic_ns())
+            yield
+        finally:
+            self._write_step(*outer)
+
+    def enter_last(self, text: str) -> None:
+        """Say that this process is in a step of all ranks of MPI.COMM_WORLD, in which it stays until it ends."""
+        self._write_step(text, ranks_as_text(range(self.world_size)), _monotonic_ns())
+
+    def position(self, text: str) -> int:
+        """Return where a text begins, which is written if it is not there any more."""
+        end = self._words[layout.TEXTS_END]
+        found = self._positions.get(text)
+        if found is not None and end - found <= layout.TEXTS_NBYTES:
+            return found
+        encoded = text.encode()[: layout.TEXTS_NBYTES // 8] + b"\0"
+        start = end % layout.TEXTS_NBYTES
+        if start + len(encoded) > layout.TEXTS_NBYTES:  # a text lies in one piece
+            end += layout.TEXTS_NBYTES - start
+            start = 0
+        if len(self._positions) > layout.TEXTS_NBYTES // 16:
+            self._positions.clear()
+        # Before the bytes, so that a reader that finds them knows of which texts they have taken the place.
+        self._words[layout.TEXTS_END] = end + len(encoded)
+        at = layout.TEXTS_AT + start
+        self._bytes[at : at + len(encoded)] = encoded
+        self._positions[text] = end
+        return end
+
+    def take_row(self) -> tuple[int, memoryview]:
+        """Return a row that is free, and its number; a row that nobody reads, and -1, where all are taken."""
+        with suppress(IndexError):
+            number = self._free.pop()
+            at = layout.ROWS_AT + number * layout.ROW_NBYTES
+            return number, self._bytes[at : at + layout.ROW_NBYTES]
+        return -1, memoryview(bytearray(layout.ROW_NBYTES))
+
+    def give_row(self, number: int) -> None:
+        """Let another communicator have a row."""
+        if number >= 0:
+            self._free.append(number)
+
+    def _write_step(self, text: str, ranks: str, since_ns: int) -> None:
+        if not self.is_own:  # a forked child must not write for its parent
+            return
+        words = self._words
+        with uninterrupted():  # a Ctrl-C could leave the number odd, or the step of an exchange that is over
+            self._step = text, ranks, since_ns
+            words[layout.STEP_COUNT] += 1
+            _write(self._bytes, layout.STEP, text)
+            _write(self._bytes, layout.STEP_RANKS, ranks)
+            words[layout.STEP_SINCE] = since_ns
+            words[layout.STEP_COUNT] += 1
+
+
+class Member(NamedTuple):
+    """A process of a communicator: what tells it from all others, and the number that names it to people."""
+
+    host: str
+    pid: int
+    number: int
+
+
+class Row:
+    """The part of the page for one communicator. The doctor reads it from `open` on until `close`.
+
+    Calls write into ``words`` themselves, because a small call takes less than a microsecond. So another communicator
+    gets the row only when nothing refers to it.
+    """
+
+    def __init__(self) -> None:
+        self._page = page()
+        self._number, self._bytes = self._page.take_row()
+        self.words = self._bytes.cast("q")
+        for word in range(layout.WORDS):
+            self.words[word] = 0
+        self.words[layout.SOURCE] = self.words[layout.DEST] = layout.NOBODY
+        self._text = ""
+        self._position = 0
+        # Not at exit, because the memory goes with the process.
+        weakref.finalize(self, _give_back, self._page, self._number, self.words).atexit = False
+
+    def open(self, rank: int, processes: Sequence[Member], node_ranks: Sequence[int], device: int | str) -> None:
+        """Let the doctor read the row: of ``rank`` among ``processes``, of which ``node_ranks`` are on this node."""
+        digest = hashlib.blake2b(repr(list(map(tuple, processes))).encode(), digest_size=6).digest()
+        _made[digest] += 1  # on all ranks alike, because they make communicators of one group in one order
+        number = _made[digest]
+        numbers = [process.number for process in processes]
+        words = self.words
+        is_world = numbers == list(range(self._page.world_size))
+        name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
+        if number > 1:
+            name += f" #{number}"
+        words[layout.RANK], words[layout.SIZE] = rank, len(processes)
+        words[layout.ON_GPU] = isinstance(device, int)
+        _write(self._bytes, layout.NAME, name)
+        _write(self._bytes, layout.NODE_RANKS, ranks_as_text(node_ranks))
+        words[layout.KEY] = int.from_bytes(digest, "big") << 15 | 1 << 14 | number & 0x3FFF
+
+    def post(self, text: str) -> None:
+        """Say that this rank begins a collective call."""
+        if text is not self._text:
+            self._text, self._position = text, self._page.position(text) + 1
+        words = self.words
+        words[layout.CALLS] += 1
+        words[layout.CALL] = self._position
+        words[layout.SINCE] = _monotonic_ns()
+
+    def close(self) -> None:
+        """Hide the row from the doctor."""
+        if self._page.is_own:  # a forked child has objects of its parent, and their page
+            self.words[layout.KEY] = 0
+
+
+def begin_mpis(words: memoryview, call: int) -> None:
+    """Say that this rank begins a collective call that MPI carries out; ``call`` is `layout.by_mpi` of its name."""
+    words[layout.CALLS] += 1
+    words[layout.CALL] = call
+
+
+@cache
+def page() -> Page:
+    """Return the page of this process, which is made at first need. In a forked child it is that of the parent."""
+    return Page()
+
+
+_made: Counter[bytes] = Counter()
+
+
+def _give_back(page: Page, number: int, words: memoryview) -> None:
+    if page.is_own:
+        words[layout.KEY] = 0
+        page.give_row(number)
+
+
+def _allocate() -> mmap.mmap | bytearray:
+    try:
+        fd = os.memfd_create(layout.MEMORY_NAME, os.MFD_CLOEXEC)
+    except OSError:
+        return bytearray(layout.NBYTES)
+    try:
+        os.ftruncate(fd, layout.NBYTES)  # the system provides no pages for the parts that nothing has filled
+        return mmap.mmap(fd, layout.NBYTES)  # with a descriptor of its own, which stays open
+    except OSError:
+        return bytearray(layout.NBYTES)
+    finally:
+        os.close(fd)
+
+
+def _write(memory: memoryview, place: slice, text: str) -> None:
+    nbytes = place.stop - place.start
+    memory[place] = text.encode()[: nbytes - 1].ljust(nbytes, b"\0")

@@ -1,0 +1,30 @@
+"""Ranks as text: short also where there are many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+
+def ranks_as_text(ranks: Sequence[int]) -> str:
+    """Return ranks in their order, with ranges: "0-3,8". A negative number, which is no rank, becomes "?"."""
+    ranges: list[list[int]] = []
+    for rank in ranks:
+        if ranges and rank >= 0 and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ",".join("?" if low < 0 else str(low) if low == high else f"{low}-{high}" for low, high in ranges)
+
+
+def ranks_of_text(text: str) -> tuple[int, ...]:
+    """Return the ranks of a text of `ranks_as_text`; -1 for each "?". A part that was cut off is left out."""
+    return tuple(rank for part in text.split(",") for rank in _part(part))
+
+
+def _part(part: str) -> Iterable[int]:
+    low, _, high = part.partition("-")
+    if part == "?":
+        return (-1,)
+    if not low.isdecimal() or not (high or low).isdecimal():
+        return ()
+    return range(int(low), int(high or low) + 1)

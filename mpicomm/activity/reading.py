@@ -1,0 +1,162 @@
+"""What another process does in its communicators, read from its page. Imports no MPI."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpicomm.activity import layout
+from mpicomm.activity.ranks import ranks_of_text
+
+_LINK = f"/memfd:{layout.MEMORY_NAME}"
+_TRIES = 100  # a process that has stopped in the middle of a change leaves it so for ever
+
+
+class OtherVersionError(Exception):
+    """The process has a page of another version of mpicomm."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """A blocking message, or probe, that a rank is in."""
+
+    peer: int
+    """A rank of the communicator, or MPI's constant for any."""
+    tag: int
+    number: int
+    """How many messages of this direction the rank has begun; it grows with each."""
+
+
+@dataclass(frozen=True)
+class Calls:
+    """The calls of one rank of a communicator. Times are in nanoseconds of the monotonic clock."""
+
+    key: int
+    """The same in all processes of the communicator, and no other."""
+    name: str
+    rank: int
+    size: int
+    node_ranks: tuple[int, ...]
+    """The ranks of the communicator on this rank's node."""
+    made: int
+    """How many collective calls the rank has begun."""
+    last: str
+    """The last of them; "" where there was none, or where nothing is known of it."""
+    since_ns: int | None
+    """When that call began; None for a call that MPI carries out."""
+    on_gpu: bool
+    """Whether the communicator has GPUs, so that its calls return when they are enqueued."""
+    receive: Message | None
+    send: Message | None
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of set-up or teardown, in which a process waits for others."""
+
+    text: str
+    since_ns: int
+    world_ranks: tuple[int, ...]
+    """The ranks of MPI.COMM_WORLD that make the step together; -1 for processes of other jobs."""
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a process does in its communicators."""
+
+    pid: int
+    """The process number of the process that has made the page, in its own namespace."""
+    world_rank: int
+    """Its rank in MPI.COMM_WORLD; -1 where that is not known yet."""
+    world_size: int
+    step: Step | None
+    communicators: tuple[Calls, ...]
+
+
+def read_activity(pid: int) -> Activity | None:
+    """Return what a process does; None where it has no page. Local, and the process does not notice.
+
+    Raises `PermissionError` for a process of another user, `FileNotFoundError` where there is no such process,
+    `OtherVersionError` where another version of mpicomm has made the page.
+    """
+    folder = Path(f"/proc/{pid}/fd")
+    for name in os.listdir(folder):  # noqa: PTH208  # names, which become paths in the next line
+        with suppress(FileNotFoundError):  # the process has closed it meanwhile
+            if str((folder / name).readlink()).startswith(_LINK):
+                return _read(folder / name)
+    return None
+
+
+def _read(path: Path) -> Activity:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < layout.HEADER_NBYTES:
+            raise OtherVersionError
+        with closing(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)) as memory:
+            if len(memory) != layout.NBYTES or _words(memory, 0, 1)[0] != layout.MAGIC:
+                raise OtherVersionError
+            header = _words(memory, 0, layout.STEP_SINCE + 1)
+            calls = (_calls(memory, layout.ROWS_AT + row * layout.ROW_NBYTES) for row in range(layout.ROWS))
+            return Activity(
+                header[layout.PID],
+                header[layout.WORLD_RANK],
+                header[layout.WORLD_SIZE],
+                _step(memory),
+                tuple(found for found in calls if found is not None),
+            )
+
+
+def _step(memory: mmap.mmap) -> Step | None:
+    for _ in range(_TRIES):
+        count = _words(memory, 0, layout.STEP_COUNT + 1)[layout.STEP_COUNT]
+        since_ns = _words(memory, 0, layout.STEP_SINCE + 1)[layout.STEP_SINCE]
+        text, ranks = _text(memory, 0, layout.STEP), _text(memory, 0, layout.STEP_RANKS)
+        if count % 2 == 0 and count == _words(memory, 0, layout.STEP_COUNT + 1)[layout.STEP_COUNT]:
+            return Step(text, since_ns, ranks_of_text(ranks)) if since_ns else None
+    return None
+
+
+def _calls(memory: mmap.mmap, at: int) -> Calls | None:
+    words = _words(memory, at, layout.WORDS)
+    key, number = words[layout.KEY], words[layout.CALL]
+    if key == 0:
+        return None
+    name, node_ranks = _text(memory, at, layout.NAME), _text(memory, at, layout.NODE_RANKS)
+    last = _posted(memory, number - 1) if number > 0 else layout.BY_MPI[-number]
+    if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator by now
+        return None
+    receive = Message(words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES])
+    send = Message(words[layout.DEST], words[layout.SEND_TAG], words[layout.SENDS])
+    return Calls(
+        key,
+        name,
+        words[layout.RANK],
+        words[layout.SIZE],
+        ranks_of_text(node_ranks),
+        words[layout.CALLS],
+        last,
+        words[layout.SINCE] if number > 0 else None,
+        bool(words[layout.ON_GPU]),
+        None if receive.peer == layout.NOBODY else receive,
+        None if send.peer == layout.NOBODY else send,
+    )
+
+
+def _posted(memory: mmap.mmap, position: int) -> str:
+    """Return the text of a call; "" where another text has taken its place."""
+    at = layout.TEXTS_AT + position % layout.TEXTS_NBYTES
+    end = memory.find(b"\0", at)
+    text = memory[at : end if end >= 0 else layout.NBYTES].decode(errors="replace")
+    written = _words(memory, 0, layout.TEXTS_END + 1)[layout.TEXTS_END]
+    return text if written - position <= layout.TEXTS_NBYTES else ""
+
+
+def _words(memory: mmap.mmap, at: int, count: int) -> memoryview:
+    return memoryview(memory[at : at + 8 * count]).cast("q")
+
+
+def _text(memory: mmap.mmap, at: int, place: slice) -> str:
+    content = memory[at + place.start : at + place.stop]
+    return content.partition(b"\0")[0].decode(errors="replace")

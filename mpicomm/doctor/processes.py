@@ -1,0 +1,94 @@
+"""Processes of this machine as /proc shows them to other processes of their user."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from mpicomm.cli.launch import Launch, launch_of
+
+_PROC = Path("/proc")
+_MOST = 100  # characters of a command
+_TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process at one moment."""
+
+    pid: int
+    parent: int
+    command: str
+    state: str = "S"
+    """The letter that the kernel has for the main thread: R for running, S for sleeping, T for stopped, ..."""
+    cpu_s: float = 0.0
+    """The time of a core that the main thread has taken so far."""
+    sleeps_in: str = ""
+    """The function of the kernel in which the main thread sleeps; "" where it does not, or where that is secret."""
+
+
+def process_of(pid: int) -> Process | None:
+    """Return a process; None where there is none, or where it has ended and only its exit code is left."""
+    folder = _PROC / str(pid)
+    try:
+        # The name is in brackets, and may have blanks and brackets itself.
+        facts = (folder / "task" / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        words = (folder / "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    if facts[0] in "ZX":
+        return None
+    command = " ".join(" ".join(os.fsdecode(word) for word in words).split())
+    cpu_s = (int(facts[11]) + int(facts[12])) / _TICKS
+    return Process(pid, int(facts[1]), command[:_MOST], facts[0], cpu_s, _sleeps_in(folder))
+
+
+def pids() -> list[int]:
+    """Return the numbers of all processes."""
+    return [int(name) for name in os.listdir(_PROC) if name.isdecimal()]  # noqa: PTH208
+
+
+def owner_of(pid: int) -> int:
+    """Return the user of a process. Raises `FileNotFoundError` where there is no such process."""
+    return (_PROC / str(pid)).stat().st_uid
+
+
+def own_number(pid: int) -> int:
+    """Return the number of a process in its own namespace, as it sees itself."""
+    for line in (_PROC / str(pid) / "status").read_text().splitlines():
+        if line.startswith("NSpid:"):
+            return int(line.split()[-1])
+    return pid
+
+
+def launched(pid: int) -> tuple[int, Launch]:
+    """Return the process that has launched the rank to which a process belongs, 0 for none, and the rank's place.
+
+    The launcher is the first of its parents whose environment names no rank. It is the same for all ranks that one
+    mpiexec has started on this machine, whatever runs between.
+    """
+    mine = _launch(pid)
+    if not mine.size:
+        return 0, mine
+    seen = pid
+    while (process := process_of(seen)) is not None and process.parent and _launch(process.parent).size:
+        seen = process.parent
+    return (process.parent if process else 0), mine
+
+
+def _launch(pid: int) -> Launch:
+    try:
+        content = (_PROC / str(pid) / "environ").read_bytes()
+    except OSError:  # of another user, as the daemons are that start ranks
+        return Launch()
+    pairs = (os.fsdecode(word).partition("=") for word in content.split(b"\0"))
+    return launch_of({name: value for name, _, value in pairs})
+
+
+def _sleeps_in(folder: Path) -> str:
+    with suppress(OSError):
+        said = (folder / "wchan").read_text().strip()
+        return "" if said in ("0", "") else said
+    return ""

@@ -1,0 +1,273 @@
+"""Who waits for whom in a running job: pure functions from the ranks at two moments to sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mpicomm.activity.ranks import ranks_as_text
+from mpicomm.activity.reading import Calls, Message, Step
+from mpicomm.doctor.running import Job, Rank
+from mpicomm.errors import name_ranks
+
+_BUSY = 0.5  # the part of a core above which a process counts as busy
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A rank, or several, for which others wait."""
+
+    text: str
+    seconds: float
+    """For how long, at least."""
+    known: bool
+    """Whether ``seconds`` is the time since the wait began, else the time for which the doctor has looked."""
+    pids: tuple[int, ...]
+    """Those of the ranks that wait for no other rank themselves, as far as calls of mpicomm show."""
+    is_first: bool
+    """Whether this is so of all of them, so that other waits may come from this one."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one rank does in one communicator."""
+
+    communicator: str
+    rank: int
+    pid: int
+    call: str
+    number: int
+    """How many such calls the rank has begun; 0 where they are not counted."""
+    seconds: float | None
+    """For how long, or how long ago the call began; None where that is not known."""
+    waits_for: str
+    does: str
+    """What the process does, as the kernel says."""
+    waits: bool
+
+
+class Look:
+    """A job at two moments: ``before`` has its ranks some time earlier, by process number."""
+
+    def __init__(self, job: Job, before: Mapping[int, Rank]) -> None:
+        self._job = job
+        self._before = before
+        self._by_place = {(rank.world, rank.activity.world_rank): rank for rank in job.ranks}
+        self._communicators: dict[int, dict[int, tuple[Rank, Calls]]] = {}
+        for rank in job.ranks:
+            for calls in rank.activity.communicators:
+                self._communicators.setdefault(calls.key, {})[calls.rank] = rank, calls
+
+    def waits(self) -> list[Wait]:
+        """Return all waits: first those from which the others may come, and the longest first."""
+        found = [*self._for_steps(), *self._for_collectives(), *self._for_messages()]
+        return sorted(found, key=lambda wait: (not wait.is_first, -wait.seconds))
+
+    def lines(self) -> list[Line]:
+        """Return a line for each rank of each communicator in which something was called, those that wait first."""
+        found = [line for rank in self._job.ranks if (line := self._step_line(rank)) is not None]
+        for members in self._communicators.values():
+            most = max(calls.made for _, calls in members.values())
+            for rank, calls in members.values():
+                if calls.made or most or calls.receive or calls.send:
+                    found.append(self._line(rank, calls, self._behind(members)))
+        # One communicator after the other, that with the trouble first.
+        troubled = {line.communicator for line in found if line.waits}
+        return sorted(found, key=lambda line: (line.communicator not in troubled, line.communicator, line.rank))
+
+    def _for_steps(self) -> Iterator[Wait]:
+        steps: dict[tuple[int, str, tuple[int, ...]], list[tuple[Rank, Step]]] = {}
+        for rank in self._job.ranks:
+            step = self._lasting_step(rank)
+            if step is not None:
+                steps.setdefault((rank.world, step.text, step.world_ranks), []).append((rank, step))
+        for (world, text, _), waiting in steps.items():
+            missing = self._missing(waiting[0][0], waiting[0][1])
+            if not missing:
+                continue
+            seconds = max(_seconds(rank, step.since_ns) for rank, step in waiting)
+            here = [rank.activity.world_rank for rank, _ in waiting]
+            others = f"{name_ranks(here)} wait{'s' * (len(here) == 1)} in {text!r}"
+            said = (
+                f"{name_ranks(missing)} of MPI.COMM_WORLD {'has' if len(missing) == 1 else 'have'} not come: {others}"
+            )
+            text = ". ".join([said, *(self._absent(world, each) for each in missing)])
+            late = [self._by_place[place] for each in missing if (place := (world, each)) in self._by_place]
+            unseen = [self._job.unseen[place].pid for each in missing if (place := (world, each)) in self._job.unseen]
+            yield self._wait(text, seconds, True, late, unseen)
+
+    def _for_collectives(self) -> Iterator[Wait]:
+        for members in self._communicators.values():
+            behind = self._behind(members)
+            most = max(calls.made for _, calls in members.values())
+            ahead = [(rank, calls) for rank, calls in members.values() if calls.made == most]
+            if behind:
+                made = _span({members[index][1].made for index in behind})
+                others = _span({calls.made for index, (_, calls) in members.items() if index not in behind})
+                names = "; ".join(sorted({calls.last for _, calls in ahead if calls.last}))
+                said = (
+                    f"{name_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind: {_has(behind)} made {made} "
+                    f"call{'s' * (made != '1')} of {ahead[0][1].name}, the others {others} ({names})"
+                )
+            elif self._differ(ahead):
+                said = f"ranks called different things as number {most} of {ahead[0][1].name}: " + "; ".join(
+                    f"rank {calls.rank}: {calls.last}" for _, calls in ahead
+                )
+            else:
+                continue
+            times = [_seconds(rank, calls.since_ns) for rank, calls in ahead if calls.since_ns is not None]
+            seconds = max(times) if times else self._watched(ahead[0][0])
+            text = ". ".join([said, *(self._at(*members[each]) for each in behind)])
+            yield self._wait(text, seconds, bool(times), [members[each][0] for each in behind])
+
+    def _for_messages(self) -> Iterator[Wait]:
+        for members in self._communicators.values():
+            for rank, calls in members.values():
+                for message, verb in ((calls.receive, "receive from"), (calls.send, "send to")):
+                    if message is None or not self._lasts(rank, calls, message):
+                        continue
+                    said = f"rank {calls.rank} waits in a {verb} {_peer(calls, message)} of {calls.name}"
+                    peers = [members[message.peer]] if message.peer in members else []
+                    text = ". ".join([said, *(self._at(*peer) for peer in peers)])
+                    yield self._wait(text, self._watched(rank), False, [peer for peer, _ in peers])
+
+    def _behind(self, members: Mapping[int, tuple[Rank, Calls]]) -> list[int]:
+        """Return the ranks of a communicator that have made fewer calls than another, and none since before."""
+        most = max(calls.made for _, calls in members.values())
+        return sorted(
+            index
+            for index, (rank, calls) in members.items()
+            if calls.made < most and (earlier := self._earlier(rank, calls)) is not None and earlier.made == calls.made
+        )
+
+    def _differ(self, ahead: Sequence[tuple[Rank, Calls]]) -> bool:
+        """Return whether ranks have called different collectives, and have not gone on since before."""
+        names = {calls.last.partition("(")[0] for _, calls in ahead if calls.last}
+        return len(names) > 1 and all(
+            (earlier := self._earlier(rank, calls)) is not None and earlier.made == calls.made for rank, calls in ahead
+        )
+
+    def _lasts(self, rank: Rank, calls: Calls, message: Message) -> bool:
+        earlier = self._earlier(rank, calls)
+        return earlier is not None and message in (earlier.receive, earlier.send)
+
+    def _lasting_step(self, rank: Rank) -> Step | None:
+        earlier = self._before.get(rank.process.pid)
+        step = rank.activity.step
+        return step if step is not None and earlier is not None and earlier.activity.step == step else None
+
+    def _missing(self, rank: Rank, step: Step) -> list[int]:
+        """Return the ranks of MPI.COMM_WORLD that should be in a step, and are not."""
+        here = {
+            other.activity.world_rank
+            for other in self._job.ranks
+            if other.world == rank.world
+            and other.activity.step is not None
+            and (other.activity.step.text, other.activity.step.world_ranks) == (step.text, step.world_ranks)
+        }
+        return [each for each in step.world_ranks if each >= 0 and each not in here]
+
+    def _earlier(self, rank: Rank, calls: Calls) -> Calls | None:
+        earlier = self._before.get(rank.process.pid)
+        if earlier is None:
+            return None
+        return next((each for each in earlier.activity.communicators if each.key == calls.key), None)
+
+    def _watched(self, rank: Rank) -> float:
+        return _seconds(rank, self._before.get(rank.process.pid, rank).time_ns)
+
+    def _absent(self, world: int, number: int) -> str:
+        """Return what is known of a rank of MPI.COMM_WORLD that has not come to a step."""
+        rank = self._by_place.get((world, number))
+        if rank is not None:
+            return f"Rank {number} {self._does(rank)}"
+        process = self._job.unseen.get((world, number))
+        if process is not None:
+            return f"Rank {number}, process {process.pid}, has not begun to make a Communicator"
+        return f"Rank {number} has no process on this machine: it has ended, or runs on another node"
+
+    def _at(self, rank: Rank, calls: Calls) -> str:
+        """Return a sentence on a rank for which others wait in a communicator."""
+        since = ""
+        if calls.since_ns is not None:
+            since = f", and has begun no collective call since {calls.last} {_seconds(rank, calls.since_ns):.1f} s ago"
+        return f"Rank {calls.rank} {self._does(rank)}{since}"
+
+    def _wait(self, text: str, seconds: float, known: bool, late: Sequence[Rank], unseen: Sequence[int] = ()) -> Wait:
+        idle = [rank.process.pid for rank in late if not self._known_wait(rank)]
+        return Wait(text, seconds, known, (*idle, *unseen), len(idle) == len(late) and bool(idle or unseen))
+
+    def _known_wait(self, rank: Rank) -> str:
+        """Return in which step or message a rank has been since before; "" if it is in none."""
+        step = self._lasting_step(rank)
+        if step is not None:
+            return f"is in {step.text!r}"
+        for calls in rank.activity.communicators:
+            for message, verb in ((calls.receive, "receives from"), (calls.send, "sends to")):
+                if message is not None and self._lasts(rank, calls, message):
+                    return f"{verb} {_peer(calls, message)} of {calls.name}"
+        return ""
+
+    def _does(self, rank: Rank) -> str:
+        return f"(process {rank.process.pid}) {self._known_wait(rank) or self._says(rank)}"
+
+    def _says(self, rank: Rank) -> str:
+        process, earlier = rank.process, self._before.get(rank.process.pid)
+        if process.state in "Tt":
+            return "is stopped, by a signal or a debugger"
+        busy = process.state == "R"
+        if earlier is not None and rank.time_ns > earlier.time_ns:
+            part = (process.cpu_s - earlier.process.cpu_s) / ((rank.time_ns - earlier.time_ns) / 1e9)
+            busy = busy or part >= _BUSY
+        if busy:
+            return "computes or polls"  # MPI and CUDA poll where they wait
+        return "sleeps" + (f" ({process.sleeps_in})" if process.sleeps_in else "")
+
+    def _step_line(self, rank: Rank) -> Line | None:
+        step = self._lasting_step(rank)
+        if step is None:
+            return None
+        missing = self._missing(rank, step)
+        return Line(
+            f"ranks {ranks_as_text(step.world_ranks)} of MPI.COMM_WORLD",
+            rank.activity.world_rank,
+            rank.process.pid,
+            step.text,
+            0,
+            _seconds(rank, step.since_ns),
+            name_ranks(missing) if missing else "",
+            self._says(rank),
+            bool(missing),
+        )
+
+    def _line(self, rank: Rank, calls: Calls, behind: Sequence[int]) -> Line:
+        call, number = calls.last or ("a call" if calls.made else "none yet"), calls.made
+        seconds = None if calls.since_ns is None else _seconds(rank, calls.since_ns)
+        waits_for = name_ranks(behind) if behind and calls.rank not in behind else ""
+        for message, name in ((calls.receive, "receive"), (calls.send, "send")):
+            if message is not None and self._lasts(rank, calls, message):
+                call, number, seconds, waits_for = name, message.number, None, _peer(calls, message)
+        does = self._says(rank)
+        if not waits_for and calls.on_gpu and calls.since_ns is not None:
+            does = f"has enqueued it, and {does}"
+        return Line(
+            calls.name, calls.rank, rank.process.pid, call, number, seconds, waits_for, does, bool(waits_for or behind)
+        )
+
+
+def _seconds(rank: Rank, since_ns: int) -> float:
+    return max(0.0, (rank.time_ns - since_ns) / 1e9)
+
+
+def _peer(calls: Calls, message: Message) -> str:
+    """Return the other end of a message."""
+    who = f"rank {message.peer}" if 0 <= message.peer < calls.size else "any rank"
+    return f"{who} (tag {message.tag})" if message.tag >= 0 else who
+
+
+def _span(numbers: Collection[int]) -> str:
+    return str(min(numbers)) if len(numbers) == 1 else f"{min(numbers)} to {max(numbers)}"
+
+
+def _has(ranks: Sequence[int]) -> str:
+    return "it has" if len(ranks) == 1 else "they have"

@@ -1,0 +1,59 @@
+"""MPI's blocking messages and probes of a Communicator, whose row shows the doctor for whom this rank waits.
+
+Only the shortest ways of `Send`, `Recv` and `Sendrecv` write into the row themselves, as the functions here do.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from mpi4py import MPI
+
+from mpicomm.activity.layout import DEST, NOBODY, RECEIVES, SEND_TAG, SENDS, SOURCE, TAG
+
+Result = TypeVar("Result")
+
+
+def sending(send: Callable[..., None]) -> Callable[..., None]:
+    """Return a blocking send of mpi4py's, of a communicator, a buffer or object, a destination and a tag."""
+
+    @functools.wraps(send)
+    def shown(comm: Any, buf: Any, dest: int, tag: int = 0) -> None:
+        row = comm._row
+        row[SENDS] += 1
+        row[SEND_TAG] = tag
+        row[DEST] = dest
+        try:
+            send(comm, buf, dest, tag)
+        finally:
+            row[DEST] = NOBODY
+
+    return shown
+
+
+def receiving(receive: Callable[..., Result], source_at: int) -> Callable[..., Result]:
+    """Return a blocking receive or probe of mpi4py's, which has the source at that place and the tag behind it."""
+
+    @functools.wraps(receive)
+    def shown(comm: Any, *arguments: Any) -> Result:
+        row = comm._row
+        row[RECEIVES] += 1
+        row[TAG] = arguments[source_at + 1]
+        row[SOURCE] = arguments[source_at]
+        try:
+            return receive(comm, *arguments)
+        finally:
+            row[SOURCE] = NOBODY
+
+    return shown
+
+
+recv_object = receiving(MPI.Intracomm.recv, 1)
+recv = receiving(MPI.Intracomm.Recv, 1)
+sendrecv = receiving(MPI.Intracomm.Sendrecv, 4)
+sendrecv_object = receiving(MPI.Intracomm.sendrecv, 4)
+sendrecv_replace = receiving(MPI.Intracomm.Sendrecv_replace, 3)
+probe = receiving(MPI.Intracomm.Probe, 0)
+mprobe = receiving(MPI.Intracomm.Mprobe, 0)

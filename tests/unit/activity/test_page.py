@@ -1,0 +1,162 @@
+"""What a process writes about itself, as another process reads it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mpicomm.activity import layout
+from mpicomm.activity.page import Member, Row, begin_mpis, page
+from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
+from mpicomm.activity.reading import Activity, Calls, Message, OtherVersionError, read_activity
+from mpicomm.collectives.operations import OPERATIONS
+from tests.helpers.mpiexec import environment
+
+ALONE = [Member("host", 1, 0)]
+
+
+def opened(processes: list[Member], rank: int = 0) -> Row:
+    row = Row()
+    row.open(rank, processes, [rank], "cpu")
+    return row
+
+
+def read() -> Activity:
+    found = read_activity(os.getpid())
+    assert found is not None
+    return found
+
+
+def of(name: str) -> Calls:
+    """The communicator of that name, of which there is one."""
+    (found,) = [calls for calls in read().communicators if calls.name == name]
+    return found
+
+
+def test_calls_have_numbers_and_texts() -> None:
+    row = opened([Member("host", 1, 41), Member("host", 2, 42), Member("other", 1, 50)], 1)
+    before = of("ranks 41-42,50")
+    assert (before.rank, before.size, before.node_ranks, before.made, before.last) == (1, 3, (1,), 0, "")
+    row.post("Allreduce(float32)")
+    posted = of("ranks 41-42,50")
+    assert (posted.made, posted.last, posted.since_ns is not None) == (1, "Allreduce(float32)", True)
+    begin_mpis(row.words, layout.by_mpi("Bcast"))
+    by_mpi = of("ranks 41-42,50")
+    assert (by_mpi.made, by_mpi.last, by_mpi.since_ns) == (2, "Bcast", None)
+    row.close()
+    assert "ranks 41-42,50" not in {calls.name for calls in read().communicators}
+
+
+def test_all_collectives_have_numbers() -> None:
+    assert set(OPERATIONS) <= set(layout.BY_MPI)
+
+
+def test_messages_that_go_on() -> None:
+    row = opened([Member("host", 1, 43)])
+    assert (of("rank 43").receive, of("rank 43").send) == (None, None)
+    words = row.words
+    words[layout.RECEIVES], words[layout.TAG], words[layout.SOURCE] = 3, -1, -2
+    assert of("rank 43").receive == Message(-2, -1, 3)
+
+
+def test_communicators_of_the_same_ranks_have_different_names_and_keys() -> None:
+    first, second = opened([Member("host", 1, 44)]), opened([Member("host", 1, 44)])
+    assert of("rank 44").key != of("rank 44 #2").key
+    del first, second
+
+
+def test_a_communicator_has_the_same_key_in_all_processes() -> None:
+    program = (
+        "from mpicomm.activity.page import Member, Row; from mpicomm.activity.reading import read_activity; import os;"
+        "row = Row(); row.open(1, [Member('a', 1, 45), Member('b', 1, 46)], [1], 'cpu');"
+        "print(read_activity(os.getpid()).communicators[0].key)"
+    )
+    other = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60, check=True
+    )
+    row = opened([Member("a", 1, 45), Member("b", 1, 46)])
+    assert of("ranks 45-46").key == int(other.stdout)
+    row.close()
+
+
+def test_a_row_is_given_back_when_nothing_refers_to_it() -> None:
+    for _ in range(3 * layout.ROWS):
+        row = opened([Member("host", 1, 47)])
+    name = f"rank 47 #{3 * layout.ROWS}"
+    row.post("Barrier")
+    assert of(name).last == "Barrier"
+    del row
+    gc.collect()
+    assert name not in {calls.name for calls in read().communicators}
+
+
+def test_more_communicators_than_rows_are_not_shown_and_do_no_harm() -> None:
+    rows = [opened([Member("host", 1, 48)]) for _ in range(layout.ROWS + 5)]
+    for row in rows:
+        row.post("Barrier")
+    assert len(read().communicators) == layout.ROWS
+    del rows
+
+
+def test_texts_that_others_have_taken_the_place_of_are_not_shown() -> None:
+    idle, busy = opened([Member("host", 1, 49)]), opened([Member("host", 1, 60)])
+    idle.post("Scan(int8)")
+    long = "x" * 1000
+    for number in range(3 * layout.TEXTS_NBYTES // len(long)):
+        busy.post(f"{long} {number}")
+        assert of("rank 60").last == f"{long} {number}"
+    assert (of("rank 49").made, of("rank 49").last) == (1, "")
+    for text in ("Scan(int16)", "Scan(int8)"):
+        idle.post(text)
+        assert of("rank 49").last == text
+
+
+def test_steps_are_nested() -> None:
+    page().introduce(3, 9)
+    with page().step("outer", "0-3,8,?"):
+        with page().step("inner", "0-1"):
+            inner = read()
+        outer = read()
+    assert (inner.step and inner.step.text, outer.step and outer.step.text) == ("inner", "outer")
+    assert outer.step is not None and outer.step.world_ranks == (0, 1, 2, 3, 8, -1)
+    assert (outer.world_rank, outer.world_size, read().step) == (3, 9, None)
+
+
+def test_all_ranks_of_the_world_are_the_world() -> None:
+    page().introduce(0, 1)
+    row = opened(ALONE)
+    assert any(calls.name.startswith("world") for calls in read().communicators)
+    row.close()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"), [([], ""), ([3], "3"), ([0, 1, 2, 5, 4], "0-2,5,4"), ([-7, -7, 0], "?,?,0")]
+)
+def test_ranks_as_text(ranks: list[int], text: str) -> None:
+    assert ranks_as_text(ranks) == text
+    assert ranks_of_text(text) == tuple(max(rank, -1) for rank in ranks)
+
+
+def test_a_page_of_another_version() -> None:
+    program = (
+        f"import os; fd = os.memfd_create({layout.MEMORY_NAME!r}); os.ftruncate(fd, 8192); print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(OtherVersionError):
+            read_activity(other.pid)
+        other.kill()
+
+
+def test_the_descriptor_is_not_inherited() -> None:
+    page()
+    with subprocess.Popen(["sleep", "60"]) as other:
+        assert read_activity(other.pid) is None
+        other.kill()

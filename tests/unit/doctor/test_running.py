@@ -1,0 +1,215 @@
+"""``python -m mpicomm.doctor --pid`` and ``--job`` on jobs that run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from mpicomm.activity.page import Member, Row
+from mpicomm.doctor.running import job_of
+from mpicomm.doctor.running_report import watch
+from mpicomm.doctor.waits import Wait
+from mpicomm.errors import InvalidUsageError
+from mpicomm.waiting import wait_until
+from tests.helpers.late_rank import CALLS, LATE, TAG
+from tests.helpers.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, sharing_of_cores
+
+START_LIMIT_S = 20.0
+LOOK_S = 0.3
+DOCTOR = (sys.executable, "-m", "mpicomm.doctor")
+NOBODY = 65534
+
+
+def doctor(*arguments: str, before: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*before, *DOCTOR, *arguments],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=JOB_LIMIT_S,
+    )
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", str(JOB_LIMIT_S)], stdin=subprocess.DEVNULL)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of `late_rank`, which runs."""
+
+    folder: Path
+    mpiexec: subprocess.Popen[bytes]
+
+    def come_to(self, call: str) -> None:
+        """Wait until all ranks have come to a call."""
+        for rank in range(LATE + 1):
+            file = self.folder / f"{call}-{rank}"
+            assert wait_until(file.exists, START_LIMIT_S), f"{file}: {self.output}"
+
+    def go_on(self, call: str) -> None:
+        """Let the late rank make the call."""
+        (self.folder / f"go-{call}").touch()
+
+    @property
+    def late(self) -> int:
+        """The process number of the late rank."""
+        return int((self.folder / "late").read_text())
+
+    @property
+    def output(self) -> str:
+        """What the ranks have written."""
+        return (self.folder / "output").read_text()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    command = mpiexec_command(LATE + 1, "-m", "tests.helpers.late_rank", str(tmp_path))
+    variables = {**sharing_of_cores(LATE + 1), **environment()}
+    with (tmp_path / "output").open("w") as output:
+        job = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT)
+    try:
+        yield Job(tmp_path, job)
+    finally:
+        job.kill()
+        job.wait()
+
+
+SAID = {
+    "Communicator": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'Communicator'. Rank 2, process {late}, "
+    "has not begun to make a Communicator",
+    "one_shot": "rank 2 is behind: it has made 1 call of world, the others 2 (Allreduce(float64, count=4, op=sum, "
+    "algorithm=one_shot)). Rank 2 (process {late}) sleeps",
+    "Allreduce": "rank 2 is behind: it has made 2 calls of world, the others 3 (Allreduce). Rank 2 (process {late})",
+    "bcast": "rank 2 is behind: it has made 3 calls of world, the others 4 (bcast)",
+    "Recv": f"rank 0 waits in a receive from rank 2 (tag {TAG}) of world. Rank 2 (process {{late}}) sleeps",
+    "recv": f"rank 0 waits in a receive from rank 2 (tag {TAG}) of world. Rank 2 (process {{late}}) sleeps",
+    "zeros": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'signal pads: allocate and export'",
+    "Split": "rank 2 is behind: it has made 4 calls of world, the others 5 (Split)",
+    "Free": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'Free'. Rank 2 (process {late}) sleeps",
+    "MPI_Finalize": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'MPI_Finalize'",
+}
+
+
+def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
+    found: list[Wait] = []
+
+    def is_seen(call: str) -> bool:
+        (seen,) = watch(lambda: [job_of(job.mpiexec.pid)], LOOK_S)
+        found[:] = seen.waits()
+        return bool(found) == (call in SAID)
+
+    for call in CALLS:
+        job.come_to(call)
+        # A rank is in a call only a moment after it has come to it.
+        assert wait_until(functools.partial(is_seen, call), START_LIMIT_S), f"{call}: {found}"
+        if call in SAID:
+            assert found[0].text.startswith(SAID[call].format(late=job.late)), f"{call}: {found}"
+            assert found[0].pids == (job.late,)
+        if call == "Allreduce":
+            said = doctor("--pid", str(job.late), "--longer-than", str(LOOK_S))
+            assert (said.returncode, said.stderr) == (1, "")
+            first, mend, *table = said.stdout.splitlines()
+            assert first.startswith("WAIT for ") and f" s or longer: {SAID[call].format(late=job.late)}" in first
+            assert mend == f"      mend: `py-spy dump --pid {job.late}` shows where that rank is"
+            rows = [row.split("│") for row in table if "world" in row]
+            assert [[cell.strip() for cell in (row[2], row[4], row[5], row[7])] for row in rows] == [
+                ["0", "Allreduce", "3", "rank 2"],
+                ["1", "Allreduce", "3", "rank 2"],
+                ["2", "Allreduce(float64, count=4, op=sum, algorithm=one_shot)", "2", ""],
+            ]
+        if call == "nothing":
+            said = doctor("--job", "--json", "--longer-than", str(LOOK_S))
+            jobs = json.loads(said.stdout)["jobs"]
+            (mine,) = [each for each in jobs if job.late in [line["pid"] for line in each["ranks"]]]
+            assert mine["waits"] == []
+        job.go_on(call)
+    assert job.mpiexec.wait(START_LIMIT_S) == 0, job.output
+
+
+def test_nobody_waits_where_a_process_is_alone() -> None:
+    row = Row()
+    row.open(0, [Member("host", os.getpid(), 0)], [0], "cpu")
+    row.post("Allreduce(float64, count=4)")
+    said = doctor("--pid", str(os.getpid()), "--longer-than", str(LOOK_S))
+    assert (said.returncode, said.stderr) == (0, "")
+    assert said.stdout.startswith("no rank waits for another one")
+    assert "Allreduce(float64, count=4)" in said.stdout
+
+
+def test_a_process_that_has_ended() -> None:
+    with sleeper() as process:
+        process.kill()
+    said = doctor("--pid", str(process.pid))
+    assert (said.returncode, said.stdout) == (2, "")
+    assert f"--pid {process.pid}: there is no such process on this machine, or it has ended\n" in said.stderr
+
+
+def test_a_process_that_is_no_program_of_mpicomm() -> None:
+    with sleeper() as process:
+        said = doctor("--pid", str(process.pid))
+        process.kill()
+    assert said.returncode == 2
+    assert f"--pid {process.pid}: sleep {JOB_LIMIT_S} is no program of mpicomm, or has not begun" in said.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and util-linux")
+def test_a_process_of_another_user() -> None:
+    other = ("setpriv", f"--reuid={NOBODY}", "--clear-groups")
+    said = doctor("--pid", str(os.getpid()), before=other)
+    assert (said.returncode, said.stdout) == (2, "")
+    assert "not look into this process of user root: run the doctor as that user or as root" in said.stderr
+
+
+FORKS = """
+import os, sys, time
+from mpicomm.activity.page import Member, Row
+row = Row()
+row.open(0, [Member("host", os.getpid(), 0)], [0], "cpu")
+child = os.fork()
+if child == 0:
+    row.close()  # as the garbage collector of the child may do
+    del row
+    time.sleep(60)
+print(os.getpid(), child, flush=True)
+input()
+os.kill(child, 9)
+"""
+
+
+def test_a_forked_child_is_not_its_parent() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdout is not None
+        number, child = map(int, parent.stdout.readline().split())
+        assert [calls.size for rank in job_of(number).ranks for calls in rank.activity.communicators] == [1]
+        # A program that forks is its child's parent, as an mpiexec is the parent of its ranks, but not the other way.
+        with pytest.raises(InvalidUsageError, match=f"--pid {child}: .* is no program of mpicomm"):
+            job_of(child)
+        parent.communicate("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--pid", "1", "--job"), "not allowed with argument"),
+        (("--pid", "x"), "invalid int value: 'x'"),
+        (("--job", "--longer-than", "0"), "argument --longer-than: invalid"),
+        (("--job", "--json", "file"), "--json FILE: with --pid and --job it takes no file"),
+    ],
+)
+def test_wrong_arguments(arguments: tuple[str, ...], said: str) -> None:
+    job = doctor(*arguments)
+    assert (job.returncode, job.stdout) == (2, "")
+    assert said in job.stderr

@@ -1,0 +1,152 @@
+"""Who waits for whom, of ranks that are made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mpicomm.activity.reading import Activity, Calls, Message, Step
+from mpicomm.doctor.processes import Process
+from mpicomm.doctor.running import Job, Rank
+from mpicomm.doctor.waits import Look
+
+NOW_NS = 100_000_000_000
+SUM = "Allreduce(float64, count=4, op=sum)"
+
+
+def calls(rank: int, made: int, last: str = SUM, *, ago_s: float | None = 10.0, size: int = 3) -> Calls:
+    since_ns = None if ago_s is None else NOW_NS - int(ago_s * 1e9)
+    return Calls(7, "world", rank, size, tuple(range(size)), made, last, since_ns, False, None, None)
+
+
+def rank(number: int, *communicators: Calls, step: Step | None = None, **process: object) -> Rank:
+    facts = replace(Process(1000 + number, 1, "python"), **process)  # type: ignore[arg-type]
+    return Rank(facts, Activity(1000 + number, number, 3, step, communicators), 1, NOW_NS)
+
+
+def earlier(one: Rank, seconds: float = 3.0) -> Rank:
+    return replace(one, time_ns=one.time_ns - int(seconds * 1e9))
+
+
+def look(
+    ranks: Sequence[Rank], before: Sequence[Rank] = (), unseen: dict[tuple[int, int], Process] | None = None
+) -> Look:
+    was = before or [earlier(each) for each in ranks]
+    return Look(Job(tuple(ranks), unseen or {}), {each.process.pid: each for each in was})
+
+
+def texts(*ranks: Rank) -> list[str]:
+    return [wait.text for wait in look(ranks).waits()]
+
+
+def test_ranks_that_have_made_equally_many_calls_wait_for_nobody() -> None:
+    assert texts(rank(0, calls(0, 5)), rank(1, calls(1, 5)), rank(2, calls(2, 5))) == []
+
+
+def test_the_rank_with_the_fewest_calls_is_behind() -> None:
+    ranks = [rank(0, calls(0, 5)), rank(1, calls(1, 5, ago_s=12.0)), rank(2, calls(2, 4, "Bcast(int8)", ago_s=15.0))]
+    (wait,) = look(ranks).waits()
+    assert wait.text == (
+        f"rank 2 is behind: it has made 4 calls of world, the others 5 ({SUM}). Rank 2 (process 1002) sleeps, and has "
+        "begun no collective call since Bcast(int8) 15.0 s ago"
+    )
+    assert (wait.seconds, wait.known, wait.pids) == (12.0, True, (1002,))
+
+
+def test_several_ranks_are_behind() -> None:
+    (said,) = texts(rank(0, calls(0, 5)), rank(1, calls(1, 4)), rank(2, calls(2, 1)))
+    assert said.startswith(f"ranks 1, 2 are behind: they have made 1 to 4 calls of world, the others 5 ({SUM}). Rank 1")
+
+
+def test_a_rank_that_goes_on_is_not_behind() -> None:
+    ranks = [rank(0, calls(0, 5)), rank(1, calls(1, 4))]
+    assert look(ranks, [ranks[0], rank(1, calls(1, 3))]).waits() == []
+
+
+def test_a_wait_in_mpi_is_as_old_as_the_look() -> None:
+    ranks = [rank(0, calls(0, 5, "Allreduce", ago_s=None)), rank(1, calls(1, 4))]
+    (wait,) = look(ranks).waits()
+    assert (wait.seconds, wait.known) == (3.0, False)
+
+
+def test_ranks_that_have_called_different_things() -> None:
+    (said,) = texts(rank(0, calls(0, 5)), rank(1, calls(1, 5, "Bcast")), rank(2, calls(2, 5)))
+    assert said == f"ranks called different things as number 5 of world: rank 0: {SUM}; rank 1: Bcast; rank 2: {SUM}"
+
+
+def test_a_call_is_the_same_in_mpi_and_in_mapped_memory() -> None:
+    assert texts(rank(0, calls(0, 5, "Allreduce", ago_s=None)), rank(1, calls(1, 5))) == []
+
+
+def test_ranks_that_send_to_each_other() -> None:
+    ranks = [rank(each, replace(calls(each, 5), send=Message(1 - each, 3, 9))) for each in range(2)]
+    assert texts(*ranks) == [
+        f"rank {each} waits in a send to rank {1 - each} (tag 3) of world. Rank {1 - each} (process {1001 - each}) "
+        f"sends to rank {each} (tag 3) of world, and has begun no collective call since {SUM} 10.0 s ago"
+        for each in range(2)
+    ]
+
+
+def test_a_receive_from_any_rank() -> None:
+    (said,) = texts(rank(0, replace(calls(0, 5), receive=Message(-2, -1, 1))), rank(1, calls(1, 5)))
+    assert said == "rank 0 waits in a receive from any rank of world"
+
+
+def test_messages_one_after_the_other_are_no_wait() -> None:
+    def receiving(number: int) -> list[Rank]:
+        return [rank(0, replace(calls(0, 5), receive=Message(1, 0, number))), rank(1, calls(1, 5))]
+
+    assert look(receiving(8), [earlier(each) for each in receiving(7)]).waits() == []
+
+
+def test_a_chain_of_waits_begins_with_the_rank_that_waits_for_nobody() -> None:
+    step = Step("Free", NOW_NS - int(60e9), (0, 1, 2))
+    ranks = [rank(0, step=step), rank(1, replace(calls(1, 5), receive=Message(2, 3, 9))), rank(2, calls(2, 5))]
+    first, second = look(ranks).waits()
+    assert first.text.startswith("rank 1 waits in a receive from rank 2 (tag 3) of world. Rank 2 (process 1002) sleeps")
+    assert second.text == (
+        "ranks 1, 2 of MPI.COMM_WORLD have not come: rank 0 waits in 'Free'. Rank 1 (process 1001) receives from rank "
+        "2 (tag 3) of world. Rank 2 (process 1002) sleeps"
+    )
+    assert (first.pids, second.pids, second.seconds) == ((1002,), (1002,), 60.0)
+
+
+def test_a_rank_that_has_not_come_to_a_step_has_no_communicator_or_no_process() -> None:
+    step = Step("Communicator", NOW_NS - int(5e9), (0, 1, 2))
+    (wait,) = look([rank(0, step=step)], unseen={(1, 2): Process(77, 1, "python")}).waits()
+    assert wait.text == (
+        "ranks 1, 2 of MPI.COMM_WORLD have not come: rank 0 waits in 'Communicator'. Rank 1 has no process on this "
+        "machine: it has ended, or runs on another node. Rank 2, process 77, has not begun to make a Communicator"
+    )
+    assert wait.pids == (77,)
+
+
+def test_what_a_process_does() -> None:
+    ahead = rank(0, calls(0, 5))
+
+    def said_of(late: Rank, cpu_s: float = 0.0) -> str:
+        was = replace(earlier(late), process=replace(late.process, cpu_s=late.process.cpu_s - cpu_s))
+        (wait,) = look([ahead, late], [earlier(ahead), was]).waits()
+        return wait.text.partition("(process 1001) ")[2].partition(", and has")[0]
+
+    assert said_of(rank(1, calls(1, 4), state="T")) == "is stopped, by a signal or a debugger"
+    assert said_of(rank(1, calls(1, 4), sleeps_in="futex_wait_queue")) == "sleeps (futex_wait_queue)"
+    assert said_of(rank(1, calls(1, 4), state="R")) == "computes or polls"
+    assert said_of(rank(1, calls(1, 4)), cpu_s=2.9) == "computes or polls"
+
+
+def test_lines_begin_with_the_communicator_in_which_ranks_wait() -> None:
+    idle = [replace(calls(each, 3), key=1, name="a part") for each in range(2)]
+    unused = [replace(calls(each, 0, ""), key=2, name="unused", since_ns=None) for each in range(2)]
+    ranks = [rank(each, idle[each], unused[each], calls(each, 5 - each)) for each in range(2)]
+    assert [(line.communicator, line.rank, line.number, line.waits_for) for line in look(ranks).lines()] == [
+        ("world", 0, 5, "rank 1"),
+        ("world", 1, 4, ""),
+        ("a part", 0, 3, ""),
+        ("a part", 1, 3, ""),
+    ]
+
+
+def test_a_call_on_a_gpu_may_be_enqueued_alone() -> None:
+    ranks = [rank(0, replace(calls(0, 5), on_gpu=True))]
+    assert [line.does for line in look(ranks).lines()] == ["has enqueued it, and sleeps"]
