@@ -94,7 +94,7 @@ class Collectives:
         if gpu:
             known = gpu.find(operation, algorithm, send, receive, op, root, counts)
             if known:
-                gpu.enqueue(known, stream, send, receive)
+                gpu.run(known, stream, send, receive)
                 return
         arguments = Arguments(send, receive, op, root, counts)
         crossover = self._crossover and self._crossover_of(op)
@@ -126,7 +126,7 @@ class Collectives:
         """Carry out a blocking all-reduce with an epilogue; on device arrays, enqueue it."""
         gpu, known = self.engines.gpu, self._find(ALLREDUCE, arguments, algorithm)
         if gpu and known:
-            gpu.enqueue(known, stream, arguments.send, arguments.receive)
+            gpu.run(known, stream, arguments.send, arguments.receive)
             return
         call = self._read(ALLREDUCE, arguments, algorithm)
         if call.on_device:
@@ -271,7 +271,7 @@ class Collectives:
         """Begin a call that is not MPI's and was made with ``arguments``."""
         operation = call.operation
         if call.on_device:
-            resolved = self._enqueue(call, arguments, stream, algorithm)
+            resolved = self._enqueue(call, arguments, stream, algorithm, blocking=False)
             return self._until(operation, self._session.set_up(operation.name).backend.completion(resolved))
         refuse_stream(operation.name, stream)
         # It is done when this returns, because the engine of the host has no thread.
@@ -291,7 +291,7 @@ class Collectives:
         backend = self._session.set_up(operation.name).backend
         return self._completer.add(Work(done, backend.check), backend.prepare_thread)
 
-    def _enqueue(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> int:
+    def _enqueue(self, call: Call, arguments: Arguments, stream: Any, algorithm: str, *, blocking: bool = True) -> int:
         """Carry out a call on device arrays that was made with ``arguments``; return the stream it is on."""
         operation = call.operation
         self._session.require_gpu(operation.name)  # before device memory is looked at
@@ -311,7 +311,10 @@ class Collectives:
             key = (operation, algorithm, arguments.send, arguments.receive, arguments.op, root, arguments.counts)
             gpu.add(plan, key, by_output=bool(call.operands) and call.operands[0] is call.receive)
         resolved = session.backend.stream(stream, array)
-        gpu.engine.enqueue(plan, resolved)
+        if blocking:
+            gpu.carry_out(plan, resolved, array)
+        else:
+            gpu.engine.enqueue(plan, resolved)
         if stream is None and any(operand.by_address for operand in call.operands):
             # The caller's later work may be on any stream, because no library says on which.
             backend = session.gpu(operation.name)
