@@ -153,7 +153,7 @@ def test_a_thread_that_comes_between_the_look_and_the_debt_is_seen() -> None:
     class Late(StreamThreads):
         """Its second thread comes when the first one has looked whether there is one, and sees no debt yet."""
 
-        __slots__ = ("looks",)
+        looks: int
 
         def __getattribute__(self, name: str) -> Any:
             if name == "user":
