@@ -26,10 +26,10 @@ from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
-from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.mpi.ops import AVG, op_name
 from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
 from mpicomm.session import Session
@@ -297,7 +297,7 @@ class Collectives:
         self._session.require_gpu(operation.name)  # before device memory is looked at
         session = self._session.set_up(operation.name)
         for operand in call.operands:
-            require_here(operation.name, operand, session)
+            require_here(f"{operation.name}: {operand.name}", operand.device, session.backend.device)
         session.require_usable(operation.name)
         array = array_of(call.operands[0].spec) if call.operands else None
         if call.dtype is None or algorithm == "mpi":
@@ -391,12 +391,3 @@ def _root_of(gpu: PlanCache, arguments: Arguments) -> Hashable:
     None where the epilogue has an array that cannot be recognised.
     """
     return arguments.root if arguments.epilogue is None else arguments.epilogue.key(gpu.identity_of)
-
-
-def require_here(operation: str, operand: Operand, session: Session) -> None:
-    """Raise for an array of another GPU."""
-    if operand.device is not None and operand.on_device and operand.device != session.backend.device:
-        raise InvalidUsageError(
-            f"{operation}: {operand.name} is on GPU {operand.device}, but this communicator is on GPU "
-            f"{session.backend.device}: copy it there"
-        )

@@ -26,7 +26,7 @@ from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of, is_host_view
 from mpicomm.mpi.host_copies import announce
-from mpicomm.mpi.location import parse_on_device
+from mpicomm.mpi.location import parse_on_device, require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, Work
 
 Send = Callable[..., Any]
@@ -284,6 +284,7 @@ class Messages:
         if not self.described:
             require_host_addresses(buf, operand.name)  # MPI would get them
         device = self._device(operation)
+        require_here(f"{operation}: {operand.name}", operand.device, device.device)
         resolved = device.stream(stream, array_of(buf))
         blocks = operand.by_address and stream is None
         return Endpoint(operation, buf, operand, device, resolved, device.is_capturing(resolved), blocks)
