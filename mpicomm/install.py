@@ -14,7 +14,8 @@ from mpicomm.api.communicator import (
     GraphCommunicator,
     named,
 )
-from mpicomm.api.replacements import replace, replacements
+from mpicomm.api.replacements import replacements
+from mpicomm.mpi.replace import replace
 from mpicomm.session import Session
 
 _replaced: list[tuple[Any, str, Any]] = []
@@ -55,9 +56,8 @@ def install(*, device: int | str = "auto", handle: str = "auto", timeout_s: floa
     communicators that are made from it are Communicators, too. Their ``handle`` is MPI's, as such programs expect, and
     ``MPI.Comm.fromhandle`` gives them back. ``MPI.COMM_SELF`` is replaced likewise.
 
-    ``MPI.Request.Waitall`` then takes any mixture of requests, ``MPI.Prequest.Startall`` the persistent requests of a
-    Communicator. ``MPI.Win`` and ``MPI.File`` refuse device memory, and ``MPI.Attach_buffer`` takes host memory in the
-    place of device memory.
+    ``MPI.Win`` and ``MPI.File`` then refuse device memory, and ``MPI.Attach_buffer`` takes host memory in the place of
+    device memory.
 
     The arguments are those of `Communicator`, and errors are raised as there. A second call changes nothing.
     """

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # It keeps the messages of a clique apart from those of the whole communicator.
 _CLIQUE_TAG = 2
+_PART_TAG = 4
 
 
 class Session:
@@ -65,6 +66,7 @@ class Session:
         self._comm = comm
         self._private: MPI.Intracomm | None = None  # this session frees it
         self._groups: tuple[Group, ...] = ()  # those that are different objects; none before `set_up`
+        self._broken_part: CollectiveTimeoutError | PeerError | None = None
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
         self.row = Row()
@@ -136,6 +138,21 @@ class Session:
             with _freed_on_failure(private, group), self._opened_on_all_ranks(group):
                 self._join(private, group)
         return self
+
+    def await_ranks(self, what: str, ranks: Sequence[int]) -> None:
+        """Return when these ranks have called ``what``, this one among them; at once before `set_up`.
+
+        Collective over the ranks. Raises `CollectiveTimeoutError` with a missing rank, on all of them alike. Later
+        calls on these ranks raise at once, because they could take the message of a late rank for one of theirs.
+        """
+        if not self._groups or self.placement.rank not in ranks:
+            return
+        part = self._groups[0].subgroup(ranks, tag=_PART_TAG)
+        part.broken = self._broken_part
+        try:
+            part.barrier(what)
+        finally:
+            self._broken_part = part.broken
 
     @property
     def private(self) -> MPI.Intracomm:

@@ -23,6 +23,7 @@ from mpicomm.api.reorder import (
 )
 from mpicomm.api.topologies import require_edges, require_graph, require_matching
 from mpicomm.cluster.linked_order import Edges
+from mpicomm.cluster.roll_call import roll_call
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -45,7 +46,10 @@ def _shown(method: Method) -> Method:
 
 
 class Makers(MPI.Intracomm):
-    """mpi4py's calls that make communicators from one. All of them are *collective*, and block in MPI.
+    """mpi4py's calls that make communicators from one. All of them are *collective* and blocking, but for `Idup`.
+
+    Where a rank does not come within ``timeout_s``, they raise `CollectiveTimeoutError` with its number, on all ranks
+    alike, and this communicator stays usable.
 
     They return Communicators, with a topology where MPI gives them one. A duplicate keeps the topology, a part has
     none. With ``reorder=True`` a process may have another rank in a communicator with a topology. On GPUs of one node
@@ -60,19 +64,19 @@ class Makers(MPI.Intracomm):
     @_shown
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator; the duplicate has its own memory."""
-        made: Self = self._adopt(MPI.Intracomm(self).Dup(info), type(self))
+        made: Self = self._adopt(self._when_all_are_here("Dup").Dup(info), type(self))
         return made
 
     @_shown
     def Dup_with_info(self, info: MPI.Info) -> Self:
         """Duplicate the communicator with other hints."""
-        made: Self = self._adopt(MPI.Intracomm(self).Dup_with_info(info), type(self))
+        made: Self = self._adopt(self._when_all_are_here("Dup_with_info").Dup_with_info(info), type(self))
         return made
 
     @_shown
     def Clone(self) -> Self:
         """Duplicate the communicator: mpi4py's other name for `Dup`."""
-        made: Self = self._adopt(MPI.Intracomm(self).Clone(), type(self))
+        made: Self = self._adopt(self._when_all_are_here("Clone").Clone(), type(self))
         return made
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
@@ -88,28 +92,34 @@ class Makers(MPI.Intracomm):
     @_shown
     def Create(self, group: MPI.Group) -> MPI.Intracomm:
         """Make a communicator of the ranks of ``group``; COMM_NULL on the others."""
-        return self._adopt_part(_intracomm(MPI.Intracomm(self).Create(group)))
+        return self._adopt_part(_intracomm(self._when_all_are_here("Create").Create(group)))
 
     @_shown
     def Create_group(self, group: MPI.Group, tag: int = 0) -> MPI.Intracomm:
-        """Make a communicator of the ranks of ``group``. Collective over those ranks alone."""
+        """Make a communicator of the ranks of ``group``. Collective over those ranks alone.
+
+        Before the first call that sets this communicator up it waits in MPI, without a limit. After a missing rank the
+        ranks can call this no more.
+        """
+        self._session.await_ranks("Create_group", self._ranks_of(group))
         return self._adopt_part(_intracomm(MPI.Intracomm(self).Create_group(group, tag)))
 
     @_shown
     def Split(self, color: int = 0, key: int = 0) -> MPI.Intracomm:
         """Make one communicator per color; COMM_NULL for ``MPI.UNDEFINED``."""
-        return self._adopt_part(_intracomm(MPI.Intracomm(self).Split(color, key)))
+        return self._adopt_part(_intracomm(self._when_all_are_here("Split").Split(color, key)))
 
     @_shown
     def Split_type(self, split_type: int, key: int = 0, info: MPI.Info = MPI.INFO_NULL) -> MPI.Intracomm:
         """Make one communicator per part of the machine, e.g. ``MPI.COMM_TYPE_SHARED``."""
-        return self._adopt_part(_intracomm(MPI.Intracomm(self).Split_type(split_type, key, info)))
+        return self._adopt_part(_intracomm(self._when_all_are_here("Split_type").Split_type(split_type, key, info)))
 
     @_shown
     def Create_cart(
         self, dims: Sequence[int], periods: Sequence[bool] | None = None, reorder: bool = False
     ) -> MPI.Cartcomm:
         """Make a communicator of a Cartesian grid, a `CartCommunicator`; COMM_NULL on ranks beyond the grid."""
+        self._when_all_are_here("Create_cart")
         edges = partial(edges_of_grid, dims, periods, self.size)
         with self._linked_well("Create_cart", reorder, edges) as (plain, reorder):
             return self._adopt_part(plain.Create_cart(dims, periods, reorder))
@@ -121,7 +131,7 @@ class Makers(MPI.Intracomm):
         Raises `InvalidUsageError` on every rank for lists that are no graph of its ranks. Collectives of neighbours
         raise it where a rank is another one's neighbour more often than the other way round.
         """
-        require_graph(MPI.Intracomm(self), index, edges)
+        require_graph(self._when_all_are_here("Create_graph"), index, edges)
         with self._linked_well("Create_graph", reorder, partial(edges_of_graph, index, edges)) as (plain, reorder):
             return self._adopt_part(plain.Create_graph(index, edges, reorder))
 
@@ -140,7 +150,9 @@ class Makers(MPI.Intracomm):
         Raises `InvalidUsageError` on every rank where one rank names a neighbour that is neither a rank nor
         MPI.PROC_NULL, or that does not name it.
         """
-        require_matching(MPI.Intracomm(self), sources, destinations, sourceweights, destweights)
+        require_matching(
+            self._when_all_are_here("Create_dist_graph_adjacent"), sources, destinations, sourceweights, destweights
+        )
         lists = _or_empty(sources), _or_empty(destinations), sourceweights, destweights
         everyone: list[Lists] = []
 
@@ -168,7 +180,7 @@ class Makers(MPI.Intracomm):
 
         Raises `InvalidUsageError` on every rank where one rank passes lists that are no edges between ranks.
         """
-        require_edges(MPI.Intracomm(self), sources, degrees, destinations, weights)
+        require_edges(self._when_all_are_here("Create_dist_graph"), sources, degrees, destinations, weights)
 
         def edges() -> Edges:
             mine = list(sources), list(degrees), list(destinations), listed(weights)
@@ -181,6 +193,19 @@ class Makers(MPI.Intracomm):
         self, what: str, reorder: bool, edges: Callable[[], Edges]
     ) -> AbstractContextManager[tuple[MPI.Intracomm, bool]]:
         return linked_well(MPI.Intracomm(self), self._session, what, reorder, edges)
+
+    def _when_all_are_here(self, operation: str) -> MPI.Intracomm:
+        """Return MPI's communicator when all ranks have called ``operation``, because MPI waits without a limit."""
+        plain = MPI.Intracomm(self)
+        roll_call(plain, operation, self._session.placement.here.timeout_s)
+        return plain
+
+    def _ranks_of(self, group: MPI.Group) -> list[int]:
+        """Return the ranks of ``group`` in this communicator; MPI refuses a group with others."""
+        mine = self.Get_group()
+        ranks = [rank for rank in group.Translate_ranks(range(group.size), mine) if rank != MPI.UNDEFINED]
+        mine.Free()
+        return ranks
 
     def _adopt_part(self, comm: AnyComm) -> AnyComm:
         """Return a communicator of some ranks as a Communicator with the topology that MPI gave it; keep COMM_NULL."""

@@ -19,7 +19,7 @@ class PersistentCollectives(MPI.Intracomm):
     Arguments, algorithms and errors are those of the blocking calls. On host arrays the request is MPI's, which gets
     ``info``. If MPI lacks the type or the operation, ``Start`` blocks until the collective is done. On device arrays
     ``Start`` enqueues the collective, ``Wait`` blocks until the device has finished it, and ``Free`` gives the request
-    up. ``MPI.Prequest.Startall`` does not know requests on device arrays, so call their ``Start``.
+    up.
     """
 
     _collectives: Collectives

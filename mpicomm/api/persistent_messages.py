@@ -31,8 +31,7 @@ class PersistentMessages(MPI.Intracomm):
     On host arrays the request is MPI's, but for a receive that a description of a device array may reach. On device
     arrays each ``Start`` does what the nonblocking call does. ``stream`` orders the copies, as in `PointToPoint`.
 
-    Raises as the nonblocking calls do. Such a request is no request of MPI between two starts, so MPI's own
-    ``MPI.Prequest.Startall`` does not know it: call its ``Start``.
+    Raises as the nonblocking calls do.
     """
 
     _messages: Messages

@@ -1,11 +1,9 @@
-"""The methods of mpi4py that `install` replaces: they do not know a Communicator's requests, nor device arrays."""
+"""The methods of mpi4py that `install` replaces: they do not know Communicators, nor device arrays."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import gc
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -19,14 +17,10 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.host_copies import announce
 from mpicomm.mpi.location import is_on_device
-from mpicomm.mpi.requests import PersistentRequest
 
-_waitall = MPI.Request.Waitall
-_startall = MPI.Prequest.Startall
 _attach = MPI.Attach_buffer
 _detach = MPI.Detach_buffer
 _create = MPI.Intracomm.Create_intercomm
-_NULL = MPI.REQUEST_NULL
 _LOCAL = (
     (MPI.Op, "Reduce_local"),
     *((MPI.Datatype, name) for name in ("Pack", "Unpack", "Pack_external", "Unpack_external")),
@@ -35,25 +29,8 @@ _LOCAL = (
 _attached: list[Any] = []
 
 
-def replace(owner: Any, name: str, value: Any) -> Any:
-    """Set an attribute of the module or of a class of mpi4py; return what was there."""
-    if not isinstance(owner, type):
-        original = getattr(owner, name)
-        setattr(owner, name, value)
-        return original
-    # Classes of extension modules refuse changes. A subclass in a class's place would not be the class of the objects
-    # that mpi4py makes, and programs compare classes. So this changes the dictionary behind the class's read-only view.
-    (attributes,) = gc.get_referents(owner.__dict__)
-    original = attributes[name]
-    attributes[name] = value
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))  # it clears the interpreter's cache of attributes
-    return original
-
-
 def replacements() -> Iterator[tuple[Any, str, Any]]:
     """Yield what is replaced: the module or the class, the name, and the replacement."""
-    yield MPI.Request, "Waitall", staticmethod(_wait_for_all)
-    yield MPI.Prequest, "Startall", staticmethod(_start_all)
     yield MPI, "Attach_buffer", _attach_buffer
     yield MPI, "Detach_buffer", _detach_buffer
     yield MPI.Message, "Probe", classmethod(_matched_probe("Mprobe", MPI.Message.Probe))
@@ -69,30 +46,6 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
             if name[0].isupper() and callable(method) and (buffers := _buffers_of(method)):
                 guarded = _guarded(method, f"{cls.__name__}.{name}", buffers)
                 yield cls, name, guarded if inspect.ismethoddescriptor(method) else staticmethod(guarded)
-
-
-def _wait_for_all(requests: Sequence[MPI.Request], statuses: Any = None) -> bool:
-    """Wait for all requests; see mpi4py."""
-    # MPICH ends a program that waits for an open generalized request beside a null one.
-    nulls = [request.handle == _NULL.handle for request in requests]  # inactive ones of a Communicator, too
-    if not any(nulls):
-        return _waitall(requests, statuses)
-    if statuses is None:
-        return _waitall([request for request, null in zip(requests, nulls, strict=True) if not null])
-    if isinstance(statuses, list):
-        statuses.extend(MPI.Status() for _ in range(len(requests) - len(statuses)))
-    for null in (True, False):
-        places = [place for place, each in enumerate(nulls) if each is null]
-        _waitall([requests[place] for place in places], [statuses[place] for place in places if place < len(statuses)])
-    return True
-
-
-def _start_all(requests: Sequence[MPI.Prequest]) -> None:
-    """Start all requests; see mpi4py."""
-    for request in requests:
-        if isinstance(request, PersistentRequest):
-            request.Start()
-    _startall([request for request in requests if not isinstance(request, PersistentRequest)])
 
 
 def _attach_buffer(buf: Any) -> None:

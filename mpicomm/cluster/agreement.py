@@ -212,11 +212,12 @@ class Group:
     def _hear(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
         """Take the first rank's part: hear the outcomes of the others, and send all outcomes to all."""
         heard = {self.ranks[0]: mine}
-        status = MPI.Status()
 
         def hear() -> bool:
-            while message := self._comm.improbe(MPI.ANY_SOURCE, self._tag, status):
-                heard[status.source] = message.recv()
+            # Not from any source: a rank outside this group may be in an exchange of another part of the ranks.
+            for rank in self.ranks:
+                if rank not in heard and (message := self._comm.improbe(rank, self._tag)):
+                    heard[rank] = message.recv()
             return len(heard) == self.size
 
         # This tells the others, which may have come long before, that this rank is here: their deadlines start again.

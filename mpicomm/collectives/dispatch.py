@@ -28,10 +28,10 @@ from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
-from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.mpi.ops import AVG, op_name
 from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
 from mpicomm.session import Session
@@ -96,7 +96,7 @@ class Collectives:
         if gpu:
             known = gpu.find(operation, algorithm, send, receive, op, root, counts)
             if known:
-                gpu.enqueue(known, stream, send, receive)
+                gpu.run(known, stream, send, receive)
                 return
         arguments = Arguments(send, receive, op, root, counts)
         crossover = self._crossover and self._crossover_of(op)
@@ -128,7 +128,7 @@ class Collectives:
         """Carry out a blocking all-reduce with an epilogue; on device arrays, enqueue it."""
         gpu, known = self.engines.gpu, self._find(ALLREDUCE, arguments, algorithm)
         if gpu and known:
-            gpu.enqueue(known, stream, arguments.send, arguments.receive)
+            gpu.run(known, stream, arguments.send, arguments.receive)
             return
         call = self._read(ALLREDUCE, arguments, algorithm)
         if call.on_device:
@@ -273,7 +273,7 @@ class Collectives:
         """Begin a call that is not MPI's and was made with ``arguments``."""
         operation = call.operation
         if call.on_device:
-            resolved = self._enqueue(call, arguments, stream, algorithm)
+            resolved = self._enqueue(call, arguments, stream, algorithm, blocking=False)
             return self._until(operation, self._session.set_up(operation.name).backend.completion(resolved))
         refuse_stream(operation.name, stream)
         # It is done when this returns, because the engine of the host has no thread.
@@ -293,13 +293,13 @@ class Collectives:
         backend = self._session.set_up(operation.name).backend
         return self._completer.add(Work(done, backend.check), backend.prepare_thread)
 
-    def _enqueue(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> int:
+    def _enqueue(self, call: Call, arguments: Arguments, stream: Any, algorithm: str, *, blocking: bool = True) -> int:
         """Carry out a call on device arrays that was made with ``arguments``; return the stream it is on."""
         operation = call.operation
         self._session.require_gpu(operation.name)  # before device memory is looked at
         session = self._session.set_up(operation.name)
         for operand in call.operands:
-            require_here(operation.name, operand, session)
+            require_here(f"{operation.name}: {operand.name}", operand.device, session.backend.device)
         session.require_usable(operation.name)
         array = array_of(call.operands[0].spec) if call.operands else None
         if call.dtype is None or algorithm == "mpi":
@@ -314,7 +314,10 @@ class Collectives:
             by_output = bool(call.operands) and call.operands[0] is call.receive
             gpu.add(plan, key, by_output=by_output, read=call)
         resolved = session.backend.stream(stream, array)
-        gpu.engine.enqueue(plan, resolved)
+        if blocking:
+            gpu.carry_out(plan, resolved, array)
+        else:
+            gpu.engine.enqueue(plan, resolved)
         if stream is None and any(operand.by_address for operand in call.operands):
             # The caller's later work may be on any stream, because no library says on which.
             backend = session.gpu(operation.name)
@@ -392,12 +395,3 @@ def _root_of(gpu: PlanCache, arguments: Arguments) -> Hashable:
     None where the epilogue has an array that cannot be recognised.
     """
     return arguments.root if arguments.epilogue is None else arguments.epilogue.key(gpu.identity_of)
-
-
-def require_here(operation: str, operand: Operand, session: Session) -> None:
-    """Raise for an array of another GPU."""
-    if operand.device is not None and operand.on_device and operand.device != session.backend.device:
-        raise InvalidUsageError(
-            f"{operation}: {operand.name} is on GPU {operand.device}, but this communicator is on GPU "
-            f"{session.backend.device}: copy it there"
-        )

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import Kind, MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.stream_threads import StreamThreads
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.kernels.packing import PackTable
 from mpicomm.kernels.team import Faults
@@ -117,7 +118,10 @@ class Backend(Protocol):
         """Return a uint64 ndarray on the device that holds ``pointers``."""
 
     def stream(self, stream: Any, array: Any = None) -> int:
-        """Return the address of a ``stream=`` argument; ``None`` is the current stream of ``array``'s library."""
+        """Return the address of a ``stream=`` argument; ``None`` is the current stream of ``array``'s library.
+
+        It counts the calling thread among the users of the stream.
+        """
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses, stream-ordered where there are streams."""
@@ -286,7 +290,16 @@ class GpuBackend(Backend, Protocol):
         """As `fill`, with a word of four bytes."""
 
     def eager_stream(self, stream: Any, array: Any) -> int | None:
-        """Return as `stream` does, None for a stream that captures a graph; raise as `check` does."""
+        """As `stream`, but return None for a stream that captures a graph, and raise as `check` does."""
+
+    def threads(self, stream: int) -> StreamThreads:
+        """Return the threads that use a stream which `stream` or `eager_stream` has returned."""
+
+    def waits_beside(self, stream: int, array: Any) -> bool:
+        """Return whether a blocking call on ``array`` waits for its peers beside ``stream``, and its thread with it.
+
+        So it is where several threads use the stream: see `mpicomm.devices.stream_threads`.
+        """
 
     def message_step(self, *, repeated: bool = False) -> MessageStep:
         """Return a function that enqueues steps of messages. The first call loads their kernel, which blocks.

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
 from mpicomm.messages.description import DESCRIPTION_NBYTES, is_cut
-from mpicomm.messages.device import MessageDevice, SideStream
+from mpicomm.messages.device import MessageDevice, SideStream, beside
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.fast_path import FastPath
 from mpicomm.messages.incoming import Correct, Incoming
@@ -26,7 +26,7 @@ from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of, is_host_view
 from mpicomm.mpi.host_copies import announce
-from mpicomm.mpi.location import parse_on_device
+from mpicomm.mpi.location import parse_on_device, require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, Work
 
 Send = Callable[..., Any]
@@ -54,6 +54,12 @@ def _nothing_before() -> bool:
 def _wait_for_copies(endpoint: Endpoint) -> None:
     if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
         endpoint.device.synchronize(endpoint.stream)
+
+
+def _waits_beside(buffer: ReceiveBuffer) -> bool:
+    """Return whether a blocking receive waits for its sender beside its stream, and this thread with it."""
+    stream = buffer.endpoint.stream
+    return stream is not None and buffer.device.waits_beside(stream, array_of(buffer.endpoint.spec))
 
 
 def _beside(device: MessageDevice, stream: int) -> SideStream:
@@ -154,7 +160,7 @@ class Messages:
             buffer = self._receive_buffer(self._parse_receive(operation, buf, None, "buf"))
             if room is not buf:
                 ctypes.memmove(buffer.pointer, _address(room), nbytes)
-            self._deliver(buffer.arrived(status), buffer.device, None)
+            self._deliver(buffer.arrived(status), buffer)
         elif room is not buf:
             if nbytes > buf.nbytes:
                 raise MPI.Exception(MPI.ERR_TRUNCATE)
@@ -166,15 +172,14 @@ class Messages:
         buffer = self._receive_buffer(received)
         status = MPI.Status() if status is None else status
         incoming.recv_into(buffer.spec, status)
-        self._deliver(buffer.arrived(status), buffer.device, received.stream)
+        self._deliver(buffer.arrived(status), buffer)
         _wait_for_copies(received)
 
     def finish(self, operation: str, buf: Any, stream: Any, message: Any, status: MPI.Status) -> None:
         """Bring a message that `FastPath` has received to host memory ``message`` into a device array, as `receive`."""
-        received = self._parse_receive(operation, buf, stream, "buf")
-        buffer = self._receive_buffer(received)
+        buffer = self._receive_buffer(self._parse_receive(operation, buf, stream, "buf"))
         ctypes.memmove(buffer.pointer, _address(message), min(message.nbytes, status.Get_count(MPI.BYTE)))
-        self._deliver(buffer.arrived(status), buffer.device, received.stream)
+        self._deliver(buffer.arrived(status), buffer)
 
     def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
         """Start to receive. The request is complete when the message is in the buffer; it may be MPI's own."""
@@ -231,9 +236,16 @@ class Messages:
                 incoming.recv_into(buffer.spec, status)
             finally:
                 request.Wait()
-            self._deliver(buffer.arrived(status), device, copies)
-            if stream is not None and copies is not None and copies != stream:
-                device.side_streams.wait_stream(stream, copies)
+            delivery = buffer.arrived(status)
+            if delivery is None or stream is None or copies is None or copies == stream:
+                self._deliver(delivery, buffer)
+            else:
+                delivery.enqueue(copies)
+                if _waits_beside(buffer):
+                    device.synchronize(copies)
+                    device.check()
+                else:
+                    device.side_streams.wait_stream(stream, copies)
         _wait_for_copies(sent)
         _wait_for_copies(received)
 
@@ -272,6 +284,7 @@ class Messages:
         if not self.described:
             require_host_addresses(buf, operand.name)  # MPI would get them
         device = self._device(operation)
+        require_here(f"{operation}: {operand.name}", operand.device, device.device)
         resolved = device.stream(stream, array_of(buf))
         blocks = operand.by_address and stream is None
         return Endpoint(operation, buf, operand, device, resolved, device.is_capturing(resolved), blocks)
@@ -305,13 +318,20 @@ class Messages:
         device = received.device or self._device(received.operation)
         return receive_buffer(received, self.memory.rendezvous(device), replace=replace)
 
-    def _deliver(self, delivery: Delivery | None, device: MessageDevice, stream: int | None) -> None:
-        """Finish a blocking receive: into a device array on ``stream``, into host memory before this returns."""
+    def _deliver(self, delivery: Delivery | None, buffer: ReceiveBuffer) -> None:
+        """Finish a blocking receive: into a device array in stream order, into host memory before this returns."""
         if delivery is None:
             return
-        # Nothing of the user's has to come before copies into host memory, so they have a stream to themselves.
-        with SideStream(device.side_streams) if stream is None else contextlib.nullcontext(stream) as copies:
-            delivery.enqueue(copies)
+        device, stream = buffer.device, buffer.endpoint.stream
+        if stream is None:
+            # Nothing of the user's has to come before copies into host memory, so they have a stream to themselves.
+            with SideStream(device.side_streams) as copies:
+                delivery.enqueue(copies)
+        elif _waits_beside(buffer):
+            with beside(device, stream) as copies:
+                delivery.enqueue(copies)
+        else:
+            delivery.enqueue(stream)
 
     def _mark(self, received: Endpoint) -> Any:
         if received.device is None or received.stream is None:

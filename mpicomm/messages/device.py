@@ -6,8 +6,9 @@ from typing import Any
 
 from mpicomm.devices.base import GpuBackend as MessageDevice
 from mpicomm.devices.base import SideStreams
+from mpicomm.devices.wait_beside import beside
 
-__all__ = ["MessageDevice", "SideStream", "SideStreams"]
+__all__ = ["MessageDevice", "SideStream", "SideStreams", "beside"]
 
 
 class SideStream:

@@ -54,16 +54,22 @@ class FastPath:
         place = rendezvous.take_place(nbytes)
         if place is None:
             return False
+        # The copy is enqueued after MPI's call, so that the receiver works at the same time: its kernel waits for this
+        # one. Until then this thread owes it to the stream, because nothing of another thread may come before it.
+        threads = rendezvous.device.threads(ordered)
+        threads.owe(rendezvous.fill, place, address, nbytes, ordered)
         try:
             send(self._comm, place.message, dest, tag)
-        except Exception:
-            rendezvous.put_back(place)  # MPI has refused the message
+        except Exception:  # MPI has refused the message
+            if threads.forgive():
+                rendezvous.put_back(place)
+            else:
+                rendezvous.give_back(place, ordered)
             raise
         except BaseException:
-            rendezvous.fill(place, address, nbytes, ordered)  # a Ctrl-C may come after MPI has sent the message
+            threads.settle()  # a Ctrl-C may come after MPI has sent the message
             raise
-        # After MPI's call, so that the receiver works at the same time. Its kernel waits for this one.
-        rendezvous.fill(place, address, nbytes, ordered)
+        threads.settle()
         return True
 
     def receive(self, buf: Any, source: int, tag: int, status: MPI.Status, stream: Any) -> Arrived:
@@ -76,7 +82,7 @@ class FastPath:
             return False
         staging = self._staging(received[1])
         recv(self._comm, staging, source, tag, status)
-        return self._arrived(rendezvous, received, staging, status)
+        return self._arrived(rendezvous, buf, received, staging, status)
 
     def exchange(
         self,
@@ -111,7 +117,7 @@ class FastPath:
             if not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE:
                 rendezvous.give_back(place, ordered)
             raise
-        return self._arrived(rendezvous, received, staging, status)
+        return self._arrived(rendezvous, recvbuf, received, staging, status)
 
     def _staging(self, nbytes: int) -> list[Any]:
         """Return memory for a description, or for data that fills an array, as MPI takes it."""
@@ -122,9 +128,13 @@ class FastPath:
         staging[1] = room
         return staging
 
-    def _arrived(self, rendezvous: Rendezvous, received: PlainArray, staging: list[Any], status: MPI.Status) -> Arrived:
-        message = staging[0]
-        if status.Get_count(_byte) != DESCRIPTION_NBYTES or not rendezvous.receive_again(message, received, status):
+    def _arrived(
+        self, rendezvous: Rendezvous, buf: Any, received: PlainArray, staging: list[Any], status: MPI.Status
+    ) -> Arrived:
+        message, device = staging[0], rendezvous.device
+        if status.Get_count(_byte) != DESCRIPTION_NBYTES or device.waits_beside(received[2], buf):
+            return message
+        if not rendezvous.receive_again(message, received, status):
             return message
         self._spare.append(staging)
         return True

@@ -6,10 +6,11 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.dispatch import Collectives, MessageCall, require_here
+from mpicomm.collectives.dispatch import Collectives, MessageCall
 from mpicomm.collectives.exchange import Message
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.location import require_here
 from mpicomm.mpi.overlap import require_separate
 from mpicomm.mpi.span import Span
 from mpicomm.session import Session
@@ -84,7 +85,7 @@ def _operand(
             f"{operation}: {name} is {what}, and kernels carry messages in stream order: use a device array, or "
             'algorithm="auto" outside of CUDA graphs'
         )
-    require_here(operation, operand, session)
+    require_here(f"{operation}: {name}", operand.device, session.backend.device)
     if receives and rank == MPI.ANY_SOURCE:
         raise InvalidUsageError(
             f"{operation}: {rank_name}=MPI.ANY_SOURCE needs the host to match messages: name the rank, or use "

@@ -18,6 +18,7 @@ from mpicomm.mpi import types
 from mpicomm.mpi.arguments import parse, with_buffer
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import Memory, array_of, read
+from mpicomm.mpi.location import require_here
 
 _named: set[str] = set()
 
@@ -35,9 +36,10 @@ class HostCopy:
 def host_copy(backend: Backend, spec: Any, *, writable: bool, name: str) -> HostCopy:
     """Return pinned memory for the device array of the argument ``name``. It has no content yet. Local.
 
-    Raises `InvalidUsageError` where MPI has no type for the elements.
+    Raises `InvalidUsageError` where MPI has no type for the elements, and for an array of another GPU.
     """
     memory = read(array_of(spec), writable, name)
+    require_here(name, memory.device, backend.device)
     host = backend.pinned(memory.nbytes)
     try:
         copied = with_buffer(spec, host, memory.dtype)

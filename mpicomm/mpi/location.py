@@ -1,4 +1,7 @@
-"""Where the buffers of a call lie: in device memory, which MPI must not see, or in host memory, which has no stream."""
+"""Where the buffers of a call lie: in device memory, which MPI must not see, or in host memory, which has no stream.
+
+Device memory is that of the communicator's GPU.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +45,18 @@ def _is_plainly_host(array: Any) -> bool:
     if type(array) is ndarray:
         return array.base is None or is_host_view(array)
     return array is None or array is _in_place or is_host_export(array)
+
+
+def require_here(what: str, device: int | None, here: int | str) -> None:
+    """Raise `InvalidUsageError` for an array on GPU ``device`` where the communicator is on GPU ``here``. Local.
+
+    Kernels and copies of ``here`` may have no access to it, and its contents are in the order of a stream over there.
+    """
+    if device is not None and device != here:
+        raise InvalidUsageError(
+            f"{what} is on GPU {device}, but this communicator is on GPU {here}: copy it there, or create the "
+            f"communicator with device={device}"
+        )
 
 
 def refuse_stream(operation: str, stream: Any) -> None:

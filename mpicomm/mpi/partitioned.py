@@ -27,8 +27,8 @@ class PartitionedRequest(PersistentRequest):
     """A partitioned send or receive of a device array.
 
     `Pready` returns when the partition is in host memory: later work of the stream may overwrite it. When `Parrived`
-    returns true, the partition is in the array for later work of the stream. With Open MPI `Wait` and `Test` alone
-    complete the request, and ``MPI.Request.Waitall`` would wait for ever.
+    returns true, the partition is in the array for later work of the stream. With Open MPI only a thread that asks for
+    the request completes it.
     """
 
     _request: MPI.Prequest

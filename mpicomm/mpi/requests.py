@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 from collections import deque
@@ -13,15 +12,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.request_lists import PAUSE_S, Driven, pauses, replace_list_calls
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_PAUSE_S = 50e-6
+_PAUSE_S = PAUSE_S
 _NEEDED_S = 5e-3  # for so long after it has completed work, a completer looks with the short pauses
 _LONG_PAUSE_S = 1e-3  # its pauses later
 _LINGER_S = 0.05  # so long a completer without work lives: to start a thread takes longer than most collectives
-_SPIN_S = 200e-6  # so long a wait polls without a pause: most device collectives take less
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
 _NULL = _Handle(MPI.REQUEST_NULL.handle).value
 
@@ -42,6 +41,7 @@ class Work:
         status: MPI.Status | None = None,
         cancel: Callable[[], None] | None = None,
     ) -> None:
+        replace_list_calls()
         self._status = status
         self._cancel = cancel
         if status is None:  # a request without callbacks takes two thirds of the time
@@ -94,12 +94,9 @@ class Work:
             return
         self.driven = True
         try:
-            until = time.perf_counter() + _SPIN_S
-            while not self.test():
-                if time.perf_counter() < until:
-                    os.sched_yield()  # even time.sleep(0) takes 50 us
-                else:
-                    time.sleep(_PAUSE_S)
+            for _ in pauses():
+                if self.test():
+                    return
         finally:
             self.driven = False  # after a Ctrl-C the program may wait in MPI
 
@@ -113,6 +110,10 @@ class Work:
         with self._turn:
             if self._cancel is not None and not self.over:
                 self._cancel()
+
+    def has_failed(self) -> bool:
+        """Return whether `require_success` raises for the work, which is done."""
+        return self._error is not None
 
     def require_success(self) -> None:
         """Raise the error of the work, which is done, if it has one."""
@@ -143,12 +144,10 @@ class HoldingRequest(MPI.Request):
         return self
 
 
-class DeferredRequest(MPI.Grequest):
-    """An MPI request (a generalized one) for `Work`; MPI's own wait and test calls take it too.
+class DeferredRequest(Driven, MPI.Grequest):
+    """An MPI request (a generalized one) for `Work`.
 
-    `Wait` and `Test` raise the error of the work. ``MPI.Request.Waitall`` and its kin raise errors of MPI, such as that
-    of a message that is too long. They know no other errors: the communicator's ``check()``, or its next call, raises
-    those.
+    All waits and tests raise the error of the work, also ``MPI.Request.Waitall`` and its kin: see request_lists.py.
     """
 
     work: Work
@@ -158,6 +157,18 @@ class DeferredRequest(MPI.Grequest):
         self = super().__new__(cls, work.request)
         self.work = work
         return self
+
+    def is_active(self) -> bool:
+        """Return whether no wait has taken the request yet."""
+        return bool(self)
+
+    def advance(self) -> bool:
+        """Return whether the work is done."""
+        return self.work.advance()
+
+    def has_failed(self) -> bool:
+        """Return whether `Wait` will raise the error of the work, which is done."""
+        return self.work.has_failed()
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises the error of the work."""
@@ -183,8 +194,9 @@ class DeferredRequest(MPI.Grequest):
 class Completer:
     """Completes the work of one communicator, in a thread that lives while there is some.
 
-    The thread makes ``MPI.Request.Waitall`` work over a mixture of requests, because MPI's wait does not notice that a
-    device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default; with less, `add` completes the work itself.
+    The thread lets work go on that nobody asks for, such as a message on its way. It completes requests for waits
+    inside MPI, too, which do not notice that a device is done. It needs ``MPI.THREAD_MULTIPLE``, mpi4py's default; with
+    less, `add` completes the work itself.
 
     The thread looks for work that is done, with pauses. Nothing wakes it, because a wake-up makes the thread that
     starts a collective wait for the interpreter's lock, longer than the start itself takes. A look, too, keeps that
@@ -248,12 +260,11 @@ class Completer:
             return not self._running
 
 
-class PersistentRequest(MPI.Prequest):
+class PersistentRequest(Driven, MPI.Prequest):
     """A persistent collective on device arrays, or a persistent receive on a communicator of GPUs.
 
-    While it is active it has the MPI handle of the request that it has started, so ``MPI.Request.Waitall`` and its kin
-    take it. At other times its handle is ``MPI.REQUEST_NULL``, so ``MPI.Prequest.Startall`` cannot start it: call
-    `Start`.
+    While it is active it has the MPI handle of the request that it has started. At other times its handle is
+    ``MPI.REQUEST_NULL``.
     """
 
     _begin: Callable[[], Work] | None
@@ -263,6 +274,7 @@ class PersistentRequest(MPI.Prequest):
     @classmethod
     def of(cls, begin: Callable[[], Work]) -> Self:
         """Return a request that calls ``begin`` each time it is started."""
+        replace_list_calls()
         self = cls()
         self._begin = begin
         self._started = None
@@ -283,6 +295,18 @@ class PersistentRequest(MPI.Prequest):
 
     def _is_inactive(self) -> bool:
         return self._begin is not None and self._handle.value == _NULL
+
+    def is_active(self) -> bool:
+        """Return whether a call is started that no wait has taken yet."""
+        return bool(self._handle.value != _NULL)
+
+    def advance(self) -> bool:
+        """Return whether the started call is done."""
+        return self._started is None or self._started.advance()
+
+    def has_failed(self) -> bool:
+        """Return whether `Wait` will raise the error of the started call, which is done."""
+        return self._started is not None and self._started.has_failed()
 
     def Start(self) -> None:
         """Start the call once more, as the call without ``_init`` does."""

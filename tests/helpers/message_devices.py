@@ -30,6 +30,7 @@ from mpicomm.devices.base import GpuBackend, MessageStep, Scratch
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
+from mpicomm.devices.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.errors import CollectiveTimeoutError, HandleError
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.kernels.packing import PackTable
@@ -153,6 +154,7 @@ class ThreadDevice:
         self.allocated = 0
         self.host_copies = 0
         self.packed = 0
+        self.waits = 0
         self.capturing = False
         self.refuses: str | None = None
         self._slowest_s = slowest_s
@@ -164,6 +166,7 @@ class ThreadDevice:
         self._segments: list[HostSegment] = []
         self.closed = False
         self._current = threading.local()
+        self._threads = ThreadsOfStreams(lambda stream: False)
 
     def prepare_thread(self) -> None:
         self._current.is_this = True
@@ -249,6 +252,7 @@ class ThreadDevice:
         /,
     ) -> None:
         assert not nbytes or (self._owns(target) and self._owns(source)), "a kernel got memory of the host"
+        self.waits += awaits > 0
 
         def step() -> None:
             until = time.monotonic() + self._timeout_s
@@ -291,7 +295,15 @@ class ThreadDevice:
         return self.capturing
 
     def stream(self, stream: Any, array: Any = None) -> int:
-        return 0 if stream is None else int(stream)
+        resolved = 0 if stream is None else int(stream)
+        self._threads.note(resolved)
+        return resolved
+
+    def threads(self, stream: int) -> StreamThreads:
+        return self._threads.of(stream)
+
+    def waits_beside(self, stream: int, array: Any) -> bool:
+        return self._threads.of(stream).are_several
 
     def eager_stream(self, stream: Any, array: Any) -> int | None:
         self.check()

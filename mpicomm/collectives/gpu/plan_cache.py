@@ -10,6 +10,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.collectives.operations import REDUCE_SCATTER, Operation
+from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.layout import layout_of
 from mpicomm.mpi.plain_arrays import plain_array
@@ -171,6 +172,22 @@ class PlanCache:
         session.require_usable(plan.text)
         resolved = session.backend.stream(stream, array_of(receive if call.by_output else send))
         return self.engine.enqueue(plan, resolved, again=True)
+
+    def run(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> None:
+        """As `enqueue`, for a blocking collective."""
+        session, plan = self._session, call.plan
+        session.require_usable(plan.text)
+        array = array_of(receive if call.by_output else send)
+        self.carry_out(plan, session.backend.stream(stream, array), array, again=True)
+
+    def carry_out(self, plan: AnyPlan, stream: int, array: Any, *, again: bool = False) -> None:
+        """Enqueue the plan of a blocking collective on ``array``; wait beside a stream that several threads use."""
+        backend: Any = self._session.backend
+        if backend.waits_beside(stream, array):
+            with beside(backend, stream) as side:
+                self.engine.enqueue(plan, side, again=again)
+        else:
+            self.engine.enqueue(plan, stream, again=again)
 
     def begin(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
         """As `enqueue`; return a function that says whether it is done, callable in any thread."""

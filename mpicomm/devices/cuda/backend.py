@@ -31,10 +31,11 @@ from mpicomm.devices.cuda.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
 from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.side_streams import SideStreams
 from mpicomm.devices.cuda.signal_kernels import SignalKernels
-from mpicomm.devices.cuda.streams import resolve_stream
+from mpicomm.devices.cuda.streams import is_tensor, resolve_stream, threads_of
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import FD_KINDS, Kind, MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
+from mpicomm.devices.stream_threads import StreamThreads
 from mpicomm.errors import BackendUnavailableError, CollectiveTimeoutError, HandleError, PeerError
 from mpicomm.interrupts import uninterrupted
 from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, PackTable, blocks_for
@@ -57,6 +58,7 @@ class CudaBackend:
         self.info = devices[ordinal]
         self._ordinal = ordinal
         self._devices = devices
+        self._threads = threads_of(ordinal)
         self.timeout_ns = int(timeout_s * 1e9)
         self.calls: Calls | None = None
         self._lock = threading.Lock()
@@ -156,9 +158,11 @@ class CudaBackend:
     def stream(self, stream: Any, array: Any = None) -> int:
         """Return the address of a ``stream=`` argument."""
         if stream is None and type(array) is cupy.ndarray:  # the usual case: this is on the way of every call
-            current: int = get_current_stream(self._ordinal).ptr
-            return current
-        return resolve_stream(stream, array, self._ordinal)
+            resolved: int = get_current_stream(self._ordinal).ptr
+        else:
+            resolved = resolve_stream(stream, array, self._ordinal)
+        self._threads.note(resolved)
+        return resolved
 
     def eager_stream(self, stream: Any, array: Any) -> int | None:
         """Return the address of a ``stream=`` argument; None where it captures a graph. Raises as `check` does."""
@@ -167,9 +171,20 @@ class CudaBackend:
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
         if stream is None and type(array) is cupy.ndarray and runtime.getDevice() == self._ordinal:
             current: int = get_current_stream(self._ordinal).ptr
+            self._threads.note(current)
             return None if runtime.streamIsCapturing(current) else current
         resolved = self.stream(stream, array)
         return None if self.is_capturing(resolved) else resolved
+
+    def threads(self, stream: int) -> StreamThreads:
+        """Return the threads that use a stream which this backend has resolved."""
+        return self._threads.of(stream)
+
+    def waits_beside(self, stream: int, array: Any) -> bool:
+        """Return whether a blocking call on ``array`` waits for its peers beside ``stream``, and its thread with it."""
+        # PyTorch itself calls from several threads: those of the program and of autograd. It keeps their order, and
+        # expects that no call waits for the GPU.
+        return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses of any device or of the host. Local, stream-ordered."""

@@ -1,12 +1,16 @@
-"""The meaning of a ``stream=`` argument."""
+"""The meaning of a ``stream=`` argument, and the threads that use each stream."""
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
 import cupy
+from cuda.bindings import driver
 
+from mpicomm.devices.cuda.driver import call
+from mpicomm.devices.stream_threads import ThreadsOfStreams
 from mpicomm.errors import InvalidUsageError
 
 _ACCEPTED = "pass a CuPy or PyTorch stream, an object with __cuda_stream__, an int, or leave stream out"
@@ -38,6 +42,23 @@ def resolve_stream(stream: Any, array: Any, ordinal: int) -> int:
             raise InvalidUsageError(f"stream={stream} is no address of a CUDA stream; {_ACCEPTED}")
         return stream
     raise InvalidUsageError(f"stream={stream!r} is a {type(stream).__name__}; {_ACCEPTED}")
+
+
+def is_tensor(array: Any) -> bool:
+    """Return whether ``array`` is PyTorch's."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+@functools.cache
+def threads_of(ordinal: int) -> ThreadsOfStreams:
+    """Return the threads of each stream of GPU ``ordinal``: one object for all communicators of the process."""
+    return ThreadsOfStreams(functools.partial(_waits_for_null, ordinal))
+
+
+def _waits_for_null(ordinal: int, stream: int) -> bool:
+    with cupy.cuda.Device(ordinal):
+        return not int(call(driver.cuStreamGetFlags, stream)) & driver.CUstream_flags.CU_STREAM_NON_BLOCKING
 
 
 def _from_protocol(stream: Any) -> int:

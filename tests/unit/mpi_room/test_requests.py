@@ -14,7 +14,7 @@ LONG_S = 20
 
 
 def complete(request: MPI.Request) -> None:
-    """Wait as MPI does, which does not know the work."""
+    """Wait for a request of MPI as MPI does, which does not know the work."""
     until = time.monotonic() + LONG_S
     while not MPI.Request.Testall([request]):
         assert time.monotonic() < until, "nobody has completed the work"
@@ -45,7 +45,7 @@ def done_after(looks: int) -> Work:
 def test_work_is_completed_while_nobody_waits_for_it() -> None:
     completer = Completer()
     for looks in (0, 1, 5):
-        complete(DeferredRequest(completer.add(done_after(looks), nothing)))
+        complete(completer.add(done_after(looks), nothing).request)
 
 
 def test_the_thread_has_a_device_before_it_looks_at_any_work() -> None:

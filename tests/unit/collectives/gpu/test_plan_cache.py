@@ -235,6 +235,28 @@ def test_a_known_call_that_is_begun_says_when_it_is_done() -> None:
     assert known.begin("Allreduce", given)() is True
 
 
+def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, given = Known(), arguments(Array(16), Array(64))
+    plan = known.add("Allreduce", given)
+    call = known._calls.find(OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None)
+    assert call is not None
+    said: list[Any] = []
+    marks = SimpleNamespace(
+        mark=lambda stream: ("behind", stream), take=lambda mark: ("beside", mark), give_back=said.append
+    )
+    backend: Any = known._calls._session.backend
+    backend.side_streams, backend.check = marks, lambda: said.append("check")
+    backend.synchronize = lambda stream: said.append(["waits for", stream, len(known.enqueued)])
+    for several in (False, True):
+        backend.waits_beside = lambda stream, array, several=several: several
+        known._calls.run(call, 7, given.send, given.receive)
+    side = "beside", ("behind", 7)
+    assert known.enqueued == [(plan, 7, True), (plan, side, True)]
+    assert said == [["waits for", side, 2], side, "check"]
+    known._calls.begin(call, 7, given.send, given.receive)
+    assert known.enqueued[2:] == [(plan, 7, True)]  # a nonblocking call must not wait
+
+
 def test_a_known_call_is_refused_where_the_communicator_is_unusable() -> None:
     known, given = Known(), arguments(Array(16), Array(64))
     known.add("Allreduce", given)

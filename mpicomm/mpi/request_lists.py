@@ -1,0 +1,262 @@
+"""mpi4py's calls on lists of requests, for lists that hold requests of this package.
+
+MPICH ends a program that gives such a call an open generalized request beside others. So MPI gets the list with null
+requests in the places of this package's requests, and of generalized requests of the program. Those are asked one by
+one. The calls keep their meaning for all other lists. They are replaced when this package makes its first request.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import memmove
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.mpi.replace import replace
+
+PAUSE_S = 50e-6
+SPIN_S = 200e-6
+"""For so long a wait polls without a pause: most device collectives take less."""
+
+Requests = Sequence[MPI.Request]
+_NULL = MPI.REQUEST_NULL
+_replaced = False
+
+
+class Driven:
+    """A request that the thread which asks for it drives. The classes of requests inherit from it."""
+
+    def is_active(self) -> bool:
+        """Return whether there is something to wait for: the request counts as null otherwise."""
+        raise NotImplementedError
+
+    def advance(self) -> bool:
+        """Return whether the request, which is active, is complete."""
+        raise NotImplementedError
+
+    def has_failed(self) -> bool:
+        """Return whether `Wait` will raise for the request, which is complete."""
+        raise NotImplementedError
+
+    def wait(self, status: MPI.Status | None = None) -> None:
+        """As ``Wait``; there is no Python object to return."""
+        self.Wait(status)  # type: ignore[attr-defined]
+
+    def test(self, status: MPI.Status | None = None) -> tuple[bool, None]:
+        """As ``Test``; there is no Python object to return."""
+        return self.Test(status), None  # type: ignore[attr-defined]
+
+    def Get_status(self, status: MPI.Status | None = None) -> bool:
+        """Return whether the request is complete, and leave it as it is; see mpi4py."""
+        if self.is_active():
+            self.advance()
+        return super().Get_status(status)  # type: ignore[misc,no-any-return]
+
+    def get_status(self, status: MPI.Status | None = None) -> bool:
+        """As `Get_status`."""
+        return self.Get_status(status)
+
+    def cancel(self) -> None:
+        """As ``Cancel``."""
+        self.Cancel()  # type: ignore[attr-defined]
+
+
+_ASKED = (Driven, MPI.Grequest)
+
+
+def replace_list_calls() -> None:
+    """Let mpi4py's calls on lists of requests take those of this package from now on. Local."""
+    global _replaced
+    if _replaced:
+        return
+    _replaced = True
+    for owner, name, made in _replacements():
+        replace(owner, name, made)
+
+
+def pauses() -> Iterator[None]:
+    """Yield for ever, with a pause before each time but the first: short at first, because most work takes less."""
+    until = time.perf_counter() + SPIN_S
+    while True:
+        yield
+        if time.perf_counter() < until:
+            os.sched_yield()  # even time.sleep(0) takes 50 us
+        else:
+            time.sleep(PAUSE_S)
+
+
+def _replacements() -> Iterator[tuple[type, str, Any]]:
+    for lower in (False, True):
+        case = str.lower if lower else str
+        named = functools.partial(_original, case)
+        test_any, test_some = named("Testany"), named("Testsome")
+        for name, call in (
+            ("Waitall", functools.partial(_wait_all, named("Waitall"))),
+            ("Testall", functools.partial(_test_all, named("Testall"), "Wait")),
+            ("Get_status_all", functools.partial(_test_all, named("Get_status_all"), "Get_status")),
+            ("Waitany", functools.partial(_wait_any, test_any)),
+            ("Testany", functools.partial(_test_any, test_any, "Wait")),
+            ("Get_status_any", functools.partial(_test_any, named("Get_status_any"), "Get_status")),
+            ("Waitsome", functools.partial(_wait_some, test_some)),
+            ("Testsome", functools.partial(_test_some, test_some, "Wait")),
+            ("Get_status_some", functools.partial(_test_some, named("Get_status_some"), "Get_status")),
+        ):
+            yield MPI.Request, case(name), staticmethod(_knowing(named(name), call))
+    yield (
+        MPI.Prequest,
+        "Startall",
+        staticmethod(_knowing(MPI.Prequest.Startall, functools.partial(_start_all, MPI.Prequest.Startall))),
+    )
+
+
+def _original(case: Callable[[str], str], name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(MPI.Request, case(name))
+    return found
+
+
+def _knowing(original: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``original``, in whose place ``call`` takes lists with requests of this package."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def known(requests: Requests, *rest: Any, **named: Any) -> Any:
+        for request in requests:
+            if isinstance(request, _ASKED):
+                return call(*signature.bind(requests, *rest, **named).args)
+        return original(requests, *rest, **named)
+
+    return known
+
+
+def _for_mpi(requests: Requests) -> list[MPI.Request]:
+    return [_NULL if isinstance(request, _ASKED) else request for request in requests]
+
+
+def _asked(requests: Requests) -> list[tuple[int, Any]]:
+    """Return the active requests that are asked one by one, with their places."""
+    return [
+        (place, each)
+        for place, each in enumerate(requests)
+        if isinstance(each, _ASKED) and (each.is_active() if isinstance(each, Driven) else each != _NULL)
+    ]
+
+
+def _advance(request: Any) -> bool:
+    return bool(request.advance() if isinstance(request, Driven) else request.Get_status())
+
+
+def _are_complete(asked: Sequence[tuple[int, Any]], others: Requests) -> bool:
+    """Return whether all requests that are asked one by one are complete. If not, let MPI go on with the others."""
+    # Each is asked, because each goes on only where it is asked, and others may wait for what it does.
+    answers = [_advance(request) for _, request in asked]
+    if all(answers):
+        return True
+    for request in others:
+        request.Get_status()
+    return False
+
+
+def _finish(asked: Sequence[tuple[int, Any]], method: str, statuses: Sequence[MPI.Status] | None) -> None:
+    """Fill the statuses of requests that are complete. Raises the first error when all are finished."""
+    errors: list[BaseException] = []
+    for place, request in asked:
+        try:
+            getattr(request, method)(statuses[place] if statuses is not None and place < len(statuses) else None)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _wait_all(original: Callable[..., Any], requests: Requests, statuses: Any = None) -> Any:
+    asked, others = _asked(requests), _for_mpi(requests)
+    for _ in pauses():
+        if _are_complete(asked, others):
+            break
+    try:
+        return original(others, statuses)
+    finally:
+        _finish(asked, "Wait", statuses)
+
+
+def _test_all(original: Callable[..., Any], method: str, requests: Requests, statuses: Any = None) -> Any:
+    asked, others = _asked(requests), _for_mpi(requests)
+    if not _are_complete(asked, others):
+        return (False, None) if original.__name__ == "testall" else False
+    found = original(others, statuses)
+    if found is True or (isinstance(found, tuple) and found[0]):
+        _finish(asked, method, statuses)
+    return found
+
+
+def _test_any(original: Callable[..., Any], method: str, requests: Requests, statuses: Any = None) -> Any:
+    asked = _asked(requests)
+    nothing = (None,) if original.__name__ == "testany" else ()
+    for place, request in asked:
+        if _advance(request):
+            getattr(request, method)(statuses)
+            return (place, True, *nothing)
+    found = original(_for_mpi(requests), statuses)
+    return (MPI.UNDEFINED, False, *nothing) if asked and found[0] == MPI.UNDEFINED else found
+
+
+def _wait_any(test: Callable[..., Any], requests: Requests, statuses: Any = None) -> Any:
+    for _ in pauses():
+        place, flag, *content = _test_any(test, "Wait", requests, statuses)
+        if flag:
+            return (place, *content) if content else place
+    raise AssertionError("unreachable")
+
+
+def _test_some(original: Callable[..., Any], method: str, requests: Requests, statuses: Any = None) -> Any:
+    lower = original.__name__ == "testsome"
+    asked = _asked(requests)
+    complete = [(place, request) for place, request in asked if _advance(request)]
+    sound = [(place, each) for place, each in complete if not (isinstance(each, Driven) and each.has_failed())]
+    seen: list[MPI.Status] = []
+    found = original(_for_mpi(requests), seen)
+    places, contents = found if lower else (found, None)
+    if places is None and not asked:
+        return found
+    if not places and not sound and complete:
+        _finish(complete[:1], method, None)  # which raises; the calls before have told of all sound ones
+    done = {place: (seen[index], contents[index] if contents else None) for index, place in enumerate(places or ())}
+    for place, request in sound:
+        status = MPI.Status()
+        getattr(request, method)(status)
+        done[place] = status, None
+    order = sorted(done)
+    _fill(statuses, [done[place][0] for place in order])
+    return (order, [done[place][1] for place in order]) if lower else order
+
+
+def _wait_some(test: Callable[..., Any], requests: Requests, statuses: Any = None) -> Any:
+    for _ in pauses():
+        found = _test_some(test, "Wait", requests, statuses)
+        places = found[0] if isinstance(found, tuple) else found
+        if places is None or places:
+            return found
+    raise AssertionError("unreachable")
+
+
+def _fill(statuses: Any, seen: Sequence[MPI.Status]) -> None:
+    """Fill the first statuses of the caller, whose list grows where it is too short, as in mpi4py."""
+    if statuses is None:
+        return
+    if isinstance(statuses, list):
+        statuses.extend(MPI.Status() for _ in range(len(seen) - len(statuses)))
+    for target, status in zip(statuses, seen, strict=False):
+        memmove(MPI._addressof(target), MPI._addressof(status), MPI._sizeof(MPI.Status))
+
+
+def _start_all(original: Callable[..., None], requests: Sequence[MPI.Prequest]) -> None:
+    mine = [isinstance(request, Driven) and isinstance(request, MPI.Prequest) for request in requests]
+    for request, is_mine in zip(requests, mine, strict=True):
+        if is_mine:
+            request.Start()
+    original([request for request, is_mine in zip(requests, mine, strict=True) if not is_mine])

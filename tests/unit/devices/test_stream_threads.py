@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mpicomm.devices.stream_threads import StreamThreads, ThreadsOfStreams
+
+OTHER = 7
+
+
+def in_thread(act: Callable[[], Any]) -> None:
+    thread = threading.Thread(target=act)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+class Lasting:
+    """A thread that lives until the end of the ``with`` block, for which it makes calls."""
+
+    def __init__(self) -> None:
+        self._calls: list[Callable[[], Any]] = []
+        self._come, self._done, self._ends = threading.Semaphore(0), threading.Semaphore(0), False
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> Lasting:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends = True
+        self._come.release()
+        self._thread.join(20)
+
+    def __call__(self, act: Callable[[], Any]) -> None:
+        self._calls.append(act)
+        self._come.release()
+        assert self._done.acquire(timeout=20)
+
+    def _run(self) -> None:
+        while self._come.acquire() and not self._ends:
+            self._calls.pop()()
+            self._done.release()
+
+
+@pytest.fixture
+def streams() -> ThreadsOfStreams:
+    return ThreadsOfStreams(lambda stream: stream < OTHER)
+
+
+def test_a_thread_has_a_stream_to_itself_until_another_one_comes(streams: ThreadsOfStreams) -> None:
+    streams.note(OTHER)
+    streams.note(OTHER)
+    assert not streams.of(OTHER).are_several
+    in_thread(lambda: streams.note(OTHER))
+    assert streams.of(OTHER).are_several
+    streams.note(OTHER)
+    assert streams.of(OTHER).are_several
+
+
+def test_a_thread_that_has_ended_does_not_count(streams: ThreadsOfStreams) -> None:
+    for _ in range(3):
+        in_thread(lambda: streams.note(OTHER))
+    streams.note(OTHER)
+    assert not streams.of(OTHER).are_several
+
+
+def test_each_thread_may_have_a_stream_of_its_own(streams: ThreadsOfStreams) -> None:
+    streams.note(OTHER)
+    with Lasting() as thread:
+        thread(lambda: streams.note(OTHER + 1))
+    assert not streams.of(OTHER).are_several and not streams.of(OTHER + 1).are_several
+
+
+def test_streams_that_wait_for_each_other_count_as_one(streams: ThreadsOfStreams) -> None:
+    streams.note(0)
+    with Lasting() as thread:
+        thread(lambda: streams.note(3))
+    assert streams.of(0).are_several and streams.of(3).are_several
+
+
+def test_another_thread_enqueues_what_is_owed_before_its_own_work(streams: ThreadsOfStreams) -> None:
+    enqueued: list[Any] = []
+    streams.note(OTHER)
+    threads = streams.of(OTHER)
+    threads.owe(enqueued.append, "copy")
+    assert enqueued == []
+
+    def come() -> None:
+        streams.note(OTHER)
+        enqueued.append("wait")
+
+    in_thread(come)
+    assert enqueued == ["copy", "wait"]
+    threads.settle()
+    assert enqueued == ["copy", "wait"]
+    assert not threads.forgive()
+
+
+def test_a_thread_alone_enqueues_late_what_it_owes_or_not_at_all(streams: ThreadsOfStreams) -> None:
+    enqueued: list[Any] = []
+    streams.note(OTHER)
+    threads = streams.of(OTHER)
+    threads.owe(enqueued.append, "first")
+    threads.settle()
+    threads.owe(enqueued.append, "second")
+    assert threads.forgive()
+    threads.settle()
+    assert enqueued == ["first"]
+
+
+def test_several_threads_owe_nothing(streams: ThreadsOfStreams) -> None:
+    enqueued: list[Any] = []
+    streams.note(OTHER)
+    in_thread(lambda: streams.note(OTHER))
+    threads = streams.of(OTHER)
+    threads.owe(enqueued.append, "copy")
+    assert enqueued == ["copy"]
+    threads.settle()
+    assert enqueued == ["copy"]
+
+
+def test_neither_thread_goes_on_while_the_other_one_enqueues() -> None:
+    """Another thread comes while the first one enqueues: it must not pass, nor enqueue the same again."""
+    threads = StreamThreads()
+    enqueued: list[str] = []
+    threads.join()
+
+    def come() -> None:
+        threads.join()
+        enqueued.append("wait")
+
+    other = threading.Thread(target=come)
+
+    def enqueue() -> None:
+        other.start()
+        other.join(0.2)  # it would be through
+        enqueued.append("copy")
+
+    threads.owe(enqueue)
+    threads.settle()
+    other.join(20)
+    assert enqueued == ["copy", "wait"]
+
+
+def test_a_thread_that_comes_between_the_look_and_the_debt_is_seen() -> None:
+    """Another thread comes just before the first one says what it owes: this one enqueues it before it goes on."""
+    enqueued: list[str] = []
+
+    class Late(StreamThreads):
+        """Its second thread comes when the first one has looked whether there is one, and sees no debt yet."""
+
+        looks: int
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "user":
+                object.__setattr__(self, "looks", object.__getattribute__(self, "looks") + 1)
+                if object.__getattribute__(self, "looks") == 2:
+                    object.__setattr__(self, "user", -1)
+            return object.__getattribute__(self, name)
+
+    late = Late()
+    late.looks = 0
+    late.owe(enqueued.append, "copy")
+    assert enqueued == ["copy"]
+
+
+def test_what_cannot_be_enqueued_is_raised_by_the_thread_that_owes_it(streams: ThreadsOfStreams) -> None:
+    def refuse() -> None:
+        raise ValueError("no device")
+
+    def come() -> None:
+        with pytest.raises(ValueError, match="no device"):
+            streams.note(OTHER)
+
+    streams.note(OTHER)
+    streams.of(OTHER).owe(refuse)
+    in_thread(come)
+    with pytest.raises(ValueError, match="no device"):
+        streams.of(OTHER).settle()
