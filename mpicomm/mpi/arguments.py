@@ -200,13 +200,12 @@ def parse_typed(spec: Any, *, size: int, writable: bool, name: str, peer: str = 
     each = (1,) * size if counts is None else _indices(counts, size, "counts", name, peer)
     places = (0,) * size if displs is None else _indices(displs, size, "displacements", name, peer)
     room = _room_of(memory, name, bottom=buffer is MPI.BOTTOM)
-    found: list[Elements] | None = []
+    found: list[Elements] = []
     for datatype, count, place in zip(require_types(datatypes, each, name, peer), each, places, strict=True):
-        block = elements_at(datatype, room, [(place, count)])
-        found = None if block is None or found is None else [*found, *block]
+        found += elements_at(datatype, room, [(place, count)])
     return Operand(
         name, memory.pointer, None, sum(each), sum(each), each, places, True, memory.device, memory.owner, None, spec,
-        memory.by_address, None if found is None else tuple(found),
+        memory.by_address, tuple(found),
     )  # fmt: skip
 
 

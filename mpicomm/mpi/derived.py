@@ -55,8 +55,8 @@ class Room:
         require_device_addresses(address + begin, end - begin, device, self.name)
 
 
-def elements_at(datatype: MPI.Datatype, room: Room, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...] | None:
-    """Return the elements of each block, which is a displacement in bytes and a count; None for an uncovered type.
+def elements_at(datatype: MPI.Datatype, room: Room, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...]:
+    """Return the elements of each block, which is a displacement in bytes and a count.
 
     Local. Raises `InvalidUsageError` for a datatype that is not committed, and for elements that leave the room.
     """
@@ -67,8 +67,7 @@ def elements_at(datatype: MPI.Datatype, room: Room, blocks: Sequence[tuple[int, 
         which = datatype.name or f"of {datatype.size} bytes and extent {datatype.extent}"
         raise InvalidUsageError(f"{name}: the datatype {which} is not committed: call its Commit() first")
     layout = known.layout
-    if layout is None:
-        return None
+    assert layout is not None, "DATATYPE_NULL"
     found = []
     for displ, count in blocks:
         block = layout.repeated(count)
