@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.collectives import patterns
-from mpicomm.collectives.by_rank import block_of_neighbor, by_rank, cut_of
+from mpicomm.collectives import beside, patterns
+from mpicomm.collectives.by_rank import blocks_for_ranks, by_rank, cut_of
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.place import Place, place_of
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
 from mpicomm.finishes.base import BoundEpilogue, Epilogue
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
+from mpicomm.mpi.buffers import Memory, array_of
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.overlap import overlaps, require_separate
 from mpicomm.mpi.own_ops import Op
@@ -43,6 +45,8 @@ class Arguments:
 class Call:
     """One collective call of one rank: read and checked. Local.
 
+    ``place`` is where the call is; by default `place_of` decides. ``copies`` gets host arrays beside device arrays.
+
     ``dtype`` is None where only MPI can carry the call out: with a derived datatype, with ``MPI.BOTTOM``, or with an
     operation or element type that the engines do not know; and in each collective of neighbours on host arrays. Such a
     collective needs ``neighborhood``. Raises `InvalidUsageError` and `TypeError` where mpi4py raises ValueError and
@@ -57,6 +61,9 @@ class Call:
         size: int,
         algorithm: str = "auto",
         neighborhood: Neighborhood | None = None,
+        *,
+        place: Place | None = None,
+        copies: beside.PinnedCopies | None = None,
     ) -> None:
         self.operation = operation
         self.arguments = arguments
@@ -68,20 +75,26 @@ class Call:
             _require_root(operation, arguments.root, size)
         self._cuts: list[tuple[int, int]] = []
         self.send, self.receive = self._read_buffers()
-        if neighborhood is not None:
-            self._give_blocks_to_ranks(neighborhood)
-        self.packed = self._packed()
+        self.place = place or place_of(operation, self.send, self.receive)
+        self.on_device = self.place == "gpu"
+        given = [operand for operand in (self.send, self.receive) if operand is not None and operand.on_device]
+        self.device_array = array_of(given[0].spec) if given else None
+        """The first array on the GPU. The stream of its library is meant where the caller names none."""
+        self.was_undecided = False
+        """Whether this rank has learnt the place from others."""
+        self.copies = copies
+        if self.on_device:
+            in_place = self.in_place
+            receive = self._for_kernels(self.receive, copies)
+            self.send, self.receive = receive if in_place else self._for_kernels(self.send, copies), receive
+            if neighborhood is not None:
+                self._give_blocks_to_ranks(neighborhood)
+        self.packed = self._packed() if self.on_device else None
         """The call on packed memory where kernels pack derived datatypes; else None."""
         if self.packed is not None:
             self.send, self.receive = self.packed.send, self.packed.receive
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
         self.op = op_name(arguments.op) if arguments.op is not None else None
-        self.on_device = any(operand.on_device for operand in self.operands)
-        if self.on_device and not all(operand.on_device or operand.total == 0 for operand in self.operands):
-            raise InvalidUsageError(
-                f"{operation}: one buffer is on a GPU, the other in host memory: move one of them, the call takes "
-                "either"
-            )
         self.dtype = self._common_dtype()
         self._require_agreeing_counts()
         self.epilogue = self._bound_epilogue()
@@ -241,6 +254,19 @@ class Call:
             send = receive
         return send, receive
 
+    def _for_kernels(self, operand: Operand | None, copies: beside.PinnedCopies | None) -> Operand | None:
+        """Return a buffer of a call on GPUs as kernels see it."""
+        if operand is None or operand.on_device:
+            return operand
+        receives = operand is self.receive
+        shape, name = self.operation.receive if receives else self.operation.send, operand.name
+
+        def reread(memory: Memory) -> Operand:
+            return self._read(operand.spec, shape, writable=receives, name=name, memory=memory)
+
+        sends_alone = self.operation.rooted == "bcast" and self._rank == self.arguments.root
+        return beside.for_kernels(operand, reread, copies, written=receives and not sends_alone)
+
     def _packed(self) -> Packed | None:
         """Return the call on packed memory; None unless a buffer has a derived datatype that kernels pack."""
         operation, root = self.operation, self._rank == self.arguments.root
@@ -257,24 +283,16 @@ class Call:
         )
 
     def _give_blocks_to_ranks(self, neighborhood: Neighborhood) -> None:
-        """Turn buffers with blocks for neighbours into buffers with blocks for ranks, if kernels carry the call out.
+        """Turn buffers with blocks for neighbours into buffers with blocks for ranks.
 
         They are bytes then, because a rank knows the element types of its neighbours alone. Raises `InvalidUsageError`
         where this rank is its own neighbour and does not receive what it sends.
         """
         send, receive = self.send, self.receive
         assert send is not None and receive is not None
-        if not (send.on_device or receive.on_device):
-            return
-        if any(operand.dtype is None and operand.derived is None for operand in (send, receive)):
-            return
-        if self.operation.send == "one":
-            sends = [block_of_neighbor(send, 0)] * len(neighborhood.destinations)
-        else:
-            sends = [block_of_neighbor(send, number) for number in range(len(neighborhood.destinations))]
-        receives = [block_of_neighbor(receive, number) for number in range(len(neighborhood.sources))]
-        outgoing = [[sends[number] for number in numbers] for numbers in neighborhood.outgoing(self._size)]
-        incoming = [[receives[number] for number in numbers] for numbers in neighborhood.incoming(self._size)]
+        one = self.operation.send == "one"
+        outgoing = blocks_for_ranks(send, neighborhood.destinations, neighborhood.outgoing(self._size), one=one)
+        incoming = blocks_for_ranks(receive, neighborhood.sources, neighborhood.incoming(self._size))
         sent, room = ([block.layout.nbytes for block in blocks[self._rank]] for blocks in (outgoing, incoming))
         if sent != room:
             raise InvalidUsageError(
@@ -284,7 +302,7 @@ class Call:
         self.send, self.receive = by_rank(send, outgoing), by_rank(receive, incoming)
         self._cuts = [(cut_of(to), cut_of(of)) for to, of in zip(outgoing, incoming, strict=True)]
 
-    def _read(self, spec: Any, shape: Shape, *, writable: bool, name: str) -> Operand:
+    def _read(self, spec: Any, shape: Shape, *, writable: bool, name: str, memory: Memory | None = None) -> Operand:
         if spec is None:
             raise TypeError(f"{self.operation}: {name} is None: pass a buffer")
         size, peer = self._size, "rank"
@@ -292,17 +310,20 @@ class Call:
             neighbors = self._neighborhood.sources if writable else self._neighborhood.destinations
             size, peer = len(neighbors), "neighbour"
         if shape == "typed":
-            return parse_typed(spec, size=size, writable=writable, name=name, peer=peer)
+            return parse_typed(spec, size=size, writable=writable, name=name, peer=peer, memory=memory)
         if shape == "vector":
-            return parse_vector(spec, size=size, writable=writable, name=name, peer=peer)
-        return parse(spec, blocks=size if shape == "blocks" else None, writable=writable, name=name, peer=peer)
+            return parse_vector(spec, size=size, writable=writable, name=name, peer=peer, memory=memory)
+        blocks = size if shape == "blocks" else None
+        return parse(spec, blocks=blocks, writable=writable, name=name, peer=peer, memory=memory)
 
     def _common_dtype(self) -> np.dtype[Any] | None:
         if self.operation.of_neighbors and not self.on_device:
             for operand in self.operands:
                 _require_type_of_mpi(self.operation, operand)
             return None
-        dtypes = [operand.dtype for operand in self.operands]
+        # A buffer without elements has no say. Where only MPI knows the elements, their number is not known.
+        having = [operand for operand in self.operands if operand.total or operand.dtype is None]
+        dtypes = [operand.dtype for operand in having or self.operands]
         if any(dtype is None for dtype in dtypes):  # `in` compares, and to NumPy None is float64
             if isinstance(self.arguments.op, Op):  # in MPI an error of NumPy would end the program
                 raise InvalidUsageError(

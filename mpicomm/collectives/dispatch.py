@@ -2,20 +2,23 @@
 
 Kernels carry collectives on device arrays, and between cliques an engine of room `internode`. Host arrays go through
 mapped memory where that is faster than MPI, or where MPI lacks the element type or the operation; else to MPI itself,
-as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI. The choice
-depends only on facts that MPI requires to be the same on all ranks.
+as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI. `place` has
+the rule of the choice, and why all ranks choose alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.collectives.algorithm_argument import require_known, require_possible
+from mpicomm.collectives.beside import PinnedCopies
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.engines import Engines
 from mpicomm.collectives.exchange import Message
@@ -24,12 +27,15 @@ from mpicomm.collectives.host.crossover import measure
 from mpicomm.collectives.host.fast_path import is_plainly_mpis
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import ALLREDUCE, Operation
+from mpicomm.collectives.place import Place
+from mpicomm.collectives.witness import learn_place
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
+from mpicomm.log import logger
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
-from mpicomm.mpi.host_copies import announce, out_of_place, through_host
-from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.host_copies import HostCopies, announce, out_of_place, through_host
+from mpicomm.mpi.location import is_on_device, refuse_stream
 from mpicomm.mpi.ops import AVG, op_name
 from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
 from mpicomm.session import Session
@@ -70,6 +76,8 @@ class Collectives:
         self._rank = placement.rank
         self._size = len(placement.places)
         self._nodes = len(placement.nodes)
+        self._has_gpu = isinstance(placement.here.device, int)
+        self._is_one_clique = len(placement.cliques) == 1
         self._completer = Completer()
         self._crossover = 0
         self._neighborhood: Neighborhood | None = None
@@ -102,14 +110,21 @@ class Collectives:
         if automatic and is_plainly_mpis(operation, arguments, self._size, self._nodes, crossover):
             if operation.of_neighbors:
                 self._neighbors()
+            self._tell_of_host(operation)
             self._mpi(operation, arguments)
             return
-        call = self._read(operation, arguments, algorithm)
+        call = self._read(operation, arguments, algorithm, stream)
         if call.on_device:
-            self._enqueue(call, arguments, stream, algorithm)
+            self._complete_copies(call, self._enqueue(call, arguments, stream, algorithm))
+            return
+        if call.device_array is not None:
+            copies, given = self._copies_on_host(call, stream)
+            self.run(operation, None, algorithm, given.send, given.receive, op, root, given.counts)
+            copies.back()
             return
         refuse_stream(operation.name, stream)
         if selection.is_mpis(call, algorithm, self._size, self._nodes, crossover):
+            self._tell_of_host(operation)
             self._mpi(operation, call.arguments)
         elif (
             algorithm == "auto"
@@ -120,6 +135,7 @@ class Collectives:
             self._crossover = measure(self._comm, self.engines.on_host(operation.name))
             self.run(operation, stream, algorithm, send, receive, op, root, counts)
         else:
+            self._tell_of_host(operation)
             self._run_on_host(call, algorithm)
 
     def run_with_epilogue(self, arguments: Arguments, stream: Any, algorithm: str) -> None:
@@ -128,9 +144,9 @@ class Collectives:
         if gpu and known:
             gpu.enqueue(known, stream, arguments.send, arguments.receive)
             return
-        call = self._read(ALLREDUCE, arguments, algorithm)
+        call = self._read(ALLREDUCE, arguments, algorithm, stream)
         if call.on_device:
-            self._enqueue(call, arguments, stream, algorithm)
+            self._complete_copies(call, self._enqueue(call, arguments, stream, algorithm))
         else:
             refuse_stream(ALLREDUCE.name, stream)
             self._finish_on_host(call, algorithm)
@@ -160,9 +176,10 @@ class Collectives:
         """Start a nonblocking collective."""
         work = self._begin_known(operation, arguments, stream, algorithm)
         if work is None:
-            call = self._read(operation, arguments, algorithm)
-            if not call.on_device and call.epilogue is None and selection.is_mpis_request(call, algorithm):
+            call = self._read(operation, arguments, algorithm, stream)
+            if self._is_mpis_request(call, algorithm):
                 refuse_stream(operation.name, stream)
+                self._tell_of_host(operation)
                 given = self._out_of_place(operation, call.arguments)
                 request: MPI.Request = self._mpi(operation, given, f"I{operation.name.lower()}")
                 # MPI reads the copy until the request is complete, and mpi4py does not keep it.
@@ -176,21 +193,25 @@ class Collectives:
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
     ) -> MPI.Prequest:
         """Return a persistent collective."""
-        call = self._read(operation, arguments, algorithm)
+        call = self._read(operation, arguments, algorithm, stream, only_to_check=True)
+        if not call.on_device and call.device_array is not None:
+            return self._prepare_on_copies(call, info, stream, algorithm)
+        self._tell_of(call)
         if call.on_device:
             self._session.require_gpu(operation.name)
         else:
             refuse_stream(operation.name, stream)
             # `_mpi` would give MPI a copy of the input in place, as the input is when the request is prepared.
             with_copy = operation.send == "counted" and call.in_place
-            if not with_copy and call.epilogue is None and selection.is_mpis_request(call, algorithm):
+            if not with_copy and self._is_mpis_request(call, algorithm):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
                 return prepared
 
         def begin() -> Work:
             known = self._begin_known(operation, arguments, stream, algorithm)
             # The arguments are read again, because symmetric memory among them may have been closed.
-            return known or self._begin(self._read(operation, arguments, algorithm), arguments, stream, algorithm)
+            again = known or self._read(operation, arguments, algorithm, stream, place=call.place)
+            return again if isinstance(again, Work) else self._begin(again, arguments, stream, algorithm)
 
         return PersistentRequest.of(begin)
 
@@ -224,13 +245,32 @@ class Collectives:
         gpu.add(plan, call, by_output=by_output)
         gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
 
-    def _read(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
+    def _read(
+        self,
+        operation: Operation,
+        arguments: Arguments,
+        algorithm: str,
+        stream: Any,
+        *,
+        place: Place | None = None,
+        only_to_check: bool = False,
+    ) -> Call:
+        """Return a call that was read and checked, with pinned copies of host arrays beside device arrays.
+
+        ``place`` is where the call is, if that is known. A call that is read ``only_to_check`` it copies nothing.
+        """
         if algorithm != "auto":
             require_known(operation, algorithm)
         if operation.send == "counted" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
-        call = self._call(operation, arguments, algorithm)
+        copies = None
+        if self._has_gpu and algorithm != "mpi" and not only_to_check:
+            copies = PinnedCopies(partial(self._pinned, operation, arguments, stream))
+        call = self._call(operation, arguments, algorithm, place, copies)
+        if call.place == "anywhere":
+            call = self._call(operation, arguments, algorithm, self._place_elsewhere(call, algorithm), copies)
+            call.was_undecided = True
         if algorithm != "auto":
             require_possible(call, algorithm)
         if not operation.in_mpi and (call.dtype is None or algorithm == "mpi"):
@@ -240,10 +280,91 @@ class Collectives:
             )
         return call
 
-    def _call(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
-        if not operation.of_neighbors:
-            return Call(operation, arguments, self._rank, self._size, algorithm)
-        return Call(operation, arguments, self._rank, self._size, algorithm, self._neighbors())
+    def _call(
+        self,
+        operation: Operation,
+        arguments: Arguments,
+        algorithm: str,
+        place: Place | None = None,
+        copies: PinnedCopies | None = None,
+    ) -> Call:
+        neighborhood = self._neighbors() if operation.of_neighbors else None
+        return Call(operation, arguments, self._rank, self._size, algorithm, neighborhood, place=place, copies=copies)
+
+    def _place_elsewhere(self, call: Call, algorithm: str) -> Place:
+        """Return where a call is for which this rank has no memory, as the other ranks see it. Blocking."""
+        operation = call.operation
+        mpis = algorithm == "mpi" or (operation.reduces and call.dtype is None)
+        if mpis or not self._has_gpu or self._size == 1:
+            return "host"  # MPI carries it out wherever it is
+        board = self.engines.board(operation.name, patient=True)
+        return learn_place(board, self._session.clique, operation.name, alone=self._is_one_clique)
+
+    def _tell_of_host(self, operation: Operation) -> None:
+        """Tell ranks that have no memory in the next call that MPI or the host carries it out; see `witness`."""
+        if self._has_gpu and self._size > 1 and operation.counts != "same":
+            self.engines.board(operation.name, patient=True).post_on_host(f"{operation} on the host")
+
+    def _tell_of(self, call: Call) -> None:
+        """Tell ranks that have no memory where a persistent call is; all ranks prepare it in the same order."""
+        operation = call.operation
+        if not call.on_device:
+            self._tell_of_host(operation)
+        elif self._has_gpu and self._size > 1 and operation.counts != "same":
+            self.engines.board(operation.name, patient=False).post(f"{operation}_init")
+
+    def _pinned(self, operation: Operation, arguments: Arguments, stream: Any, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Return pinned memory for a host array beside a device array. Raises `InvalidUsageError` in a capture."""
+        backend = self._session.gpu(operation.name)
+        given = (arguments.send, arguments.receive)
+        array = next((array_of(each) for each in given if not is_in_place(each) and is_on_device(each)), None)
+        if backend.is_capturing(backend.stream(stream, array)):
+            raise _no_graph(operation)
+        _warn_of_host_array(operation.name)
+        return backend.pinned(nbytes)
+
+    def _copies_on_host(self, call: Call, stream: Any) -> tuple[HostCopies, Arguments]:
+        """Return copies of the root's device array in a call on the host, and the arguments with them. Blocking."""
+        operation, given = call.operation, call.arguments
+        backend = self._session.gpu(operation.name)
+        resolved = backend.stream(stream, call.device_array)
+        for operand in call.operands:
+            require_here(operation.name, operand, self._session)
+        if backend.is_capturing(resolved):
+            raise _no_graph(operation)
+        _warn_of_host_array(operation.name)
+        copies = HostCopies(backend, resolved)
+        send = copies.spec(given.send, writable=False, name="sendbuf")
+        receive = copies.spec(given.receive, writable=True, name="recvbuf")
+        copies.ready()
+        return copies, replace(given, send=send, receive=receive)
+
+    def _prepare_on_copies(self, call: Call, info: MPI.Info, stream: Any, algorithm: str) -> MPI.Prequest:
+        """Return a persistent call on the host with the root's device array; the other ranks have MPI's request."""
+        copies, given = self._copies_on_host(call, stream)
+        prepared = self.prepare(call.operation, given, info, None, algorithm)
+        backend = self._session.backend
+
+        def begin() -> Work:
+            copies.again(backend.stream(stream, call.device_array))
+            copies.ready()
+            prepared.Start()
+            return self._completer.add(Work(prepared.Test, copies.back), backend.prepare_thread)
+
+        return PersistentRequest.of(begin, prepared.Free)
+
+    def _complete_copies(self, call: Call, stream: int) -> None:
+        """Wait for a call with host arrays beside device arrays, and bring its results to them."""
+        if call.copies:
+            backend = self._session.backend
+            backend.synchronize(stream)
+            backend.check()
+            call.copies.back()
+
+    def _is_mpis_request(self, call: Call, algorithm: str) -> bool:
+        """Return whether MPI's own request carries a call out."""
+        plain = not call.on_device and call.device_array is None and call.epilogue is None
+        return plain and selection.is_mpis_request(call, algorithm)
 
     def _neighbors(self) -> Neighborhood:
         """Return the neighbours of this rank, which the first call checks. Raises as `neighborhood_of`."""
@@ -272,8 +393,14 @@ class Collectives:
         operation = call.operation
         if call.on_device:
             resolved = self._enqueue(call, arguments, stream, algorithm)
-            return self._until(operation, self._session.set_up(operation.name).backend.completion(resolved))
+            done = self._session.set_up(operation.name).backend.completion(resolved)
+            return self._until(operation, done, call.copies)
+        if call.device_array is not None:
+            copies, given = self._copies_on_host(call, stream)
+            request = self.start(operation, given, None, algorithm)
+            return self._completer.add(Work(request.Test, copies.back), self._session.backend.prepare_thread)
         refuse_stream(operation.name, stream)
+        self._tell_of_host(operation)
         # It is done when this returns, because the engine of the host has no thread.
         if call.epilogue is not None:
             self._finish_on_host(call, algorithm)
@@ -286,10 +413,16 @@ class Collectives:
         work.advance()
         return work
 
-    def _until(self, operation: Operation, done: Callable[[], bool]) -> Work:
-        """Return a call that was begun as work, which is over when ``done`` says so."""
+    def _until(self, operation: Operation, done: Callable[[], bool], copies: PinnedCopies | None = None) -> Work:
+        """Return a call that was begun as work, which is over when ``done`` says so and ``copies`` are back."""
         backend = self._session.set_up(operation.name).backend
-        return self._completer.add(Work(done, backend.check), backend.prepare_thread)
+
+        def finish() -> None:
+            backend.check()
+            if copies:
+                copies.back()
+
+        return self._completer.add(Work(done, finish), backend.prepare_thread)
 
     def _enqueue(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> int:
         """Carry out a call on device arrays that was made with ``arguments``; return the stream it is on."""
@@ -299,18 +432,23 @@ class Collectives:
         for operand in call.operands:
             require_here(operation.name, operand, session)
         session.require_usable(operation.name)
-        array = array_of(call.operands[0].spec) if call.operands else None
         if call.dtype is None or algorithm == "mpi":
-            resolved = session.backend.stream(stream, array)
+            resolved = session.backend.stream(stream, call.device_array)
+            call.copies = None  # MPI gets the host arrays themselves
+            self._tell_of_host(operation)
             self._through_host(call, session, resolved)
             return resolved
+        if self.engines.gpu is None and operation.counts != "same" and self._size > 1:
+            # An undecided rank takes part in the set-up, so it has to know of it before.
+            self.engines.board(operation.name, patient=False).post(f"{operation}: set-up")
         gpu = self.engines.on_gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, algorithm)
         root = _root_of(gpu, arguments)
-        if root is not None:
+        # Other ranks may pass other memory the next time, and this rank would not ask.
+        if root is not None and not call.was_undecided:
             key = (operation, algorithm, arguments.send, arguments.receive, arguments.op, root, arguments.counts)
-            gpu.add(plan, key, by_output=bool(call.operands) and call.operands[0] is call.receive)
-        resolved = session.backend.stream(stream, array)
+            gpu.add(plan, key, by_output=call.device_array is not array_of(arguments.send))
+        resolved = session.backend.stream(stream, call.device_array)
         gpu.engine.enqueue(plan, resolved)
         if stream is None and any(operand.by_address for operand in call.operands):
             # The caller's later work may be on any stream, because no library says on which.
@@ -388,6 +526,18 @@ def _root_of(gpu: PlanCache, arguments: Arguments) -> Hashable:
     None where the epilogue has an array that cannot be recognised.
     """
     return arguments.root if arguments.epilogue is None else arguments.epilogue.key(gpu.identity_of)
+
+
+def _no_graph(operation: Operation) -> InvalidUsageError:
+    return InvalidUsageError(
+        f"{operation}: a host array beside an array on a GPU cannot be part of a CUDA graph, because the host copies "
+        "it: pass arrays on the GPU, or call it outside the capture"
+    )
+
+
+@cache
+def _warn_of_host_array(operation: str) -> None:
+    logger.warning("%s: a host array beside an array on a GPU goes through pinned memory, which is slower", operation)
 
 
 def require_here(operation: str, operand: Operand, session: Session) -> None:

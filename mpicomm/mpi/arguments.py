@@ -55,6 +55,8 @@ class Operand:
     """Whether it is device memory of no library, so that no stream is known which later work is on."""
     derived: tuple[Elements, ...] | None = None
     """The elements of a derived datatype in device memory, of each block in vector forms; None for all others."""
+    nowhere: bool = False
+    """Whether it has no memory: see `Memory.nowhere`."""
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +106,10 @@ def parse(
         memory = memory or read(spec, writable, name)
         dtype = memory.dtype
         if dtype is None and not memory.on_device:  # MPI may know the type
-            return Operand(name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec)
+            return Operand(
+                name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec,
+                nowhere=memory.nowhere,
+            )  # fmt: skip
         if not types.is_plain(dtype):
             raise _no_type(memory, name)
         assert dtype is not None
@@ -113,7 +118,7 @@ def parse(
             raise _uneven(memory.nbytes // dtype.itemsize, parts, name, peer)
         return Operand(
             name, memory.pointer, dtype, count, count * number, None, None, memory.on_device, memory.device,
-            memory.owner, None, _for_mpi(spec, memory), memory.by_address,
+            memory.owner, None, _for_mpi(spec, memory), memory.by_address, nowhere=memory.nowhere,
         )  # fmt: skip
     buffer, count, displ, datatype = _items(spec, name)
     if isinstance(count, (list, tuple)) and len(spec) < 4:
@@ -140,7 +145,9 @@ def parse(
     return element.operand(spec, name, start, count, number * count, None, None)
 
 
-def parse_vector(spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank") -> Operand:
+def parse_vector(
+    spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: Memory | None = None
+) -> Operand:
     """Read the argument ``name`` of a vector call, with one block for each of ``size`` ranks or other peers; local.
 
     One integer as counts is the count of every block. Without counts the elements are divided evenly, and earlier ranks
@@ -153,7 +160,8 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str, peer: str =
     buffer, counts, displs, datatype = _items(spec, name) if is_list else (spec, None, None, None)
     if isinstance(counts, tuple) and len(spec) < 4:  # a list means counts, as in mpi4py
         counts, displs = _pair(counts, name)
-    memory = _memory_of_bottom(spec) if buffer is MPI.BOTTOM else None
+    if buffer is MPI.BOTTOM:
+        memory = _memory_of_bottom(spec)
     element = _Element(buffer, datatype, writable, name, memory)
     if counts is None:
         element.require_whole_elements(name)
@@ -179,7 +187,9 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str, peer: str =
     return element.operand(spec, name, 0, total, total, each, places)
 
 
-def parse_typed(spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank") -> Operand:
+def parse_typed(
+    spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: Memory | None = None
+) -> Operand:
     """Read the argument ``name`` of Alltoallw, with a datatype for each of ``size`` ranks or other peers; local.
 
     Displacements are in bytes. MPI reads arguments in host memory itself. Raises as `parse` does.
@@ -192,11 +202,16 @@ def parse_typed(spec: Any, *, size: int, writable: bool, name: str, peer: str = 
         counts = displs = None
     elif len(spec) == 3:
         counts, displs = _pair(counts, name)
-    memory = _memory_of_bottom(spec)
-    if buffer is not MPI.BOTTOM and buffer is not None:
-        memory = read(buffer, writable, name)
+    if buffer is MPI.BOTTOM:
+        memory = _memory_of_bottom(spec)
+    elif buffer is None:
+        memory = memory or Memory(0, 0, None, False, None, None, nowhere=True)
+    else:
+        memory = memory or read(buffer, writable, name)
     if not memory.on_device:
-        return Operand(name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec)
+        return Operand(
+            name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec, nowhere=memory.nowhere
+        )
     each = (1,) * size if counts is None else _indices(counts, size, "counts", name, peer)
     places = (0,) * size if displs is None else _indices(displs, size, "displacements", name, peer)
     room = _room_of(memory, name, bottom=buffer is MPI.BOTTOM)
@@ -261,7 +276,7 @@ class _Element:
         if self.bottom or self.absent:
             if datatype is None:
                 raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
-            self.memory = memory or Memory(0, 0, None, False, None, None)
+            self.memory = memory or Memory(0, 0, None, False, None, None, nowhere=self.absent)
         else:
             self.memory = memory or read(buffer, writable, name)
         self.mpi_type: MPI.Datatype | None = None
@@ -335,7 +350,7 @@ class _Element:
             derived = elements_at(self.mpi_type, _room_of(memory, name, bottom=self.bottom), places)
         return Operand(
             name, pointer, dtype, count, total, counts, displs, memory.on_device, memory.device,
-            memory.owner, self.mpi_type, _for_mpi(spec, memory), memory.by_address, derived,
+            memory.owner, self.mpi_type, _for_mpi(spec, memory), memory.by_address, derived, memory.nowhere,
         )  # fmt: skip
 
 

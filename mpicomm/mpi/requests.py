@@ -259,12 +259,14 @@ class PersistentRequest(MPI.Prequest):
     _begin: Callable[[], Work] | None
     _started: Work | None
     _handle: Any
+    _release: Callable[[], object] | None
 
     @classmethod
-    def of(cls, begin: Callable[[], Work]) -> Self:
-        """Return a request that calls ``begin`` each time it is started."""
+    def of(cls, begin: Callable[[], Work], release: Callable[[], object] | None = None) -> Self:
+        """Return a request that calls ``begin`` each time it is started, and ``release`` when it is freed."""
         self = cls()
         self._begin = begin
+        self._release = release
         self._started = None
         self._handle = _Handle.from_address(MPI._addressof(self))
         return self
@@ -321,6 +323,9 @@ class PersistentRequest(MPI.Prequest):
         """Free the request, after a wait for the started call. A second call does nothing."""
         self._begin = None
         self.Wait()
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
     def _raise(self) -> None:
         started, self._started = self._started, None

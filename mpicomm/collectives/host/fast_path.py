@@ -26,9 +26,15 @@ _FACTS = {row: (row.send == "counted", row.rooted == "send", row.counts == "vect
 differ."""
 
 
-def limits(nodes: int) -> dict[str, int]:
-    """Return the bytes below which a collective of `MPI_TYPES` is certainly MPI's, by its name; local."""
-    return {name: least_mapped(operation, nodes) for name, operation in OPERATIONS.items()}
+def limits(nodes: int, *, on_gpus: bool) -> dict[str, int]:
+    """Return the bytes below which a collective of `MPI_TYPES` is MPI's without further ado, by its name; local.
+
+    On GPUs no call is in which ranks may have no data: there a rank tells such ranks where the call is, see `witness`.
+    """
+    return {
+        name: 0 if on_gpus and operation.counts != "same" else least_mapped(operation, nodes)
+        for name, operation in OPERATIONS.items()
+    }
 
 
 def is_plain(other: Any, buffer: Any, limit: int) -> bool:
