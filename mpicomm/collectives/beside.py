@@ -9,16 +9,21 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
 
+from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
+from mpicomm.log import logger, tell_slow_way
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import Memory, array_of, read
 from mpicomm.mpi.derived import Elements
+from mpicomm.mpi.location import is_on_device
+from mpicomm.session import Session
 
 Reread = Callable[[Memory], Operand]
 """Reads an argument again, as one in the given memory."""
@@ -48,10 +53,13 @@ def for_kernels(operand: Operand, reread: Reread, copies: PinnedCopies | None, *
 
 
 class PinnedCopies:
-    """The copies of one call's host arrays. ``pinned`` returns pinned memory of so many bytes."""
+    """The copies of the host arrays of one call, whose buffers are ``arguments``."""
 
-    def __init__(self, pinned: Callable[[int], npt.NDArray[np.uint8]]) -> None:
-        self._pinned = pinned
+    def __init__(self, session: Session, operation: str, arguments: Sequence[Any], stream: Any) -> None:
+        self._session = session
+        self._operation = operation
+        self._arguments = arguments
+        self._stream = stream
         self._copies: list[_Copy] = []
 
     def __bool__(self) -> bool:
@@ -60,7 +68,8 @@ class PinnedCopies:
     def add(self, operand: Operand, begin: int, end: int, *, written: bool) -> Operand:
         """Copy the elements of an operand, which lie between two addresses; return it with its elements in the copy.
 
-        Local. Memory that receives is copied, too, because its gaps must come back as they are.
+        Local. Memory that receives is copied, too, because its gaps must come back as they are. Raises
+        `InvalidUsageError` in a capture.
         """
         # The elements keep their alignment, which kernels rely on.
         shift = begin % _ALIGNED_NBYTES
@@ -70,6 +79,14 @@ class PinnedCopies:
         by = memory.ctypes.data - begin
         derived = operand.derived and tuple(Elements(each.address + by, each.layout) for each in operand.derived)
         return replace(operand, pointer=operand.pointer + by, derived=derived)
+
+    def _pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        backend = self._session.gpu(self._operation)
+        arrays = [each for each in self._arguments if each is not MPI.IN_PLACE and is_on_device(each)]
+        stream = backend.stream(self._stream, array_of(arrays[0]) if arrays else None)
+        require_no_graph(self._operation, backend, stream)  # before CUDA allocates, which a capture forbids
+        warn_of_host_array(self._operation)
+        return backend.pinned(nbytes)
 
     def back(self) -> None:
         """Bring the results to the arrays. The call must be over."""
@@ -108,3 +125,23 @@ def _extent(operand: Operand) -> tuple[int, int]:
     if not spans:
         return operand.pointer, operand.pointer
     return min(begin for begin, _ in spans), max(end for _, end in spans)
+
+
+def require_no_graph(operation: str, backend: GpuBackend, stream: int) -> None:
+    """Raise `InvalidUsageError` where ``stream`` captures a graph."""
+    if backend.is_capturing(stream):
+        raise InvalidUsageError(
+            f"{operation}: a host array beside an array on a GPU cannot be part of a CUDA graph, because the host "
+            "copies it: pass arrays on the GPU, or call it outside the capture"
+        )
+
+
+def warn_of_host_array(operation: str) -> None:
+    """Log once per operation that its calls with a host array beside a device array are slow. Local."""
+    tell_slow_way("a host array beside an array on a GPU goes through pinned memory")
+    _warn(operation)
+
+
+@cache
+def _warn(operation: str) -> None:
+    logger.warning("%s: a host array beside an array on a GPU goes through pinned memory, which is slower", operation)

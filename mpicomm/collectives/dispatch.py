@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.collectives.algorithm_argument import require_known, require_possible
@@ -27,15 +25,15 @@ from mpicomm.collectives.host.crossover import measure
 from mpicomm.collectives.host.fast_path import is_plainly_mpis
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import ALLREDUCE, Operation
-from mpicomm.collectives.place import Place
-from mpicomm.collectives.witness import learn_place
+from mpicomm.collectives.place import Place, require_here
+from mpicomm.collectives.root_copies import copies_on_host
+from mpicomm.collectives.witness import Witness
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
-from mpicomm.log import logger
-from mpicomm.mpi.arguments import Operand, parse
+from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
-from mpicomm.mpi.host_copies import HostCopies, announce, out_of_place, through_host
-from mpicomm.mpi.location import is_on_device, refuse_stream
+from mpicomm.mpi.host_copies import announce, out_of_place, through_host
+from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import AVG, op_name
 from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
 from mpicomm.session import Session
@@ -76,12 +74,11 @@ class Collectives:
         self._rank = placement.rank
         self._size = len(placement.places)
         self._nodes = len(placement.nodes)
-        self._has_gpu = isinstance(placement.here.device, int)
-        self._is_one_clique = len(placement.cliques) == 1
         self._completer = Completer()
         self._crossover = 0
         self._neighborhood: Neighborhood | None = None
         self.engines = Engines(session)
+        self._witness = Witness(session, self.engines.board)
 
     def run(
         self,
@@ -110,7 +107,7 @@ class Collectives:
         if automatic and is_plainly_mpis(operation, arguments, self._size, self._nodes, crossover):
             if operation.of_neighbors:
                 self._neighbors()
-            self._tell_of_host(operation)
+            self._witness.tell(operation, on_host=True)
             self._mpi(operation, arguments)
             return
         call = self._read(operation, arguments, algorithm, stream)
@@ -118,13 +115,13 @@ class Collectives:
             self._complete_copies(call, self._enqueue(call, arguments, stream, algorithm))
             return
         if call.device_array is not None:
-            copies, given = self._copies_on_host(call, stream)
+            copies, given = copies_on_host(self._session, call, stream)
             self.run(operation, None, algorithm, given.send, given.receive, op, root, given.counts)
             copies.back()
             return
         refuse_stream(operation.name, stream)
         if selection.is_mpis(call, algorithm, self._size, self._nodes, crossover):
-            self._tell_of_host(operation)
+            self._witness.tell(operation, on_host=True)
             self._mpi(operation, call.arguments)
         elif (
             algorithm == "auto"
@@ -135,7 +132,7 @@ class Collectives:
             self._crossover = measure(self._comm, self.engines.on_host(operation.name))
             self.run(operation, stream, algorithm, send, receive, op, root, counts)
         else:
-            self._tell_of_host(operation)
+            self._witness.tell(operation, on_host=True)
             self._run_on_host(call, algorithm)
 
     def run_with_epilogue(self, arguments: Arguments, stream: Any, algorithm: str) -> None:
@@ -179,7 +176,7 @@ class Collectives:
             call = self._read(operation, arguments, algorithm, stream)
             if self._is_mpis_request(call, algorithm):
                 refuse_stream(operation.name, stream)
-                self._tell_of_host(operation)
+                self._witness.tell(operation, on_host=True)
                 given = self._out_of_place(operation, call.arguments)
                 request: MPI.Request = self._mpi(operation, given, f"I{operation.name.lower()}")
                 # MPI reads the copy until the request is complete, and mpi4py does not keep it.
@@ -196,7 +193,7 @@ class Collectives:
         call = self._read(operation, arguments, algorithm, stream, only_to_check=True)
         if not call.on_device and call.device_array is not None:
             return self._prepare_on_copies(call, info, stream, algorithm)
-        self._tell_of(call)
+        self._witness.tell(operation, on_host=not call.on_device)
         if call.on_device:
             self._session.require_gpu(operation.name)
         else:
@@ -265,11 +262,11 @@ class Collectives:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
         copies = None
-        if self._has_gpu and algorithm != "mpi" and not only_to_check:
-            copies = PinnedCopies(partial(self._pinned, operation, arguments, stream))
+        if algorithm != "mpi" and not only_to_check:
+            copies = PinnedCopies(self._session, operation.name, (arguments.send, arguments.receive), stream)
         call = self._call(operation, arguments, algorithm, place, copies)
         if call.place == "anywhere":
-            call = self._call(operation, arguments, algorithm, self._place_elsewhere(call, algorithm), copies)
+            call = self._call(operation, arguments, algorithm, self._witness.learn(call, algorithm), copies)
             call.was_undecided = True
         if algorithm != "auto":
             require_possible(call, algorithm)
@@ -291,57 +288,9 @@ class Collectives:
         neighborhood = self._neighbors() if operation.of_neighbors else None
         return Call(operation, arguments, self._rank, self._size, algorithm, neighborhood, place=place, copies=copies)
 
-    def _place_elsewhere(self, call: Call, algorithm: str) -> Place:
-        """Return where a call is for which this rank has no memory, as the other ranks see it. Blocking."""
-        operation = call.operation
-        mpis = algorithm == "mpi" or (operation.reduces and call.dtype is None)
-        if mpis or not self._has_gpu or self._size == 1:
-            return "host"  # MPI carries it out wherever it is
-        board = self.engines.board(operation.name, patient=True)
-        return learn_place(board, self._session.clique, operation.name, alone=self._is_one_clique)
-
-    def _tell_of_host(self, operation: Operation) -> None:
-        """Tell ranks that have no memory in the next call that MPI or the host carries it out; see `witness`."""
-        if self._has_gpu and self._size > 1 and operation.counts != "same":
-            self.engines.board(operation.name, patient=True).post_on_host(f"{operation} on the host")
-
-    def _tell_of(self, call: Call) -> None:
-        """Tell ranks that have no memory where a persistent call is; all ranks prepare it in the same order."""
-        operation = call.operation
-        if not call.on_device:
-            self._tell_of_host(operation)
-        elif self._has_gpu and self._size > 1 and operation.counts != "same":
-            self.engines.board(operation.name, patient=False).post(f"{operation}_init")
-
-    def _pinned(self, operation: Operation, arguments: Arguments, stream: Any, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Return pinned memory for a host array beside a device array. Raises `InvalidUsageError` in a capture."""
-        backend = self._session.gpu(operation.name)
-        given = (arguments.send, arguments.receive)
-        array = next((array_of(each) for each in given if not is_in_place(each) and is_on_device(each)), None)
-        if backend.is_capturing(backend.stream(stream, array)):
-            raise _no_graph(operation)
-        _warn_of_host_array(operation.name)
-        return backend.pinned(nbytes)
-
-    def _copies_on_host(self, call: Call, stream: Any) -> tuple[HostCopies, Arguments]:
-        """Return copies of the root's device array in a call on the host, and the arguments with them. Blocking."""
-        operation, given = call.operation, call.arguments
-        backend = self._session.gpu(operation.name)
-        resolved = backend.stream(stream, call.device_array)
-        for operand in call.operands:
-            require_here(operation.name, operand, self._session)
-        if backend.is_capturing(resolved):
-            raise _no_graph(operation)
-        _warn_of_host_array(operation.name)
-        copies = HostCopies(backend, resolved)
-        send = copies.spec(given.send, writable=False, name="sendbuf")
-        receive = copies.spec(given.receive, writable=True, name="recvbuf")
-        copies.ready()
-        return copies, replace(given, send=send, receive=receive)
-
     def _prepare_on_copies(self, call: Call, info: MPI.Info, stream: Any, algorithm: str) -> MPI.Prequest:
         """Return a persistent call on the host with the root's device array; the other ranks have MPI's request."""
-        copies, given = self._copies_on_host(call, stream)
+        copies, given = copies_on_host(self._session, call, stream)
         prepared = self.prepare(call.operation, given, info, None, algorithm)
         backend = self._session.backend
 
@@ -396,11 +345,11 @@ class Collectives:
             done = self._session.set_up(operation.name).backend.completion(resolved)
             return self._until(operation, done, call.copies)
         if call.device_array is not None:
-            copies, given = self._copies_on_host(call, stream)
+            copies, given = copies_on_host(self._session, call, stream)
             request = self.start(operation, given, None, algorithm)
             return self._completer.add(Work(request.Test, copies.back), self._session.backend.prepare_thread)
         refuse_stream(operation.name, stream)
-        self._tell_of_host(operation)
+        self._witness.tell(operation, on_host=True)
         # It is done when this returns, because the engine of the host has no thread.
         if call.epilogue is not None:
             self._finish_on_host(call, algorithm)
@@ -435,12 +384,11 @@ class Collectives:
         if call.dtype is None or algorithm == "mpi":
             resolved = session.backend.stream(stream, call.device_array)
             call.copies = None  # MPI gets the host arrays themselves
-            self._tell_of_host(operation)
+            self._witness.tell(operation, on_host=True)
             self._through_host(call, session, resolved)
             return resolved
-        if self.engines.gpu is None and operation.counts != "same" and self._size > 1:
-            # An undecided rank takes part in the set-up, so it has to know of it before.
-            self.engines.board(operation.name, patient=False).post(f"{operation}: set-up")
+        if self.engines.gpu is None:  # an undecided rank takes part in the set-up, so it has to know of it before
+            self._witness.tell(operation, on_host=False)
         gpu = self.engines.on_gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, algorithm)
         root = _root_of(gpu, arguments)
@@ -526,24 +474,3 @@ def _root_of(gpu: PlanCache, arguments: Arguments) -> Hashable:
     None where the epilogue has an array that cannot be recognised.
     """
     return arguments.root if arguments.epilogue is None else arguments.epilogue.key(gpu.identity_of)
-
-
-def _no_graph(operation: Operation) -> InvalidUsageError:
-    return InvalidUsageError(
-        f"{operation}: a host array beside an array on a GPU cannot be part of a CUDA graph, because the host copies "
-        "it: pass arrays on the GPU, or call it outside the capture"
-    )
-
-
-@cache
-def _warn_of_host_array(operation: str) -> None:
-    logger.warning("%s: a host array beside an array on a GPU goes through pinned memory, which is slower", operation)
-
-
-def require_here(operation: str, operand: Operand, session: Session) -> None:
-    """Raise for an array of another GPU."""
-    if operand.device is not None and operand.on_device and operand.device != session.backend.device:
-        raise InvalidUsageError(
-            f"{operation}: {operand.name} is on GPU {operand.device}, but this communicator is on GPU "
-            f"{session.backend.device}: copy it there"
-        )

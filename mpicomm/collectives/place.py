@@ -21,7 +21,9 @@ from __future__ import annotations
 from typing import Literal
 
 from mpicomm.collectives.operations import Operation
+from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand
+from mpicomm.session import Session
 
 Place = Literal["gpu", "host", "anywhere"]
 
@@ -43,3 +45,12 @@ def place_of(operation: Operation, send: Operand | None, receive: Operand | None
     # it for one of the host.
     undecided = operation.counts != "same" and any(operand.nowhere for operand in given)
     return "anywhere" if undecided else "host"
+
+
+def require_here(operation: str, operand: Operand, session: Session) -> None:
+    """Raise for an array of another GPU."""
+    if operand.device is not None and operand.on_device and operand.device != session.backend.device:
+        raise InvalidUsageError(
+            f"{operation}: {operand.name} is on GPU {operand.device}, but this communicator is on GPU "
+            f"{session.backend.device}: copy it there"
+        )

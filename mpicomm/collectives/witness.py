@@ -14,38 +14,68 @@ there are other cliques, nobody here can know: that is an error.
 
 from __future__ import annotations
 
-from mpicomm.cluster.agreement import Group
+from collections.abc import Callable
+
 from mpicomm.collectives.board import Board
+from mpicomm.collectives.call import Call
+from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.place import Place
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
+from mpicomm.session import Session
 from mpicomm.waiting import wait_until
 
 _WAY_OUT = "in place of address 0 pass an empty array of the GPU's library or of NumPy"
 
 
-def learn_place(board: Board, clique: Group, operation: str, *, alone: bool) -> Place:
-    """Return where the next call is, as soon as a rank of the clique says so. Local, blocking.
+class Witness:
+    """What the ranks of one communicator tell each other of their calls. ``board`` is `Engines.board`."""
 
-    ``alone`` is whether there is no other clique. Raises `CollectiveTimeoutError` where no rank comes in time, and
-    `InvalidUsageError` where no rank of the clique knows and those of others may.
-    """
-    call = board.ask()
-    found: list[bool] = []
+    def __init__(self, session: Session, board: Callable[..., Board]) -> None:
+        placement = session.placement
+        self._session = session
+        self._board = board
+        self._is_one_clique = len(placement.cliques) == 1
+        self._is_needed = isinstance(placement.here.device, int) and len(placement.places) > 1
 
-    def known() -> bool:
-        on_host = board.is_on_host(call)
-        if on_host is not None:
-            found.append(on_host)
-        return on_host is not None
+    def tell(self, operation: Operation, *, on_host: bool) -> None:
+        """Tell undecided ranks where the next call is, if there may be some. Local but for the set-up of the board.
 
-    if not wait_until(known, clique.timeout_s, clique.progress):
-        raise CollectiveTimeoutError(
-            f"{operation}: this rank passes no memory, and no other rank of its node has come within "
-            f"{clique.timeout_s:g} s to say whether the call is on GPUs: {_WAY_OUT}"
-        )
-    if not alone and board.nobody_knows(call):
-        raise InvalidUsageError(
-            f"{operation}: no rank of {list(clique.ranks)} passes memory, so they cannot know whether the call is on "
-            f"GPUs for the ranks of other nodes: {_WAY_OUT}"
-        )
-    return "host" if found[0] else "gpu"
+        A rank whose call is on the host waits for this set-up as long as MPI would.
+        """
+        if self._is_needed and operation.counts != "same":
+            board = self._board(operation.name, patient=on_host)
+            if on_host:
+                board.post_on_host(f"{operation} on the host")
+            else:
+                board.post(f"{operation}: set-up")
+
+    def learn(self, call: Call, algorithm: str) -> Place:
+        """Return where a call is in which this rank is undecided. Local but for the set-up of the board, blocking.
+
+        Raises `CollectiveTimeoutError` where no rank comes in time to say so, and `InvalidUsageError` where no rank of
+        the clique knows and those of others may.
+        """
+        operation = call.operation
+        mpis = algorithm == "mpi" or (operation.reduces and call.dtype is None)
+        if mpis or not self._is_needed:
+            return "host"  # MPI carries it out, wherever it is
+        board = self._board(operation.name, patient=True)
+        clique, number, found = self._session.clique, board.ask(), list[bool]()
+
+        def known() -> bool:
+            on_host = board.is_on_host(number)
+            if on_host is not None:
+                found.append(on_host)
+            return on_host is not None
+
+        if not wait_until(known, clique.timeout_s, clique.progress):
+            raise CollectiveTimeoutError(
+                f"{operation}: this rank passes no memory, and no other rank of its node has come within "
+                f"{clique.timeout_s:g} s to say whether the call is on GPUs: {_WAY_OUT}"
+            )
+        if not self._is_one_clique and board.nobody_knows(number):
+            raise InvalidUsageError(
+                f"{operation}: no rank of {list(clique.ranks)} passes memory, so they cannot know whether the call is "
+                f"on GPUs for the other ranks: {_WAY_OUT}"
+            )
+        return "host" if found[0] else "gpu"

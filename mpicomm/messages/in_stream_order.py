@@ -6,8 +6,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.dispatch import Collectives, MessageCall, require_here
+from mpicomm.collectives.dispatch import Collectives, MessageCall
 from mpicomm.collectives.exchange import Message
+from mpicomm.collectives.place import require_here
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.overlap import require_separate

@@ -16,7 +16,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.collectives import dispatch
+from mpicomm.collectives import beside
 from tests.helpers.device_calls import Engine, on_host_engine
 from tests.helpers.message_devices import DeviceArray
 from tests.helpers.message_rigs import Rig
@@ -332,8 +332,8 @@ def test_the_buffers_that_all_ranks_pass_say_where_a_rooted_call_is(
 
 def test_one_warning_tells_of_host_arrays(rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(dispatch.logger, "warning", lambda text, *values: said.append(text % values))
-    dispatch._warn_of_host_array.cache_clear()
+    monkeypatch.setattr(beside.logger, "warning", lambda text, *values: said.append(text % values))
+    beside._warn.cache_clear()
     target = on_gpu(rig, np.zeros(rig.size))
     for _ in range(3):
         rig.comm.Allgather(np.zeros(1), target)
