@@ -58,7 +58,7 @@ class BlockingCollectives(MPI.Intracomm):
     **Order.** A call on host arrays blocks. A call on device arrays is stream-ordered: it returns when it is enqueued
     on ``stream``, by default the current stream of the library that the array comes from. Later work on that stream
     finds the result. The buffers are in use until the stream has come that far. Calls that MPI carries out block, also
-    on device arrays: of types and operations that only MPI has, and with "mpi".
+    on device arrays: reductions of types and operations that only MPI has, and all calls with "mpi".
 
     **Groups of ranks.** Kernels serve the ranks of a node, up to 8; more ranks are several groups. Between groups of
     GPUs an engine moves the data, which ``python -m mpicomm.info`` shows and MPICOMM_INTERNODE names: "nccl" is
@@ -66,10 +66,17 @@ class BlockingCollectives(MPI.Intracomm):
     all ranks has come, and raise `InvalidUsageError` in a capture.
 
     **Buffers.** All forms of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in elements. The
-    two buffers of a rank are both on the host or both on the GPU, and have the same element type and counts that fit
-    each other. All ranks pass the same counts, except in the calls whose names end in v. A buffer that only the root
+    two buffers of a rank have the same element type and counts that fit each other. All ranks pass the same counts, except in the calls whose names end in v. A buffer that only the root
     needs is ignored on other ranks. MPI takes the addresses of derived datatypes and of ``MPI.BOTTOM`` in host memory
     unchecked, as in mpi4py.
+
+    **Memory.** A call with an array on the GPU is one on device arrays, on all ranks. A host array beside it goes through
+    pinned memory, with a warning: the call then blocks, in the nonblocking form its request does, and it raises
+    `InvalidUsageError` in a capture. In Gather, Gatherv, Reduce, Scatter and Scatterv the buffers that every rank passes
+    decide, and the root's other buffer lies anywhere. A buffer without elements at address 0, such as
+    ``MPI.memory.fromaddress(0, 0)``, or None in a list, lies nowhere and fits every other one. A rank that passes
+    nothing else, in a call whose counts may differ, waits until another rank of its node has come with memory, also in
+    a nonblocking call; it raises `CollectiveTimeoutError` where none comes.
 
     **In place.** ``sendbuf=MPI.IN_PLACE`` means that the input is in ``recvbuf``, at the place that MPI prescribes. In
     Gather, Gatherv and Reduce only the root may pass it. In Scatter and Scatterv the root passes
