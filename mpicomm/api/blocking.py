@@ -66,14 +66,14 @@ class BlockingCollectives(MPI.Intracomm):
     all ranks has come, and raise `InvalidUsageError` in a capture.
 
     **Buffers.** All forms of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in elements. The
-    two buffers of a rank have the same element type and counts that fit each other. All ranks pass the same counts, except in the calls whose names end in v. A buffer that only the root
-    needs is ignored on other ranks. MPI takes the addresses of derived datatypes and of ``MPI.BOTTOM`` in host memory
-    unchecked, as in mpi4py.
+    two buffers of a rank have the same element type and counts that fit each other. All ranks pass the same counts,
+    except in the calls whose names end in v. A buffer that only the root needs is ignored on other ranks. MPI takes the
+    addresses of derived datatypes and of ``MPI.BOTTOM`` in host memory unchecked, as in mpi4py.
 
-    **Memory.** A call with an array on the GPU is one on device arrays, on all ranks. A host array beside it goes through
-    pinned memory, with a warning: the call then blocks, in the nonblocking form its request does, and it raises
-    `InvalidUsageError` in a capture. In Gather, Gatherv, Reduce, Scatter and Scatterv the buffers that every rank passes
-    decide, and the root's other buffer lies anywhere. A buffer without elements at address 0, such as
+    **Memory.** A call with an array on the GPU is one on device arrays, on all ranks. A host array beside it goes
+    through pinned memory, with a warning: the call then blocks, in the nonblocking form its request does, and it raises
+    `InvalidUsageError` in a capture. In Gather, Gatherv, Reduce, Scatter and Scatterv the buffers that every rank
+    passes decide, and the root's other buffer lies anywhere. A buffer without elements at address 0, such as
     ``MPI.memory.fromaddress(0, 0)``, or None in a list, lies nowhere and fits every other one. A rank that passes
     nothing else, in a call whose counts may differ, waits until another rank of its node has come with memory, also in
     a nonblocking call; it raises `CollectiveTimeoutError` where none comes.

@@ -41,8 +41,8 @@ class PointToPoint(MPI.Intracomm):
     MPI matches all messages, by source and tag. Between GPUs of one node a message of a device array is described: MPI
     carries a description of it, the sender's GPU copies the data into its outbox, and the receiver's GPU copies it from
     there. Kernels pack and unpack derived datatypes. Messages are eager, which means that the data goes through pinned
-    host memory and MPI, if they go to another node, if the ranks do not open memory by IPC handles, and if the outbox is
-    full: it takes 1/64 of the GPU's memory at most, and a message leaves it when it is received.
+    host memory and MPI, if they go to another node, if the ranks do not open memory by IPC handles, and if the outbox
+    is full: it takes 1/64 of the GPU's memory at most, and a message leaves it when it is received.
 
     ``stream`` orders the copies of device arrays, as for collectives. Without it each buffer has the current stream of
     the library that it comes from.

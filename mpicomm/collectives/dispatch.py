@@ -107,7 +107,8 @@ class Collectives:
         if automatic and is_plainly_mpis(operation, arguments, self._size, self._nodes, crossover):
             if operation.of_neighbors:
                 self._neighbors()
-            self._witness.tell(operation, on_host=True)
+            if self._witness.is_needed:
+                self._witness.tell(operation, on_host=True)
             self._mpi(operation, arguments)
             return
         call = self._read(operation, arguments, algorithm, stream)
@@ -262,11 +263,12 @@ class Collectives:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
         copies = None
-        if algorithm != "mpi" and not only_to_check:
+        if self._witness.is_needed and algorithm != "mpi" and not only_to_check:
             copies = PinnedCopies(self._session, operation.name, (arguments.send, arguments.receive), stream)
         call = self._call(operation, arguments, algorithm, place, copies)
         if call.place == "anywhere":
-            call = self._call(operation, arguments, algorithm, self._witness.learn(call, algorithm), copies)
+            where = self._witness.learn(call, algorithm, kernels=self.engines.gpu is not None)
+            call = self._call(operation, arguments, algorithm, where, copies)
             call.was_undecided = True
         if algorithm != "auto":
             require_possible(call, algorithm)

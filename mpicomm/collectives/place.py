@@ -41,10 +41,9 @@ def place_of(operation: Operation, send: Operand | None, receive: Operand | None
     given = [operand for operand in deciding if operand is not None]
     if any(operand.on_device for operand in given):
         return "gpu"
-    # A call in which all ranks have the same count has no elements anywhere, if this rank has none: every rank may take
-    # it for one of the host.
-    undecided = operation.counts != "same" and any(operand.nowhere for operand in given)
-    return "anywhere" if undecided else "host"
+    # Where all ranks have the same count, another buffer of this rank is as empty, and its class says where it lies.
+    enough = all if operation.counts == "same" else any
+    return "anywhere" if enough(operand.nowhere for operand in given) else "host"
 
 
 def require_here(operation: str, operand: Operand, session: Session) -> None:

@@ -7,6 +7,9 @@ others. All ranks post the same calls in the same order, so the number of a call
 undecided rank waits until one other rank has posted the call, and goes the same way. Where all ranks are undecided,
 nobody has data, and they take the call for one of the host.
 
+Where all ranks have the same count, nobody has data if one rank has none, and nobody posts anything for it. The ranks
+take such a call for one on GPUs once there has been one on their communicator, else for one of the host.
+
 A rank that knows waits for nobody, so there is no circle. It pays for a post on the board: calls on GPUs post anyway,
 and those on the host pay about a microsecond. Cliques have a board each. Where a clique has undecided ranks alone, and
 there are other cliques, nobody here can know: that is an error.
@@ -35,30 +38,35 @@ class Witness:
         self._session = session
         self._board = board
         self._is_one_clique = len(placement.cliques) == 1
-        self._is_needed = isinstance(placement.here.device, int) and len(placement.places) > 1
+        self.is_needed = isinstance(placement.here.device, int) and len(placement.places) > 1
+        """Whether calls may be on GPUs, and there are other ranks."""
 
     def tell(self, operation: Operation, *, on_host: bool) -> None:
         """Tell undecided ranks where the next call is, if there may be some. Local but for the set-up of the board.
 
         A rank whose call is on the host waits for this set-up as long as MPI would.
         """
-        if self._is_needed and operation.counts != "same":
+        if self.is_needed and operation.counts != "same":
             board = self._board(operation.name, patient=on_host)
             if on_host:
                 board.post_on_host(f"{operation} on the host")
             else:
                 board.post(f"{operation}: set-up")
 
-    def learn(self, call: Call, algorithm: str) -> Place:
+    def learn(self, call: Call, algorithm: str, *, kernels: bool) -> Place:
         """Return where a call is in which this rank is undecided. Local but for the set-up of the board, blocking.
+
+        ``kernels`` is whether the communicator has carried out a call on GPUs: a fact that is the same on all ranks.
 
         Raises `CollectiveTimeoutError` where no rank comes in time to say so, and `InvalidUsageError` where no rank of
         the clique knows and those of others may.
         """
         operation = call.operation
         mpis = algorithm == "mpi" or (operation.reduces and call.dtype is None)
-        if mpis or not self._is_needed:
+        if mpis or not self.is_needed:
             return "host"  # MPI carries it out, wherever it is
+        if operation.counts == "same":
+            return "gpu" if kernels else "host"
         board = self._board(operation.name, patient=True)
         clique, number, found = self._session.clique, board.ask(), list[bool]()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,9 +17,13 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
+from mpicomm.cluster.placement import Placement
 from mpicomm.collectives import beside
+from mpicomm.devices.base import GpuBackend
+from mpicomm.log import logger
+from mpicomm.session import Session
 from tests.helpers.device_calls import Engine, on_host_engine
-from tests.helpers.message_devices import DeviceArray
+from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.message_rigs import Rig
 
 if MPI.COMM_WORLD.size == 1:
@@ -219,10 +224,53 @@ def test_turns_of_the_host_and_of_gpus(rig: Rig, engine: Engine) -> None:
         got = MAKERS[where](rig, np.zeros(sum(into)))
         if rank == size - 1 and rng.integers(10) == 0:
             time.sleep(0.02)
-        rig.comm.Alltoallv([by_address(sent), out, MPI.DOUBLE], [by_address(got), into, MPI.DOUBLE])
+        # None is recognised the next time: no plan of a call on GPUs may be taken for a call on the host then.
+        named = [by_address(each) if values_of(each).size else None for each in (sent, got)]
+        rig.comm.Alltoallv([named[0], out, MPI.DOUBLE], [named[1], into, MPI.DOUBLE])
         assert values_of(got).tolist() == [sender + n for n in range(sum(into))]
     require_one_way(engine)
     assert engine.calls == sum(where == "gpu" for where, _ in calls)
+
+
+@pytest.mark.parametrize("where", MAKERS)
+def test_neighbours_without_memory(rig: Rig, where: str) -> None:
+    """Rank 0 sends to rank 1. Each has one buffer that lies nowhere, and all other ranks have two."""
+    rank = rig.rank
+    made: Any = rig.comm.Create_dist_graph_adjacent([0] * (rank == 1), [1] * (rank == 0))
+    made.gpu = take_for_gpu(made)
+    with on_host_engine(made) as engine:
+        for name in ("Neighbor_alltoallv", "Neighbor_alltoallw", "Neighbor_alltoall", "Neighbor_allgatherv"):
+            for form in FORMS:
+                sent = MAKERS[where](rig, np.arange(3.0)[: 3 * (rank == 0)])
+                got = MAKERS[where](rig, np.zeros(3 * (rank == 1)))
+                named = [[by_address(each), [3] * int(bool(values_of(each).size))] for each in (sent, got)]
+                if name == "Neighbor_alltoallw":
+                    given = [
+                        [memory, (counts, [0] * len(counts)), [MPI.DOUBLE] * len(counts)] for memory, counts in named
+                    ]
+                elif name == "Neighbor_alltoall":
+                    given = [[memory, MPI.DOUBLE] for memory, _ in named]
+                else:
+                    given = [[memory, counts, MPI.DOUBLE] for memory, counts in named]
+                    if name == "Neighbor_allgatherv":
+                        given[0] = [named[0][0], MPI.DOUBLE]
+                call(made, form.format(name.lower() if form[0] == "I" else name), *given)
+                assert values_of(got).tolist() == [0.0, 1.0, 2.0][: 3 * (rank == 1)], (name, form)
+        require_one_way(engine)
+        assert (engine.calls > 0) == (where == "gpu")
+    made.Free()
+
+
+def test_cliques_without_memory_cannot_know(rig: Rig) -> None:
+    comm = rig.comm.Dup()
+    device = take_for_gpu(comm)
+    places = [replace(place, node_key=str(rank % 2)) for rank, place in enumerate(comm._session.placement.places)]
+    session = Session(MPI.Intracomm(comm), Placement(places, rig.rank), cast(GpuBackend, device))
+    comm._begin(session)
+    with pytest.raises(InvalidUsageError, match=r"no rank of \[.*\] passes memory, so they cannot know"):
+        comm.Alltoallv(*[[NULL, [0] * rig.size, MPI.DOUBLE]] * 2)
+    comm.Alltoallv(*[[np.zeros(0), [0] * rig.size]] * 2)
+    comm.Free()
 
 
 def test_an_empty_buffer_fits_every_other_one(rig: Rig, engine: Engine) -> None:
@@ -332,7 +380,7 @@ def test_the_buffers_that_all_ranks_pass_say_where_a_rooted_call_is(
 
 def test_one_warning_tells_of_host_arrays(rig: Rig, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr(beside.logger, "warning", lambda text, *values: said.append(text % values))
+    monkeypatch.setattr(logger, "warning", lambda text, *values: said.append(text % values))
     beside._warn.cache_clear()
     target = on_gpu(rig, np.zeros(rig.size))
     for _ in range(3):
