@@ -78,7 +78,9 @@ class PinnedCopies:
         self._copies.append(_Copy(begin, memory, written, operand.owner))
         by = memory.ctypes.data - begin
         derived = operand.derived and tuple(Elements(each.address + by, each.layout) for each in operand.derived)
-        return replace(operand, pointer=operand.pointer + by, derived=derived)
+        device = self._session.placement.here.device
+        assert isinstance(device, int)
+        return replace(operand, pointer=operand.pointer + by, derived=derived, device=device)
 
     def _pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
         backend = self._session.gpu(self._operation)

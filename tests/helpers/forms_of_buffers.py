@@ -134,8 +134,7 @@ class Call:
         self._same = int(shared.integers(0, _MOST))
         self._root = int(shared.integers(size))
         self._gap = int(shared.integers(3))
-        values = np.random.default_rng([seed, rank, 1])
-        self._values = lambda count: values.integers(-99, 99, count).astype(_INT)
+        self._content = np.random.default_rng([seed, rank, 1])
         self.send, self.receive = self._buffers()
         for buffer in (self.send, self.receive):
             if buffer is not None:
@@ -176,16 +175,13 @@ class Call:
 
     def _drawn(self) -> list[Any]:
         """Draw the form and the memory of each buffer, so that the call is on GPUs, as far as this rank has a say."""
-        typed, at_root = self._row.send == "typed", self._rank == self._root
-        common = {"receive": self.send, "send": self.receive, "bcast": self.receive}.get(self._row.rooted)
+        typed = self._row.send == "typed"
         pair = [self.send, self.receive]
-        if common is not None and not (at_root and self._row.rooted != "bcast"):
-            deciding = [common]
-        else:
-            deciding = [common] if common is not None else [each for each in pair if each is not None]
+        common = {"receive": [self.send], "send": [self.receive]}.get(self._row.rooted, pair)
+        deciding = [each for each in common if each is not None]
         # One of the buffers that decide lies on the GPU, or one of them nowhere.
         sure = deciding[int(self._rng.integers(len(deciding)))]
-        made = []
+        made: list[Any] = []
         for buffer in pair:
             if buffer is None:
                 made.append(None)
@@ -219,6 +215,9 @@ class Call:
             buffer.count = same
             buffers.append(None if alone and not at_root else buffer)
         return (None, buffers[1]) if row.rooted == "bcast" else (buffers[0], buffers[1])
+
+    def _values(self, count: int) -> Array:
+        return self._content.integers(-99, 99, count).astype(_INT)
 
     def _blocks(self, counts: Sequence[int]) -> Buffer:
         places, end = [], 0

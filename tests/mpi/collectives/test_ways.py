@@ -324,7 +324,7 @@ def test_a_host_array_beside_a_device_array(
     gapped[:, :3] = everybody
     column = MPI.INT32_T.Create_vector(3, 1, 1).Create_resized(0, 16).Commit()
     counts = [3] * size
-    for name, send, receive, expected, wrap in (
+    rows: list[tuple[str, Any, Any, Any, Any]] = [
         ("Allgather", block, np.full(3 * size, -1, np.int32), gathered, None),
         ("Allgatherv", block, gap, gapped, lambda got: [got, counts, [4 * r for r in range(size)], MPI.INT32_T]),
         ("Allgather", block, gap, gapped, lambda got: [got, 1, column]),
@@ -339,7 +339,8 @@ def test_a_host_array_beside_a_device_array(
             lambda got: [got, [1] * size, [16 * r for r in range(size)], [column] * size],
         ),
         ("Reduce_scatter_block", np.tile(block, size), np.full(3, -1, np.int32), everybody.sum(0), None),
-    ):
+    ]
+    for name, send, receive, expected, wrap in rows:
         source, target = makes(rig, send), takes(rig, receive)
         method = form.format(name.lower() if form[0] == "I" else name)
         given: Any = source
