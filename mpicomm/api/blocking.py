@@ -8,48 +8,18 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
+from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import REFUSALS, Collectives
 from mpicomm.collectives.host.fast_path import MPI_TYPES, are_apart, is_plain
-from mpicomm.collectives.operations import (
-    ALLGATHER,
-    ALLGATHERV,
-    ALLREDUCE,
-    ALLTOALL,
-    ALLTOALLV,
-    ALLTOALLW,
-    BCAST,
-    EXSCAN,
-    GATHER,
-    GATHERV,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_BLOCK,
-    SCAN,
-    SCATTER,
-    SCATTERV,
-)
 from mpicomm.epilogues import as_epilogue
 from mpicomm.mpi.buffers import is_host_view
 
 # MPI's methods, looked up once, because `super()` takes a tenth of the time of a small call.
 _Op = MPI.Op  # the class of MPI's operations; `AVG` and `Op`, which are not for MPI to carry out, are of others
-_allgather = MPI.Intracomm.Allgather
-_allgatherv = MPI.Intracomm.Allgatherv
 _allreduce = MPI.Intracomm.Allreduce
-_alltoall = MPI.Intracomm.Alltoall
-_alltoallv = MPI.Intracomm.Alltoallv
 _barrier = MPI.Intracomm.Barrier
 _bcast = MPI.Intracomm.Bcast
-_exscan = MPI.Intracomm.Exscan
-_gather = MPI.Intracomm.Gather
-_gatherv = MPI.Intracomm.Gatherv
-_reduce = MPI.Intracomm.Reduce
-_reduce_scatter = MPI.Intracomm.Reduce_scatter
-_reduce_scatter_block = MPI.Intracomm.Reduce_scatter_block
-_scan = MPI.Intracomm.Scan
-_scatter = MPI.Intracomm.Scatter
-_scatterv = MPI.Intracomm.Scatterv
 
 
 class BlockingCollectives(MPI.Intracomm):
@@ -134,24 +104,6 @@ class BlockingCollectives(MPI.Intracomm):
         else:
             self._collectives.barrier(stream)
 
-    def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgather"]):
-            try:
-                return _allgather(self, sendbuf, recvbuf)
-            except REFUSALS as error:
-                raise self._collectives.refused(error, ALLGATHER, sendbuf, recvbuf) from error
-        return self._collectives.run(ALLGATHER, stream, algorithm, sendbuf, recvbuf)
-
-    def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """As Allgather, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgatherv"]):
-            try:
-                return _allgatherv(self, sendbuf, recvbuf)
-            except REFUSALS as error:
-                raise self._collectives.refused(error, ALLGATHERV, sendbuf, recvbuf) from error
-        return self._collectives.run(ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
-
     def Allreduce(
         self,
         sendbuf: Any,
@@ -186,30 +138,8 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _allreduce(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
-                raise self._collectives.refused(error, ALLREDUCE, sendbuf, recvbuf, op) from error
-        return self._collectives.run(ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op)
-
-    def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoall"]):
-            try:
-                return _alltoall(self, sendbuf, recvbuf)
-            except REFUSALS as error:
-                raise self._collectives.refused(error, ALLTOALL, sendbuf, recvbuf) from error
-        return self._collectives.run(ALLTOALL, stream, algorithm, sendbuf, recvbuf)
-
-    def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """As Alltoall, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoallv"]):
-            try:
-                return _alltoallv(self, sendbuf, recvbuf)
-            except REFUSALS as error:
-                raise self._collectives.refused(error, ALLTOALLV, sendbuf, recvbuf) from error
-        return self._collectives.run(ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
-
-    def Alltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """As Alltoallv, with a datatype for each rank, and displacements in bytes."""
-        return self._collectives.run(ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
+                raise self._collectives.refused(error, rows.ALLREDUCE, sendbuf, recvbuf, op) from error
+        return self._collectives.run(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op)
 
     def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the root's ``buf`` to every rank's ``buf``."""
@@ -225,8 +155,50 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _bcast(self, buf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, BCAST, None, buf, root=root) from error
-        return self._collectives.run(BCAST, stream, algorithm, None, buf, root=root)
+                raise self._collectives.refused(error, rows.BCAST, None, buf, root=root) from error
+        return self._collectives.run(rows.BCAST, stream, algorithm, None, buf, root=root)
+
+    # scripts/write_methods.py writes all that follows, from the table of operations.
+
+    def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgather"]):
+            try:
+                return _allgather(self, sendbuf, recvbuf)
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.ALLGATHER, sendbuf, recvbuf) from error
+        return self._collectives.run(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf)
+
+    def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """As Allgather, with blocks of any counts and displacements."""
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgatherv"]):
+            try:
+                return _allgatherv(self, sendbuf, recvbuf)
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.ALLGATHERV, sendbuf, recvbuf) from error
+        return self._collectives.run(rows.ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
+
+    def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoall"]):
+            try:
+                return _alltoall(self, sendbuf, recvbuf)
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.ALLTOALL, sendbuf, recvbuf) from error
+        return self._collectives.run(rows.ALLTOALL, stream, algorithm, sendbuf, recvbuf)
+
+    def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """As Alltoall, with blocks of any counts and displacements."""
+        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoallv"]):
+            try:
+                return _alltoallv(self, sendbuf, recvbuf)
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.ALLTOALLV, sendbuf, recvbuf) from error
+        return self._collectives.run(rows.ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
+
+    def Alltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """As Alltoallv, with a datatype for each rank, and displacements in bytes."""
+        return self._collectives.run(rows.ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
 
     def Exscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -241,8 +213,8 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _exscan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
-                raise self._collectives.refused(error, EXSCAN, sendbuf, recvbuf, op) from error
-        return self._collectives.run(EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
+                raise self._collectives.refused(error, rows.EXSCAN, sendbuf, recvbuf, op) from error
+        return self._collectives.run(rows.EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
@@ -250,19 +222,19 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _gather(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, GATHER, sendbuf, recvbuf, root=root) from error
-        return self._collectives.run(GATHER, stream, algorithm, sendbuf, recvbuf, root=root)
+                raise self._collectives.refused(error, rows.GATHER, sendbuf, recvbuf, root=root) from error
+        return self._collectives.run(rows.GATHER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Gatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Gather, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Gatherv"]):
+        if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._limits["Gatherv"]):
             try:
                 return _gatherv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, GATHERV, sendbuf, recvbuf, root=root) from error
-        return self._collectives.run(GATHERV, stream, algorithm, sendbuf, recvbuf, root=root)
+                raise self._collectives.refused(error, rows.GATHERV, sendbuf, recvbuf, root=root) from error
+        return self._collectives.run(rows.GATHERV, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Reduce(
         self,
@@ -275,7 +247,6 @@ class BlockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
-        # The buffers change places, because only the root's recvbuf means anything.
         if (
             stream is None
             and algorithm == "auto"
@@ -285,8 +256,8 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, REDUCE, sendbuf, recvbuf, op, root) from error
-        return self._collectives.run(REDUCE, stream, algorithm, sendbuf, recvbuf, op, root)
+                raise self._collectives.refused(error, rows.REDUCE, sendbuf, recvbuf, op, root) from error
+        return self._collectives.run(rows.REDUCE, stream, algorithm, sendbuf, recvbuf, op, root)
 
     def Reduce_scatter(
         self,
@@ -301,7 +272,7 @@ class BlockingCollectives(MPI.Intracomm):
         """As Reduce_scatter_block, with ``recvcounts[r]`` elements in block r.
 
         Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. A rank whose count is 0
-        need not be in place where the other ranks are.
+        need not be in place where the other ranks are, except in a persistent call on host arrays.
         """
         if (
             stream is None
@@ -314,9 +285,9 @@ class BlockingCollectives(MPI.Intracomm):
                 return _reduce_scatter(self, sendbuf, recvbuf, recvcounts, op)
             except REFUSALS as error:
                 raise self._collectives.refused(
-                    error, REDUCE_SCATTER, sendbuf, recvbuf, op, counts=recvcounts
+                    error, rows.REDUCE_SCATTER, sendbuf, recvbuf, op, counts=recvcounts
                 ) from error
-        return self._collectives.run(REDUCE_SCATTER, stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
+        return self._collectives.run(rows.REDUCE_SCATTER, stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
 
     def Reduce_scatter_block(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -331,8 +302,8 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _reduce_scatter_block(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
-                raise self._collectives.refused(error, REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op) from error
-        return self._collectives.run(REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op)
+                raise self._collectives.refused(error, rows.REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op) from error
+        return self._collectives.run(rows.REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op)
 
     def Scan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -347,8 +318,8 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _scan(self, sendbuf, recvbuf, op)
             except REFUSALS as error:
-                raise self._collectives.refused(error, SCAN, sendbuf, recvbuf, op) from error
-        return self._collectives.run(SCAN, stream, algorithm, sendbuf, recvbuf, op)
+                raise self._collectives.refused(error, rows.SCAN, sendbuf, recvbuf, op) from error
+        return self._collectives.run(rows.SCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Scatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -358,8 +329,8 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _scatter(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, SCATTER, sendbuf, recvbuf, root=root) from error
-        return self._collectives.run(SCATTER, stream, algorithm, sendbuf, recvbuf, root=root)
+                raise self._collectives.refused(error, rows.SCATTER, sendbuf, recvbuf, root=root) from error
+        return self._collectives.run(rows.SCATTER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Scatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -369,5 +340,20 @@ class BlockingCollectives(MPI.Intracomm):
             try:
                 return _scatterv(self, sendbuf, recvbuf, root)
             except REFUSALS as error:
-                raise self._collectives.refused(error, SCATTERV, sendbuf, recvbuf, root=root) from error
-        return self._collectives.run(SCATTERV, stream, algorithm, sendbuf, recvbuf, root=root)
+                raise self._collectives.refused(error, rows.SCATTERV, sendbuf, recvbuf, root=root) from error
+        return self._collectives.run(rows.SCATTERV, stream, algorithm, sendbuf, recvbuf, root=root)
+
+
+_allgather = MPI.Intracomm.Allgather
+_allgatherv = MPI.Intracomm.Allgatherv
+_alltoall = MPI.Intracomm.Alltoall
+_alltoallv = MPI.Intracomm.Alltoallv
+_exscan = MPI.Intracomm.Exscan
+_gather = MPI.Intracomm.Gather
+_gatherv = MPI.Intracomm.Gatherv
+_reduce = MPI.Intracomm.Reduce
+_reduce_scatter = MPI.Intracomm.Reduce_scatter
+_reduce_scatter_block = MPI.Intracomm.Reduce_scatter_block
+_scan = MPI.Intracomm.Scan
+_scatter = MPI.Intracomm.Scatter
+_scatterv = MPI.Intracomm.Scatterv

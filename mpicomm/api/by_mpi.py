@@ -1,6 +1,6 @@
 """MPI's own calls on device arrays: they go through pinned host copies, because MPI gets no device pointer.
 
-The table below names mpi4py's methods that take buffers, and those that make communicators or matched messages.
+The tables below name mpi4py's methods that take buffers, and those that make communicators or matched messages.
 
 `ByMpi` wraps the methods of a Communicator that nothing else implements. Intercommunicators, the communicators made
 from them, and matched messages are mpi4py's own objects: `wrap` turns them into objects of a subclass whose methods are
@@ -16,6 +16,7 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicomm.collectives.operations import BCAST, OPERATIONS
 from mpicomm.devices.base import GpuBackend
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import host_calls
@@ -32,8 +33,8 @@ Places = tuple[tuple[int, str], ...]
 Gpu = Callable[[str], GpuBackend]
 """Returns this rank's GPU for an operation; raises `InvalidUsageError` for a communicator on the cpu."""
 
-_BUF = ((0, "buf"),)
-_SEND_AND_RECEIVE = ((0, "sendbuf"), (1, "recvbuf"))
+_BUF: Places = ((0, "buf"),)
+_SEND_AND_RECEIVE: Places = ((0, "sendbuf"), (1, "recvbuf"))
 _EXCHANGE = ((0, "sendbuf"), (3, "recvbuf"))
 _FLAG = ((0, "flag"),)
 
@@ -41,33 +42,14 @@ _FLAG = ((0, "flag"),)
 BUFFERS: dict[str, Places] = {
     name: places
     for places, names in (
-        # Messages.
         (_BUF, "Send Ssend Bsend Rsend Recv Sendrecv_replace Attach_buffer"),
         (_BUF, "Isend Issend Ibsend Irsend Irecv Isendrecv_replace"),
         (_BUF, "Send_init Ssend_init Bsend_init Rsend_init Recv_init Psend_init Precv_init"),
         (_EXCHANGE, "Sendrecv Isendrecv"),
-        # Collectives.
-        (_BUF, "Bcast Ibcast Bcast_init"),
         (_FLAG, "Iagree"),
-        (_SEND_AND_RECEIVE, "Gather Gatherv Scatter Scatterv Allgather Allgatherv Alltoall Alltoallv Alltoallw"),
-        (_SEND_AND_RECEIVE, "Igather Igatherv Iscatter Iscatterv Iallgather Iallgatherv"),
-        (_SEND_AND_RECEIVE, "Ialltoall Ialltoallv Ialltoallw"),
-        (_SEND_AND_RECEIVE, "Gather_init Gatherv_init Scatter_init Scatterv_init Allgather_init Allgatherv_init"),
-        (_SEND_AND_RECEIVE, "Alltoall_init Alltoallv_init Alltoallw_init"),
-        (_SEND_AND_RECEIVE, "Reduce Allreduce Reduce_scatter Reduce_scatter_block Scan Exscan"),
-        (_SEND_AND_RECEIVE, "Ireduce Iallreduce Ireduce_scatter Ireduce_scatter_block Iscan Iexscan"),
-        (_SEND_AND_RECEIVE, "Reduce_init Allreduce_init Reduce_scatter_init Reduce_scatter_block_init"),
-        (_SEND_AND_RECEIVE, "Scan_init Exscan_init"),
-        # Collectives of neighbours, of communicators with a topology.
-        (_SEND_AND_RECEIVE, "Neighbor_allgather Neighbor_allgatherv"),
-        (_SEND_AND_RECEIVE, "Neighbor_alltoall Neighbor_alltoallv Neighbor_alltoallw"),
-        (_SEND_AND_RECEIVE, "Ineighbor_allgather Ineighbor_allgatherv"),
-        (_SEND_AND_RECEIVE, "Ineighbor_alltoall Ineighbor_alltoallv Ineighbor_alltoallw"),
-        (_SEND_AND_RECEIVE, "Neighbor_allgather_init Neighbor_allgatherv_init"),
-        (_SEND_AND_RECEIVE, "Neighbor_alltoall_init Neighbor_alltoallv_init Neighbor_alltoallw_init"),
     )
     for name in names.split()
-}
+} | {name: _BUF if row.rooted == "bcast" else _SEND_AND_RECEIVE for row in OPERATIONS.values() for name in row.methods}
 
 # Methods that return a communicator or a message, also in a tuple.
 MAKERS = frozenset((
@@ -79,7 +61,7 @@ MAKERS = frozenset((
 
 _RECEIVE_BUFFERS = ("recvbuf", "inoutbuf", "outbuf")
 _RECEIVE_INTO_BUF = frozenset((
-    "Recv", "Irecv", "Recv_init", "Sendrecv_replace", "Isendrecv_replace", "Bcast", "Ibcast", "Bcast_init",
+    "Recv", "Irecv", "Recv_init", "Sendrecv_replace", "Isendrecv_replace", *BCAST.methods,
 ))  # fmt: skip
 _HOST_ALONE = frozenset(("Attach_buffer", "Iagree"))
 """Methods whose memory MPI uses beyond the call: host copies cannot stand for it."""

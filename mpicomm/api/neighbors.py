@@ -6,15 +6,9 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import Collectives
-from mpicomm.collectives.operations import (
-    NEIGHBOR_ALLGATHER,
-    NEIGHBOR_ALLGATHERV,
-    NEIGHBOR_ALLTOALL,
-    NEIGHBOR_ALLTOALLV,
-    NEIGHBOR_ALLTOALLW,
-)
 
 
 class NeighborCollectives(MPI.Topocomm):
@@ -41,82 +35,84 @@ class NeighborCollectives(MPI.Topocomm):
 
     _collectives: Collectives
 
+    # scripts/write_methods.py writes all that follows, from the table of operations.
+
     def Neighbor_allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Receive a block from each neighbour, and send the same block to each."""
-        return self._collectives.run(NEIGHBOR_ALLGATHER, stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.run(rows.NEIGHBOR_ALLGATHER, stream, algorithm, sendbuf, recvbuf)
 
     def Neighbor_allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Neighbor_allgather, with blocks of any counts and displacements in ``recvbuf``."""
-        return self._collectives.run(NEIGHBOR_ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.run(rows.NEIGHBOR_ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Neighbor_alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Receive a block from each neighbour, and send another block to each."""
-        return self._collectives.run(NEIGHBOR_ALLTOALL, stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.run(rows.NEIGHBOR_ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Neighbor_alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Neighbor_alltoall, with blocks of any counts and displacements."""
-        return self._collectives.run(NEIGHBOR_ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.run(rows.NEIGHBOR_ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Neighbor_alltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Neighbor_alltoallv, with a datatype for each neighbour. Displacements are in bytes."""
-        return self._collectives.run(NEIGHBOR_ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
+        return self._collectives.run(rows.NEIGHBOR_ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
 
     def Ineighbor_allgather(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_allgather`; return its request."""
-        return self._collectives.start(NEIGHBOR_ALLGATHER, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLGATHER, Arguments(sendbuf, recvbuf), stream, algorithm)
 
     def Ineighbor_allgatherv(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_allgatherv`; return its request."""
-        return self._collectives.start(NEIGHBOR_ALLGATHERV, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLGATHERV, Arguments(sendbuf, recvbuf), stream, algorithm)
 
     def Ineighbor_alltoall(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_alltoall`; return its request."""
-        return self._collectives.start(NEIGHBOR_ALLTOALL, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLTOALL, Arguments(sendbuf, recvbuf), stream, algorithm)
 
     def Ineighbor_alltoallv(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_alltoallv`; return its request."""
-        return self._collectives.start(NEIGHBOR_ALLTOALLV, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLTOALLV, Arguments(sendbuf, recvbuf), stream, algorithm)
 
     def Ineighbor_alltoallw(
         self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Neighbor_alltoallw`; return its request."""
-        return self._collectives.start(NEIGHBOR_ALLTOALLW, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.NEIGHBOR_ALLTOALLW, Arguments(sendbuf, recvbuf), stream, algorithm)
 
     def Neighbor_allgather_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare `Neighbor_allgather`; return its request."""
-        return self._collectives.prepare(NEIGHBOR_ALLGATHER, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(rows.NEIGHBOR_ALLGATHER, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Neighbor_allgatherv_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare `Neighbor_allgatherv`; return its request."""
-        return self._collectives.prepare(NEIGHBOR_ALLGATHERV, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(rows.NEIGHBOR_ALLGATHERV, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Neighbor_alltoall_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare `Neighbor_alltoall`; return its request."""
-        return self._collectives.prepare(NEIGHBOR_ALLTOALL, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(rows.NEIGHBOR_ALLTOALL, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Neighbor_alltoallv_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare `Neighbor_alltoallv`; return its request."""
-        return self._collectives.prepare(NEIGHBOR_ALLTOALLV, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(rows.NEIGHBOR_ALLTOALLV, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Neighbor_alltoallw_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare `Neighbor_alltoallw`; return its request."""
-        return self._collectives.prepare(NEIGHBOR_ALLTOALLW, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(rows.NEIGHBOR_ALLTOALLW, Arguments(sendbuf, recvbuf), info, stream, algorithm)

@@ -7,26 +7,9 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import Collectives
-from mpicomm.collectives.operations import (
-    ALLGATHER,
-    ALLGATHERV,
-    ALLREDUCE,
-    ALLTOALL,
-    ALLTOALLV,
-    ALLTOALLW,
-    BCAST,
-    EXSCAN,
-    GATHER,
-    GATHERV,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_BLOCK,
-    SCAN,
-    SCATTER,
-    SCATTERV,
-)
 from mpicomm.epilogues import as_epilogue
 
 
@@ -43,14 +26,6 @@ class NonblockingCollectives(MPI.Intracomm):
 
     _collectives: Collectives
 
-    def Iallgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start `Allgather`; return its request."""
-        return self._collectives.start(ALLGATHER, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
-
-    def Iallgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
-        """Start `Allgatherv`; return its request."""
-        return self._collectives.start(ALLGATHERV, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
-
     def Iallreduce(
         self,
         sendbuf: Any,
@@ -64,42 +39,52 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Allreduce`; return its request."""
         finish = as_epilogue(epilogue, operands)
-        arguments = Arguments(send=sendbuf, receive=recvbuf, op=op, epilogue=finish)
-        return self._collectives.start(ALLREDUCE, arguments, stream, algorithm)
+        arguments = Arguments(sendbuf, recvbuf, op, epilogue=finish)
+        return self._collectives.start(rows.ALLREDUCE, arguments, stream, algorithm)
+
+    # scripts/write_methods.py writes all that follows, from the table of operations.
+
+    def Iallgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
+        """Start `Allgather`; return its request."""
+        return self._collectives.start(rows.ALLGATHER, Arguments(sendbuf, recvbuf), stream, algorithm)
+
+    def Iallgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
+        """Start `Allgatherv`; return its request."""
+        return self._collectives.start(rows.ALLGATHERV, Arguments(sendbuf, recvbuf), stream, algorithm)
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoall`; return its request."""
-        return self._collectives.start(ALLTOALL, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.start(rows.ALLTOALL, Arguments(sendbuf, recvbuf), stream, algorithm)
 
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoallv`; return its request."""
-        return self._collectives.start(ALLTOALLV, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.start(rows.ALLTOALLV, Arguments(sendbuf, recvbuf), stream, algorithm)
 
     def Ialltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoallw`; return its request."""
-        return self._collectives.start(ALLTOALLW, Arguments(send=sendbuf, receive=recvbuf), stream, algorithm)
+        return self._collectives.start(rows.ALLTOALLW, Arguments(sendbuf, recvbuf), stream, algorithm)
 
     def Ibcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Bcast`; return its request."""
-        return self._collectives.start(BCAST, Arguments(receive=buf, root=root), stream, algorithm)
+        return self._collectives.start(rows.BCAST, Arguments(None, buf, root=root), stream, algorithm)
 
     def Iexscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Exscan`; return its request."""
-        return self._collectives.start(EXSCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
+        return self._collectives.start(rows.EXSCAN, Arguments(sendbuf, recvbuf, op), stream, algorithm)
 
     def Igather(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Gather`; return its request."""
-        return self._collectives.start(GATHER, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
+        return self._collectives.start(rows.GATHER, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
 
     def Igatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Gatherv`; return its request."""
-        return self._collectives.start(GATHERV, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
+        return self._collectives.start(rows.GATHERV, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
 
     def Ireduce(
         self,
@@ -112,9 +97,7 @@ class NonblockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> MPI.Request:
         """Start `Reduce`; return its request."""
-        return self._collectives.start(
-            REDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), stream, algorithm
-        )
+        return self._collectives.start(rows.REDUCE, Arguments(sendbuf, recvbuf, op, root), stream, algorithm)
 
     def Ireduce_scatter(
         self,
@@ -128,31 +111,29 @@ class NonblockingCollectives(MPI.Intracomm):
     ) -> MPI.Request:
         """Start `Reduce_scatter`; return its request."""
         return self._collectives.start(
-            REDUCE_SCATTER, Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op), stream, algorithm
+            rows.REDUCE_SCATTER, Arguments(sendbuf, recvbuf, op, counts=recvcounts), stream, algorithm
         )
 
     def Ireduce_scatter_block(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Reduce_scatter_block`; return its request."""
-        return self._collectives.start(
-            REDUCE_SCATTER_BLOCK, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm
-        )
+        return self._collectives.start(rows.REDUCE_SCATTER_BLOCK, Arguments(sendbuf, recvbuf, op), stream, algorithm)
 
     def Iscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Scan`; return its request."""
-        return self._collectives.start(SCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), stream, algorithm)
+        return self._collectives.start(rows.SCAN, Arguments(sendbuf, recvbuf, op), stream, algorithm)
 
     def Iscatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Scatter`; return its request."""
-        return self._collectives.start(SCATTER, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
+        return self._collectives.start(rows.SCATTER, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
 
     def Iscatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Request:
         """Start `Scatterv`; return its request."""
-        return self._collectives.start(SCATTERV, Arguments(send=sendbuf, receive=recvbuf, root=root), stream, algorithm)
+        return self._collectives.start(rows.SCATTERV, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)

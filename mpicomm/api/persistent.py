@@ -7,26 +7,9 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.dispatch import Collectives
-from mpicomm.collectives.operations import (
-    ALLGATHER,
-    ALLGATHERV,
-    ALLREDUCE,
-    ALLTOALL,
-    ALLTOALLV,
-    ALLTOALLW,
-    BCAST,
-    EXSCAN,
-    GATHER,
-    GATHERV,
-    REDUCE,
-    REDUCE_SCATTER,
-    REDUCE_SCATTER_BLOCK,
-    SCAN,
-    SCATTER,
-    SCATTERV,
-)
 from mpicomm.epilogues import as_epilogue
 
 
@@ -40,18 +23,6 @@ class PersistentCollectives(MPI.Intracomm):
     """
 
     _collectives: Collectives
-
-    def Allgather_init(
-        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
-    ) -> MPI.Prequest:
-        """Prepare `Allgather`; return its request."""
-        return self._collectives.prepare(ALLGATHER, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
-
-    def Allgatherv_init(
-        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
-    ) -> MPI.Prequest:
-        """Prepare `Allgatherv`; return its request."""
-        return self._collectives.prepare(ALLGATHERV, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
 
     def Allreduce_init(
         self,
@@ -67,32 +38,46 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare `Allreduce`; return its request."""
         finish = as_epilogue(epilogue, operands)
-        arguments = Arguments(send=sendbuf, receive=recvbuf, op=op, epilogue=finish)
-        return self._collectives.prepare(ALLREDUCE, arguments, info, stream, algorithm)
+        arguments = Arguments(sendbuf, recvbuf, op, epilogue=finish)
+        return self._collectives.prepare(rows.ALLREDUCE, arguments, info, stream, algorithm)
+
+    # scripts/write_methods.py writes all that follows, from the table of operations.
+
+    def Allgather_init(
+        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Prequest:
+        """Prepare `Allgather`; return its request."""
+        return self._collectives.prepare(rows.ALLGATHER, Arguments(sendbuf, recvbuf), info, stream, algorithm)
+
+    def Allgatherv_init(
+        self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
+    ) -> MPI.Prequest:
+        """Prepare `Allgatherv`; return its request."""
+        return self._collectives.prepare(rows.ALLGATHERV, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Alltoall_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare `Alltoall`; return its request."""
-        return self._collectives.prepare(ALLTOALL, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(rows.ALLTOALL, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Alltoallv_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare `Alltoallv`; return its request."""
-        return self._collectives.prepare(ALLTOALLV, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(rows.ALLTOALLV, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Alltoallw_init(
         self, sendbuf: Any, recvbuf: Any, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare `Alltoallw`; return its request."""
-        return self._collectives.prepare(ALLTOALLW, Arguments(send=sendbuf, receive=recvbuf), info, stream, algorithm)
+        return self._collectives.prepare(rows.ALLTOALLW, Arguments(sendbuf, recvbuf), info, stream, algorithm)
 
     def Bcast_init(
         self, buf: Any, root: int = 0, info: MPI.Info = MPI.INFO_NULL, *, stream: Any = None, algorithm: str = "auto"
     ) -> MPI.Prequest:
         """Prepare `Bcast`; return its request."""
-        return self._collectives.prepare(BCAST, Arguments(receive=buf, root=root), info, stream, algorithm)
+        return self._collectives.prepare(rows.BCAST, Arguments(None, buf, root=root), info, stream, algorithm)
 
     def Exscan_init(
         self,
@@ -105,9 +90,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Exscan`; return its request."""
-        return self._collectives.prepare(
-            EXSCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
-        )
+        return self._collectives.prepare(rows.EXSCAN, Arguments(sendbuf, recvbuf, op), info, stream, algorithm)
 
     def Gather_init(
         self,
@@ -120,9 +103,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Gather`; return its request."""
-        return self._collectives.prepare(
-            GATHER, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
-        )
+        return self._collectives.prepare(rows.GATHER, Arguments(sendbuf, recvbuf, root=root), info, stream, algorithm)
 
     def Gatherv_init(
         self,
@@ -135,9 +116,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Gatherv`; return its request."""
-        return self._collectives.prepare(
-            GATHERV, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
-        )
+        return self._collectives.prepare(rows.GATHERV, Arguments(sendbuf, recvbuf, root=root), info, stream, algorithm)
 
     def Reduce_init(
         self,
@@ -151,9 +130,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Reduce`; return its request."""
-        return self._collectives.prepare(
-            REDUCE, Arguments(send=sendbuf, receive=recvbuf, op=op, root=root), info, stream, algorithm
-        )
+        return self._collectives.prepare(rows.REDUCE, Arguments(sendbuf, recvbuf, op, root), info, stream, algorithm)
 
     def Reduce_scatter_init(
         self,
@@ -166,13 +143,9 @@ class PersistentCollectives(MPI.Intracomm):
         stream: Any = None,
         algorithm: str = "auto",
     ) -> MPI.Prequest:
-        """Prepare `Reduce_scatter`; on host arrays either all ranks are in place or none."""
+        """Prepare `Reduce_scatter`; return its request."""
         return self._collectives.prepare(
-            REDUCE_SCATTER,
-            Arguments(send=sendbuf, receive=recvbuf, counts=recvcounts, op=op),
-            info,
-            stream,
-            algorithm,
+            rows.REDUCE_SCATTER, Arguments(sendbuf, recvbuf, op, counts=recvcounts), info, stream, algorithm
         )
 
     def Reduce_scatter_block_init(
@@ -187,7 +160,7 @@ class PersistentCollectives(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Prepare `Reduce_scatter_block`; return its request."""
         return self._collectives.prepare(
-            REDUCE_SCATTER_BLOCK, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm
+            rows.REDUCE_SCATTER_BLOCK, Arguments(sendbuf, recvbuf, op), info, stream, algorithm
         )
 
     def Scan_init(
@@ -201,7 +174,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Scan`; return its request."""
-        return self._collectives.prepare(SCAN, Arguments(send=sendbuf, receive=recvbuf, op=op), info, stream, algorithm)
+        return self._collectives.prepare(rows.SCAN, Arguments(sendbuf, recvbuf, op), info, stream, algorithm)
 
     def Scatter_init(
         self,
@@ -214,9 +187,7 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Scatter`; return its request."""
-        return self._collectives.prepare(
-            SCATTER, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
-        )
+        return self._collectives.prepare(rows.SCATTER, Arguments(sendbuf, recvbuf, root=root), info, stream, algorithm)
 
     def Scatterv_init(
         self,
@@ -229,6 +200,4 @@ class PersistentCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> MPI.Prequest:
         """Prepare `Scatterv`; return its request."""
-        return self._collectives.prepare(
-            SCATTERV, Arguments(send=sendbuf, receive=recvbuf, root=root), info, stream, algorithm
-        )
+        return self._collectives.prepare(rows.SCATTERV, Arguments(sendbuf, recvbuf, root=root), info, stream, algorithm)

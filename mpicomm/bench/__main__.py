@@ -16,6 +16,7 @@ from mpicomm.bench.model.command import main as run_model
 from mpicomm.bench.operations import OPERATIONS, Case, blocks_of
 from mpicomm.bench.results import Results, Row
 from mpicomm.bench.table import Table
+from mpicomm.bench.variation import ROOM_NBYTES, mean_share
 from mpicomm.cli import arguments
 from mpicomm.cli import options as command_line
 from mpicomm.cli.report import header, setting
@@ -37,17 +38,20 @@ def main() -> int:
     operation = OPERATIONS[options.collective]
     machine: Machine = Host() if comm.device == "cpu" else Gpu()
     cases = [
-        Case(operation, dtype, options.op, block, False, comm.rank, comm.size)
+        Case(
+            operation, dtype, options.op, block, False, comm.rank, comm.size, mean_share(block) if options.vary else 1.0
+        )
         for block in blocks_of(operation, swept, dtype, comm.size)
     ]
-    contenders = Contenders(comm, machine, max(16, cases[-1].nbytes))
+    contenders = Contenders(comm, machine, max(16, cases[-1].nbytes) + (ROOM_NBYTES if options.vary else 0))
     kinds = ("symmetric", "ordinary") if options.buffers == "both" else (options.buffers,)
     contenders.open_own(kinds, options.algorithm)
     contenders.open_peers(options.compare)
 
     ranks = comm.allgather(comm.describe())
-    graphs = machine.stream is not None and not options.eager and options.cudagraph > 0
+    graphs = machine.stream is not None and not (options.eager or options.vary) and options.cudagraph > 0
     how = f"{options.cudagraph} launches of a graph of {options.iters} calls" if graphs else f"{options.iters} calls"
+    how += ", each of another size and at other addresses" if options.vary else ""
     about = [
         *header(f"bench {operation.name}", ranks, options.handle),
         f"timed: {how}, slowest rank, median; algorithm {options.algorithm}; {' and '.join(kinds)} arrays",
@@ -59,7 +63,7 @@ def main() -> int:
 
     # At least one call comes before a capture, because a graph cannot capture the set-up of a first call.
     warmups = max(1, options.warmup_iters) if graphs else options.warmup_iters
-    effort = Effort(options.iters, warmups, options.check, max(1, options.cudagraph), graphs)
+    effort = Effort(options.iters, warmups, options.check, max(1, options.cudagraph), graphs, options.vary)
     with machine.current():
         content = Content(machine.xp, dtype, options.op, comm.size, cases[-1].count, reduces=operation.reduces)
     measuring = Measuring(comm, machine, content, contenders, effort)

@@ -60,9 +60,10 @@ class Contender:
         """Whether it is mpicomm, whose failures end the run."""
         return self.name in (OWN, ORDINARY)
 
-    def buffers(self, case: Case) -> Buffers:
-        """Return the buffers of a case, in the two arrays."""
-        return buffers(case, self.first, self.second, result_at_front=self.peer.result_at_front)
+    def buffers(self, case: Case, shift: int = 0) -> Buffers:
+        """Return the buffers of a case, ``shift`` bytes into the two arrays."""
+        first, second = self.first[shift:], self.second[shift:]
+        return buffers(case, first, second, result_at_front=self.peer.result_at_front)
 
 
 class Contenders:
@@ -112,7 +113,12 @@ class Contenders:
         return self._with_arrays(name, module.open_peer(self._comm, self._machine))
 
     def _with_arrays(self, name: str, peer: Peer) -> Contender:
-        return Contender(name, peer, peer.allocate(self._nbytes), peer.allocate(self._nbytes))
+        first, second = peer.allocate(self._nbytes), peer.allocate(self._nbytes)
+        with self._machine.current():
+            for array in (first, second):
+                array.fill(0)  # because calls that vary read what no case has written, which may be slow numbers
+        self._machine.finish()
+        return Contender(name, peer, first, second)
 
 
 def known_peers(text: str) -> list[str]:

@@ -53,10 +53,15 @@ class Content:
         self._host = data
         self._periods = [xp.asarray(period.view(self._word)) for period in data]
 
+    @staticmethod
+    def poison(array: Any) -> None:
+        """Fill bytes with what no data has."""
+        array.fill(_POISON)
+
     def prepare(self, case: Case, buffers: Buffers) -> None:
         """Poison the buffer that a case receives into, and write the data that it sends."""
         if buffers.receive is not None:
-            buffers.receive.fill(_POISON)
+            self.poison(buffers.receive)
         if case.has_input:
             words = buffers.send.view(self._word)
             for start, stop, data in self._tiles(case.rank, 0, words.size):

@@ -1,10 +1,14 @@
-"""Measures a case on all contenders: checks the result of each, then times them in turns, round by round."""
+"""Measures a case on all contenders: checks the result of each, then times them in turns, round by round.
+
+Where calls vary, a contender has a list of variations of the case, and makes the next one in each call.
+"""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import cycle, islice
 from typing import Any, TypeVar
 
 from mpicomm.api.communicator import Communicator
@@ -12,8 +16,10 @@ from mpicomm.bench.contenders import Contender, Contenders, PeerFailureError, to
 from mpicomm.bench.content import Content
 from mpicomm.bench.machine import Call, Machine, Times, time_calls
 from mpicomm.bench.operations import BARRIER, Buffers, Case
+from mpicomm.bench.variation import ROOM_NBYTES, draw
 
 T = TypeVar("T")
+_CHECKED = 8  # variations in each check, because a call may go wrong only after one of another size
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,26 @@ class Effort:
     checks: int
     rounds: int
     graphs: bool
+    vary: bool = False
+    """Whether each call is another variation of the case."""
+
+    @property
+    def checked_calls(self) -> int:
+        """How many calls of a contender are checked."""
+        return self.checks * (_CHECKED if self.vary else 1)
+
+    @property
+    def calls(self) -> int:
+        """How many calls a contender makes in all."""
+        return self.checked_calls + self.warmups + self.iterations * self.rounds
+
+
+@dataclass(frozen=True)
+class _Scene:
+    """A case, or a variation of it, and the buffers of a contender for it."""
+
+    case: Case
+    buffers: Buffers
 
 
 @dataclass
@@ -48,8 +74,11 @@ class _Runner:
 
     contender: Contender
     way: str
+    calls: list[Call]
+    """One for each scene."""
+    scenes: list[_Scene]
     call: Call
-    buffers: Buffers
+    """The call that is timed; where calls vary, each time the next one."""
     wrong: int | None = None
     graph: Any = None
     eager: str = ""
@@ -81,19 +110,29 @@ class Measuring:
                 runners.remove(runner)
 
         for contender in self._contenders.present:
-            place = contender.buffers(case)
             try:
-                calls = self._step(contender, lambda: contender.peer.prepare(case, place))  # noqa: B023
+                runners += self._runners(contender, case)
             except PeerFailureError as failure:
                 silent[contender.name] = str(failure)
-            else:
-                runners += [_Runner(contender, way, call, place) for way, call in calls.items()]
         for runner in list(runners):
             attempt(runner, self._make_ready)
         for _ in range(self._effort.rounds):
             for runner in list(runners):
                 attempt(runner, self._time)
         return self._outcomes(runners), silent
+
+    def _runners(self, contender: Contender, case: Case) -> list[_Runner]:
+        """Return a runner for each way of a contender. Raises `PeerFailureError`."""
+        scenes = [_Scene(case, contender.buffers(case))]
+        if self._effort.vary:
+            cases = [(replace(case, block=one.block), one.shift) for one in draw(case.block, self._effort.calls)]
+            scenes = [_Scene(one, contender.buffers(one, shift)) for one, shift in cases]
+        prepared = self._step(contender, lambda: [contender.peer.prepare(one.case, one.buffers) for one in scenes])
+        runners = []
+        for way in prepared[0]:
+            calls = [ways[way] for ways in prepared]
+            runners.append(_Runner(contender, way, calls, scenes, _in_turn(calls, self._effort.checked_calls)))
+        return runners
 
     def _step(self, contender: Contender, step: Callable[[], T]) -> T:
         """Take a step on all ranks, which then wait for each other. A failure of mpicomm itself ends the run."""
@@ -107,28 +146,34 @@ class Measuring:
     def _make_ready(self, runner: _Runner, case: Case) -> None:
         """Check the results of a runner, warm it up, and capture it."""
         effort = self._effort
-        checks = effort.checks if case.operation is not BARRIER else 0
-        for _ in range(checks):
-            self._check(runner, case, runner.call)
+        checks = effort.checked_calls if case.operation is not BARRIER else 0
+        for scene, call in islice(cycle(zip(runner.scenes, runner.calls, strict=True)), checks):
+            self._check(runner, scene, call)
         self._step(runner.contender, lambda: self._repeat(runner.call, effort.warmups))
         if effort.graphs:
             self._capture(runner)
         if runner.graph is not None and runner.contender.own and checks and not case.in_place:
-            self._check(runner, case, lambda: self._machine.launch(runner.graph))
+            self._check(runner, runner.scenes[0], lambda: self._machine.launch(runner.graph))
 
-    def _check(self, runner: _Runner, case: Case, call: Call) -> None:
-        self._step(runner.contender, lambda: self._write(runner, case))
+    def _check(self, runner: _Runner, scene: _Scene, call: Call) -> None:
+        def write() -> None:
+            if self._effort.vary:  # a call that reads where the last one read must not find the same data
+                with self._machine.current():
+                    self._content.poison(runner.contender.first[: scene.case.nbytes + ROOM_NBYTES])
+            self._write(scene)
+
+        self._step(runner.contender, write)
 
         def run_and_compare() -> int:
             self._repeat(call, 1)
             with self._machine.current():
-                return self._content.count_wrong(case, runner.buffers, exact=runner.contender.peer.exact)
+                return self._content.count_wrong(scene.case, scene.buffers, exact=runner.contender.peer.exact)
 
         runner.wrong = (runner.wrong or 0) + self._step(runner.contender, run_and_compare)
 
-    def _write(self, runner: _Runner, case: Case) -> None:
+    def _write(self, scene: _Scene) -> None:
         with self._machine.current():
-            self._content.prepare(case, runner.buffers)
+            self._content.prepare(scene.case, scene.buffers)
         self._machine.finish()
 
     def _repeat(self, call: Call, count: int) -> None:
@@ -149,7 +194,7 @@ class Measuring:
     def _time(self, runner: _Runner, case: Case) -> None:
         if case.operation.reduces:
             # Fresh data, because sums in place grow with every call, and PyTorch's two-shot changes its input.
-            self._step(runner.contender, lambda: self._write(runner, case))
+            self._step(runner.contender, lambda: self._write(_Scene(case, runner.contender.buffers(case))))
 
         def timed() -> Times:
             if runner.graph is not None:
@@ -177,3 +222,11 @@ class Measuring:
                 outcome = Outcome(best.time_us, best.issue_us, max(wrongs, default=None), best.eager, best.way)
             outcomes[name] = outcome
         return outcomes
+
+
+def _in_turn(calls: Sequence[Call], start: int) -> Call:
+    """Return a call that makes the next one of ``calls`` each time; the first time number ``start``."""
+    if len(calls) == 1:
+        return calls[0]
+    turns = islice(cycle(calls), start, None)
+    return lambda: next(turns)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,8 @@ def mpi_call(comm: MPI.Intracomm, case: Case, buffers: Buffers, options: dict[st
 
 
 def _arguments(collective: Collective, case: Case, buffers: Buffers) -> list[Any]:
-    send = _buffer(buffers.send, case, collective.send)
-    receive = _buffer(buffers.receive, case, collective.receive)
+    send = _buffer(buffers.send, case, collective.send, case.sent)
+    receive = _buffer(buffers.receive, case, collective.receive, case.received)
     given = {"buf": receive, "sendbuf": send, "recvbuf": receive, "op": _OPS[case.op], "root": ROOT}
     if case.shares_buffer:
         given["recvbuf" if collective.rooted == "send" else "sendbuf"] = MPI.IN_PLACE
@@ -39,7 +40,7 @@ def _arguments(collective: Collective, case: Case, buffers: Buffers) -> list[Any
     return [given[name] for name in collective.arguments]
 
 
-def _buffer(array: Any, case: Case, shape: Shape) -> Any:
+def _buffer(array: Any, case: Case, shape: Shape, layout: Callable[[], tuple[list[int], list[int]]]) -> Any:
     """Return bytes as a buffer of elements. A type that is not NumPy's own gives a buffer with the name of the type.
 
     This buffer has no count, because a count would be that of one block where there is a block for each rank.
@@ -47,6 +48,6 @@ def _buffer(array: Any, case: Case, shape: Shape) -> Any:
     if array is None:
         return None
     native = case.dtype.isbuiltin == 1
-    places = [case.sent()] if shape == "vector" else []  # the same for the output, see `Case.sent`
+    places = [layout()] if shape == "vector" else []
     parts = [array.view(case.dtype) if native else array, *places, *([] if native else [case.dtype.name])]
     return parts if len(parts) > 1 else parts[0]

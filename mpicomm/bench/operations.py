@@ -74,6 +74,7 @@ OPERATIONS = {
         Operation("allreduce", collectives.ALLREDUCE, _moved_twice),
         Operation("reduce_scatter", collectives.REDUCE_SCATTER_BLOCK, _moved_once),
         Operation("allgather", collectives.ALLGATHER, _moved_once),
+        Operation("allgatherv", collectives.ALLGATHERV, _moved_once, (OUT_OF_PLACE,)),
         Operation("bcast", collectives.BCAST, _all_of_it, (IN_PLACE,)),  # it has one buffer
         Operation("reduce", collectives.REDUCE, _all_of_it),
         Operation("gather", collectives.GATHER, _moved_once),
@@ -98,6 +99,8 @@ class Case:
     in_place: bool
     rank: int
     size: int
+    share: float = 1.0
+    """The mean size of the calls, divided by that of the case: below 1 where calls vary."""
 
     @property
     def name(self) -> str:
@@ -162,15 +165,22 @@ class Case:
     def sent(self) -> tuple[list[int], list[int]]:
         """Return counts and displacements of this rank's data for each rank, in elements.
 
-        The blocks of a vector operation are uneven, but each is as long as the block that comes from the same rank.
+        The blocks of a vector operation are uneven, and are as many elements together as even ones.
         """
         collective, everybody = self.operation.collective, range(self.size)
         if collective is None or collective.send == "one":
-            return [self.block] * self.size, [0] * self.size
+            uneven = collective is not None and collective.receive == "vector"
+            count = self.block * (2 * self.rank + 1) // self.size if uneven else self.block
+            return [count] * self.size, [0] * self.size
         if collective.send == "blocks":
             return [self.block] * self.size, [peer * self.block for peer in everybody]
         counts = [self.block * (2 * ((self.rank + peer) % self.size) + 1) // self.size for peer in everybody]
         return counts, [sum(counts[:peer]) for peer in everybody]
+
+    def received(self) -> tuple[list[int], list[int]]:
+        """Return counts and displacements of the data of each rank in this rank's output, in elements."""
+        counts = [self.seen_from(peer).sent()[0][self.rank] for peer in range(self.size)]
+        return counts, [sum(counts[:peer]) for peer in range(self.size)]
 
     def seen_from(self, rank: int) -> Case:
         """Return the case of another rank."""
@@ -178,7 +188,7 @@ class Case:
 
     def algbw_gb_s(self, time_us: float) -> float:
         """Return the size divided by the time, in GB/s."""
-        return self.nbytes / time_us * 1e-3
+        return self.share * self.nbytes / time_us * 1e-3
 
     def busbw_gb_s(self, time_us: float) -> float:
         """Return the bytes that each link has to carry, divided by the time, in GB/s."""
@@ -220,7 +230,8 @@ def buffers(case: Case, first: Any, second: Any, *, result_at_front: bool) -> Bu
     if operation.rooted == "bcast":
         whole_buffer = first[:whole]
         return Buffers(whole_buffer, whole_buffer)
-    send = first[: whole if operation.sends_blocks else block]
+    one = case.sent()[0][case.rank] * case.dtype.itemsize
+    send = first[: whole if operation.sends_blocks else one]
     receive = second[: whole if operation.receives_blocks else block]
     if case.shares_buffer:
         own = first[case.rank * block : (case.rank + 1) * block]

@@ -33,6 +33,7 @@ _OF_MEASUREMENTS = (
     "check",
     "cudagraph",
     "eager",
+    "vary",
     "algorithm",
     "buffers",
     "compare",
@@ -68,6 +69,11 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="no graphs, on GPUs: issue is the time of a call to return, time that of -n calls one after the other "
         "until all are done, divided by -n",
+    )
+    result.add_argument(
+        "--vary",
+        action="store_true",
+        help="each call has another size, above half of the one in the table up to it, and other addresses; no graphs",
     )
     result.add_argument("--algorithm", default="auto", metavar="NAME", help="of mpicomm's calls; default: auto")
     result.add_argument(
@@ -130,6 +136,8 @@ def require_possible(options: argparse.Namespace, comm: Communicator) -> None:
         raise InvalidUsageError("--algorithm is not for the barrier, which has one way: leave it out")
     if barrier and options.plot:
         raise InvalidUsageError("--plot is not for the barrier, which has no sizes to draw: leave it out")
+    if barrier and options.vary:
+        raise InvalidUsageError("--vary is not for the barrier, which has no sizes to vary: leave it out")
     if options.eager and comm.device == "cpu":
         raise InvalidUsageError("--eager is for GPUs: on the host all calls are timed without graphs: leave it out")
     if options.beside and comm.device == "cpu":

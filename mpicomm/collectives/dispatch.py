@@ -179,7 +179,7 @@ class Collectives:
                 refuse_stream(operation.name, stream)
                 self._witness.tell(operation, on_host=True)
                 given = self._out_of_place(operation, call.arguments)
-                request: MPI.Request = self._mpi(operation, given, f"I{operation.name.lower()}")
+                request: MPI.Request = self._mpi(operation, given, operation.nonblocking)
                 # MPI reads the copy until the request is complete, and mpi4py does not keep it.
                 return request if given is call.arguments else HoldingRequest.of(request, given)
             work = self._begin(call, arguments, stream, algorithm)
@@ -202,7 +202,7 @@ class Collectives:
             # `_mpi` would give MPI a copy of the input in place, as the input is when the request is prepared.
             with_copy = operation.send == "counted" and call.in_place
             if not with_copy and self._is_mpis_request(call, algorithm):
-                prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
+                prepared: MPI.Prequest = self._mpi(operation, call.arguments, operation.persistent, info)
                 return prepared
 
         def begin() -> Work:
@@ -397,7 +397,8 @@ class Collectives:
         # Other ranks may pass other memory the next time, and this rank would not ask.
         if root is not None and not call.was_undecided:
             key = (operation, algorithm, arguments.send, arguments.receive, arguments.op, root, arguments.counts)
-            gpu.add(plan, key, by_output=call.device_array is not array_of(arguments.send))
+            by_output = call.device_array is not array_of(arguments.send)
+            gpu.add(plan, key, by_output=by_output, read=call)
         resolved = session.backend.stream(stream, call.device_array)
         gpu.engine.enqueue(plan, resolved)
         if stream is None and any(operand.by_address for operand in call.operands):

@@ -1,7 +1,8 @@
 """The table of MPI's collectives: a row says all that the package knows of one of them.
 
 The API, the dispatcher, the engines, tuning, bench and tests read this table. No other file decides by a name what a
-collective does, because only tables of measured sizes have names as keys.
+collective does, because only tables of measured sizes have names as keys. scripts/write_methods.py writes the methods
+of Communicators from the table. The string below a row is the docstring of the blocking method.
 """
 
 from __future__ import annotations
@@ -59,6 +60,21 @@ class Operation:
         return self.name
 
     @cached_property
+    def nonblocking(self) -> str:
+        """mpi4py's name of the nonblocking method."""
+        return f"I{self.name.lower()}"
+
+    @cached_property
+    def persistent(self) -> str:
+        """mpi4py's name of the persistent method."""
+        return f"{self.name}_init"
+
+    @property
+    def methods(self) -> tuple[str, str, str]:
+        """mpi4py's names of the blocking, the nonblocking and the persistent method."""
+        return self.name, self.nonblocking, self.persistent
+
+    @cached_property
     def in_mpi(self) -> bool:
         """Whether MPI has the collective, so that it can carry out calls that the engines cannot."""
         return hasattr(self.mpi_class, self.name)
@@ -86,7 +102,9 @@ class Operation:
 ALLGATHER = Operation(
     "Allgather", "one", "blocks", patterns.allgather, traffic="even", into_all=True, copies="one_shot"
 )
+"""Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
 ALLGATHERV = Operation("Allgatherv", "one", "vector", patterns.allgather, counts="vector", traffic="uneven")
+"""As Allgather, with blocks of any counts and displacements."""
 ALLREDUCE = Operation(
     "Allreduce",
     "one",
@@ -102,8 +120,11 @@ ALLREDUCE = Operation(
 ALLTOALL = Operation(
     "Alltoall", "blocks", "blocks", patterns.alltoall, traffic="even", into_all=True, copies="one_shot"
 )
+"""Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
 ALLTOALLV = Operation("Alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven")
+"""As Alltoall, with blocks of any counts and displacements."""
 ALLTOALLW = Operation("Alltoallw", "typed", "typed", patterns.alltoall, counts="private", traffic="uneven")
+"""As Alltoallv, with a datatype for each rank, and displacements in bytes."""
 BCAST = Operation(
     "Bcast",
     "one",
@@ -116,23 +137,31 @@ BCAST = Operation(
     copies="two_shot",
 )
 EXSCAN = Operation("Exscan", "one", "one", patterns.exscan, reduces=True)
+"""Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
 GATHER = Operation("Gather", "one", "blocks", patterns.gather, rooted="receive", copies="one_shot")
+"""Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
 GATHERV = Operation("Gatherv", "one", "vector", patterns.gather, rooted="receive", counts="private")
+"""As Gather, with blocks of any counts and displacements."""
 NEIGHBOR_ALLGATHER = Operation(
     "Neighbor_allgather", "one", "blocks", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
 )
+"""Receive a block from each neighbour, and send the same block to each."""
 NEIGHBOR_ALLGATHERV = Operation(
     "Neighbor_allgatherv", "one", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
 )
+"""As Neighbor_allgather, with blocks of any counts and displacements in ``recvbuf``."""
 NEIGHBOR_ALLTOALL = Operation(
     "Neighbor_alltoall", "blocks", "blocks", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
 )
+"""Receive a block from each neighbour, and send another block to each."""
 NEIGHBOR_ALLTOALLV = Operation(
     "Neighbor_alltoallv", "vector", "vector", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
 )
+"""As Neighbor_alltoall, with blocks of any counts and displacements."""
 NEIGHBOR_ALLTOALLW = Operation(
     "Neighbor_alltoallw", "typed", "typed", patterns.alltoall, counts="private", traffic="uneven", of_neighbors=True
 )
+"""As Neighbor_alltoallv, with a datatype for each neighbour. Displacements are in bytes."""
 REDUCE = Operation(
     "Reduce",
     "one",
@@ -144,13 +173,23 @@ REDUCE = Operation(
     chain=patterns.chain_reduce,
     copies="one_shot",  # a rank but the root has no memory for a shard that copy engines would send on
 )
+"""Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
 REDUCE_SCATTER = Operation("Reduce_scatter", "counted", "one", patterns.reduce_scatter, reduces=True, traffic="uneven")
+"""As Reduce_scatter_block, with ``recvcounts[r]`` elements in block r.
+
+Without ``recvcounts`` the ranks exchange the counts of their ``recvbuf``, which blocks. A rank whose count is 0 need
+not be in place where the other ranks are, except in a persistent call on host arrays.
+"""
 REDUCE_SCATTER_BLOCK = Operation(
     "Reduce_scatter_block", "blocks", "one", patterns.reduce_scatter, reduces=True, traffic="even", copies="one_shot"
 )
+"""Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``."""
 SCAN = Operation("Scan", "one", "one", patterns.scan, reduces=True)
+"""Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``."""
 SCATTER = Operation("Scatter", "blocks", "one", patterns.scatter, rooted="send", copies="one_shot")
+"""Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
 SCATTERV = Operation("Scatterv", "vector", "one", patterns.scatter, rooted="send", counts="private")
+"""As Scatter, with blocks of any counts and displacements."""
 
 OPERATIONS = {
     row.name: row

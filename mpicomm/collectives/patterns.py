@@ -72,12 +72,16 @@ def blocks(pointer: int, counts: Sequence[int], displs: Sequence[int], itemsize:
 
 def split(span: Span, size: int, itemsize: int) -> list[Span]:
     """Return ``size`` shards of a span, in order and equal but for the last ones; a function of its arguments alone."""
-    step = -(-span.count // size)
-    line = max(1, _ALIGNED_NBYTES // itemsize)
-    if step > line:
-        step = -(-step // line) * line
+    step = shard_count(span.count, size, itemsize)
     bounds = [min(span.count, index * step) for index in range(size + 1)]
     return [_part(span, start, stop, itemsize) for start, stop in itertools.pairwise(bounds)]
+
+
+def shard_count(count: int, size: int, itemsize: int) -> int:
+    """Return the elements of each shard but the last ones, where ``count`` elements have ``size`` shards."""
+    step = -(-count // size)
+    line = max(1, _ALIGNED_NBYTES // itemsize)
+    return step if step <= line else -(-step // line) * line
 
 
 # One shot: every rank sends its data straight to every rank that needs it.

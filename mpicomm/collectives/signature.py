@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import struct
+import zlib
+from dataclasses import dataclass, replace
+
+_WITH_COUNT = struct.Struct("<Iq")
 
 
 @dataclass(frozen=True)
@@ -32,4 +36,22 @@ class Signature:
     @property
     def hash32(self) -> int:
         """A 32-bit hash. It travels with the data, so that ranks which call different things notice."""
-        return int.from_bytes(hashlib.blake2b(str(self).encode(), digest_size=4).digest(), "little")
+        return counted_hash(self.hash_without_count, self.count)
+
+    @property
+    def hash_without_count(self) -> int:
+        """A 32-bit hash of all other fields: see `counted_hash`."""
+        words = str(replace(self, count=None))
+        return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
+
+    def words_around_count(self) -> tuple[str, str]:
+        """Return the text of the call before and after its count; where that is None, the text and nothing."""
+        if self.count is None:
+            return str(self), ""
+        before, _, after = str(replace(self, count=0)).partition("count=0")
+        return f"{before}count=", after
+
+
+def counted_hash(without_count: int, count: int | None) -> int:
+    """Return the hash of a call with this count, made from the hash of all other facts of the call."""
+    return zlib.crc32(_WITH_COUNT.pack(without_count, -1 if count is None else count))

@@ -16,9 +16,7 @@ from mpicomm.recording.record import Category
 
 _BUFFERS = ("buf", "sendbuf", "recvbuf", "src", "out")
 _DETAILS = ("dest", "source", "root", "peer")
-_ROWS: dict[str, Operation] = {
-    name: row for row in OPERATIONS.values() for name in (row.name, f"I{row.name.lower()}", f"{row.name}_init")
-}
+_ROWS: dict[str, Operation] = {name: row for row in OPERATIONS.values() for name in row.methods}
 _COLLECTIVES = ("Barrier", *OPERATIONS)
 
 Kind = tuple[Category, bool]

@@ -49,6 +49,11 @@ class Mappings:
         self.version += 1
         self._arrays.pop(number, None)
 
+    @property
+    def any(self) -> bool:
+        """Whether there are arrays."""
+        return bool(self._arrays)
+
     def find(self, pointer: int, nbytes: int) -> Mapped | None:
         """Return the piece at ``pointer`` in this rank's memory; None where it is not inside one array."""
         for number, array in self._arrays.items():

@@ -1,12 +1,14 @@
 """The communication hook for PyTorch's DistributedDataParallel, which reads the annotations of the hook as objects."""
 
-from functools import partial
+from functools import partial, wraps
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.groups import group_of
+from mpicomm.torch.process_group import ProcessGroup
 
 
 class AllreduceState:
@@ -63,3 +65,21 @@ def allreduce_hook(
     if not isinstance(state, AllreduceState):
         state = AllreduceState(state)
     return state.average(bucket)
+
+
+def install_fp16_hook() -> None:
+    """Let DDP's built-in hook ``FP16_COMPRESS`` be `allreduce_hook` for groups of mpicomm. Local.
+
+    PyTorch's own, in C++, refuses the value of a future that Python has made.
+    """
+    register_builtin = DistributedDataParallel._register_builtin_comm_hook
+
+    @wraps(register_builtin)
+    def register(model: DistributedDataParallel, comm_hook_type: dist.BuiltinCommHookType) -> None:
+        group = model.process_group
+        if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS and isinstance(group, ProcessGroup):
+            model.register_comm_hook(AllreduceState(group, wire_dtype=torch.float16), allreduce_hook)
+        else:
+            register_builtin(model, comm_hook_type)
+
+    DistributedDataParallel._register_builtin_comm_hook = register

@@ -9,10 +9,29 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from queue import SimpleQueue
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 
 from mpicomm.torch.works import HostWork, Work
+
+T = TypeVar("T")
+
+
+class Place:
+    """The place of a callback of ``works`` among the calls of a lane."""
+
+    number = 0
+    """See `HostWork.number`."""
+
+    def __init__(self, works: Sequence[HostWork]) -> None:
+        self._works = works
+
+    def end(self) -> None:
+        """Call the callbacks of the works, which are carried out. Does nothing where this is done."""
+        for work in self._works:
+            work.end()
 
 
 class Lane:
@@ -22,28 +41,29 @@ class Lane:
     calls of two groups in different orders. A blocking call runs in the caller's thread, after the calls before it.
     A call on tensors of a GPU, which does not wait for its kernels, takes its turn by a ``with`` block.
 
-    The calls of a future's callback come after those that the program had begun when it asked for the future, and
-    before later ones. A callback that the program adds at once makes its calls at the same place if the future is
-    complete. So the order is the same on all ranks.
+    The calls of a future's callback come after those that the program had begun when it added the callback, and before
+    later ones: see `callbacks`. There a callback makes its calls if the future is complete, so the order is the same on
+    all ranks.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._lock = threading.Lock()  # of `_waiting`, `begun`, `_queue` and `_thread`
-        self._waiting = 0  # calls that the thread has not ended
-        self.begun = 0
-        """How many calls the thread has got."""
-        self._queue: SimpleQueue[HostWork | None] | None = None
+        self._lock = threading.Lock()  # of `_waiting`, `_begun`, `_queue` and `_thread`
+        self._waiting = 0  # calls and places that the thread has not ended
+        self._begun = 0  # how many calls and places the thread has got
+        self.futures: dict[int, Sequence[HostWork]] = {}
+        """The works behind each future that is not complete, by the future's `id`."""
+        self._queue: SimpleQueue[HostWork | Place | None] | None = None
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
         # Held during a call, because the engine of a group carries out one call at a time. A caller takes it while it
         # holds `_lock`, so no call of another thread comes between its look at `_waiting` and its own call.
         self._turn = threading.Lock()
         # Only the thread uses the attributes below.
-        self._take: Callable[[], HostWork | None] = lambda: None  # takes the next call, also when `_queue` is closed
-        self._carried_out = 0  # how many calls the thread has carried out
-        self._unended: deque[HostWork] = deque()  # calls that it has carried out, and whose callbacks it is to call
-        self._ending: HostWork | None = None  # the call whose callbacks it calls now
+        self._take: Callable[[], HostWork | Place | None] = lambda: None  # takes the next, also when `_queue` is closed
+        self._carried_out = 0  # the number of the last call or place that the thread has come to
+        self._unended: deque[HostWork | Place] = deque()  # what it has carried out, and whose callbacks it is to call
+        self._place = 0  # of the callback that it calls now
 
     def run(
         self,
@@ -70,8 +90,7 @@ class Lane:
     def __enter__(self) -> None:
         """Wait until all calls before are over: the ``with`` block is the turn of a call of the calling thread."""
         if threading.get_ident() == self._thread_id:
-            if self._ending is not None:
-                self.hurry(self._ending.calls_before)
+            self.hurry(self._place)
             self._turn.acquire()  # for a callback of a call, which comes before all that is in the queue now
             return
         with self._lock:
@@ -98,12 +117,18 @@ class Lane:
                 self._turn.release()
 
     def close(self, limit_s: float) -> bool:
-        """End the thread after the calls that it has; return whether it has ended within ``limit_s`` seconds. Local."""
+        """End the thread after the calls that it has; return whether it has ended within ``limit_s`` seconds. Local.
+
+        In a callback the thread cannot wait for its end, and carries out the calls at once.
+        """
         with self._lock:
             queue, self._queue = self._queue, None
             thread = self._thread
         if queue is not None:
             queue.put(None)
+        if threading.get_ident() == self._thread_id:
+            self.hurry(self._begun)
+            return True
         if thread is not None:
             thread.join(limit_s)
         return thread is None or not thread.is_alive()
@@ -119,6 +144,29 @@ class Lane:
             work = self._take()
             assert work is not None
             self._carry_out(work)
+            if isinstance(work, Place):
+                work.end()  # callbacks with an earlier place than `number`
+
+    def place(self, future: torch.futures.Future[Any]) -> int | None:
+        """Return the place of a callback that is added to ``future`` now; None where no callback can wait. Local."""
+        if threading.get_ident() == self._thread_id:
+            return self._place  # that of the callback that adds it
+        with self._lock:
+            if self._waiting and self._queue is not None and id(future) in self.futures:
+                self._enqueue(Place(self.futures[id(future)]), self._queue)
+            return self._begun if self._waiting else None
+
+    def is_here(self) -> bool:
+        """Return whether the thread of the lane calls this. Local."""
+        return threading.get_ident() == self._thread_id
+
+    def call_at(self, place: int, callback: Callable[[Any], T], future: torch.futures.Future[Any]) -> T:
+        """Call ``callback``, whose calls come at ``place``. The thread of the lane calls this. Local."""
+        before, self._place = self._place, place
+        try:
+            return callback(future)
+        finally:
+            self._place = before
 
     def _begin(self, work: HostWork) -> HostWork:
         if threading.get_ident() == self._thread_id:
@@ -134,12 +182,16 @@ class Lane:
                 self._thread = threading.Thread(target=self._work, args=[self._queue], name=self._name, daemon=True)
                 self._thread.start()
                 self._thread_id = self._thread.ident
-            self._waiting += 1
-            self.begun = work.number = self.begun + 1
-            self._queue.put(work)
+                LANES.add(self)
+            self._enqueue(work, self._queue)
         return work
 
-    def _work(self, queue: SimpleQueue[HostWork | None]) -> None:
+    def _enqueue(self, work: HostWork | Place, queue: SimpleQueue[HostWork | Place | None]) -> None:
+        self._waiting += 1
+        self._begun = work.number = self._begun + 1
+        queue.put(work)
+
+    def _work(self, queue: SimpleQueue[HostWork | Place | None]) -> None:
         self._take = queue.get
         while True:
             if not self._unended:
@@ -149,17 +201,21 @@ class Lane:
                     return
                 self._carry_out(taken)
                 del taken
-            self._ending = work = self._unended.popleft()
+            work = self._unended.popleft()
             # Callbacks make their calls before a call of the program may come: else two ranks could carry these out in
             # different orders.
             work.end()
-            self._ending = None
             with self._lock:
                 self._waiting -= 1
             del work  # it keeps the outputs
 
-    def _carry_out(self, work: HostWork) -> None:
-        with self._turn:
-            work.carry_out()
+    def _carry_out(self, work: HostWork | Place) -> None:
+        if isinstance(work, HostWork):
+            with self._turn:
+                work.carry_out()
         self._carried_out += 1
         self._unended.append(work)
+
+
+LANES: WeakSet[Lane] = WeakSet()
+"""The lanes that have had a thread."""

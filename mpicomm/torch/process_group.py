@@ -15,15 +15,17 @@ from torch._C import _distributed_c10d as c10d
 from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
+from mpicomm.mpi.requests import DeferredRequest
 from mpicomm.torch.collective_calls import CollectiveCalls, Tensors
 from mpicomm.torch.collectives import Collectives
 from mpicomm.torch.failures import AsExpected, expected
 from mpicomm.torch.lane import Lane
+from mpicomm.torch.message_works import MOVER, MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.parts import part_of
 from mpicomm.torch.streams import Streams
 from mpicomm.torch.tensors import DeviceError, flat, movable
-from mpicomm.torch.works import FOREVER, JoinedWork, MessageWork, Work
+from mpicomm.torch.works import FOREVER, JoinedWork, Work
 
 _FREE_S = 30.0
 """So long a group that is destroyed waits for its other ranks, because they may have ended without destroying it."""
@@ -232,6 +234,9 @@ class ProcessGroup(CollectiveCalls):
         """
         if not self._open:
             return
+        if self._lane.is_here():
+            with self._lane:  # callbacks that the program has added before this one make their calls
+                pass
         self._open = False
         limit_s = min(self._timeout_s, _FREE_S)
         # Freed under a call, the memory would be gone that the call uses, and both would wait for the same messages.
@@ -319,7 +324,10 @@ class ProcessGroup(CollectiveCalls):
 
     def _message(self, request: MPI.Request, tensor: torch.Tensor, name: str, *, receives: bool) -> Work:
         prepare_thread = self.communicator._prepare_thread
-        return self._joined(MessageWork(request, tensor, name, self._timeout_s, prepare_thread, receives=receives))
+        work = MessageWork(request, tensor, name, self._timeout_s, prepare_thread, receives=receives)
+        if not isinstance(request, DeferredRequest):
+            MOVER.add(work)
+        return self._joined(work)
 
     def _joined(self, work: Work) -> Work:
         if self._coalesced.works is not None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
+from mpicomm.torch.callbacks import install_places
+from mpicomm.torch.gradients import install_fp16_hook
 from mpicomm.torch.groups import create
 from mpicomm.torch.rendezvous import install_handler
+from mpicomm.torch.works_for_cpp import install_conversions
 
 NAME = "mpicomm"
 
@@ -25,3 +28,6 @@ def register() -> None:
     recording: set[str] = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
     recording.add(NAME)
     install_handler()
+    install_conversions()
+    install_places()
+    install_fp16_hook()

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from mpi4py import MPI
 from torch._C import _distributed_c10d as c10d
 
 from mpicomm.api.communicator import Communicator
@@ -23,6 +20,7 @@ from mpicomm.waiting import wait_until
 
 FOREVER = timedelta(0)
 """PyTorch's word for a wait without a limit."""
+_then = torch._C.Future.then  # without the place of `callbacks`, because the callback makes no calls
 _making_a_future = threading.Lock()  # so that threads which ask a work for its future get the same one
 
 
@@ -95,6 +93,14 @@ class Work(c10d.Work):
         """Return a future whose value says how the call has ended."""
         return self.get_future().then(self._result)
 
+    def kept_by_cpp(self) -> c10d.Work:
+        """Return a work of PyTorch's own for this one, which lives as long as code in C++ keeps it."""
+        return c10d._create_work_from_future(self.get_future())
+
+    def boxed(self) -> torch.ScriptObject:
+        """Return the work as an argument for operators, whose code in C++ may keep it."""
+        return self.kept_by_cpp().boxed()
+
     def _complete(self) -> torch.futures.Future[Any]:
         future = self._new_future()
         # For tensors of a GPU PyTorch records events on the current streams, which those who take the value wait for.
@@ -114,6 +120,9 @@ class Work(c10d.Work):
 class PendingWork(Work):
     """A call that may be under way when its future is made."""
 
+    _failure: BaseException | None = None
+    """Why the future has no value, after it is complete."""
+
     def get_future(self) -> torch.futures.Future[Any]:
         """See `Work.get_future`."""
         with _making_a_future:
@@ -122,23 +131,27 @@ class PendingWork(Work):
             ended = self._new_future()
             # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors.
             # An exception of a callback is an error there, too.
-            self._future = ended.then(self._outcome)
+            self._future = _then(ended, self._outcome)
         self._settle(ended)
         return self._future
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        ended.set_result(None if self._error is not None else self.value)
+        self._settle_with(ended, self._error)
+
+    def _settle_with(self, ended: torch.futures.Future[Any], failure: BaseException | None) -> None:
+        self._failure = failure
+        ended.set_result(None if failure is not None else self.value)
 
     def _outcome(self, _: Any) -> Any:
-        if self._error is not None:
-            raise self._error
+        if self._failure is not None:
+            raise self._failure
         return self.value
 
 
 class Order(Protocol):
     """The order of the calls of a group: see `Lane`."""
 
-    begun: int
+    futures: dict[int, Sequence[HostWork]]
 
     def hurry(self, number: int) -> None:
         """See `Lane.hurry`."""
@@ -149,8 +162,6 @@ class HostWork(PendingWork):
 
     number = 0
     """The number of the call among those that the thread has to carry out; 0 for the call of a callback."""
-    calls_before = 0
-    """The number of the last call that comes before the calls of the future's callbacks."""
 
     def __init__(
         self,
@@ -180,19 +191,20 @@ class HostWork(PendingWork):
         self._over.set()
 
     def end(self) -> None:
-        """Call the callbacks of the future, which may make further calls."""
+        """Call the callbacks of the future, which may make further calls. A second call does nothing."""
         # Pairs with the lock in `_settle`: a future that `_settle` keeps because the work is not over is found here.
         with self._lock:
-            ended = self._ended
+            ended, self._ended = self._ended, None
         if ended is not None:
             super()._settle(ended)
+            self._order.futures.pop(id(self._future), None)
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
         limit = timeout or self._limit
         self._order.hurry(self.number)
         if not self._over.wait(limit.total_seconds() or None):
-            raise _too_late(self._name, limit)
+            raise too_late(self._name, limit)
         return super().wait()
 
     def is_completed(self) -> bool:
@@ -203,7 +215,8 @@ class HostWork(PendingWork):
         self._order.hurry(self.number)
         with self._lock:
             if not self._over.is_set():
-                self._ended, self.calls_before = ended, self._order.begun
+                self._ended = ended
+                self._order.futures[id(self._future)] = [self]
                 return
         super()._settle(ended)
 
@@ -240,7 +253,7 @@ class StreamWork(Work):
         if limit is None or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
             return super().wait()
         if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
-            raise _too_late(self._name, limit)
+            raise too_late(self._name, limit)
         return super().wait()
 
     def is_completed(self) -> bool:
@@ -275,81 +288,6 @@ class StreamWork(Work):
         return future
 
 
-class MessageWork(PendingWork):
-    """Messages that are sent or received."""
-
-    def __init__(
-        self,
-        request: MPI.Request,
-        tensor: torch.Tensor,
-        name: str,
-        timeout_s: float,
-        prepare_thread: Callable[[], None],
-        *,
-        receives: bool,
-    ) -> None:
-        super().__init__([tensor])
-        complete_abandoned()
-        self._prepare_thread = prepare_thread
-        self._request = request
-        self._name = name
-        self._timeout_s = timeout_s
-        self._receives = receives
-        self._lock = threading.Lock()
-        self._over = False
-
-    def wait(self, timeout: timedelta = FOREVER) -> bool:
-        """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, or after the group's timeout."""
-        limit_s = timeout.total_seconds() or self._timeout_s
-        if not wait_until(self.is_completed, limit_s):
-            raise _too_late(self._name, timedelta(seconds=limit_s))
-        return super().wait()
-
-    def is_completed(self) -> bool:
-        """See `Work.is_completed`."""
-        with self._lock:
-            if not self._over:
-                status = MPI.Status()
-                try:
-                    with AsExpected(self._name):
-                        self._over = self._request.Test(status)
-                except Exception as error:
-                    self._over, self._error = True, error
-                if self._over and self._receives:
-                    self._source = status.source
-        return self._over
-
-    def _settle(self, ended: torch.futures.Future[Any]) -> None:
-        def settle() -> None:
-            self._prepare_thread()
-            try:
-                self.wait()
-            except Exception as error:
-                self._error = error
-            super(MessageWork, self)._settle(ended)
-            if not self._over:
-                self._error = None  # the limit of the future alone is over: the message may still come
-
-        threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
-
-    def __del__(self) -> None:
-        # MPI still reads or writes the tensor of a message whose work the program drops.
-        if not self._over:
-            _abandoned.append((self._request, self._outputs))
-
-
-_abandoned: deque[tuple[MPI.Request, list[torch.Tensor]]] = deque()
-
-
-def complete_abandoned() -> None:
-    """Give up the tensors of messages that are over and whose works the program has dropped. Local."""
-    for _ in range(len(_abandoned)):
-        with suppress(Exception):  # another thread may have taken it, or it ended with an error
-            request, tensors = _abandoned.popleft()
-            if not request.Test():
-                _abandoned.append((request, tensors))
-
-
 class JoinedWork(PendingWork):
     """Several calls as one."""
 
@@ -370,6 +308,9 @@ class JoinedWork(PendingWork):
         return over
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
+        parts = [work for work in self._works if isinstance(work, HostWork)]
+        for part in parts:
+            part._order.futures[id(self._future)] = parts
         # The value of the joined future has a list of outputs for each call.
         joined = torch.futures.collect_all([work.get_future() for work in self._works])
 
@@ -378,14 +319,24 @@ class JoinedWork(PendingWork):
         def settle(_: Any) -> None:
             # On the host all calls are over. On a GPU this stream waits for them, and no stream of the program does.
             with torch.cuda.stream(torch.cuda.Stream(gpu) if gpu else None):
-                try:
-                    self.wait()
-                except Exception as error:
-                    self._error = error
-                super(JoinedWork, self)._settle(ended)
+                self._settle_with(ended, next(filter(None, map(_failure_of, self._works)), None))
+            for part in parts:
+                part._order.futures.pop(id(self._future), None)
 
         joined.add_done_callback(settle)
 
 
-def _too_late(name: str, timeout: timedelta) -> GroupTimeoutError:
+def _failure_of(work: Work) -> BaseException | None:
+    """Return why a work whose future is complete has failed; on a GPU the current stream waits for the work."""
+    if isinstance(work, PendingWork):  # a wait for a message that has not come in time would take as long once more
+        return work._failure
+    try:
+        work.wait()
+    except Exception as error:
+        return error
+    return None
+
+
+def too_late(name: str, timeout: timedelta) -> GroupTimeoutError:
+    """Return the error of a call that has not ended within ``timeout``. Local."""
     return GroupTimeoutError(f"{name} has not ended within {timeout.total_seconds():g} s")

@@ -14,6 +14,7 @@ NOISE = 0.03
 COLLECTIVES = {
     "allreduce": "All-reduce",
     "allgather": "All-gather",
+    "allgatherv": "All-gather (v)",
     "reduce_scatter": "Reduce-scatter",
     "alltoall": "All-to-all",
     "alltoallv": "All-to-all (v)",
@@ -27,6 +28,7 @@ COLLECTIVES = {
 PEERS = {"nccl": "NCCL", "nccl-symmetric": "NCCL symm.", "torch": "torch", "nvshmem": "NVSHMEM", "mpi": "MPI"}
 PLACES = {"out-of-place": "", "in-place": "in place: "}
 REMARKS = {
+    "allgatherv": "The blocks are uneven: of 4 ranks 1/4, 3/4, 5/4 and 7/4 of the even ones, of 2 ranks 1/2 and 3/2.",
     "alltoallv": "The blocks are uneven: of 4 ranks 1/4, 3/4, 5/4 and 7/4 of the even ones, of 2 ranks 1/2 and 3/2.",
     "sendrecv": "Every rank sends to the next rank at once. NCCL groups ncclSend and ncclRecv.",
 }
@@ -43,7 +45,13 @@ def ranks(bench: Bench) -> int:
 def place(bench: Bench) -> tuple[Any, ...]:
     """Return the place of a section among all: float32 in CUDA graphs comes first, with symmetric arrays."""
     options = bench["options"]
-    usual = (bool(options["beside"]), options["eager"], options["datatype"] != "float32", options["datatype"])
+    usual = (
+        bool(options["beside"]),
+        options["eager"],
+        options.get("vary", False),
+        options["datatype"] != "float32",
+        options["datatype"],
+    )
     return (list(COLLECTIVES).index(bench["collective"]), ranks(bench), *usual, options["buffers"] != "symmetric")
 
 
@@ -55,6 +63,8 @@ def bench_title(bench: Bench) -> str:
         parts += [f"{options['buffers']} arrays", options["datatype"]]
     if options["eager"]:
         parts.append("call by call")
+    if options.get("vary"):
+        parts.append("each call of another size")
     if options["beside"]:
         parts.append(f"beside a {options['beside']}")
     return ", ".join(parts)
@@ -121,7 +131,7 @@ def _peers(benches: list[Bench]) -> list[str]:
 
 def _how(bench: Bench) -> str:
     options = bench["options"]
-    if options["eager"] or not options["cudagraph"]:
+    if options["eager"] or options.get("vary") or not options["cudagraph"]:
         return f"{options['iters']} calls one after the other"
     return f"{options['cudagraph']} launches of a CUDA graph of {options['iters']} calls"
 

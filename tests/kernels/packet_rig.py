@@ -13,7 +13,8 @@ from mpicomm.collectives.exchange import TwoShot
 from mpicomm.collectives.gpu.algorithms.base import Finish
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
-from mpicomm.collectives.gpu.algorithms.packets.launches import Geometry, PacketPlanner
+from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
+from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner
 from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.signature import Signature

@@ -58,13 +58,13 @@ class TorchSymmetric:
         dist.init_process_group("nccl", store=store, rank=comm.rank, world_size=comm.size)
         self._group = dist.group.WORLD.group_name
         torch.cuda.set_stream(torch.cuda.ExternalStream(machine.stream.ptr, device=self._device))
-        self._tensors: dict[int, Any] = {}
+        self._tensors: list[Any] = []
 
     def allocate(self, nbytes: int) -> Any:
         """Return a symmetric tensor's memory."""
         tensor = self._memory.empty(nbytes, dtype=self._torch.uint8, device=self._device)
         self._memory.rendezvous(tensor, self._group)
-        self._tensors[tensor.data_ptr()] = tensor
+        self._tensors.append(tensor)
         return view_bytes(tensor.data_ptr(), nbytes, tensor)
 
     def prepare(self, case: Case, buffers: Buffers) -> Mapping[str, Call]:
@@ -89,6 +89,7 @@ class TorchSymmetric:
         self._dist.destroy_process_group()
 
     def _tensor(self, case: Case, array: Any) -> Any:
-        """Return the tensor that begins with these bytes."""
-        tensor = self._tensors[int(array.data.ptr)]
-        return tensor[: array.nbytes].view(getattr(self._torch, case.dtype.name))
+        """Return the part of a tensor that has these bytes."""
+        offsets = ((tensor, int(array.data.ptr) - tensor.data_ptr()) for tensor in self._tensors)
+        tensor, start = next((tensor, start) for tensor, start in offsets if 0 <= start < tensor.nbytes)
+        return tensor[start : start + array.nbytes].view(getattr(self._torch, case.dtype.name))

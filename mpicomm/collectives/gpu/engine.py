@@ -21,12 +21,14 @@ from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.copies.copy_stream import CopyStream
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
+from mpicomm.collectives.gpu.algorithms.form import Form, has_form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCKS
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory, sendrecv_request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.collectives.gpu.choose import NO_CHOICE, Choice, Preparation
+from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
@@ -36,12 +38,13 @@ from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend, slowest_gb_s
 from mpicomm.devices.cuda.driver import DriverShutDownError
-from mpicomm.devices.cuda.load import kernels_of
+from mpicomm.devices.cuda.load import Launcher, kernels_of
 from mpicomm.devices.cuda.stream_order import Enqueue, StreamOrder
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.team import LINE_NBYTES, MAX_RANKS, Team
+from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.packing import PackJob
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
@@ -191,6 +194,19 @@ class DeviceEngine:
         if call.lengths_are_private and self._node.size > 1:
             self._longest.keep(plan, longest_with_peers(call.one_shot, self._node.rank))
         return plan
+
+    def form_plan(self, call: Call, asked: str) -> FormPlan | None:
+        """Return the plan of all calls of the form of a call; None where each of them has to be planned. Local."""
+        if self._node.size == 1 or not has_form(call):
+            return None
+        form = Form(call, self._node.rank, self._node.size)
+        return form_plan(form, call.signature, asked, self.tuning, self._node, self._launcher)
+
+    def _launcher(self, variant: Variant, arguments: Any, early: bool) -> Launcher:
+        if self._kernels.find(variant) is None:
+            with self._backend.loading():
+                self._kernels.load(variant)
+        return self._kernels.load(variant).launcher(arguments, early=early)
 
     def prepare_alone(self, text: str, steps: Sequence[Step]) -> Plan:
         """Return a plan of this rank alone, in which no rank waits for another; ``text`` is its call. Local."""

@@ -69,6 +69,5 @@ class Plan:
 
 def launching(kernel: Kernel, launch: Launch) -> Enqueue:
     """Return the step that launches a loaded kernel."""
-    return lambda stream: kernel.launch_structure(
-        stream, launch.arguments, blocks=launch.blocks, threads=launch.threads, early=launch.early
-    )
+    launcher = kernel.launcher(launch.arguments, early=launch.early)
+    return partial(launcher.launch, blocks=launch.blocks, threads=launch.threads)

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mpicomm.collectives.operations import REDUCE_SCATTER, Operation
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.layout import layout_of
+from mpicomm.mpi.plain_arrays import plain_array
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
@@ -20,17 +21,21 @@ if TYPE_CHECKING:
     from mpicomm.session import Session
     from mpicomm.symmetric.registry import Mappings
 
-_MOST = 1024  # plans that are kept
+_MOST = 1024  # calls that are kept
+_TIMES = 8  # calls with the same arrays before they get a plan of their own, which takes as long as some 20 calls
 _PLAIN = frozenset((int, str, type(None)))  # types whose values are keys; no subclasses, because True is one of int
 
 
 class AnyPlan(Protocol):
     """A call that an engine can enqueue again and again."""
 
-    text: str
-    """The call in words."""
-    choice: Choice
-    """Its algorithm in words."""
+    @property
+    def text(self) -> str:
+        """The call in words."""
+
+    @property
+    def choice(self) -> Choice:
+        """Its algorithm in words."""
 
     @property
     def is_old(self) -> bool:
@@ -42,6 +47,9 @@ class Engine(Protocol):
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
         """See `DeviceEngine.prepare_call`."""
+
+    def form_plan(self, call: Call, asked: str) -> AnyFormPlan | None:
+        """See `DeviceEngine.form_plan`."""
 
     def prepare_barrier(self) -> AnyPlan:
         """See `DeviceEngine.prepare_barrier`."""
@@ -66,6 +74,19 @@ class KnownCall(NamedTuple):
     """Whether the receive buffer says which library's stream is meant. MPI ignores the other buffer then."""
 
 
+Fill = Callable[[Any, Any], bool]
+
+
+class AnyFormPlan(AnyPlan, Protocol):
+    """Calls of one form that an engine can enqueue."""
+
+    def takes(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan.takes`."""
+
+    def fill(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan.fill`."""
+
+
 class PlanCache:
     """Plans by the arguments of the calls that they carry out, and by nothing else, because a plan depends on no more.
 
@@ -79,6 +100,8 @@ class PlanCache:
         self._session = session
         self.engine = engine
         self._calls: dict[Hashable, KnownCall] = {}
+        self._times: dict[Hashable, int] = {}  # how often a call was filled into the plan of its form
+        self._forms: dict[Hashable, tuple[Fill, KnownCall] | None] = {}  # None: each call is planned
         self._version = session.mappings.version
         self._cupy = _of_library("cupy", "ndarray")
         self._identify: dict[type, Callable[[Any], Hashable]] = {
@@ -106,10 +129,15 @@ class PlanCache:
             self._version = version
             self._calls.clear()
         try:
-            known = self._calls.get(self._key(operation, algorithm, send, receive, op, root, counts))
-            return None if known is None or known.plan.is_old else known
+            key = self._key(operation, algorithm, send, receive, op, root, counts)
+            known = self._calls.get(key)
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
+        if known is not None:
+            return None if known.plan.is_old else known
+        if key is None or counts is not None:
+            return None
+        return self._find_form(key, operation, algorithm, send, receive, op, root)
 
     def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
@@ -131,13 +159,66 @@ class PlanCache:
         call: tuple[Operation | str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None],
         *,
         by_output: bool,
+        read: Call | None = None,
     ) -> None:
-        """Keep the plan of a call with the arguments of `find`, if they can be recognised; local."""
+        """Keep the plan of a call with the arguments of `find`, if they can be recognised; local.
+
+        With ``read``, the same call, calls of its form are found from now on, too.
+        """
         key = self._key(*call)
-        if key is not None:
-            if len(self._calls) >= _MOST:
-                self._calls.clear()
-            self._calls[key] = KnownCall(plan, call[4], by_output)
+        if key is None:
+            return
+        if len(self._calls) >= _MOST:
+            self._calls.clear()
+        self._calls[key] = KnownCall(plan, call[4], by_output)
+        operation, algorithm, send, receive, op, root, counts = call
+        sent, received = plain_array(send), plain_array(receive)
+        if read is None or sent is None or received is None or counts is not None:
+            return
+        if read.in_place and sent[1]:
+            return  # the same memory given twice: calls with two arrays of these kinds have another form
+        form = operation, algorithm, sent[2], received[2], id(op), root
+        if form not in self._forms:
+            if len(self._forms) >= _MOST:
+                self._forms.clear()
+            plan_of_all = self.engine.form_plan(read, algorithm)
+            known = None
+            if plan_of_all is not None and plan_of_all.takes(sent, received):
+                known = plan_of_all.fill, KnownCall(plan_of_all, op, by_output)
+            self._forms[form] = known
+
+    def _find_form(
+        self,
+        key: Hashable,
+        operation: Operation | str,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None,
+        root: Hashable,
+    ) -> KnownCall | None:
+        """Return a call of a form of which a call was made before; None if none was, or if it has to be planned."""
+        sent, received = plain_array(send), plain_array(receive)
+        if sent is None or received is None:
+            return None
+        form = self._forms.get((operation, algorithm, sent[2], received[2], id(op), root))
+        if form is None or self._into_memory(operation, receive, received[0]):
+            return None
+        times = self._times.get(key, 0)
+        if times >= _TIMES:
+            return None  # a call that is repeated gets a plan by itself, because a graph is launched faster
+        if len(self._times) >= _MOST:
+            self._times.clear()
+        self._times[key] = times + 1
+        fill, known = form
+        return known if fill(sent, received) else None
+
+    def _into_memory(self, operation: Operation | str, receive: Any, pointer: int) -> bool:
+        """Return whether all ranks' output lies in a symmetric array, into which an algorithm may store."""
+        mappings = self._session.mappings
+        if not mappings.any or isinstance(operation, str) or not operation.into_all:
+            return False
+        return mappings.find(pointer, receive.nbytes) is not None
 
     def _key(
         self,

@@ -113,6 +113,11 @@ class Tuning:
         row = self._find(kind_of(operation, registered=registered), size)
         return row.algorithm(nbytes, size) if row else "one_shot"
 
+    def choices(self, operation: str, size: int, *, registered: bool) -> list[tuple[int, str]]:
+        """Return all answers of `algorithm` as pairs of the least bytes and the algorithm from there on, ascending."""
+        row = self._find(kind_of(operation, registered=registered), size)
+        return row.choices_above(-1, size) if row else [(0, "one_shot")]
+
     def updated(self, rows: Iterable[Row]) -> Tuning:
         """Return the table with ``rows`` in place of its rows for the same calls."""
         found = {(row.kind, row.size): row for row in (*self.rows, *rows)}

@@ -12,7 +12,7 @@ from cuda.bindings import driver
 
 from mpicomm.devices.base import DeviceInfo
 from mpicomm.devices.cuda.compile import compile_kernel
-from mpicomm.devices.cuda.driver import call
+from mpicomm.devices.cuda.driver import call, check
 from mpicomm.errors import HandleError
 from mpicomm.kernels.variant import Variant
 
@@ -52,17 +52,56 @@ class Kernel:
         ``early`` is for kernels that begin with ``wait_for_predecessor``: the device may set their blocks up while the
         kernel ahead still runs.
         """
-        pointer = ctypes.c_void_p(ctypes.addressof(arguments))
-        if not early:
-            parameters = ctypes.addressof(pointer)
-            call(driver.cuLaunchKernel, self._function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters, 0)
-            return
-        config = driver.CUlaunchConfig()
-        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-        config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-        config.hStream = stream
-        config.attrs, config.numAttrs = [_early()], 1
-        call(driver.cuLaunchKernelEx, config, self._function, ctypes.addressof(pointer), 0)
+        self.launcher(arguments, early=early).launch(stream, blocks, threads)
+
+    def launcher(self, arguments: ctypes.Structure, *, early: bool = False) -> Launcher:
+        """Return what launches the kernel again and again, each time with what ``arguments`` hold then."""
+        return Launcher(self.address, arguments, early=early)
+
+
+class _LaunchConfig(ctypes.Structure):
+    """The host's copy of the driver's ``CUlaunchConfig``."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_nbytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    ]
+
+
+class Launcher:
+    """Launches the kernel at address ``function``, whose one parameter is a structure by value.
+
+    It calls the driver by ctypes, with the same memory for each launch, because the driver's binding takes twice as
+    long. One thread uses it at a time.
+    """
+
+    def __init__(self, function: int, arguments: ctypes.Structure, *, early: bool) -> None:
+        self._arguments = arguments  # keeps the memory that the driver reads
+        self._parameters = ctypes.c_void_p(ctypes.addressof(arguments))
+        self._config = _LaunchConfig(grid=(1, 1, 1), block=(1, 1, 1))
+        if early:
+            self._config.attributes, self._config.num_attributes = _early().getPtr(), 1
+        pointers = ctypes.addressof(self._config), function, ctypes.addressof(self._parameters), None
+        self._passed = tuple(map(ctypes.c_void_p, pointers))
+        self._launch = _driver_library().cuLaunchKernelEx
+
+    def launch(self, stream: int, blocks: int, threads: int) -> None:
+        """Enqueue the kernel on ``stream`` with a copy of its argument. Local, does not block; raises `HandleError`."""
+        config = self._config
+        config.grid[0], config.block[0], config.stream = blocks, threads, stream
+        status = self._launch(*self._passed)
+        if status:
+            check("cuLaunchKernelEx", driver.CUresult(status))
+
+
+@lru_cache
+def _driver_library() -> ctypes.CDLL:
+    # Not PyDLL, which would keep the interpreter's lock: a launch waits where too many launches are in flight.
+    return ctypes.CDLL("libcuda.so.1")
 
 
 @lru_cache

@@ -103,6 +103,9 @@ class CliquesEngine:
             after = self._engine.prepare_alone(str(call.signature), steps)
         return CliquesPlan(call.signature, planned, self._choice(asked), before, after)
 
+    def form_plan(self, call: Call, asked: str) -> None:
+        """Return None: calls over several groups are planned one by one."""
+
     def prepare_barrier(self) -> CliquesPlan:
         """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local.
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import mpicomm
+from tests.helpers.torch_cases import Case, Op, reduced, require_same, while_the_last_rank_is_late
 
 pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.host_alone]
 
@@ -78,4 +79,34 @@ def test_a_group_may_be_destroyed_while_a_rank_waits_in_a_call(world: dist.Proce
     else:
         dist.destroy_process_group(group)
     assert time.monotonic() - start < 8
+    dist.barrier()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_callback_may_destroy_the_group(world: dist.ProcessGroup, is_late: bool) -> None:
+    """The future is complete when the last rank adds the callback, and not yet on the others where it is late."""
+    group = dist.new_group()
+    case = Case(group)
+    tensors = [case.own(3, salt=salt) for salt in range(3)]
+
+    def destroy(_: object) -> None:
+        dist.destroy_process_group(group)
+
+    def reduce(_: object) -> None:
+        dist.all_reduce(tensors[2], group=group)
+
+    with while_the_last_rank_is_late() as on_time:
+        works = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in tensors[:2]]
+        if on_time or not is_late:
+            ended = [works[1].get_future().then(reduce), works[0].get_future().then(destroy)]
+    if is_late and not on_time:
+        for work in works:
+            work.wait()
+        ended = [works[1].get_future().then(reduce), works[0].get_future().then(destroy)]
+    torch.futures.wait_all(ended)
+    for work in works:
+        work.wait(timedelta(seconds=5))
+    require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(3)])
+    with pytest.raises(mpicomm.InvalidUsageError, match="was destroyed"):
+        group.barrier()
     dist.barrier()

@@ -14,12 +14,14 @@ from mpicomm.torch import AllreduceState, allreduce_hook
 STEPS = 3
 
 
-def trained(state: object, *, hook: bool = True) -> torch.Tensor:
+def trained(state: object, *, hook: bool = True, builtin: dist.BuiltinCommHookType | None = None) -> torch.Tensor:
     """Return the parameters after some steps, in which the ranks see different data."""
     torch.manual_seed(0)
     network = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 10))
     model = DistributedDataParallel(network, bucket_cap_mb=0.05)  # several buckets, and others after the first step
-    if hook:
+    if builtin is not None:
+        model._register_builtin_comm_hook(builtin)
+    elif hook:
         model.register_comm_hook(state, allreduce_hook)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
@@ -46,6 +48,15 @@ def test_gradients_travel_in_half_of_the_bytes(world: dist.ProcessGroup, wire_dt
     gathered = [torch.empty_like(got) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, got)
     assert all(torch.equal(each, got) for each in gathered)
+
+
+def test_the_hooks_that_pytorch_has_built_in(world: dist.ProcessGroup) -> None:
+    exact = trained(None)
+    got = trained(None, builtin=dist.BuiltinCommHookType.ALLREDUCE)
+    torch.testing.assert_close(got, exact, rtol=1e-6, atol=1e-7)
+    got = trained(None, builtin=dist.BuiltinCommHookType.FP16_COMPRESS)
+    torch.testing.assert_close(got, exact, rtol=0, atol=STEPS * 0.1 * 2**-8)
+    assert dist.get_world_size() == 1 or not torch.equal(got, exact)
 
 
 def test_other_types_and_groups_are_refused(world: dist.ProcessGroup) -> None:

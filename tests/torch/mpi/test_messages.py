@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed.distributed_c10d import _coalescing_manager
 
+from mpicomm.waiting import wait_until
 from tests.helpers.torch_cases import MOVABLE, Case, Op, reduced, require_same
 
 LARGE = 300_000  # elements: MPI receives so many only after it has met the receiver
@@ -204,3 +208,58 @@ def test_barriers(group: dist.ProcessGroup) -> None:
     assert work is not None
     work.wait()
     group.monitored_barrier(timedelta(seconds=5))  # dist.monitored_barrier of old versions wants gloo
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_moves_while_the_receiver_waits_elsewhere(group: dist.ProcessGroup) -> None:
+    case = Case(group)
+    got = case.empty(LARGE)
+    work = dist.irecv(got, group_src=1, group=group) if case.rank == 0 else None
+    if case.rank == 1:
+        send_large(case)
+    group.monitored_barrier(timedelta(seconds=5))
+    if work is not None:
+        work.wait()
+        require_same([got], [case.of(1, LARGE)])
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_message_whose_work_the_program_drops_moves(world: dist.ProcessGroup) -> None:
+    case = Case(world)
+    got = case.empty(LARGE)
+    if case.rank == 0:
+        dist.irecv(got, group_src=1)
+        gc.collect()
+    if case.rank == 1:
+        send_large(case)
+    world.monitored_barrier(timedelta(seconds=5))
+    if case.rank == 0 and case.device.type == "cpu":
+        assert wait_until(lambda: torch.equal(got, case.of(1, LARGE)), 5)
+
+
+def send_large(case: Case) -> None:
+    sent = dist.isend(case.own(LARGE), group_dst=0, group=case.group)
+    assert sent is not None
+    sent.wait()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_the_future_of_messages_ends_with_the_timeout_of_the_group(world: dist.ProcessGroup) -> None:
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    case = Case(group)
+    if case.rank == 0:
+        with _coalescing_manager(group=group, device=case.device, async_ops=True) as manager:
+            for _ in range(2):
+                dist.irecv(case.empty(3), group_src=1, group=group)
+        future = manager.works[0].get_future()
+        ended = threading.Event()
+        future.add_done_callback(lambda _: ended.set())
+        assert ended.wait(1.8)
+        with pytest.raises(RuntimeError, match="recv from rank 1 has not ended within 1 s"):
+            future.wait()
+    dist.barrier()
+    if case.rank == 1:
+        for _ in range(2):
+            dist.send(case.own(3), group_dst=0, group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)

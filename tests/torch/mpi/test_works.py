@@ -72,20 +72,6 @@ def test_a_call_may_have_a_timeout_of_its_own(world: dist.ProcessGroup) -> None:
     require_same([begun, blocking], [reduced(case.all(4), Op.SUM)] * 2)
 
 
-def test_a_callback_may_make_calls(world: dist.ProcessGroup) -> None:
-    """As PyTorch's hook for gradients does that sends them in few dimensions."""
-    case = Case(world)
-    first, second, third = (case.own(4, salt=salt) for salt in range(3))
-
-    def call_again(done: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
-        dist.all_reduce(second)
-        more: list[torch.Tensor] = begin(third).get_future().wait()
-        return [*done.value(), second, *more]
-
-    future = begin(first).get_future().then(call_again)
-    require_same(future.wait(), [reduced(case.all(4, salt=salt), Op.SUM) for salt in range(3)])
-
-
 def test_futures_of_every_kind_of_call(world: dist.ProcessGroup) -> None:
     case = Case(world)
     everyone = case.all(4)
@@ -115,15 +101,6 @@ def test_a_future_of_a_coalesced_gathering_has_a_list_of_each_rank(world: dist.P
     assert future is not None
     for got, four, two in zip(torch.futures.wait_all([future])[0], case.all(4), case.all(2), strict=True):
         require_same(got, [four, two])
-
-
-def test_callbacks_follow_one_another(world: dist.ProcessGroup) -> None:
-    case = Case(world)
-    future = begin(case.own(4)).get_future()
-    doubled = future.then(lambda done: done.value()[0] * 2).then(lambda done: done.value() + 1)
-    require_same([doubled.wait()], [reduced(case.all(4), Op.SUM) * 2 + 1])
-    late = future.then(lambda done: done.value()[0] * 3)  # of a future that is done
-    require_same([late.wait()], [reduced(case.all(4), Op.SUM) * 3])
 
 
 def test_a_future_of_the_result_says_that_all_went_well(world: dist.ProcessGroup) -> None:
@@ -171,74 +148,6 @@ def test_calls_go_on_in_their_order_whether_they_block_or_not(world: dist.Proces
     for work in reversed(works):
         work.wait()
     require_same(tensors, [reduced(case.all(3, salt=index), Op.SUM) for index in range(20)])
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.host_alone  # on a GPU the future is complete at once, and its callbacks run in the program's thread
-def test_the_calls_of_a_callback_come_before_the_next_call_of_the_program(world: dist.ProcessGroup) -> None:
-    case = Case(world)
-    tensors = [case.own(3, salt=salt) for salt in range(3)]
-
-    def go_on(_: torch.futures.Future[list[torch.Tensor]]) -> None:
-        time.sleep(0.1 * (case.rank > 0))  # so that on other ranks the program comes to its call in between
-        dist.all_reduce(tensors[1])
-
-    work = begin(tensors[0])
-    future = work.get_future().then(go_on)
-    work.wait()
-    time.sleep(0.03 * (case.rank == 0))
-    dist.all_reduce(tensors[2])
-    future.wait()
-    require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(3)])
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.host_alone
-def test_the_calls_of_a_callback_come_after_those_that_are_begun_before(world: dist.ProcessGroup) -> None:
-    """The future is complete when the last rank asks for it, and not yet on the others."""
-    case = Case(world)
-    tensors = [case.own(3, salt=salt) for salt in range(6)]
-    with while_the_last_rank_is_late() as on_time:
-        works = [begin(tensor) for tensor in tensors[:2]]
-        if on_time:
-            futures = call_after(works, tensors[2:4])
-    if not on_time:
-        for work in works:
-            work.wait()
-        futures = call_after(works, tensors[2:4])
-    begin(tensors[4]).wait()
-    dist.all_reduce(tensors[5])
-    torch.futures.wait_all(futures)
-    require_same(tensors, [reduced(case.all(3, salt=salt), Op.SUM) for salt in range(6)])
-
-
-def call_after(works: list[dist.Work], tensors: list[torch.Tensor]) -> list[torch.futures.Future[None]]:
-    """Let the callback of each work reduce one of the tensors."""
-    return [
-        work.get_future().then(lambda _, tensor=tensor: dist.all_reduce(tensor))
-        for work, tensor in zip(works, tensors, strict=True)
-    ]
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.host_alone
-def test_a_callback_may_wait_for_a_later_call(world: dist.ProcessGroup) -> None:
-    case = Case(world)
-    first, second, third = (case.own(3, salt=salt) for salt in range(3))
-    works: list[dist.Work] = []
-
-    def wait_for_later(_: object) -> list[torch.Tensor]:
-        works[1].wait(timedelta(seconds=PATIENCE_S))
-        return [second.clone(), *works[2].get_future().wait()]
-
-    with while_the_last_rank_is_late() as on_time:
-        works.append(begin(first))
-        if on_time:  # the call is under way, so the thread of the calls runs the callback
-            future = works[0].get_future().then(wait_for_later)
-        works += [begin(second), begin(third)]
-    if not on_time:
-        future = works[0].get_future().then(wait_for_later)
-    require_same(future.wait(), [reduced(case.all(3, salt=salt), Op.SUM) for salt in (1, 2)])
 
 
 @pytest.mark.host_alone

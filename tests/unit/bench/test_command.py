@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 import subprocess
@@ -67,8 +68,8 @@ def test_every_collective_runs(tmp_path: Path) -> None:
     )
     job = run_job(3, str(driver))
     assert (job.returncode, job.stderr) == (0, "")
-    assert job.stdout.count("# OK") == 2 * 11
-    assert [row[0] for row in rows(job.stdout)] == 2 * 10 * ["24", "49152"] + 2 * ["0"]
+    assert job.stdout.count("# OK") == 2 * 12
+    assert [row[0] for row in rows(job.stdout)] == 2 * 11 * ["24", "49152"] + 2 * ["0"]
 
 
 @pytest.mark.parametrize(
@@ -118,6 +119,7 @@ def test_a_wrong_option_is_said_once(options: tuple[str, ...], message: str) -> 
         (("allreduce", "--eager"), "--eager is for GPUs: on the host all calls are timed without graphs: leave it out"),
         (("allreduce", "--beside", "matmul"), "--beside is for GPUs: on the host no product runs beside a call: "),
         (("barrier", "--plot", "picture.svg"), "--plot is not for the barrier, which has no sizes to draw: "),
+        (("barrier", "--vary"), "--vary is not for the barrier, which has no sizes to vary: "),
         (("barrier", "--algorithm", "one_shot"), "--algorithm is not for the barrier, which has one way: "),
     ],
 )
@@ -172,6 +174,60 @@ def test_a_call_that_does_nothing_fails_the_run(tmp_path: Path) -> None:
     job = run_changed(tmp_path, "mpicomm.Communicator.Allreduce = lambda *args, **options: None")
     assert job.returncode == 1
     assert job.stdout.splitlines()[-1].startswith("# FAILED")
+
+
+def test_calls_vary_and_are_right(tmp_path: Path) -> None:
+    code = f"""
+allreduce, seen = mpicomm.Communicator.Allreduce, set()
+def look(self, send, receive, *rest, **options):
+    seen.add((receive.size, receive.ctypes.data))
+    allreduce(self, send, receive, *rest, **options)
+mpicomm.Communicator.Allreduce = look
+import atexit
+@atexit.register
+def say():
+    open({str(tmp_path)!r} + f"/{{RANK}}", "w").write(repr((len(seen), sorted({{size for size, _ in seen}}))))
+"""
+    job = run_changed(tmp_path, code, "--vary", "--compare", "mpi", "-e", "4K", "-J", str(tmp_path / "out.json"))
+    assert (job.returncode, job.stderr) == (0, "")
+    assert "2 calls, each of another size and at other addresses" in job.stdout
+    # In each place 8 checked calls, one to warm up, and 2 rounds of 2 calls.
+    texts = {(tmp_path / str(rank)).read_text() for rank in (0, 1)}
+    assert len(texts) == 1
+    number, sizes = ast.literal_eval(texts.pop())
+    assert number == 2 * 13
+    assert len(sizes) > 10 and min(sizes) > 512 and max(sizes) <= 1024
+    report = json.loads((tmp_path / "out.json").read_text())
+    assert report["options"]["vary"] and report["results"][0]["places"]["in-place"]["mpi"]["issue_us"] > 0
+
+
+@pytest.mark.parametrize(
+    "stale",
+    [
+        "send = at(last[0], send.size)",
+        "receive = at(last[1], receive.size)",
+        "count = min(send.size, last[0].size); send, receive = send[:count], receive[:count]",
+    ],
+)
+def test_what_a_call_of_another_size_has_left_fails_the_run(stale: str, tmp_path: Path) -> None:
+    code = f"""
+import numpy as np
+allreduce, last = mpicomm.Communicator.Allreduce, None
+def at(array, size):
+    return np.lib.stride_tricks.as_strided(array, (size,))
+def stale(self, send, receive, *rest, **options):
+    global last
+    given = send, receive
+    if send is not MPI.IN_PLACE:
+        if last is not None:
+            {stale}
+        last = given
+    allreduce(self, send, receive, *rest, **options)
+mpicomm.Communicator.Allreduce = stale
+"""
+    job = run_changed(tmp_path, code, "--vary")
+    assert (job.returncode, job.stderr) == (1, "")
+    assert all(int(row[8]) > 0 and row[12] == "0" for row in rows(job.stdout))
 
 
 @pytest.mark.parametrize("step", ["open_peer", "PlainMpi.prepare", "PlainMpi.close"])

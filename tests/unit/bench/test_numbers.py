@@ -25,6 +25,7 @@ def case(name: str, *, rank: int = 0, size: int = 4, block: int = 12, in_place: 
         ("allreduce", 2 * 3 / 4),
         ("reduce_scatter", 3 / 4),
         ("allgather", 3 / 4),
+        ("allgatherv", 3 / 4),
         ("bcast", 1),
         ("reduce", 1),
         ("gather", 3 / 4),
@@ -41,6 +42,11 @@ def test_bandwidths_are_those_of_nccl_tests(name: str, factor: float) -> None:
     assert one.nbytes == 1 << 30
     assert one.algbw_gb_s(4200.0) == pytest.approx((1 << 30) / 4200e-6 / 1e9)
     assert one.busbw_gb_s(4200.0) == pytest.approx(factor * (1 << 30) / 4200e-6 / 1e9)
+
+
+def test_bandwidths_of_calls_that_vary_are_those_of_their_mean_size() -> None:
+    one = case("allreduce", block=1000)
+    assert dataclasses.replace(one, share=0.75).busbw_gb_s(10.0) == pytest.approx(0.75 * one.busbw_gb_s(10.0))
 
 
 @pytest.mark.parametrize(("name", "block", "nbytes"), [("allreduce", 2, 8), ("allgather", 1, 16), ("alltoall", 1, 16)])
@@ -61,6 +67,14 @@ def test_what_alltoallv_sends_is_what_is_received(size: int) -> None:
     assert (table == table.T).all()
     assert (table.sum(axis=1) == cases[0].count).all()
     assert size == 1 or len(set(table[0])) > 1
+    assert all(one.received() == one.sent() for one in cases)
+
+
+def test_what_allgatherv_receives_lies_in_the_order_of_the_ranks() -> None:
+    for rank in range(4):
+        one = case("allgatherv", rank=rank)
+        assert one.received() == ([3, 9, 15, 21], [0, 3, 12, 27])
+        assert one.sent()[0] == 4 * [one.received()[0][rank]]
 
 
 def world(name: str, size: int, block: int, in_place: bool, front: bool) -> list[tuple[Case, Buffers]]:
@@ -85,7 +99,7 @@ def carry_out(ranks: list[tuple[Case, Buffers]]) -> None:
             result = sum(whole[1:], whole[0])
         elif name == "reduce_scatter":
             result = sum(whole[1:], whole[0])[own]
-        elif name in ("allgather", "gather"):
+        elif name in ("allgather", "allgatherv", "gather"):
             result = np.concatenate(whole)
         elif name == "bcast":
             result = whole[0]

@@ -15,8 +15,10 @@ from typing import ClassVar
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Exchange, TwoShot
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Arena, Request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Step
+from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
@@ -25,6 +27,8 @@ from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped, Mappings
+
+_TAG = struct.Struct("<IIIQ")
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,9 @@ class GpuCall:
 
     def tag(self, step: int = 0, *, into_memory: bool = False) -> int:
         """Return the facts in which ranks must agree in one launch, as a number."""
-        place = (self.memory.array, self.memory.offset) if into_memory and self.memory is not None else (0, 0)
-        return zlib.crc32(struct.pack("<IIIQ", self.signature.hash32, step, *place))
+        if into_memory and self.memory is not None:
+            return zlib.crc32(_TAG.pack(self.signature.hash32, step, self.memory.array, self.memory.offset))
+        return zlib.crc32(_TAG.pack(self.signature.hash32, step, 0, 0)) if step else self.signature.hash32
 
     def text(self, *, into_memory: bool) -> str:
         """Return the call in words, as errors say it."""
@@ -142,6 +147,10 @@ class Algorithm(ABC):
     def serves(self, operation: Operation) -> bool:
         """Return whether it is for this collective at all."""
 
+    def takes(self, form: Form) -> bool:
+        """Return whether `accepts` depends on the length of a call of this form, or is None for each length."""
+        return True
+
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """Return why it cannot carry out a call that it `serves`, in words for an error; None if it can."""
         return None
@@ -153,6 +162,10 @@ class Algorithm(ABC):
     def finishes(self, call: GpuCall, node: Node) -> bool:
         """Return whether its steps apply the epilogue of a call that has one; else a step behind them does."""
         return False
+
+    def template(self, form: Form, node: Node) -> Template | None:
+        """Return the calls of a form as launches that each call fills in; None where each call is planned."""
+        return None
 
     @abstractmethod
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:

@@ -234,5 +234,8 @@ class Arena(Protocol):
     def any_length(self) -> Inboxes:
         """The inboxes for messages whose length only two ranks know: `sentinels`, or larger ones."""
 
+    def has(self, request: Request) -> bool:
+        """Return whether there is memory for a request; local, the same on all ranks."""
+
     def region(self, request: Request) -> Region:
         """Return memory for a request; collective if the ranks have to set it up, else local."""

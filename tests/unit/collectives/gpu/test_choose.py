@@ -25,8 +25,9 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     flags_can_carry,
     most_workers,
 )
-from mpicomm.collectives.gpu.algorithms.packets.launches import MAX_BLOCKS, PacketPlanner, geometry_of
-from mpicomm.collectives.gpu.algorithms.packets.plan import packet_wire
+from mpicomm.collectives.gpu.algorithms.packets.geometry import MAX_BLOCKS, geometry_of
+from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner
+from mpicomm.collectives.gpu.algorithms.packets.wires import packet_wire
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
@@ -146,6 +147,9 @@ class Arena:
         self.sentinels = Inboxes(bases, self.layout.sentinel_inbox_nbytes)
         self.any_length = self.sentinels
         self._bases = bases
+
+    def has(self, request: Request) -> bool:
+        return True
 
     def region(self, request: Request) -> Region:
         return Region(self._bases, request.slots_nbytes)

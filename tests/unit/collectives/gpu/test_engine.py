@@ -44,11 +44,14 @@ class Rig:
         self.told: list[str] = []
         self.shapes: list[dict[str, Any]] = []
 
-        def launch(stream: int, x: Any, **shape: Any) -> None:
-            self.launched.append(x)
-            self.shapes.append(shape)
+        def launcher(x: Any, early: bool) -> Any:
+            def launch(stream: int, **shape: Any) -> None:
+                self.launched.append(x)
+                self.shapes.append({**shape, "early": early})
 
-        kernel = SimpleNamespace(launch_structure=launch)
+            return SimpleNamespace(launch=launch)
+
+        kernel = SimpleNamespace(launcher=launcher)
         kernels = SimpleNamespace(find=lambda variant: kernel, load=lambda variant: kernel)
         monkeypatch.setattr(cuda, "getDevice", lambda: 0, raising=False)
         monkeypatch.setattr(engine, "kernels_of", lambda info: kernels)

@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu import choose
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES
-from mpicomm.collectives.gpu.algorithms.packets.launches import geometry_within
+from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.arena import NoMemoryError, OverBoundError
 from mpicomm.collectives.gpu.choose import Preparation

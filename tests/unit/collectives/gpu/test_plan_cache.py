@@ -23,7 +23,7 @@ class Array:
         like = np.zeros(shape, dtype, order="F" if order == "F" else "C")
         if order == "pieces":
             like = np.zeros((*shape, 2), dtype)[..., 0]
-        self.data = SimpleNamespace(ptr=pointer)
+        self.data = SimpleNamespace(ptr=pointer, device_id=0)
         self.shape, self.strides, self.size, self.dtype = like.shape, like.strides, like.size, like.dtype
         self._c_contiguous = like.flags.c_contiguous
 
@@ -44,6 +44,9 @@ class Tensor:
         if self._pointer is None:
             raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
         return self._pointer
+
+    def get_device(self) -> int:
+        return 0
 
     def numel(self) -> int:
         return self.shape[0]

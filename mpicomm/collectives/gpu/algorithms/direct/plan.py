@@ -9,6 +9,7 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chunks.arguments import PACKET_NBYTES
 from mpicomm.collectives.gpu.algorithms.copies.landing import landing_place
 from mpicomm.collectives.gpu.algorithms.direct.arguments import DIRECT_THREADS, Cut, DirectArguments, direct_kernel
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout
 from mpicomm.collectives.gpu.algorithms.steps import Launch, Step
 from mpicomm.collectives.operations import Operation
@@ -30,6 +31,10 @@ class IntoMemory(Algorithm):
     def serves(self, operation: Operation) -> bool:
         """See `Algorithm`."""
         return operation.into_all and not operation.reduces
+
+    def takes(self, form: Form) -> bool:
+        """See `Algorithm`."""
+        return False  # the output of a form is not symmetric memory
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """See `Algorithm`."""

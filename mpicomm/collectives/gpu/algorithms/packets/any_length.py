@@ -9,20 +9,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
+from mpicomm.collectives.gpu.algorithms.packets.block_calls import PacketBlocks
+from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within
 from mpicomm.collectives.gpu.algorithms.packets.launches import (
     PacketPlanner,
-    geometry_within,
     inboxes_of,
     large_inboxes,
     most_blocks_of,
 )
+from mpicomm.collectives.gpu.algorithms.packets.ways import ANY_NBYTES, any_length_ways
 from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
-
-_ANY_NBYTES = 1 << 62
-"""The length that all ranks take messages for."""
 
 
 class OfAnyLength(Algorithm):
@@ -38,6 +39,14 @@ class OfAnyLength(Algorithm):
         """See `Algorithm`."""
         return True
 
+    def takes(self, form: Form) -> bool:
+        """See `Algorithm`."""
+        return form.operation.counts == "private"
+
+    def template(self, form: Form, node: Node) -> Template:
+        """See `Algorithm`."""
+        return PacketBlocks(form, node, any_length_ways(node))
+
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """See `Algorithm`."""
         if node.size == 1:
@@ -52,7 +61,7 @@ class OfAnyLength(Algorithm):
             call.reduction,
             call.tag(),
             "sentinel",
-            nbytes=_ANY_NBYTES,
+            nbytes=ANY_NBYTES,
             geometry=geometry_within(inboxes.nbytes, most_blocks_of(node), node.size),
             inboxes=inboxes,
         )

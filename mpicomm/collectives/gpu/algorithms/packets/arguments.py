@@ -19,7 +19,8 @@ SLOT_NBYTES = 16
 FENCES_NBYTES = 3072  # for each block: see fences.cuh
 ABSENT = 0xFFF5A3C6
 """The words of a slot of the sentinel wire to which no packet has come."""
-_UNIT_NBYTES = {"flagged": 8, "sentinel": 16}  # bytes of data in a packet of each wire: see packet_wires.cuh
+UNIT_NBYTES = {"flagged": 8, "sentinel": 16}
+"""The bytes of data in a packet of each wire: see packet_wires.cuh."""
 _WIRES = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
 _STEPS = {
     "one": ("-DMPICOMM_ONE_STEP",),
@@ -108,9 +109,9 @@ def flags_can_carry(dtype: str) -> bool:
 
 def packets_of(nbytes: int, wire: Wire) -> int:
     """Return how many packets carry a message of ``nbytes``."""
-    return -(-nbytes // _UNIT_NBYTES[wire])
+    return -(-nbytes // UNIT_NBYTES[wire])
 
 
 def carried_nbytes(inbox_nbytes: int, wire: Wire) -> int:
     """Return how many bytes of one message an inbox holds."""
-    return inbox_nbytes // SLOT_NBYTES * _UNIT_NBYTES[wire]
+    return inbox_nbytes // SLOT_NBYTES * UNIT_NBYTES[wire]

@@ -7,17 +7,21 @@ takes it and sends the result on, in the same kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import inf
 
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
+from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire, carried_nbytes, flags_can_carry
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire
+from mpicomm.collectives.gpu.algorithms.packets.block_calls import PacketBlocks
+from mpicomm.collectives.gpu.algorithms.packets.calls import PacketCalls
 from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner, large_inboxes, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.ways import sized_ways
+from mpicomm.collectives.gpu.algorithms.packets.wires import one_shot_limits, packet_wire, two_shot_limits
 from mpicomm.collectives.gpu.algorithms.steps import Step
+from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.finishes.base import Fused
-from mpicomm.kernels.reductions import Reduction
 
 
 class OneShot(Algorithm):
@@ -60,6 +64,12 @@ class OneShot(Algorithm):
         )
         yield from moved(exchange)
 
+    def template(self, form: Form, node: Node) -> Template:
+        """See `Algorithm`."""
+        limits = one_shot_limits(form.operation, form.reduction, node)
+        ways = sized_ways(limits, form.reduction, node, fan_out=False)
+        return PacketCalls(form, node, ways, two_shot=False) if form.is_even else PacketBlocks(form, node, ways)
+
     def _fused(self, call: GpuCall, node: Node) -> Fused | None:
         fused = fused_in(call)
         return None if fused and fused.rows and not _rows(call, node) else fused
@@ -67,10 +77,8 @@ class OneShot(Algorithm):
     def _wire(self, call: GpuCall, node: Node) -> Wire | None:
         if _rows(call, node) is not None:
             return "sentinel"  # the order in which squares are added is one of packets of 16 bytes
-        to_all = call.operation.traffic != "one-way"
-        # Where inboxes would be used again within a launch, chunks are faster for data that only goes one way.
-        most_nbytes = inf if to_all else node.arena.layout.most_inbox_nbytes
-        return _wire_for(call.one_shot.longest_nbytes, call.reduction, node, to_all=to_all, most_nbytes=most_nbytes)
+        limits = one_shot_limits(call.operation, call.reduction, node)
+        return packet_wire(call.one_shot.longest_nbytes, call.reduction, *limits)
 
 
 class TwoShot(Algorithm):
@@ -104,26 +112,17 @@ class TwoShot(Algorithm):
             finish=self._fused(call),
         )
 
+    def template(self, form: Form, node: Node) -> Template:
+        """See `Algorithm`."""
+        ways = sized_ways(two_shot_limits(form.reduction, node), form.reduction, node, fan_out=True)
+        return PacketCalls(form, node, ways, two_shot=True)
+
     def _fused(self, call: GpuCall) -> Fused | None:
         fused = fused_in(call)
         return None if fused and fused.rows else fused  # several ranks may reduce parts of a row
 
     def _wire(self, call: GpuCall, node: Node) -> Wire | None:
-        return _wire_for(call.two_shot.longest_nbytes, call.reduction, node, to_all=True, most_nbytes=inf)
-
-
-def packet_wire(
-    nbytes: int, reduction: Reduction | None, most_flagged_nbytes: float, most_sentinel_nbytes: float
-) -> Wire | None:
-    """Return the wire for an exchange in which a rank sends another at most ``nbytes``; None if no wire fits.
-
-    LL packets are the fastest up to ``most_flagged_nbytes``, sentinel packets up to ``most_sentinel_nbytes``.
-    """
-    if nbytes == 0:
-        return None
-    if (reduction is None or flags_can_carry(reduction[0])) and nbytes <= most_flagged_nbytes:
-        return "flagged"
-    return "sentinel" if nbytes <= most_sentinel_nbytes else None
+        return packet_wire(call.two_shot.longest_nbytes, call.reduction, *two_shot_limits(call.reduction, node))
 
 
 def fused_in(call: GpuCall) -> Fused | None:
@@ -143,17 +142,3 @@ def _memory(node: Node, wire: Wire | None, nbytes: int) -> Sequence[Request]:
     if wire != "sentinel" or nbytes <= node.arena.sentinels.nbytes:
         return ()
     return (large_inboxes(node.arena.layout, nbytes),)
-
-
-def _wire_for(nbytes: int, reduction: Reduction | None, node: Node, *, to_all: bool, most_nbytes: float) -> Wire | None:
-    most_flagged = _most_flagged_nbytes(node.size, to_all, reduces=reduction is not None) * node.link_speed
-    room = carried_nbytes(node.arena.flagged.nbytes, "flagged")
-    return packet_wire(nbytes, reduction, min(room, most_flagged), most_nbytes)
-
-
-def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
-    """Return up to how many bytes LL packets are faster than sentinel packets, which take half the bytes on links."""
-    if reduces:
-        return 16 << 10
-    # With to_all each rank sends to all and receives from all; else a rank mostly does either.
-    return (96 << 10 if to_all else 192 << 10) // (size - 1)

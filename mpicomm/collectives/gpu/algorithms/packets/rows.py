@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from mpicomm.collectives.gpu.algorithms.packets.arguments import SLOT_NBYTES
-from mpicomm.collectives.gpu.algorithms.packets.launches import Geometry
+from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
 from mpicomm.finishes.base import Rows
 from mpicomm.kernels.epilogue import NORM_THREADS
 

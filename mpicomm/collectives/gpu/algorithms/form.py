@@ -1,0 +1,143 @@
+"""Form: a collective call without its addresses and lengths, which all calls of one kind have in common.
+
+The patterns of `patterns.py` know addresses and counts. A form asks them for the exchange of one unit, in which an
+address says the buffer and the number of the unit in it. So `Piece`s tell where any call of the form has its data.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from mpicomm.collectives.call import Call
+from mpicomm.collectives.exchange import Exchange, TwoShot
+from mpicomm.collectives.operations import Operation, Shape
+from mpicomm.collectives.patterns import Buffers
+from mpicomm.kernels.reductions import Reduction, reduction_of
+from mpicomm.mpi import types
+from mpicomm.mpi.span import Span
+
+# A unit of 128 bytes is a whole cache line. So patterns that begin shards at whole lines cut units evenly.
+_UNIT = np.dtype("V128")
+_BUFFER = 1 << 40
+"""The distance between the two buffers of a form, in bytes."""
+
+
+class Piece(NamedTuple):
+    """A piece of memory in a form."""
+
+    buffer: int
+    """1 for the send buffer, 2 for the receive buffer, 0 for none: no data, or data that the rank does not store."""
+    part: int
+    """The number of the block, or of the shard, with all data; -1 for no data."""
+
+
+NO_PIECE = Piece(0, -1)
+
+
+def has_form(call: Call) -> bool:
+    """Return whether calls of the form of a call differ in addresses, counts and displacements alone."""
+    operation = call.operation
+    shapes = {operation.send, operation.receive}
+    readable = shapes <= {"one", "blocks", "vector"} and not operation.of_neighbors
+    return readable and call.packed is None and call.epilogue is None and not call.scratch_nbytes
+
+
+class Form:
+    """The form of a call between several ranks of a node."""
+
+    def __init__(self, call: Call, rank: int, size: int) -> None:
+        assert call.dtype is not None and has_form(call)
+        operation: Operation = call.operation
+        self.operation = operation
+        self.size = size
+        if operation.reduces:
+            self.itemsize, self.factor = call.dtype.itemsize, 1
+        else:  # bytes go as words of any size that fits all buffers
+            word, self.factor = types.movement(call.dtype)
+            self.itemsize = word.itemsize
+        self.op = call.op or ""
+        self.reduction: Reduction | None = reduction_of(call.dtype, self.op) if operation.reduces else None
+        self._rank = rank
+        self._root = call.arguments.root
+        self._in_place = call.in_place
+        # In place a reduction has its input in the receive buffer, in the shape of an input.
+        self.sends: Shape | None = operation.send if call.send is not None and not self._in_place else None
+        self.receives: Shape | None = None
+        if call.receive is not None:
+            self.receives = operation.send if self._in_place else operation.receive
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all blocks have one length, which all ranks pass."""
+        return self.operation.counts == "same"
+
+    @property
+    def blocks_sent(self) -> int:
+        """The number of equal blocks in the send buffer; 0 where this rank has none, or is in place."""
+        return self._blocks_in(self.sends)
+
+    @property
+    def blocks_received(self) -> int:
+        """The number of equal blocks in the receive buffer; 0 where this rank has none."""
+        return self._blocks_in(self.receives)
+
+    @property
+    def shards(self) -> int:
+        """The number of shards of a call in two exchanges: the root has none."""
+        return self.size - bool(self.operation.rooted)
+
+    @property
+    def nbytes_per_count(self) -> int:
+        """The bytes of the whole call for each element of a block, by which a table chooses: see `Call.nbytes`."""
+        several = "blocks" in (self.operation.send, self.operation.receive)
+        return self.itemsize * self.factor * (self.size if several else 1)
+
+    @cached_property
+    def one_shot(self) -> Exchange:
+        """The call as one exchange of a unit in each block."""
+        return self.operation.one_shot(self._units(1))
+
+    @cached_property
+    def two_shot(self) -> TwoShot:
+        """The call as two exchanges of whole units in each shard, however many shards there are."""
+        assert self.operation.two_shot is not None
+        return self.operation.two_shot(self._units(self.size * (self.size - 1)))
+
+    def piece(self, span: Span | None, alike: Span | None = None) -> Piece:
+        """Return the piece that a span of `one_shot` or `two_shot` stands for.
+
+        ``alike`` is a span of the same piece for a span without an address, which has a length alone.
+        """
+        if span is None or span.count == 0:
+            return NO_PIECE
+        if span.pointer == 0:
+            return Piece(0, self.piece(alike).part)
+        buffer, offset = divmod(span.pointer, _BUFFER)
+        return Piece(buffer, offset // (_UNIT.itemsize * span.count))
+
+    def _units(self, count: int) -> Buffers:
+        """Return this rank's memory with ``count`` units in each block."""
+        operation = self.operation
+        given = 2 if self._in_place else 1
+        send = send_blocks = output = blocks = None
+        if self.sends is not None or self._in_place:
+            if operation.send == "one":
+                send = Span(given * _BUFFER, count)
+            else:
+                send_blocks = self._blocks(given, count)
+        if self.receives is not None:
+            if operation.receive == "one":
+                output = Span(2 * _BUFFER, count)
+            else:
+                blocks = self._blocks(2, count)
+        return Buffers(self._rank, self.size, _UNIT, send, send_blocks, output, blocks, self.op, self._root)
+
+    def _blocks_in(self, shape: Shape | None) -> int:
+        return 0 if shape is None else self.size if shape == "blocks" else 1
+
+    def _blocks(self, buffer: int, count: int) -> list[Span]:
+        step = count * _UNIT.itemsize
+        return [Span(buffer * _BUFFER + rank * step, count) for rank in range(self.size)]

@@ -1,0 +1,51 @@
+"""PacketBlocks: the calls of a form whose blocks have any lengths and places, as launches of packets.cu."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.packets.arguments import OVERSEERS, PacketArguments
+from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner
+from mpicomm.collectives.gpu.algorithms.packets.template import Kernel
+from mpicomm.collectives.gpu.algorithms.packets.ways import WayOf
+from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.kernels.variant import Variant
+
+
+class PacketBlocks:
+    """Calls of ``form`` in one exchange."""
+
+    def __init__(self, form: Form, node: Node, way_of: WayOf) -> None:
+        planner = PacketPlanner.of(node)
+        self._template = planner.template(form.one_shot, form.reduction)
+        self._pieces = [form.piece(span) for span in self._template.places]
+        self._way_of = way_of
+        self._is_private = form.operation.counts == "private"
+        self.arguments: PacketArguments = self._template.arguments
+        self.early = planner.early
+        self.private_nbytes: int | None = None
+        """See `BlocksTemplate`."""
+
+    def fill_blocks(
+        self, starts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], hash32: int
+    ) -> Filled | None:
+        """See `BlocksTemplate`."""
+        nbytes = [lengths[buffer][part] for buffer, part in self._pieces]
+        longest = max(nbytes)
+        way = self._way_of(longest)
+        if way is None:
+            return None
+        addresses = [
+            starts[buffer][part] if length else 0 for (buffer, part), length in zip(self._pieces, nbytes, strict=True)
+        ]
+        kernel = self._template.fill(addresses, nbytes, longest, hash32, *way)
+        if self._is_private:
+            self.private_nbytes = self._template.longest_with_peers(nbytes)
+        geometry = way[2]
+        return kernel, geometry.blocks, geometry.workers + OVERSEERS
+
+    def variant(self, kernel: Kernel) -> Variant:
+        """See `Template`."""
+        return self._template.variant(kernel)

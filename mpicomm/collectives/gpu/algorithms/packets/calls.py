@@ -1,0 +1,62 @@
+"""PacketCalls: the calls of a form whose blocks are equal, as launches of packets.cu."""
+
+from __future__ import annotations
+
+import itertools
+
+from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.packets.arguments import OVERSEERS, PacketArguments
+from mpicomm.collectives.gpu.algorithms.packets.launches import (
+    PacketPlanner,
+)
+from mpicomm.collectives.gpu.algorithms.packets.template import Kernel
+from mpicomm.collectives.gpu.algorithms.packets.ways import WayOf
+from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.collectives.patterns import shard_count
+from mpicomm.kernels.variant import Variant
+
+
+class PacketCalls:
+    """Calls of ``form`` in one exchange, or with ``two_shot`` in two."""
+
+    def __init__(self, form: Form, node: Node, way_of: WayOf, *, two_shot: bool) -> None:
+        planner = PacketPlanner.of(node)
+        first, second = (form.two_shot.first, form.two_shot.second) if two_shot else (form.one_shot, None)
+        self._template = planner.template(first, form.reduction, fan_out=second, alike=not two_shot)
+        own = first.reduction.own if first.reduction is not None else None
+        self._pieces = [form.piece(span, own) for span in self._template.places]
+        self._parts = form.shards if two_shot else 1 + max(piece.part for piece in self._pieces)
+        self._two_shot = two_shot
+        self._way_of = way_of
+        self._itemsize = form.itemsize
+        self.arguments: PacketArguments = self._template.arguments
+        self.early = planner.early
+
+    def fill(self, send: int, receive: int, nbytes: int, hash32: int) -> Filled | None:
+        """See `EqualTemplate`."""
+        parts, longest = self._parts, nbytes
+        if self._two_shot:
+            longest = min(nbytes, shard_count(nbytes // self._itemsize, parts, self._itemsize) * self._itemsize)
+            starts = [min(nbytes, part * longest) for part in range(parts + 1)]
+            lengths = [after - start for start, after in itertools.pairwise(starts)]
+        else:
+            starts, lengths = [part * nbytes for part in range(parts)], [nbytes] * parts
+        way = self._way_of(longest)
+        if way is None:
+            return None
+        lengths.append(0)  # of a piece without data, whose part is -1
+        buffers = (0, send, receive)
+        kernel = self._template.fill(
+            [buffers[buffer] + starts[part] if buffer and lengths[part] else 0 for buffer, part in self._pieces],
+            [lengths[part] for _, part in self._pieces],
+            longest,
+            hash32,
+            *way,
+        )
+        geometry = way[2]
+        return kernel, geometry[0], geometry[1] + OVERSEERS
+
+    def variant(self, kernel: Kernel) -> Variant:
+        """See `Template`."""
+        return self._template.variant(kernel)

@@ -1,0 +1,241 @@
+"""PacketTemplate: exchanges of one form as launches of packets.cu. A call fills in addresses, lengths and tags."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import NamedTuple
+from zlib import crc32
+
+from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.memory import Inboxes
+from mpicomm.collectives.gpu.algorithms.packets.arguments import (
+    FEWEST_LAPS,
+    SLOT_NBYTES,
+    UNIT_NBYTES,
+    PacketArguments,
+    Steps,
+    Wire,
+    finished_packet_arguments,
+    packet_kernel,
+)
+from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
+from mpicomm.errors import InvalidUsageError
+from mpicomm.finishes.base import Fused
+from mpicomm.kernels.ll_flags import FlaggedInboxes
+from mpicomm.kernels.reductions import Reduction
+from mpicomm.kernels.team import MAX_RANKS, Team
+from mpicomm.kernels.variant import Variant
+from mpicomm.mpi.span import Span
+
+# The fields of `PacketArguments` that a call fills in: the tags, which the messages follow; the inboxes; the steps.
+_AT_TAGS: int = PacketArguments.team.offset + Team.tags.offset
+_AT_INBOXES: int = PacketArguments.inboxes.offset
+_AT_STEPS: int = PacketArguments.steps.offset
+_pack_steps = struct.Struct("=5I").pack_into
+_pack_pair = struct.Struct("<IQQQQ").pack
+
+
+Number = Callable[[Span | None], int]
+"""Returns the number of a place; of a new one the next number."""
+Kernel = tuple[Wire, Steps]
+"""A kernel among those of one template."""
+
+
+class PacketTemplate:
+    """Launches for exchanges of one form between the same ranks.
+
+    The form is ``exchange`` and, with ``fan_out``, the exchange after it, in which ranks send on the data that they
+    have reduced or received. `places` are the pieces of memory in them, each once. With ``alike`` all of them have the
+    same length in each call. ``reduction`` is (dtype, op) if any rank reduces. ``finish`` is applied to the result.
+    ``host_slots`` is whether inboxes lie in memory of the host.
+
+    `fill` writes one call into `arguments`. The next `fill` overwrites it, so a caller launches the kernel in between.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        flagged: FlaggedInboxes,
+        fences: int,
+        exchange: Exchange,
+        reduction: Reduction | None,
+        *,
+        fan_out: Exchange | None = None,
+        finish: Fused | None = None,
+        host_slots: bool = False,
+        alike: bool = False,
+    ) -> None:
+        self._reduction = reduction
+        self._host_slots = host_slots
+        self._fans = fan_out is not None
+        self._rows = finish is not None and finish.rows is not None
+        self._options = finish.options if finish else ()
+        self._size, self._rank = size, rank = int(team.size), int(team.rank)
+        if finish is None:
+            self.arguments = PacketArguments(team=team, flagged=flagged, fences=fences)
+        else:
+            cls = finished_packet_arguments(type(finish.arguments))
+            self.arguments = cls(team=team, flagged=flagged, fences=fences, finish=finish.arguments)
+        words, absent = f"{size}Q", f"{8 * (MAX_RANKS - size)}x"
+        self._messages = struct.Struct(f"={size}I{4 * (MAX_RANKS - size)}x{4 * (words + absent)}3Q")
+        self._inboxes = struct.Struct(f"={words}{absent}Q")
+        self._filled_inboxes: Inboxes | None = None
+
+        numbers: dict[Span | None, int] = {None: 0}
+
+        def number(span: Span | None) -> int:
+            return numbers.setdefault(span, len(numbers))
+
+        pairs = _pairs(exchange, rank, number)
+        self._pairs = [(low, high) for low, _, high, _ in pairs]
+        # The numbers of pairs that a call makes, and for each peer the one that it gets.
+        of_pair = [(bool(pair[0]), pair[1], bool(pair[2]), pair[3]) if alike else pair for pair in pairs]
+        self._ways = [] if self._fans else [pairs[of_pair.index(each)] for each in dict.fromkeys(of_pair)]
+        tags = [0] * size if self._fans else [list(dict.fromkeys(of_pair)).index(each) for each in of_pair]
+        ends = _Ends.of(exchange, fan_out, rank, number, reduces=reduction is not None)
+        self._output, self._bits = ends.output, (ends.sources, ends.targets)
+        self._reduces = exchange.reduction is not None
+        self.places: tuple[Span | None, ...] = tuple(numbers)
+        """The pieces of memory of the form in the order in which `fill` takes them; the first one is no memory."""
+        addresses = 1 if self._fans else len(self._ways)
+        lengths = addresses + len(numbers)
+
+        def picked(own: int, output: int) -> Callable[[list[int]], tuple[int, ...]]:
+            """Return what picks the fields from the tags, the addresses and the lengths of places in one list."""
+            messages = [*[addresses + place for place in ends.addressed], *[lengths + place for place in ends.measured]]
+            fields = [*tags, *messages, addresses + own, addresses + output, lengths + output]
+            return itemgetter(*fields)
+
+        self._pick, self._pick_idle = picked(ends.own, ends.output), picked(0, 0)
+
+    def fill(
+        self,
+        addresses: Sequence[int],
+        lengths: Sequence[int],
+        longest: int,
+        tag: int,
+        wire: Wire,
+        inboxes: Inboxes,
+        geometry: Geometry,
+        nbytes: int,
+    ) -> Kernel:
+        """Write a call into `arguments`, and return the kernel to launch.
+
+        ``addresses`` and ``lengths``, in bytes, are those of `places`; both are 0 for a place without bytes.
+        ``longest`` is the longest length. ``tag`` says the facts in which all ranks must agree. ``nbytes`` is the most
+        bytes that one rank sends to another, or a larger number; with rows, whose threads need not have a unit in each
+        step, the bytes of all slots. ``tag``, ``wire``, ``inboxes``, ``geometry`` and ``nbytes`` are the same on all
+        ranks.
+        """
+        blocks, workers = geometry
+        threads, unit_nbytes = blocks * workers, UNIT_NBYTES[wire]
+        units, slots = -(-nbytes // unit_nbytes), inboxes.nbytes // SLOT_NBYTES
+        steps = -(-units // threads) or 1
+        laps = steps if units <= slots else slots // threads
+        if steps > laps and (laps < FEWEST_LAPS + self._rows or wire == "flagged"):
+            raise InvalidUsageError(f"{nbytes} bytes to one rank do not fit into {inboxes.nbytes} bytes")
+        arguments, paced = self.arguments, 0
+        if self._fans:
+            tags = [tag]
+        else:
+            # The tag of each pair of ranks says the bytes that go each way, too, and how these bytes are cut. MPI lets
+            # ranks pass different counts. A packet that is sent and not taken would stay in its slot, and a later call
+            # would take it for one of its own.
+            tags = [
+                crc32(_pack_pair(tag, lengths[low], low_cut, lengths[high], high_cut))
+                for low, low_cut, high, high_cut in self._ways
+            ]
+            if not self._rows:
+                # As many steps as the data between this rank and a peer takes, whatever the others send each other.
+                steps = -(-longest // (unit_nbytes * threads)) or 1
+                if steps > laps:
+                    paced = self._paced(lengths, unit_nbytes * threads * laps)
+        pick, (sources, targets) = self._pick, self._bits
+        if self._reduces and not lengths[self._output]:
+            pick, sources, targets = self._pick_idle, 0, 0
+        self._messages.pack_into(arguments, _AT_TAGS, *pick([*tags, *addresses, *lengths]))
+        if inboxes is not self._filled_inboxes:
+            self._inboxes.pack_into(arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
+            self._filled_inboxes = inboxes
+        _pack_steps(arguments, _AT_STEPS, steps, laps, sources, targets, paced)
+        # A kernel for more steps has more to do in each of them.
+        return wire, "one" if steps == 1 else "few" if steps <= laps else "paced" if paced else "laps"
+
+    def variant(self, kernel: Kernel) -> Variant:
+        """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
+        return packet_kernel(
+            self._reduction,
+            self._size,
+            *kernel,
+            fan_out=self._fans,
+            host_slots=self._host_slots,
+            epilogue=self._options,
+        )
+
+    def longest_with_peers(self, lengths: Sequence[int]) -> int:
+        """Return the most bytes that go one way between this rank and another one, of places of these lengths."""
+        others = (pair for peer, pair in enumerate(self._pairs) if peer != self._rank)
+        return max((lengths[place] for pair in others for place in pair), default=0)
+
+    def _paced(self, lengths: Sequence[int], inbox_nbytes: int) -> int:
+        """Return the peers, as bits, with messages longer than an inbox and of different lengths each way."""
+        paced = 0
+        for peer, (low, high) in enumerate(self._pairs):
+            one, other = lengths[low], lengths[high]
+            if one != other and peer != self._rank and max(one, other) > inbox_nbytes:
+                paced |= 1 << peer
+        return paced
+
+
+def _pairs(exchange: Exchange, rank: int, number: Number) -> list[tuple[int, int, int, int]]:
+    """Return for each peer the places of the data that goes up the ranks and down, each with how the data is cut.
+
+    So both ranks of a pair make one tag of them.
+    """
+    mine, taken, pairs = exchange.reduction, list(exchange.receives), []
+    if mine is not None:
+        for source in mine.sources:
+            taken[source] = mine.output
+    for peer, (sent, received) in enumerate(zip(exchange.sends, taken, strict=True)):
+        sent_cut, received_cut = exchange.cuts[peer] if exchange.cuts else (0, 0)
+        out, back = (number(sent), sent_cut), (number(received), received_cut)
+        pairs.append((*out, *back) if rank < peer else (*back, *out))
+    return pairs
+
+
+class _Ends(NamedTuple):
+    """The places of messages and of the result of an exchange, and the ranks at the other end of them."""
+
+    addressed: list[int]
+    """The places that go to each rank, then the places where data from each rank goes."""
+    measured: list[int]
+    """The places whose lengths are those of these messages."""
+    own: int
+    output: int
+    sources: int
+    targets: int
+
+    @classmethod
+    def of(cls, exchange: Exchange, fan_out: Exchange | None, rank: int, number: Number, *, reduces: bool) -> _Ends:
+        sends, receives = list(exchange.sends), list((fan_out or exchange).receives)
+        if fan_out is not None or receives[rank] in (None, sends[rank]):
+            sends[rank] = receives[rank] = None  # nothing to copy
+        sent, received = [*map(number, sends)], [*map(number, receives)]
+        places = [*sent, *received]
+        targets = 0 if fan_out is None else sum(1 << r for r, span in enumerate(fan_out.sends) if span is not None)
+        mine = exchange.reduction
+        if mine is not None:
+            if list(mine.sources) != sorted(mine.sources):
+                raise InvalidUsageError(f"sources {mine.sources} are not in the order of ranks")
+            sources = sum(1 << source for source in mine.sources)
+            return cls(places, places, number(mine.own), number(mine.output), sources, targets)
+        if reduces or fan_out is None:
+            return cls(places, places, 0, 0, 0, 0)
+        for source, span in enumerate(exchange.receives):
+            if span is not None:
+                return cls(places, places, 0, number(span), 1 << source, targets)
+        # This rank is the source. It needs no data back, so its receives stay at address 0, where the kernel stores
+        # nothing. The relays' packets tell it how far they are.
+        return cls(places, [*sent, *sent], 0, 0, 0, 0)

@@ -1,0 +1,57 @@
+"""Wires: the kinds of packets, and the lengths of messages up to which each is the fastest."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire, carried_nbytes, flags_can_carry
+from mpicomm.collectives.operations import Operation
+from mpicomm.kernels.reductions import Reduction
+
+
+class WireLimits(NamedTuple):
+    """The most bytes from one rank to another for which LL packets and sentinel packets are taken."""
+
+    flagged: float
+    sentinel: float
+
+
+def packet_wire(
+    nbytes: int, reduction: Reduction | None, most_flagged_nbytes: float, most_sentinel_nbytes: float
+) -> Wire | None:
+    """Return the wire for an exchange in which a rank sends another at most ``nbytes``; None if no wire fits.
+
+    LL packets are the fastest up to ``most_flagged_nbytes``, sentinel packets up to ``most_sentinel_nbytes``.
+    """
+    if nbytes == 0:
+        return None
+    if nbytes <= most_flagged_nbytes and (reduction is None or flags_can_carry(reduction[0])):
+        return "flagged"
+    return "sentinel" if nbytes <= most_sentinel_nbytes else None
+
+
+def one_shot_limits(operation: Operation, reduction: Reduction | None, node: Node) -> WireLimits:
+    """Return the limits of calls in one exchange."""
+    to_all = operation.traffic != "one-way"
+    # Where inboxes would be used again within a launch, chunks are faster for data that only goes one way.
+    return _limits(reduction, node, to_all=to_all, sentinel=inf if to_all else node.arena.layout.most_inbox_nbytes)
+
+
+def two_shot_limits(reduction: Reduction | None, node: Node) -> WireLimits:
+    """Return the limits of calls in two exchanges."""
+    return _limits(reduction, node, to_all=True, sentinel=inf)
+
+
+def _limits(reduction: Reduction | None, node: Node, *, to_all: bool, sentinel: float) -> WireLimits:
+    fastest = _most_flagged_nbytes(node.size, to_all, reduces=reduction is not None) * node.link_speed
+    return WireLimits(min(carried_nbytes(node.arena.flagged.nbytes, "flagged"), fastest), sentinel)
+
+
+def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
+    """Return up to how many bytes LL packets are faster than sentinel packets, which take half the bytes on links."""
+    if reduces:
+        return 16 << 10
+    # With to_all each rank sends to all and receives from all; else a rank mostly does either.
+    return (96 << 10 if to_all else 192 << 10) // (size - 1)

@@ -1,0 +1,206 @@
+"""FormPlan: the plan of all calls of one form. Each call fills its addresses and counts into the plan."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable
+from typing import Any
+
+from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.form import Form
+from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
+from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.collectives.gpu.choose import Choice
+from mpicomm.collectives.gpu.tuning import Tuning
+from mpicomm.collectives.signature import Signature, counted_hash
+from mpicomm.devices.cuda.load import Launcher
+from mpicomm.kernels.variant import Variant
+
+Load = Callable[[Variant, Any, bool], Launcher]
+"""Returns what launches a kernel with these arguments, early or not."""
+
+
+class FormPlan(ABC):
+    """The calls of a form, for `DeviceEngine.enqueue` as a `Plan` is. `fill` makes it the plan of one of them.
+
+    It chooses the algorithm for a call as `choose` does. The filled call is enqueued before the next one is filled in:
+    MPI lets one thread at a time call collectives of a communicator.
+    """
+
+    collective = True
+    is_old = False
+    steps = (None,)
+    """Not empty: every rank has a part in a call of a form."""
+    private_nbytes: int | None = None
+    """See `Plan.private_nbytes`."""
+
+    def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
+        self._words = signature.words_around_count()
+        self._hash = signature.hash_without_count
+        self._load = load
+        self._why = "by the table" if asked == "auto" else f'algorithm="{asked}"'
+        choices = [(0, asked)]
+        if asked == "auto":
+            choices = tuning.choices(form.operation.name, node.size, registered=False)
+        self._begins = [begin for begin, _ in choices]
+        self._choices = [_Algorithm(name, form, node) for _, name in choices]
+        self._count: int | None = None
+        self._chosen = self._choices[0]
+        self._blocks = self._threads = 0
+        self._launcher: Launcher | None = None
+
+    @abstractmethod
+    def takes(self, sent: Any, received: Any) -> bool:
+        """Return whether buffers of these kinds are read as the form needs them."""
+
+    @abstractmethod
+    def fill(self, sent: Any, received: Any) -> bool:
+        """Fill in a call with these buffers, as `plain_array` reads them; return whether it is possible. Local.
+
+        A call that the form does not know is planned, and raises there what it has to.
+        """
+
+    @property
+    def text(self) -> str:
+        """The call that is filled in, in words."""
+        before, after = self._words
+        return f"{before}{'' if self._count is None else self._count}{after}"
+
+    @property
+    def choice(self) -> Choice:
+        """The algorithm of the call that is filled in, in words."""
+        return Choice(self._chosen.name, self._why)
+
+    def launch(self, stream: int) -> None:
+        """Enqueue the call that is filled in; the device's context must be current."""
+        assert self._launcher is not None
+        self._launcher.launch(stream, self._blocks, self._threads)
+
+    enqueue = launch
+
+    def _filled(self, chosen: _Algorithm, filled: Filled, count: int | None) -> None:
+        kernel, self._blocks, self._threads = filled
+        launcher = chosen.launchers.get(kernel)
+        if launcher is None:
+            template = chosen.template
+            launcher = self._load(template.variant(kernel), template.arguments, template.early)
+            chosen.launchers[kernel] = launcher
+        self._count, self._chosen, self._launcher = count, chosen, launcher
+
+
+class EvenPlan(FormPlan):
+    """The calls of a form whose blocks have one length."""
+
+    def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
+        super().__init__(form, signature, asked, tuning, node, load)
+        self._word_nbytes = form.itemsize * form.factor
+        self._nbytes_per_count = form.nbytes_per_count
+        self._sent, self._received = form.blocks_sent, form.blocks_received
+
+    def takes(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan`."""
+        return not (self._sent and len(sent) > 3) and not (self._received and len(received) > 3)
+
+    def fill(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan`."""
+        if self._received:
+            count, rest = divmod(received[1], self._received)
+            if rest or (self._sent and sent[1] != count * self._sent):
+                return False
+        else:
+            count, rest = divmod(sent[1], self._sent)
+        if rest or count <= 0:
+            return False
+        nbytes, send, receive = count * self._word_nbytes, sent[0], received[0]
+        # Buffers that overlap are refused, and the same memory given twice is another form.
+        if self._sent and send < receive + nbytes * self._received and receive < send + nbytes * self._sent:
+            return False
+        chosen = self._choices[bisect_right(self._begins, count * self._nbytes_per_count) - 1]
+        if chosen.template is None:
+            return False
+        filled = chosen.template.fill(send, receive, nbytes, counted_hash(self._hash, count))
+        if filled is None:
+            return False
+        self._filled(chosen, filled, count)
+        return True
+
+
+class BlocksPlan(FormPlan):
+    """The calls of a form whose blocks have any lengths and places."""
+
+    def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
+        super().__init__(form, signature, asked, tuning, node, load)
+        self._element_nbytes = form.itemsize * form.factor
+        self._vectors = form.sends == "vector", form.receives == "vector"
+        self._singles = form.sends == "one", form.receives == "one"
+        self._rank, self._size = node.rank, node.size
+        self._call_hash = counted_hash(self._hash, None)
+
+    def takes(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan`."""
+        lengths = len(sent), len(received)
+        return all(
+            length == (5 if vector else 3)
+            for length, vector, single in zip(lengths, self._vectors, self._singles, strict=True)
+            if vector or single
+        )
+
+    def fill(self, sent: Any, received: Any) -> bool:
+        """See `FormPlan`."""
+        chosen = self._choices[0]
+        if chosen.template is None:
+            return False
+        send, receive = self._parts(sent, 0), self._parts(received, 1)
+        if send is None or receive is None or not self._is_apart(sent, received):
+            return False
+        if len(send[1]) > 1 and len(receive[1]) > 1:
+            to_itself, of_itself = self._vectors[0] * self._rank, self._vectors[1] * self._rank
+            if send[1][to_itself] != receive[1][of_itself]:
+                return False  # this rank sends itself more than it takes, or less
+        filled = chosen.template.fill_blocks(((), send[0], receive[0]), ((0,), send[1], receive[1]), self._call_hash)
+        if filled is None:
+            return False
+        self.private_nbytes = chosen.template.private_nbytes
+        self._filled(chosen, filled, None)
+        return True
+
+    def _parts(self, buffer: Any, number: int) -> tuple[list[int], list[int]] | None:
+        """Return the addresses and bytes of a buffer's blocks, then 0 bytes; None where they are not in the buffer."""
+        nbytes = self._element_nbytes
+        if self._singles[number]:
+            return [buffer[0]], [buffer[1] * nbytes, 0]
+        if not self._vectors[number]:
+            return [], [0]
+        pointer, size, _, counts, displs = buffer
+        if len(counts) != self._size or min(counts) < 0 or min(displs) < 0:
+            return None
+        if max(map(int.__add__, counts, displs)) > size:
+            return None  # a block without elements may lie anywhere, but such a call is planned
+        return [pointer + displ * nbytes for displ in displs], [*[count * nbytes for count in counts], 0]
+
+    def _is_apart(self, sent: Any, received: Any) -> bool:
+        """Return whether both buffers lie apart, whatever their blocks are."""
+        if not all(vector or single for vector, single in zip(self._vectors, self._singles, strict=True)):
+            return True
+        (send, sends), (receive, receives), nbytes = sent[:2], received[:2], self._element_nbytes
+        return not (send < receive + receives * nbytes and receive < send + sends * nbytes)
+
+
+class _Algorithm:
+    """An algorithm for calls of a form: its template, and the launchers of its kernels."""
+
+    def __init__(self, name: str, form: Form, node: Node) -> None:
+        self.name = name
+        self.template: Any = None
+        """An `EqualTemplate` or a `BlocksTemplate`, as the form is; None where each call is planned."""
+        self.launchers: dict[Any, Launcher] = {}
+        for algorithm in ALGORITHMS:
+            if algorithm.name == name and algorithm.serves(form.operation) and algorithm.takes(form):
+                self.template = algorithm.template(form, node)
+                break
+
+
+def form_plan(form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> FormPlan:
+    """Return the plan of all calls of a form."""
+    return (EvenPlan if form.is_even else BlocksPlan)(form, signature, asked, tuning, node, load)

@@ -1,0 +1,107 @@
+"""PlainArray: contiguous arrays of CuPy and PyTorch on a GPU, read in less than a microsecond."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable
+from itertools import accumulate
+from typing import Any
+
+from mpi4py import MPI
+from numpy import ndarray
+
+PlainArray = tuple[int, int, Hashable]
+"""The address of a contiguous array on a GPU, its elements, and their type and device.
+
+An argument that stands for no array has no elements, and in place of their type the name of its class. A tuple without
+names is made in a third of the time.
+"""
+PlainBlocks = tuple[int, int, Hashable, "list[int]", "list[int]"]
+"""A `PlainArray` with the counts and displacements of blocks, in elements; its kind says the datatype, too."""
+
+
+def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
+    """Return a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None; None for all others. Local.
+
+    A list of a plain array, counts, displacements and perhaps a predefined datatype has its blocks. The values of
+    counts and displacements are not checked.
+    """
+    read = _readers.get(type(argument)) or _find(type(argument))
+    return read(argument) if read else None
+
+
+def _nothing(argument: Any) -> PlainArray:
+    return 0, 0, type(argument).__name__
+
+
+def _cupy(array: Any) -> PlainArray | None:
+    data = array.data
+    # `array.flags`, which is public, takes eight times as long.
+    return (data.ptr, array.size, (array.dtype, data.device_id)) if array._c_contiguous else None
+
+
+def _torch(tensor: Any) -> PlainArray | None:
+    if not tensor.is_cuda or not tensor.is_contiguous():
+        return None
+    if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
+        return None  # `read` refuses them
+    try:
+        pointer = tensor.data_ptr()
+    except RuntimeError:  # a tensor without plain memory
+        return None
+    return pointer, tensor.numel(), (tensor.dtype, tensor.get_device())
+
+
+def _blocks(spec: Any) -> PlainBlocks | None:
+    """Return the blocks of a list as `parse_vector` reads it; None where the forms differ in what they mean."""
+    if len(spec) == 4:
+        array, counts, displs, datatype = spec
+    elif len(spec) == 3:
+        (array, counts, datatype), displs = spec, None
+    elif len(spec) == 2:
+        (array, counts), displs, datatype = spec, None, None
+    else:
+        return None
+    if type(counts) is tuple and len(spec) < 4:
+        if len(counts) != 2:
+            return None
+        counts, displs = counts
+    read = None if isinstance(array, (list, tuple)) else plain_array(array)
+    if read is None or not (datatype is None or (type(datatype) is MPI.Datatype and datatype.is_predefined)):
+        return None
+    counts = _integers(counts)
+    displs = _integers(displs) if displs is not None else None if counts is None else _one_after_the_other(counts)
+    if counts is None or displs is None or len(counts) != len(displs):
+        return None
+    pointer, size, kind = read[:3]
+    return pointer, size, (kind, None if datatype is None else datatype.handle), counts, displs
+
+
+def _integers(numbers: Any) -> list[int] | None:
+    kind = type(numbers)
+    if kind is ndarray and numbers.dtype.kind in "iu" and numbers.ndim == 1:
+        listed: list[int] = numbers.tolist()
+        return listed
+    return list(numbers) if kind in (list, tuple) and _INT.issuperset(map(type, numbers)) else None
+
+
+def _one_after_the_other(counts: list[int]) -> list[int]:
+    return [0, *accumulate(counts[:-1])] if counts else []
+
+
+_INT = frozenset((int,))
+_Reader = Callable[[Any], "PlainArray | PlainBlocks | None"]
+_readers: dict[type, _Reader] = {
+    list: _blocks,
+    tuple: _blocks,
+    type(None): _nothing,
+    type(MPI.IN_PLACE): _nothing,
+}
+
+
+def _find(cls: type) -> _Reader | None:
+    """Return the reader of a class, None where its objects are no plain arrays; those of subclasses may be none."""
+    for library, name, read in (("cupy", "ndarray", _cupy), ("torch", "Tensor", _torch)):
+        if cls is getattr(sys.modules.get(library), name, None):
+            return _readers.setdefault(cls, read)
+    return None

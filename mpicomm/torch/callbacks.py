@@ -1,0 +1,47 @@
+"""Callbacks of futures make their calls at the place where the program has added them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import torch
+
+from mpicomm.torch.lane import LANES
+
+_Callback = Callable[[Any], Any]
+
+
+def install_places() -> None:
+    """Let ``then`` and ``add_done_callback`` of all futures give each callback its place among calls. Local.
+
+    A callback runs in the program's thread if the future is complete when the program adds it, and else in the thread
+    of a `Lane`. Its calls have to come at the same place, because the future is complete on some ranks alone. PyTorch
+    makes the futures that ``then`` returns, in a class without subclasses, so this replaces methods of that class.
+    """
+    future: Any = torch._C.Future
+    future.then = _with_place(future.then)
+    future.add_done_callback = _with_place(future.add_done_callback)
+
+
+def _with_place(add: Callable[[Any, _Callback], Any]) -> Callable[[Any, _Callback], Any]:
+    @wraps(add)
+    def add_at_place(future: Any, callback: _Callback) -> Any:
+        return add(future, _at_place(future, callback) if LANES else callback)
+
+    return add_at_place
+
+
+def _at_place(future: Any, callback: _Callback) -> _Callback:
+    places = [(lane, place) for lane in LANES if (place := lane.place(future)) is not None]
+    if not places:
+        return callback
+
+    def call(done: Any) -> Any:
+        for lane, place in places:
+            if lane.is_here():
+                return lane.call_at(place, callback, done)
+        return callback(done)
+
+    return call

@@ -1,0 +1,35 @@
+"""Works that programs hand to PyTorch's code in C++, which keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch._C import _distributed_c10d as c10d
+
+from mpicomm.torch.works import Work
+
+
+def install_conversions() -> None:
+    """Let the functions of PyTorch that keep a work in C++ get one that lives there. Local.
+
+    Python frees its part of a work with the last reference in Python, and C++ holds no such reference. PyTorch takes
+    care of works that its code in C++ gets from a group, and not of works that Python hands to C++. So this replaces
+    the functions that do so: of ``DistributedDataParallel.join``, and of the works behind ``wait_tensor``.
+    """
+    reducer: Any = c10d.Reducer
+    reducer._set_forward_pass_work_handle = _with_kept_works(reducer._set_forward_pass_work_handle)
+    c10d._register_work = _with_kept_works(c10d._register_work)
+
+
+def _with_kept_works(call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def convert(*given: Any, **named: Any) -> Any:
+        return call(*map(_kept, given), **{name: _kept(each) for name, each in named.items()})
+
+    return convert
+
+
+def _kept(given: Any) -> Any:
+    return given.kept_by_cpp() if isinstance(given, Work) else given

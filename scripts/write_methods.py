@@ -1,0 +1,185 @@
+"""Write the collective methods of a Communicator from the table of operations.
+
+`python scripts/write_methods.py [--check]` writes the end of each file in ``FILES``, below the line that names this
+script. A method that stands above the line, by hand, is not written again. The docstring of a blocking method is the
+string below its row. ``--check`` writes nothing and exits with 1 if a file differs from the text it would write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import inspect
+import itertools
+import sys
+import textwrap
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from mpicomm.collectives import operations
+from mpicomm.collectives.operations import OPERATIONS, Operation
+
+FOLDER = Path(__file__).resolve().parents[1] / "mpicomm/api"
+MARK = "    # scripts/write_methods.py writes all that follows, from the table of operations.\n"
+WIDTH = 120
+PARAMETERS = {
+    "buf": "buf: Any",
+    "sendbuf": "sendbuf: Any",
+    "recvbuf": "recvbuf: Any",
+    "recvcounts": "recvcounts: Sequence[int] | None = None",
+    "op": "op: MPI.Op = MPI.SUM",
+    "root": "root: int = 0",
+    "info": "info: MPI.Info = MPI.INFO_NULL",
+}
+
+
+def fold(head: str, items: Sequence[str], tail: str) -> list[str]:
+    """Return the lines of ``head``, the items with commas, and ``tail``, broken as ruff breaks them."""
+    indent = head[: -len(head.lstrip())]
+    joined = ", ".join(items)
+    for lines in ([head + joined + tail], [head, f"{indent}    {joined}", indent + tail]):
+        if max(map(len, lines)) <= WIDTH:
+            return lines
+    return [head, *(f"{indent}    {item}," for item in items), indent + tail]
+
+
+def method(name: str, arguments: Iterable[str], returned: str, doc: str, body: list[str]) -> str:
+    """Return the text of a method."""
+    parameters = [PARAMETERS[each] for each in arguments]
+    head = fold(
+        f"    def {name}(",
+        ["self", *parameters, "*", "stream: Any = None", 'algorithm: str = "auto"'],
+        f") -> {returned}:",
+    )
+    end = '\n"""' if "\n" in doc else '"""'
+    return "\n".join([*head, textwrap.indent(f'"""{doc}{end}', " " * 8), *body]) + "\n"
+
+
+def row_of(row: Operation) -> str:
+    """Return the expression for a row."""
+    return f"rows.{row.name.upper()}"
+
+
+def values(row: Operation) -> list[str]:
+    """Return the expressions for the fields of `Arguments`, in its order."""
+    buffers = ["None", "buf"] if row.rooted == "bcast" else ["sendbuf", "recvbuf"]
+    root = ["root" if row.reduces else "root=root"] * bool(row.rooted)
+    return [*buffers, *["op"] * row.reduces, *root, *["counts=recvcounts"] * (row.send == "counted")]
+
+
+def has_shortcut(row: Operation) -> bool:
+    """Return whether the blocking method hands plain arrays to MPI at once."""
+    return row.in_mpi and not row.of_neighbors and row.send != "typed"
+
+
+def shortcut(row: Operation) -> list[str]:
+    """Return the lines that hand plain arrays to MPI."""
+    # `is_plain` takes last the buffer that every rank has, with the same number of bytes.
+    by_input = row.rooted == "receive" or (row.reduces and row.send != "one")
+    buffers = ", ".join(values(row)[1::-1] if by_input else values(row)[:2])
+    conditions = ["stream is None", 'algorithm == "auto"', *["type(op) is _Op"] * row.reduces]
+    conditions += ["recvcounts is not None"] * (row.send == "counted")
+    conditions.append(f'is_plain({buffers}, self._limits["{row}"])')
+    condition = [f"        if {' and '.join(conditions)}:"]
+    if len(condition[0]) > WIDTH:
+        condition = [
+            "        if (",
+            f"            {conditions[0]}",
+            *(f"            and {each}" for each in conditions[1:]),
+        ]
+        condition.append("        ):")
+    return [
+        *condition,
+        "            try:",
+        f"                return _{row.name.lower()}(self, {', '.join(row.arguments)})",
+        "            except REFUSALS as error:",
+        *fold("                raise self._collectives.refused(", ["error", row_of(row), *values(row)], ") from error"),
+    ]
+
+
+def blocking(row: Operation) -> str:
+    """Return the blocking method."""
+    doc = docstrings().get(row.name.upper())
+    if doc is None:
+        raise SystemExit(f"{row} has no docstring below its row")
+    run = fold("        return self._collectives.run(", [row_of(row), "stream", "algorithm", *values(row)], ")")
+    return method(row.name, row.arguments, "None", doc, [*(shortcut(row) if has_shortcut(row) else []), *run])
+
+
+def nonblocking(row: Operation) -> str:
+    """Return the nonblocking method."""
+    items = [row_of(row), f"Arguments({', '.join(values(row))})", "stream", "algorithm"]
+    body = fold("        return self._collectives.start(", items, ")")
+    return method(row.nonblocking, row.arguments, "MPI.Request", f"Start `{row}`; return its request.", body)
+
+
+def persistent(row: Operation) -> str:
+    """Return the persistent method."""
+    items = [row_of(row), f"Arguments({', '.join(values(row))})", "info", "stream", "algorithm"]
+    body = fold("        return self._collectives.prepare(", items, ")")
+    arguments = (*row.arguments, "info")
+    return method(row.persistent, arguments, "MPI.Prequest", f"Prepare `{row}`; return its request.", body)
+
+
+FORMS = (blocking, nonblocking, persistent)
+"""Functions that write methods, in the order of `Operation.methods`."""
+FILES = {
+    "blocking.py": (False, (blocking,)),
+    "nonblocking.py": (False, (nonblocking,)),
+    "persistent.py": (False, (persistent,)),
+    "neighbors.py": (True, FORMS),
+}
+"""The files, each with whether its methods are those of neighbours, and their forms."""
+
+
+@functools.cache
+def docstrings() -> dict[str, str]:
+    """Return the string below each row, by the name of the row's variable, in lines that fit a method."""
+    found = {}
+    for row, below in itertools.pairwise(ast.parse(inspect.getsource(operations)).body):
+        match row, below:
+            case ast.Assign(targets=[ast.Name(id=name)]), ast.Expr(value=ast.Constant(value=str(text))):
+                paragraphs = inspect.cleandoc(text).split("\n\n")
+                found[name] = "\n\n".join(textwrap.fill(each, WIDTH - 8) for each in paragraphs)
+    return found
+
+
+def completed(name: str, text: str) -> str:
+    """Return the text of a file with the methods of the table below the line."""
+    by_hand, mark, _ = text.partition(MARK)
+    if not mark:
+        raise SystemExit(f"{name} has no line {MARK.strip()!r}")
+    of_neighbors, forms = FILES[name]
+    rows = [row for row in OPERATIONS.values() if row.of_neighbors == of_neighbors]
+    wanted = [
+        (form, row)
+        for form, row in itertools.product(forms, rows)
+        if f"def {row.methods[FORMS.index(form)]}(" not in by_hand
+    ]
+    methods = "\n".join(form(row) for form, row in wanted)
+    aliases = [
+        f"_{row.name.lower()} = MPI.Intracomm.{row}\n" for form, row in wanted if form is blocking and has_shortcut(row)
+    ]
+    return by_hand + mark + "\n" + methods + "".join(["\n\n", *aliases] if aliases else [])
+
+
+def main() -> int:
+    """Write the files, or compare them; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file differs")
+    options = parser.parse_args()
+    differing = False
+    for path in (FOLDER / name for name in FILES):
+        text = path.read_text()
+        wanted = completed(path.name, text)
+        if text != wanted:
+            differing = True
+            if not options.check:
+                path.write_text(wanted)
+            sys.stdout.write(f"{path}: {'differs from the table' if options.check else 'written'}\n")
+    return 1 if options.check and differing else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

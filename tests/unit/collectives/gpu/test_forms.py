@@ -1,0 +1,267 @@
+"""A call that is filled into the plan of its form has the launch that planning it from the start makes."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
+from mpicomm.collectives.gpu.algorithms.form import Form, has_form
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.built_in import BUILT_IN
+from mpicomm.collectives.gpu.choose import choose
+from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
+from mpicomm.collectives.gpu.longest_message import longest_with_peers
+from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.kernels.team import Team
+from mpicomm.mpi.plain_arrays import plain_array
+from mpicomm.symmetric.registry import Mappings
+
+ORDINAL = 0
+OPERATIONS_OF_FORMS = [row for row in OPERATIONS.values() if row.counts == "same" and row.send != "counted"]
+
+OPERATIONS_OF_BLOCKS = [
+    row for row in OPERATIONS.values() if "vector" in (row.send, row.receive) and not row.of_neighbors
+]
+
+
+class Arena:
+    """An arena of ``size`` ranks with all regions that are asked for, or with none."""
+
+    def __init__(self, size: int, *, regions: bool) -> None:
+        self.layout = ArenaLayout(size, 64)
+        self.flagged = Inboxes(tuple(rank << 41 for rank in range(1, size + 1)), self.layout.flagged_inbox_nbytes)
+        self.sentinels = Inboxes(tuple(rank << 42 for rank in range(1, size + 1)), self.layout.sentinel_inbox_nbytes)
+        self.any_length = self.sentinels
+        self._regions = regions
+
+    def has(self, request: Request) -> bool:
+        return self._regions
+
+    def region(self, request: Request) -> Region:
+        return Region(tuple(rank << 43 for rank in range(1, self.layout.size + 1)), request.slots_nbytes)
+
+
+class Device:
+    """What a kernel is launched with."""
+
+    def __init__(self, *, regions: bool, size: int, rank: int, blocks: int, link_speed: float) -> None:
+        team = Team(size=size, rank=rank, timeout_ns=7)
+        for index in range(size):
+            team.arenas[index], team.names[index] = (index + 1) << 40, index + 3
+        self.node = Node(team, Arena(size, regions=regions), blocks, link_speed)
+        self.launched: tuple[Any, ...] = ()
+
+    def launcher(self, variant: Any, arguments: ctypes.Structure, early: bool) -> Any:
+        def launch(stream: int, blocks: int, threads: int) -> None:
+            self.launched = variant, bytes(arguments), blocks, threads, early
+
+        return SimpleNamespace(launch=launch)
+
+
+class DeviceArray:
+    """An array on a GPU as CuPy's interface describes it; nothing reads its memory."""
+
+    def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
+        self.pointer, self.size, self.dtype = pointer, count, dtype
+
+
+@pytest.fixture(autouse=True)
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mpicomm.mpi import buffers, plain_arrays
+
+    def read(array: Any, writable: bool, name: str) -> buffers.Memory:
+        nbytes = array.size * array.dtype.itemsize
+        return buffers.Memory(array.pointer, nbytes, array.dtype, True, ORDINAL, array)
+
+    monkeypatch.setitem(buffers._readers, DeviceArray, read)
+    monkeypatch.setitem(plain_arrays._readers, DeviceArray, lambda array: (array.pointer, array.size, array.dtype))
+
+
+def call_of(
+    operation: Operation, rank: int, size: int, count: int, dtype: np.dtype[Any], root: int, *, in_place: bool, at: int
+) -> Call:
+    """A call in which each block has ``count`` elements, with buffers at addresses that depend on ``at``."""
+    blocks = {"one": count, "blocks": count * size}
+    send: Any = DeviceArray((1 << 50) + 4096 * at, blocks[operation.send], dtype)
+    receive: Any = DeviceArray((1 << 51) + 128 * at, blocks[operation.receive], dtype)
+    if in_place and operation.rooted in ("", "receive") and (operation.rooted == "" or rank == root):
+        if operation.reduces:
+            receive = DeviceArray(receive.pointer, blocks[operation.send], dtype)
+        send = MPI.IN_PLACE
+    elif in_place and operation.rooted == "send" and rank == root:
+        receive = MPI.IN_PLACE
+    op = MPI.SUM if operation.reduces else None
+    return Call(operation, Arguments(send, receive, op, root), rank, size)
+
+
+def plan_of(call: Call, device: Device, asked: str) -> FormPlan:
+    node = device.node
+    form = Form(call, node.rank, node.size)
+    return form_plan(form, call.signature, asked, BUILT_IN, node, device.launcher)
+
+
+def fill(plan: FormPlan, call: Call) -> bool:
+    (send, sent), (receive, received) = (
+        (0, 0) if operand is None else (operand.pointer, operand.total) for operand in (call.send, call.receive)
+    )
+    return plan.fill((0, 0, None) if call.in_place else (send, sent, None), (receive, received, None))
+
+
+@given(data=st.data())
+def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 8), "size")
+    rank, root = data.draw(st.integers(0, size - 1), "rank"), data.draw(st.integers(0, size - 1), "root")
+    operation = data.draw(st.sampled_from(OPERATIONS_OF_FORMS), "operation")
+    dtype = np.dtype(data.draw(st.sampled_from(["f4", "f8", "i2", "u1", "c16", *["g"] * (not operation.reduces)])))
+    in_place = data.draw(st.booleans(), "in place")
+    asked = data.draw(st.sampled_from(["auto", "one_shot", *["two_shot"] * bool(operation.two_shot)]), "asked")
+    counts = st.integers(1, 40) | st.integers(1, 40_000) | st.integers(1, 40_000_000)
+    device = Device(
+        regions=data.draw(st.booleans(), "regions"),
+        size=size,
+        rank=rank,
+        blocks=data.draw(st.sampled_from([16, 132]), "blocks"),
+        link_speed=data.draw(st.sampled_from([0.5, 1.0]), "link speed"),
+    )
+    first = call_of(operation, rank, size, data.draw(counts, "first"), dtype, root, in_place=in_place, at=0)
+    assume(has_form(first))
+    plan = plan_of(first, device, asked)
+    for number in range(1, 4):  # later calls follow earlier ones in the same memory
+        count = data.draw(counts, "count")
+        call = call_of(operation, rank, size, count, dtype, root, in_place=in_place, at=number)
+        planned = GpuCall.of(call, Mappings(), None)
+        algorithm = choose(planned, asked, BUILT_IN, device.node)
+        requests = algorithm.memory(planned, device.node)
+        steps = list(algorithm.plan(planned, device.node))
+        filled = fill(plan, call)
+        wanted = (
+            BUILT_IN.algorithm(operation.name, planned.nbytes, size, registered=False) if asked == "auto" else asked
+        )
+        in_packets = algorithm.template(Form(call, rank, size), device.node) is not None
+        there = all(map(device.node.arena.has, requests))
+        assert filled == (in_packets and there and algorithm.name == wanted)
+        if filled:
+            plan.launch(7)
+            (launch,) = cast(list[Launch], steps)
+            expected = launch.variant, bytes(launch.arguments), launch.blocks, launch.threads, launch.early
+            assert device.launched == expected
+            assert plan.text == planned.text(into_memory=False)
+            assert plan.choice.algorithm == algorithm.name
+
+
+def blocks_of(counts: list[int], gaps: list[int]) -> tuple[list[int], list[int]]:
+    """Counts, and displacements of blocks with gaps before them."""
+    displs, end = [], 0
+    for count, gap in zip(counts, gaps, strict=True):
+        displs.append(end + gap)
+        end += gap + count
+    return counts, displs
+
+
+@given(data=st.data())
+def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
+    size = data.draw(st.integers(2, 8), "size")
+    rank, root = data.draw(st.integers(0, size - 1), "rank"), data.draw(st.integers(0, size - 1), "root")
+    operation = data.draw(st.sampled_from(OPERATIONS_OF_BLOCKS), "operation")
+    dtype = np.dtype(data.draw(st.sampled_from(["f4", "i2", "u1", "c16", "g"])))
+    regions = data.draw(st.booleans(), "regions")
+    device = Device(regions=regions, size=size, rank=rank, blocks=data.draw(st.sampled_from([16, 132])), link_speed=1.0)
+    own = rank if operation.rooted == "" else root
+    counts_of = st.lists(
+        st.integers(0, 9) | st.integers(0, 90_000) | st.integers(0, 9_000_000), min_size=size, max_size=size
+    )
+    gaps_of = st.lists(st.integers(0, 3), min_size=size, max_size=size)
+
+    def draw(number: int) -> tuple[Any, Any]:
+        """Two arguments with blocks, at addresses that depend on the number of the call."""
+        counts = {name: data.draw(counts_of, f"{name} of call {number}") for name in ("send", "receive")}
+        counts["send"][own] = counts["receive"][own]
+        arguments = []
+        for name, shape, base in (("send", operation.send, 1 << 50), ("receive", operation.receive, 1 << 51)):
+            single = counts["receive" if name == "send" else "send"][own if rank == own or not operation.rooted else 0]
+            each, displs = blocks_of(counts[name], data.draw(gaps_of))
+            total = displs[-1] + each[-1] + 1 if shape == "vector" else single
+            array = DeviceArray(base + 128 * number, total, dtype)
+            forms: list[Any] = [[array, (each, displs)], [array, each, displs, None], (array, (tuple(each), displs))]
+            arguments.append(data.draw(st.sampled_from(forms)) if shape == "vector" else array)
+        return tuple(arguments)
+
+    def call(arguments: tuple[Any, Any]) -> Call:
+        return Call(operation, Arguments(*arguments, None, root), rank, size)
+
+    plan = None
+    for number in range(4):
+        arguments = draw(number)
+        read = call(arguments)
+        planned = GpuCall.of(read, Mappings(), None)
+        algorithm = choose(planned, "auto", BUILT_IN, device.node)
+        requests = algorithm.memory(planned, device.node)
+        steps = list(algorithm.plan(planned, device.node))
+        plan = plan or plan_of(read, device, "auto")
+        sent, received = map(plain_array, arguments)
+        assert sent is not None and received is not None and plan.takes(sent, received)
+        packets = algorithm.template(Form(read, rank, size), device.node) is not None
+        filled = plan.fill(sent, received)
+        assert filled == (packets and all(map(device.node.arena.has, requests)))
+        if filled:
+            plan.launch(7)
+            (launch,) = cast(list[Launch], steps)
+            expected = launch.variant, bytes(launch.arguments), launch.blocks, launch.threads, launch.early
+            assert device.launched == expected
+            assert plan.text == planned.text(into_memory=False)
+            longest = longest_with_peers(planned.one_shot, rank) if operation.counts == "private" else None
+            assert plan.private_nbytes == longest
+
+
+def test_a_call_that_does_not_fit_its_form_is_left_to_planning() -> None:
+    device = Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0)
+    dtype = np.dtype("f4")
+
+    def plan(name: str, *, in_place: bool = False) -> FormPlan:
+        return plan_of(call_of(OPERATIONS[name], 0, 2, 8, dtype, 0, in_place=in_place, at=0), device, "auto")
+
+    here, there = 1 << 50, 1 << 51
+    assert plan("Allreduce").fill((here, 6, None), (there, 6, None))
+    assert not plan("Allreduce").fill((here, 6, None), (there, 7, None))
+    assert not plan("Allreduce").fill((here, 0, None), (there, 0, None))
+    assert not plan("Allgather").fill((here, 6, None), (there, 13, None))
+    assert plan("Allgather").fill((here, 6, None), (there, 12, None))
+    assert not plan("Alltoall").fill((here, 7, None), (there, 7, None))
+    assert not plan("Allgather", in_place=True).fill((0, 0, None), (there, 7, None))
+    # Buffers that overlap in one byte.
+    for begin, fits in ((here + 24, True), (here + 23, False), (here - 24, True), (here - 23, False), (here, False)):
+        assert plan("Allreduce").fill((here, 6, None), (begin, 6, None)) == fits
+    assert plan("Allgather").fill((here, 6, None), (here - 48, 12, None))
+    assert not plan("Allgather").fill((here, 6, None), (here - 44, 12, None))
+
+
+def test_blocks_that_do_not_fit_their_array_or_each_other_are_left_to_planning() -> None:
+    device = Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0)
+    here, there = (DeviceArray(at, 10, np.dtype("f4")) for at in (1 << 50, 1 << 51))
+    call = Call(OPERATIONS["Alltoallv"], Arguments([here, [5, 5]], [there, [5, 5]]), 0, 2)
+    plan = plan_of(call, device, "auto")
+
+    def fits(send: Any, receive: Any) -> bool:
+        return plan.fill(plain_array(send), plain_array(receive))
+
+    assert fits([here, [4, 6]], [there, [4, 6]])
+    assert fits([here, ([4, 1], [6, 0])], [there, [4, 0]])
+    assert not fits([here, [4, 6]], [there, [5, 5]])  # this rank sends itself 4, and takes 5
+    assert not fits([here, [4, 7]], [there, [4, 6]])
+    assert not fits([here, ([4, 1], [7, 0])], [there, [4, 0]])
+    assert not fits([here, ([4, 1], [-1, 0])], [there, [4, 0]])
+    assert not fits([here, [4, -1]], [there, [4, 0]])
+    assert not fits([here, [4]], [there, [4]])
+    assert not fits([here, [4, 1]], [here, [4, 1]])
+    for spec in ([here, [4, 1.5]], [here, [4, True]], [here, 5], [here, [4, 1], [0]], [here, [4, 1], [0, 4], "f"]):
+        assert plain_array(spec) is None
