@@ -21,17 +21,18 @@ from mpicomm.collectives.engines import Engines
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.crossover import measure
-from mpicomm.collectives.host.fast_path import is_plainly_mpis
+from mpicomm.collectives.host.fast_path import is_plainly_mpis, plain_array
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import AVG, op_name
-from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work, holding
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -53,8 +54,9 @@ class MessageCall(NamedTuple):
     counts: None = None
 
 
-REFUSALS = (BufferError, KeyError, ValueError)
-"""The errors with which mpi4py refuses the buffers of a call, and which `Collectives.refused` puts in words."""
+REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
+"""The errors with which mpi4py and MPI refuse the arguments of a call, and which `Collectives.refused` puts in words.
+"""
 
 
 class Collectives:
@@ -137,7 +139,7 @@ class Collectives:
 
     def refused(
         self,
-        error: BufferError | KeyError | ValueError,
+        error: BufferError | KeyError | ValueError | MPI.Exception,
         operation: Operation,
         send: Any,
         receive: Any,
@@ -145,32 +147,46 @@ class Collectives:
         root: int = 0,
         counts: Sequence[int] | None = None,
     ) -> InvalidUsageError:
-        """Return the error for host buffers that mpi4py has refused with ``error``: the one that larger buffers get.
+        """Return the error for arguments that mpi4py has refused with ``error``: the one that larger buffers get.
 
-        Local. mpi4py looks at the buffers of small calls alone, because that takes least time.
+        Local. mpi4py looks at the buffers of small calls alone, because that takes least time. Raises ``error`` itself
+        if it is MPI's and no fault of this rank's arguments.
         """
         try:
             self._call(operation, Arguments(send, receive, op, root, counts), "auto")
         except InvalidUsageError as named:
             return named
+        if isinstance(error, MPI.Exception):
+            if error.Get_error_class() == MPI.ERR_OP:
+                return RefusedByMpiError(
+                    f"{operation}: MPI refuses op= for these elements ({error}): pass another operation or type",
+                    MPI.ERR_OP,
+                )
+            raise error
         cls = BufferRefusedError if isinstance(error, BufferError) else InvalidUsageError
         return cls(f"{operation}: MPI refuses an argument: {error}")
 
     def start(self, operation: Operation, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
         work = self._begin_known(operation, arguments, stream, algorithm)
+        automatic = algorithm == "auto" and stream is None and operation.in_mpi and arguments.epilogue is None
+        if work is None and automatic and plain_array(operation, arguments) is not None:
+            return self._start_mpis(operation, arguments)
         if work is None:
             call = self._read(operation, arguments, algorithm)
             if not call.on_device and call.epilogue is None and selection.is_mpis_request(call, algorithm):
                 refuse_stream(operation.name, stream)
-                given = self._out_of_place(operation, call.arguments)
-                request: MPI.Request = self._mpi(operation, given, f"I{operation.name.lower()}")
-                # MPI reads the copy until the request is complete, and mpi4py does not keep it.
-                return request if given is call.arguments else HoldingRequest.of(request, given)
+                return self._start_mpis(operation, self._out_of_place(operation, call.arguments))
             work = self._begin(call, arguments, stream, algorithm)
         if not work.over:  # else nothing reads the buffers any more
             work.kept = arguments
         return DeferredRequest(work)
+
+    def _start_mpis(self, operation: Operation, arguments: Arguments) -> MPI.Request:
+        if operation.of_neighbors:
+            self._neighbors()
+        request: MPI.Request = self._mpi(operation, arguments, f"I{operation.name.lower()}")
+        return holding(request, arguments)  # MPI uses the buffers until the request is complete
 
     def prepare(
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
@@ -185,7 +201,7 @@ class Collectives:
             with_copy = operation.send == "counted" and call.in_place
             if not with_copy and call.epilogue is None and selection.is_mpis_request(call, algorithm):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, f"{operation}_init", info)
-                return prepared
+                return holding(prepared, call.arguments)
 
         def begin() -> Work:
             known = self._begin_known(operation, arguments, stream, algorithm)
@@ -230,7 +246,11 @@ class Collectives:
         if operation.send == "counted" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
-        call = self._call(operation, arguments, algorithm)
+        try:
+            call = self._call(operation, arguments, algorithm)
+        except RefusedByMpiError as error:
+            self._comm.Call_errhandler(error.Get_error_class())  # as MPI does, which may end the program
+            raise
         if algorithm != "auto":
             require_possible(call, algorithm)
         if not operation.in_mpi and (call.dtype is None or algorithm == "mpi"):
@@ -334,8 +354,9 @@ class Collectives:
     def _mpi(self, operation: Operation, arguments: Arguments, method: str = "", info: MPI.Info | None = None) -> Any:
         """Call mpi4py's ``method``, by default the blocking one. The Communicator's own method has called this one."""
         if arguments.op is AVG:
-            raise InvalidUsageError(
-                f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide"
+            raise RefusedByMpiError(
+                f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide",
+                MPI.ERR_OP,
             )
         passed = operation.passed(self._out_of_place(operation, arguments))
         if info is not None:
