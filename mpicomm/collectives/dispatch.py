@@ -57,6 +57,7 @@ class MessageCall(NamedTuple):
 REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
 """The errors with which mpi4py and MPI refuse the arguments of a call, and which `Collectives.refused` puts in words.
 """
+_FAULTS_OF_ARGUMENTS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_OP, MPI.ERR_ROOT, MPI.ERR_TYPE)
 
 
 class Collectives:
@@ -157,12 +158,9 @@ class Collectives:
         except InvalidUsageError as named:
             return named
         if isinstance(error, MPI.Exception):
-            if error.Get_error_class() == MPI.ERR_OP:
-                return RefusedByMpiError(
-                    f"{operation}: MPI refuses op= for these elements ({error}): pass another operation or type",
-                    MPI.ERR_OP,
-                )
-            raise error
+            if error.Get_error_class() not in _FAULTS_OF_ARGUMENTS:
+                raise error
+            return RefusedByMpiError(f"{operation}: MPI refuses an argument: {error}", error.Get_error_class())
         cls = BufferRefusedError if isinstance(error, BufferError) else InvalidUsageError
         return cls(f"{operation}: MPI refuses an argument: {error}")
 

@@ -134,7 +134,7 @@ _MpiRequest = TypeVar("_MpiRequest", bound=MPI.Request)
 
 
 def holding(request: _MpiRequest, held: object) -> _MpiRequest:
-    """Return ``request``, which keeps ``held`` until it is complete, at the latest until it dies. Local.
+    """Return ``request``, which keeps ``held`` until its Wait or Test has completed it, or until it dies. Local.
 
     mpi4py keeps the buffers of some calls alone, and a caller may drop them, as in ``Iallreduce(x + 1, y)``.
     """
@@ -164,10 +164,6 @@ class _HoldingPrequest(MPI.Prequest):
     """A persistent request of MPI that keeps the memory which each start uses."""
 
     _held: object
-
-    def Free(self) -> None:
-        super().Free()
-        self._held = None
 
 
 class DeferredRequest(MPI.Grequest):
