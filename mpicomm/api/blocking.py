@@ -109,8 +109,8 @@ class BlockingCollectives(MPI.Intracomm):
     **Symmetric output.** If the output of Allgather, Allreduce, Alltoall or Bcast lies in a `SymmetricArray`, it lies
     there on all ranks and at the same place. Large messages are then stored straight into it.
 
-    **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them. The error
-    is an ``MPI.Exception``, BufferError or KeyError, too, where mpi4py raises that one.
+    **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them. The
+    error is an ``MPI.Exception``, BufferError or KeyError, too, where mpi4py raises that one.
     `PeerError` on all ranks if the ranks call different things. `CollectiveTimeoutError` on the ranks that come, if a
     rank does not come in time. On device arrays the next call or ``check()`` raises the last two. Waits inside MPI have
     no limit.

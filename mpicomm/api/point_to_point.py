@@ -185,6 +185,7 @@ class PointToPoint(MPI.Intracomm):
             try:
                 return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             except host_calls.REFUSALS:
+                sendbuf, recvbuf = unless_ignored(sendbuf, dest), unless_ignored(recvbuf, source)
                 sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, recvbuf)
                 return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
         if messages.fast is not None and algorithm == "auto":

@@ -66,9 +66,7 @@ def elements_at(datatype: MPI.Datatype, room: Room, blocks: Sequence[tuple[int, 
     known.committed = known.committed or is_committed(datatype)
     if not known.committed:
         which = datatype.name or f"of {datatype.size} bytes and extent {datatype.extent}"
-        raise RefusedByMpiError(
-            f"{name}: the datatype {which} is not committed: call its Commit() first", MPI.ERR_TYPE
-        )
+        raise RefusedByMpiError(f"{name}: the datatype {which} is not committed: call its Commit() first", MPI.ERR_TYPE)
     layout = known.layout
     if layout is None:
         return None

@@ -47,9 +47,9 @@ def _bytes_of(operand: Operand, nbytes: int) -> Any:
 def as_bytes(spec: Any, writable: bool, name: str) -> Any:
     """Return the host argument ``name``, which MPI has refused, as bytes if MPI lacks its type; else as it is. Local.
 
-    Raises as `parse` does.
+    None, beside ``MPI.PROC_NULL``, stays None. Raises as `parse` does.
     """
-    return for_mpi(parse(spec, writable=writable, name=name))
+    return None if spec is None else for_mpi(parse(spec, writable=writable, name=name))
 
 
 def both_as_bytes(sendbuf: Any, recvbuf: Any) -> tuple[Any, Any]:

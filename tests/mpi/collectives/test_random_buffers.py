@@ -19,7 +19,7 @@ import mpicomm
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from tests.helpers.communicator_calls import OF_ONE_TYPE
 
-EXAMPLES = int(os.environ.get("TEST_SEQUENCES", "150"))
+EXAMPLES = int(os.environ.get("TEST_BUFFERS", "60"))
 UNIT = 16  # bytes, a multiple of each type
 COUNTS = (0, 1, 2, 17, 3000, 40_000)
 MOVED: list[tuple[Any, int]] = [
@@ -65,10 +65,14 @@ class Forms:
         if shape == "vector":
             displs = [sum(counts[:index]) for index in range(len(counts))]
             forms = [[holder, counts, displs, datatype], [holder, (counts, displs), datatype]]
-            forms += [(holder, tuple(counts), None, datatype), [holder, [counts, None], datatype]]
+            forms += [(holder, tuple(counts), None, datatype), [holder, (counts, None), datatype]]
             forms += [[holder, np.array(counts), np.array(displs), datatype]]
         else:
-            forms = [[holder, counts[0], datatype], (holder, (counts[0], 0), datatype), [holder, counts[0], 0, datatype]]
+            forms = [
+                [holder, counts[0], datatype],
+                (holder, (counts[0], 0), datatype),
+                [holder, counts[0], 0, datatype],
+            ]
             if holder is not None:
                 forms += [[holder, datatype], (holder, None, datatype)]
         return self.one_of(forms)
@@ -149,7 +153,9 @@ def test_collectives(pair: tuple[Any, Any], name: str, n: int, form: str, seed: 
     max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
 @given(
-    n=st.sampled_from(COUNTS), seed=st.integers(0, 1 << 20), way=st.sampled_from(("Sendrecv", "Isendrecv", "two", "init"))
+    n=st.sampled_from(COUNTS),
+    seed=st.integers(0, 1 << 20),
+    way=st.sampled_from(("Sendrecv", "Isendrecv", "two", "init")),
 )
 def test_messages_in_a_row_with_walls(pair: tuple[Any, Any], n: int, seed: int, way: str) -> None:
     comm, _ = pair

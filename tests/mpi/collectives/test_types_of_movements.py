@@ -72,7 +72,12 @@ def _check(comm: Any, plain: Any, xp: Any, row: Operation, sizes: tuple[int, int
     expected = received.copy()
     byte = (MPI.BYTE, 1)
     _call(
-        plain, row, "{}", _named(sent, row.send, send_units, byte), _named(expected, row.receive, receive_units, byte), root
+        plain,
+        row,
+        "{}",
+        _named(sent, row.send, send_units, byte),
+        _named(expected, row.receive, receive_units, byte),
+        root,
     )
     kinds = [TYPES[(each * comm.rank + shift + turn) % len(TYPES)] for each, shift in ((1, 0), (5, 7))]
     there, here = Placed(xp, sent), Placed(xp, received)
