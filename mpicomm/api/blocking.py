@@ -61,9 +61,12 @@ class BlockingCollectives(MPI.Intracomm):
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
     accumulated in float32 and rounded once. Between several groups each group is reduced in the order of its ranks,
-    then the results of the groups in the order of the groups. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces,
-    as it does small host arrays: there a NaN may be lost. Only "ring", and calls that MPI carries out, such as those on
-    small host arrays, have other orders.
+    then the results of the groups in the order of the groups. Only "ring", and calls that MPI carries out, such as
+    those on small host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces: there a NaN
+    may be lost on some ranks and kept on others.
+
+    **Data that is only moved** is bytes: the buffers of one call, and those of two ranks, may have different types of
+    the same length in bytes.
 
     **algorithm** is the same on all ranks:
 
@@ -83,7 +86,8 @@ class BlockingCollectives(MPI.Intracomm):
     **Symmetric output.** If the output of Allgather, Allreduce, Alltoall or Bcast lies in a `SymmetricArray`, it lies
     there on all ranks and at the same place. Large messages are then stored straight into it.
 
-    **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them.
+    **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them. The
+    error is an ``MPI.Exception``, BufferError or KeyError, too, where mpi4py raises that one.
     `PeerError` on all ranks if the ranks call different things. `CollectiveTimeoutError` on the ranks that come, if a
     rank does not come in time. On device arrays the next call or ``check()`` raises the last two. Waits inside MPI have
     no limit.

@@ -14,7 +14,7 @@ from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_stream_order import InStreamOrder
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
-from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.location import refuse_stream, unless_ignored
 
 # MPI's own, found once: `super()` takes a tenth of the time of a small call.
 _bsend = MPI.Intracomm.Bsend
@@ -90,6 +90,7 @@ class PointToPoint(MPI.Intracomm):
         fast = self._messages.fast
         if fast is not None and algorithm == "auto" and fast.send(_send, buf, dest, tag, stream):
             return None
+        buf = unless_ignored(buf, dest)
         if algorithm != "auto" and self._is_one_shot("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         sent = self._messages.sending("Send", buf, stream)
@@ -145,6 +146,7 @@ class PointToPoint(MPI.Intracomm):
             arrived = messages.fast.receive(buf, source, tag, seen, stream)
             if arrived is not False:
                 return None if arrived is True else messages.finish("Recv", buf, stream, arrived, seen)
+        buf = unless_ignored(buf, source)
         if algorithm != "auto" and self._is_one_shot("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         received = messages.receiving("Recv", buf, stream)
@@ -182,6 +184,7 @@ class PointToPoint(MPI.Intracomm):
             try:
                 return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             except host_calls.REFUSALS:
+                sendbuf, recvbuf = unless_ignored(sendbuf, dest), unless_ignored(recvbuf, source)
                 sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, recvbuf)
                 return _sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
         if messages.fast is not None and algorithm == "auto":
@@ -189,6 +192,7 @@ class PointToPoint(MPI.Intracomm):
             arrived = messages.fast.exchange(sendbuf, dest, sendtag, recvbuf, source, recvtag, seen, stream)
             if arrived is not False:
                 return None if arrived is True else messages.finish("Sendrecv", recvbuf, stream, arrived, seen)
+        sendbuf, recvbuf = unless_ignored(sendbuf, dest), unless_ignored(recvbuf, source)
         if algorithm != "auto" and self._is_one_shot("Sendrecv", algorithm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
@@ -228,6 +232,7 @@ class PointToPoint(MPI.Intracomm):
             and not messages.described
         ):
             return host_calls.call(_sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
+        buf = unless_ignored(buf, dest, source)
         end = messages.receiving("Sendrecv_replace", buf, stream)
         if end is None or not end.on_device:
             refuse_stream("Sendrecv_replace", stream)
@@ -268,6 +273,7 @@ class PointToPoint(MPI.Intracomm):
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 return _irecv(self, host_calls.as_bytes(buf, True, "buf"), source, tag)
+        buf = unless_ignored(buf, source)
         received = messages.receiving("Irecv", buf, stream)
         if received is None or not received.on_device:
             refuse_stream("Irecv", stream)
@@ -288,6 +294,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
         messages = self._messages
+        sendbuf, recvbuf = unless_ignored(sendbuf, dest), unless_ignored(recvbuf, source)
         sent = messages.sending("Isendrecv", sendbuf, stream, "sendbuf")
         received = messages.receiving("Isendrecv", recvbuf, stream, "recvbuf")
         first = sent or received
@@ -311,6 +318,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py."""
         messages = self._messages
+        buf = unless_ignored(buf, dest, source)
         end = messages.receiving("Isendrecv_replace", buf, stream)
         if end is None or not end.on_device:
             refuse_stream("Isendrecv_replace", stream)
@@ -327,6 +335,7 @@ class PointToPoint(MPI.Intracomm):
         # The user's buffer of a buffered send has room for the data, and may have none for a description.
         if fast is not None and send is not _bsend and fast.send(send, buf, dest, tag, stream):
             return
+        buf = unless_ignored(buf, dest)
         sent = self._sending(operation, buf, stream)
         if sent is not None:
             self._messages.send(send, sent, dest, tag)
@@ -339,6 +348,7 @@ class PointToPoint(MPI.Intracomm):
     def _nonblocking_send(
         self, operation: str, send: Callable[..., MPI.Request], buf: Any, dest: int, tag: int, stream: Any
     ) -> MPI.Request:
+        buf = unless_ignored(buf, dest)
         sent = self._sending(operation, buf, stream)
         if sent is not None:
             return self._messages.start_send(send, sent, dest, tag)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,14 @@ from mpicomm.finishes.base import BoundEpilogue, Epilogue
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.mpi.buffers import Memory, array_of
+from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.host_calls import for_mpi
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.overlap import overlaps, require_separate
 from mpicomm.mpi.own_ops import Op
 from mpicomm.mpi.span import Span
+
+_BYTE = np.dtype(np.uint8)
 
 
 @dataclass(slots=True)  # not frozen, because a frozen one costs a device call a microsecond
@@ -49,8 +54,11 @@ class Call:
 
     ``dtype`` is None where only MPI can carry the call out: with a derived datatype, with ``MPI.BOTTOM``, or with an
     operation or element type that the engines do not know; and in each collective of neighbours on host arrays. Such a
-    collective needs ``neighborhood``. Raises `InvalidUsageError` and `TypeError` where mpi4py raises ValueError and
-    TypeError.
+    collective needs ``neighborhood``.
+
+    Data that is only moved is bytes, so the two buffers, and those of two ranks, may name it by different types. MPI
+    carries that too, although its standard allows it for few types. Raises `InvalidUsageError` and `TypeError` where
+    mpi4py raises ValueError and TypeError, and `RefusedByMpiError` where MPI raises.
     """
 
     def __init__(
@@ -111,7 +119,7 @@ class Call:
         if operation.counts == "private":
             return None
         assert self.dtype is not None
-        per_rank = max((operand.count for operand in self.operands), default=0) * self.dtype.itemsize
+        per_rank = max((operand.count * _itemsize(operand) for operand in self.operands), default=0)
         return per_rank * self._size if "blocks" in (operation.send, operation.receive) else per_rank
 
     @property
@@ -129,12 +137,14 @@ class Call:
     def signature(self) -> Signature:
         """The facts in which all ranks must agree."""
         operation, count = self.operation, None
+        dtype = str(self.dtype) if operation.reduces else "bytes"
         if operation.counts == "same":
-            count = max((operand.count for operand in self.operands), default=0)
+            unit = _itemsize if not operation.reduces else lambda _: 1
+            count = max((operand.count * unit(operand) for operand in self.operands), default=0)
         root = self.arguments.root if operation.rooted else None
         asked = None if self._algorithm == "auto" else self._algorithm  # ranks with another algorithm never meet
         epilogue = None if self.epilogue is None else self.epilogue.text
-        return Signature(operation.name, str(self.dtype), count, self.op, root, asked, epilogue)
+        return Signature(operation.name, dtype, count, self.op, root, asked, epilogue)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -154,23 +164,22 @@ class Call:
     def buffers(self, scratch: Span | None = None) -> Buffers:
         """Return this rank's memory for the patterns; ``scratch`` has `scratch_nbytes` where that is not 0."""
         assert self.dtype is not None
-        operation, dtype, factor = self.operation, self.dtype, 1
-        if not operation.reduces:  # bytes go as words of any size that fits all buffers
-            dtype, factor = types.movement(self.dtype)
+        operation = self.operation
+        dtype = self.dtype if operation.reduces else _BYTE
         given, receive = self.send, self.receive
         if self.packed is not None and scratch is not None:
             given, receive = self.packed.placed(scratch.pointer)
         send = send_blocks = output = output_blocks = None
         if given is not None:
             if operation.send == "one" and not operation.of_neighbors:
-                send = _scaled(given.whole(), factor)
+                send = self._in_units(given, given.whole())
             else:
-                send_blocks = [_scaled(block, factor) for block in self._input_blocks(given)]
+                send_blocks = [self._in_units(given, block) for block in self._input_blocks(given)]
         if receive is not None:
             if operation.receive == "one":
-                output = self._output(receive, send_blocks, factor)
+                output = self._output(receive, send_blocks)
             else:
-                output_blocks = [_scaled(receive.block(peer), factor) for peer in range(self._size)]
+                output_blocks = [self._in_units(receive, receive.block(peer)) for peer in range(self._size)]
         if self._converts and scratch is not None and output is not None:
             output = Span(scratch.pointer, output.count)
         if self.packed is not None or self._converts:
@@ -202,11 +211,15 @@ class Call:
                 )
         return bound
 
-    def _output(self, receive: Operand, send_blocks: list[Span] | None, factor: int) -> Span:
+    def _in_units(self, operand: Operand, span: Span) -> Span:
+        """Return elements of ``operand`` in the units of `buffers`: elements of reductions, bytes of movements."""
+        return span if self.operation.reduces else Span(span.pointer, span.count * _itemsize(operand))
+
+    def _output(self, receive: Operand, send_blocks: list[Span] | None) -> Span:
         if self.operation.reduces and send_blocks is not None:
             # The buffer may hold more: in place it has the input, which begins where the result goes.
             return Span(receive.pointer, send_blocks[self._rank].count)
-        return _scaled(receive.whole(), factor)
+        return self._in_units(receive, receive.whole())
 
     def _input_blocks(self, send: Operand) -> list[Span]:
         if self.operation.send != "counted":
@@ -222,8 +235,7 @@ class Call:
         at_root = bool(rooted) and self._rank == arguments.root
         if rooted == "bcast":
             buf = parse(arguments.receive, writable=not at_root, name="buf")
-            if buf.spec is not arguments.receive:
-                self.arguments = replace(arguments, receive=buf.spec)
+            self._keep_for_mpi(None, buf)
             return None, buf
         has_send = rooted != "send" or at_root
         has_receive = rooted != "receive" or at_root
@@ -240,16 +252,12 @@ class Call:
             receive = self._read(arguments.receive, shape, writable=True, name="recvbuf")
         if has_send and not send_in_place:
             send = self._read(arguments.send, operation.send, writable=False, name="sendbuf")
-        # An object may have exported its memory to be read. MPI gets that memory: see `Operand.spec`.
-        if send is not None and send.spec is not arguments.send:
-            self.arguments = arguments = replace(arguments, send=send.spec)
-        if receive is not None and receive.spec is not arguments.receive:
-            self.arguments = arguments = replace(arguments, receive=receive.spec)
+        self._keep_for_mpi(send, receive)
         if send is not None and receive is not None:
             require_separate(send, receive, reduction=operation.reduces)
             same = operation.reduces and send.pointer == receive.pointer
             if same and send.total and receive.total:  # the same memory given twice
-                send_in_place, self.arguments = True, replace(arguments, send=MPI.IN_PLACE)
+                send_in_place, self.arguments = True, replace(self.arguments, send=MPI.IN_PLACE)
         if send_in_place and operation.reduces:
             send = receive
         return send, receive
@@ -266,6 +274,18 @@ class Call:
 
         sends_alone = self.operation.rooted == "bcast" and self._rank == self.arguments.root
         return beside.for_kernels(operand, reread, copies, written=receives and not sends_alone)
+
+    def _keep_for_mpi(self, send: Operand | None, receive: Operand | None) -> None:
+        """Let ``arguments`` have what MPI gets: memory that an object has exported to be read, and elements as bytes.
+
+        Data that is only moved needs no type of MPI.
+        """
+        given = self.arguments
+        of = attrgetter("spec") if self.operation.reduces else for_mpi
+        sent = given.send if send is None else of(send)
+        received = given.receive if receive is None else of(receive)
+        if sent is not given.send or received is not given.receive:
+            self.arguments = replace(given, send=sent, receive=received)
 
     def _packed(self) -> Packed | None:
         """Return the call on packed memory; None unless a buffer has a derived datatype that kernels pack."""
@@ -318,8 +338,6 @@ class Call:
 
     def _common_dtype(self) -> np.dtype[Any] | None:
         if self.operation.of_neighbors and not self.on_device:
-            for operand in self.operands:
-                _require_type_of_mpi(self.operation, operand)
             return None
         # A buffer without elements has no say. Where only MPI knows the elements, their number is not known.
         having = [operand for operand in self.operands if operand.total or operand.dtype is None]
@@ -332,18 +350,18 @@ class Call:
                 )
             return None
         first = dtypes[0]
+        if not self.operation.reduces:
+            return first
         if self.arguments.epilogue is not None:
             dtypes = dtypes[:1]  # an epilogue may convert
         if any(dtype != first for dtype in dtypes):
             names = " and ".join(f"{operand.name} {operand.dtype}" for operand in self.operands)
             raise InvalidUsageError(f"{self.operation}: the element types differ: {names}; convert one")
-        if self.operation.reduces:
-            if self.op is None:
-                return None
-            assert first is not None
-            check_legal(self.op, first)
-            return first if types.is_covered(first) else None
-        return first
+        if self.op is None:
+            return None
+        assert first is not None
+        check_legal(self.op, first, self.operands[0].mpi_type)
+        return first if types.is_covered(first) else None
 
     def _require_agreeing_counts(self) -> None:
         """Raise where this rank's two buffers contradict each other. The engines compare the counts of ranks."""
@@ -363,9 +381,12 @@ class Call:
         else:
             sent = send.total if operation.send == "one" else send.block(rank).count
             room = receive.block(rank).count
+        unit, (sent_unit, room_unit) = "elements", (_itemsize(send), _itemsize(receive))
+        if sent_unit != room_unit:
+            unit, sent, room = "bytes", sent * sent_unit, room * room_unit
         if sent != room:
             raise InvalidUsageError(
-                f"{operation}: sendbuf holds {sent} elements where recvbuf has room for {room}: they must be equal"
+                f"{operation}: sendbuf holds {sent} {unit} where recvbuf has room for {room}: they must be equal"
             )
 
     def _require_recvcounts(self, send: Operand, receive: Operand) -> None:
@@ -396,21 +417,13 @@ def _refuse_in_place(operation: Operation, arguments: Arguments) -> None:
             )
 
 
-def _require_type_of_mpi(operation: Operation, operand: Operand) -> None:
-    if operand.dtype is not None and types.mpi_datatype(operand.dtype) is None:
-        raise InvalidUsageError(
-            f"{operation}: MPI carries it out on host arrays, and has no type for the {operand.dtype} of "
-            f"{operand.name}: move it as bytes with [buffer, MPI.BYTE]"
-        )
-
-
 def _require_root(operation: Operation, root: Any, size: int) -> None:
     try:
         rank = operator.index(root)
     except TypeError:
         raise TypeError(f"{operation}: root={root!r} is no rank: pass an integer from 0 to {size - 1}") from None
     if not 0 <= rank < size:
-        raise InvalidUsageError(f"{operation}: root={root} is no rank: use 0 to {size - 1}")
+        raise RefusedByMpiError(f"{operation}: root={root} is no rank: use 0 to {size - 1}", MPI.ERR_ROOT)
 
 
 def _read_counts(operation: Operation, counts: Any) -> list[int]:
@@ -421,5 +434,6 @@ def _read_counts(operation: Operation, counts: Any) -> list[int]:
         raise TypeError(f"{operation}: recvcounts={counts!r}: pass a sequence of integers, one per rank") from None
 
 
-def _scaled(span: Span, factor: int) -> Span:
-    return span if factor == 1 else Span(span.pointer, span.count * factor)
+def _itemsize(operand: Operand) -> int:
+    assert operand.dtype is not None
+    return operand.dtype.itemsize

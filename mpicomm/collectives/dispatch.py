@@ -22,7 +22,7 @@ from mpicomm.collectives.engines import Engines
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.crossover import measure
-from mpicomm.collectives.host.fast_path import is_plainly_mpis
+from mpicomm.collectives.host.fast_path import is_plainly_mpis, plain_array
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.collectives.place import Place, require_here
@@ -32,10 +32,11 @@ from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.ops import AVG, op_name
-from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work, holding
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -57,8 +58,10 @@ class MessageCall(NamedTuple):
     counts: None = None
 
 
-REFUSALS = (BufferError, KeyError, ValueError)
-"""The errors with which mpi4py refuses the buffers of a call, and which `Collectives.refused` puts in words."""
+REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
+"""The errors with which mpi4py and MPI refuse the arguments of a call, and which `Collectives.refused` puts in words.
+"""
+_FAULTS_OF_ARGUMENTS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_OP, MPI.ERR_ROOT, MPI.ERR_TYPE)
 
 
 class Collectives:
@@ -151,7 +154,7 @@ class Collectives:
 
     def refused(
         self,
-        error: BufferError | KeyError | ValueError,
+        error: BufferError | KeyError | ValueError | MPI.Exception,
         operation: Operation,
         send: Any,
         receive: Any,
@@ -159,33 +162,45 @@ class Collectives:
         root: int = 0,
         counts: Sequence[int] | None = None,
     ) -> InvalidUsageError:
-        """Return the error for host buffers that mpi4py has refused with ``error``: the one that larger buffers get.
+        """Return the error for arguments that mpi4py has refused with ``error``: the one that larger buffers get.
 
-        Local. mpi4py looks at the buffers of small calls alone, because that takes least time.
+        Local. mpi4py looks at the buffers of small calls alone, because that takes least time. Raises ``error`` itself
+        if it is MPI's and no fault of this rank's arguments.
         """
         try:
             self._call(operation, Arguments(send, receive, op, root, counts), "auto")
         except InvalidUsageError as named:
             return named
+        if isinstance(error, MPI.Exception):
+            if error.Get_error_class() not in _FAULTS_OF_ARGUMENTS:
+                raise error
+            return RefusedByMpiError(f"{operation}: MPI refuses an argument: {error}", error.Get_error_class())
         cls = BufferRefusedError if isinstance(error, BufferError) else InvalidUsageError
         return cls(f"{operation}: MPI refuses an argument: {error}")
 
     def start(self, operation: Operation, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
         work = self._begin_known(operation, arguments, stream, algorithm)
+        automatic = algorithm == "auto" and stream is None and operation.in_mpi and arguments.epilogue is None
+        if work is None and automatic and plain_array(operation, arguments) is not None:
+            return self._start_mpis(operation, arguments)
         if work is None:
             call = self._read(operation, arguments, algorithm, stream)
             if self._is_mpis_request(call, algorithm):
                 refuse_stream(operation.name, stream)
-                self._witness.tell(operation, on_host=True)
-                given = self._out_of_place(operation, call.arguments)
-                request: MPI.Request = self._mpi(operation, given, operation.nonblocking)
-                # MPI reads the copy until the request is complete, and mpi4py does not keep it.
-                return request if given is call.arguments else HoldingRequest.of(request, given)
+                return self._start_mpis(operation, self._out_of_place(operation, call.arguments))
             work = self._begin(call, arguments, stream, algorithm)
         if not work.over:  # else nothing reads the buffers any more
             work.kept = arguments
         return DeferredRequest(work)
+
+    def _start_mpis(self, operation: Operation, arguments: Arguments) -> MPI.Request:
+        if operation.of_neighbors:
+            self._neighbors()
+        if self._witness.is_needed:
+            self._witness.tell(operation, on_host=True)
+        request: MPI.Request = self._mpi(operation, arguments, operation.nonblocking)
+        return holding(request, arguments)  # MPI uses the buffers until the request is complete
 
     def prepare(
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
@@ -203,7 +218,7 @@ class Collectives:
             with_copy = operation.send == "counted" and call.in_place
             if not with_copy and self._is_mpis_request(call, algorithm):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, operation.persistent, info)
-                return prepared
+                return holding(prepared, call.arguments)
 
         def begin() -> Work:
             known = self._begin_known(operation, arguments, stream, algorithm)
@@ -265,7 +280,11 @@ class Collectives:
         copies = None
         if self._witness.is_needed and algorithm != "mpi" and not only_to_check:
             copies = PinnedCopies(self._session, operation.name, (arguments.send, arguments.receive), stream)
-        call = self._call(operation, arguments, algorithm, place, copies)
+        try:
+            call = self._call(operation, arguments, algorithm, place, copies)
+        except RefusedByMpiError as error:
+            self._comm.Call_errhandler(error.Get_error_class())  # as MPI does, which may end the program
+            raise
         if call.place == "anywhere":
             where = self._witness.learn(call, algorithm, kernels=self.engines.gpu is not None)
             call = self._call(operation, arguments, algorithm, where, copies)
@@ -423,8 +442,9 @@ class Collectives:
     def _mpi(self, operation: Operation, arguments: Arguments, method: str = "", info: MPI.Info | None = None) -> Any:
         """Call mpi4py's ``method``, by default the blocking one. The Communicator's own method has called this one."""
         if arguments.op is AVG:
-            raise InvalidUsageError(
-                f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide"
+            raise RefusedByMpiError(
+                f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide",
+                MPI.ERR_OP,
             )
         passed = operation.passed(self._out_of_place(operation, arguments))
         if info is not None:

@@ -3,8 +3,8 @@
 The forms are ``buf``, ``[buf, count]``, ``[buf, type]``, ``[buf, count, type]`` and ``[buf, (count, displ), type]``.
 Vector calls also take ``[buf, counts]``, ``[buf, (counts, displs)]`` and ``[buf, counts, displs, type]``. Counts and
 displacements are in elements of the type. Two things differ from mpi4py. A count that goes beyond the end of the buffer
-is an error here. Errors that mpi4py raises as KeyError, BufferError, OverflowError or MPI.Exception are
-`InvalidUsageError` here.
+is an error here. Errors that mpi4py raises as KeyError, BufferError or MPI.Exception are `InvalidUsageError`, too;
+OverflowError is `InvalidUsageError` alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.bottom import device_addressed
-from mpicomm.mpi.buffers import BufferRefusedError, Memory, no_buffer, read
+from mpicomm.mpi.buffers import Memory, UnknownElementsError, no_buffer, read
 from mpicomm.mpi.derived import Elements, Room, elements_at, require_types
+from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
 from mpicomm.mpi.span import Span
 
 
@@ -320,7 +321,7 @@ class _Element:
     def require_room(self, count: int, start: int, end: int, entries: int, name: str) -> None:
         """Raise unless the elements from ``start`` to ``end`` are in the buffer; MPI checks derived types itself."""
         if count < 0:
-            raise InvalidUsageError(f"{name}: count {count} is negative: pass 0 or more")
+            raise RefusedByMpiError(f"{name}: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
         if count == 0 or self.bottom or (self.dtype is None and not self.absent):
             return
         if self.absent:
@@ -382,16 +383,18 @@ def _pair(counts: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any]:
 def _datatype(datatype: Any, name: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:
     if isinstance(datatype, MPI.Datatype):
         if datatype == MPI.DATATYPE_NULL:
-            raise InvalidUsageError(f"{name}: the datatype is MPI.DATATYPE_NULL: pass another, such as MPI.FLOAT")
+            raise RefusedByMpiError(
+                f"{name}: the datatype is MPI.DATATYPE_NULL: pass another, such as MPI.FLOAT", MPI.ERR_TYPE
+            )
         return types.numpy_dtype(datatype), datatype
     if isinstance(datatype, str):
         try:
             return types.from_code(datatype)
         except ValueError as error:
-            raise InvalidUsageError(
+            raise UnknownTypeError(
                 f"{name}: {error}: pass an MPI.Datatype or a typecode such as 'd' or 'i4'"
             ) from error
-    raise InvalidUsageError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype or a typecode such as 'd'")
+    raise UnknownTypeError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype or a typecode such as 'd'")
 
 
 def _is_sequence(value: Any) -> bool:
@@ -427,9 +430,9 @@ def _uneven(entries: int, blocks: int, name: str, peer: str) -> InvalidUsageErro
     )
 
 
-def _no_type(memory: Memory, name: str) -> BufferRefusedError:
+def _no_type(memory: Memory, name: str) -> UnknownElementsError:
     what = "elements of unknown type" if memory.dtype is None else f"elements of type {memory.dtype}"
-    return BufferRefusedError(
+    return UnknownElementsError(
         f"{name} has {what}, for which neither MPI nor mpicomm has a type: convert it, or move it as bytes with "
         "[buffer, MPI.BYTE]"
     )

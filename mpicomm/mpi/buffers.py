@@ -24,10 +24,15 @@ from mpicomm.devices import where
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.dlpack import Unversioned, exported_dtype
+from mpicomm.mpi.faults import UnknownTypeError
 
 
 class BufferRefusedError(InvalidUsageError, BufferError):
     """The error for an object whose memory cannot be used; mpi4py raises BufferError for most of them."""
+
+
+class UnknownElementsError(UnknownTypeError, BufferRefusedError):
+    """The error for elements of a type that neither MPI nor mpicomm has."""
 
 
 # Not frozen, because every call makes some, and a frozen one takes a microsecond more to make.

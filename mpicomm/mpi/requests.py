@@ -8,7 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mpi4py import MPI
 
@@ -130,17 +130,40 @@ class Work:
             raise self._error  # mpi4py hands it to MPI, which raises it in the thread that waits there
 
 
-class HoldingRequest(MPI.Request):
-    """A request of MPI that keeps memory alive which the caller does not know of."""
+_MpiRequest = TypeVar("_MpiRequest", bound=MPI.Request)
 
-    _held: tuple[object, ...]
 
-    @classmethod
-    def of(cls, request: MPI.Request, held: object) -> Self:
-        """Return ``request``, which keeps ``held`` as long as it lives itself."""
-        self = cls(request)
-        self._held = (request, held)
-        return self
+def holding(request: _MpiRequest, held: object) -> _MpiRequest:
+    """Return ``request``, which keeps ``held`` until its Wait or Test has completed it, or until it dies. Local.
+
+    mpi4py keeps the buffers of some calls alone, and a caller may drop them, as in ``Iallreduce(x + 1, y)``.
+    """
+    held_by: Any = (_HoldingPrequest if isinstance(request, MPI.Prequest) else _HoldingRequest)(request)
+    held_by._held = held
+    return held_by  # type: ignore[no-any-return]
+
+
+class _HoldingRequest(MPI.Request):
+    """A request of MPI that keeps the memory which MPI uses."""
+
+    _held: object
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
+        super().Wait(status)
+        self._held = None
+        return True
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        done = super().Test(status)
+        if done:
+            self._held = None
+        return done
+
+
+class _HoldingPrequest(MPI.Prequest):
+    """A persistent request of MPI that keeps the memory which each start uses."""
+
+    _held: object
 
 
 class DeferredRequest(MPI.Grequest):
