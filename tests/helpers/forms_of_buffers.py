@@ -84,6 +84,8 @@ class Buffer:
         datatype: Any = ("i", "i4", MPI.INT32_T, MPI.INT)[int(rng.integers(4))]
         if not self.reduces and rng.integers(4) == 0:
             datatype = self._made(MPI.INT32_T.Dup())
+        if not self.reduces and rng.integers(5) == 0:
+            return self._bytes(memory)
         named = memory is None or isinstance(memory, MPI.buffer)
         if self.counts is not None and self.places is not None:
             counts: Any = self.counts if rng.integers(2) else tuple(self.counts)
@@ -97,6 +99,12 @@ class Buffer:
         if not named:
             forms += [memory, [memory, datatype], [memory, self.count]]
         return forms[int(rng.integers(len(forms)))]
+
+    def _bytes(self, memory: Any) -> Any:
+        """The argument as bytes, which is another type for the same elements."""
+        if self.counts is not None and self.places is not None:
+            return [memory, [4 * n for n in self.counts], [4 * n for n in self.places], MPI.BYTE]
+        return [memory, 4 * self.count, MPI.BYTE]
 
     def _typed(self, rng: np.random.Generator, memory: Any) -> Any:
         assert self.counts is not None and self.places is not None
