@@ -7,6 +7,7 @@ the host with NumPy where there are none. train_torch.py does the same with PyTo
 """
 
 import argparse
+import importlib.util
 import statistics
 import sys
 import time
@@ -21,11 +22,10 @@ import mpicomm
 from mpicomm.cli.options import progress_line
 
 try:
-    from matplotlib.figure import Figure
     from sklearn.datasets import load_digits
     from sklearn.utils import shuffle
 except ImportError as error:
-    sys.exit(f'this example needs scikit-learn and matplotlib ({error}): pip install -e ".[examples]"')
+    sys.exit(f'this example needs scikit-learn ({error}): pip install -e ".[examples]"')
 
 TOLERANCE = 1e-4  # of a loss, because ranks add the samples of a batch in another order than one rank does, in float32
 TRAINED = 1440  # of the 1797 digits; the others show how well the network reads digits that it does not know
@@ -36,6 +36,8 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--epochs", type=int, default=20)
 parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses, as in --plot loss.svg")
 options = parser.parse_args()
+if options.plot and not importlib.util.find_spec("matplotlib"):
+    sys.exit("--plot needs matplotlib: pip install matplotlib")
 if options.epochs < 1:
     parser.error(f"--epochs {options.epochs}: use 1 or more")
 
@@ -128,6 +130,8 @@ if comm.rank == 0:
     print(f"{comm.size} ranks on {xp.__name__}: {rate}, loss {float(losses[-1]):.4f}, {right:.1%} read right")
     print(f"losses of one rank differ by at most {difference:.1e}; {TOLERANCE:.0e} is allowed")
     if options.plot:
+        from matplotlib.figure import Figure
+
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         for curve, width, name in ((losses, 4, f"{comm.size} ranks"), (of_one, 1, "one rank")):

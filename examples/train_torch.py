@@ -7,6 +7,7 @@ compares the losses of all steps. It runs on GPUs, and on the host where there a
 """
 
 import argparse
+import importlib.util
 import statistics
 import sys
 import time
@@ -104,6 +105,8 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare with the losses of one rank alone")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the losses, as in --plot loss.svg")
     options = parser.parse_args()
+    if options.plot and not importlib.util.find_spec("matplotlib"):
+        sys.exit("--plot needs matplotlib: pip install matplotlib")
 
     if options.mode == "comm":
         comm = mpicomm.Communicator(MPI.COMM_WORLD)

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 _CLIQUE_TAG = 2
 _PART_TAG = 4
 
+_PATIENCE_S = 1e6  # days: no program waits so long, and clocks and sockets still take the number
+
 
 class Session:
     """All that the communicator ``comm`` has on this rank. It exists as long as the communicator.
@@ -126,17 +128,21 @@ class Session:
         """Whether all ranks still answered when they were last asked; collective MPI calls would hang otherwise."""
         return not (self._missed or any(group.broken for group in self._groups))
 
-    def set_up(self, what: str) -> Session:
+    def set_up(self, what: str, *, patient: bool = False) -> Session:
         """Return this session with its device and groups. Collective the first time, else local.
 
-        ``what`` names the call in errors. A failure raises the same error on all ranks.
+        ``what`` names the call in errors. A failure raises the same error on all ranks. A ``patient`` rank waits for
+        the others as long as MPI does, because its call is one of the host.
         """
         if not self._groups:
             self._require_unfreed(what)
-            private = duplicate(self._comm, what, self.placement.here.timeout_s)
-            group = Group(private, range(private.size), self.placement.here.timeout_s)
+            limit_s = _PATIENCE_S if patient else self.placement.here.timeout_s
+            private = duplicate(self._comm, what, limit_s)
+            group = Group(private, range(private.size), limit_s)
             with _freed_on_failure(private, group), self._opened_on_all_ranks(group):
                 self._join(private, group)
+            for each in self._groups:
+                each.timeout_s = self.placement.here.timeout_s
         return self
 
     def await_ranks(self, what: str, ranks: Sequence[int]) -> None:
@@ -153,6 +159,18 @@ class Session:
             part.barrier(what)
         finally:
             self._broken_part = part.broken
+
+    @contextlib.contextmanager
+    def patience(self) -> Iterator[None]:
+        """Give a ``with`` block in which this rank waits for the others as long as MPI does."""
+        before = [group.timeout_s for group in self._groups]
+        for group in self._groups:
+            group.timeout_s = _PATIENCE_S
+        try:
+            yield
+        finally:
+            for group, timeout_s in zip(self._groups, before, strict=True):
+                group.timeout_s = timeout_s
 
     @property
     def private(self) -> MPI.Intracomm:

@@ -34,7 +34,7 @@ class BlockingCollectives(MPI.Intracomm):
     **Order.** A call on host arrays blocks. A call on device arrays is stream-ordered: it returns when it is enqueued
     on ``stream``, by default the current stream of the library that the array comes from. Later work on that stream
     finds the result. The buffers are in use until the stream has come that far. Calls that MPI carries out block, also
-    on device arrays: of types and operations that only MPI has, and with "mpi".
+    on device arrays: reductions of types and operations that only MPI has, and all calls with "mpi".
 
     **Groups of ranks.** Kernels serve the ranks of a node, up to 8; more ranks are several groups. Between groups of
     GPUs an engine moves the data, which ``python -m mpicomm.info`` shows and MPICOMM_INTERNODE names: "nccl" is
@@ -42,10 +42,17 @@ class BlockingCollectives(MPI.Intracomm):
     all ranks has come, and raise `InvalidUsageError` in a capture.
 
     **Buffers.** All forms of mpi4py: an array, or a list such as ``[array, count, type]``. Counts are in elements. The
-    two buffers of a rank are both on the host or both on the GPU, and have the same element type and counts that fit
-    each other. All ranks pass the same counts, except in the calls whose names end in v. A buffer that only the root
-    needs is ignored on other ranks. MPI takes the addresses of derived datatypes and of ``MPI.BOTTOM`` in host memory
-    unchecked, as in mpi4py.
+    two buffers of a rank have the same element type and counts that fit each other. All ranks pass the same counts,
+    except in the calls whose names end in v. A buffer that only the root needs is ignored on other ranks. MPI takes the
+    addresses of derived datatypes and of ``MPI.BOTTOM`` in host memory unchecked, as in mpi4py.
+
+    **Memory.** A call with an array on the GPU is one on device arrays, on all ranks. A host array beside it goes
+    through pinned memory, with a warning: the call then blocks, in the nonblocking form its request does, and it raises
+    `InvalidUsageError` in a capture. In Gather, Gatherv, Reduce, Scatter and Scatterv the buffers that every rank
+    passes decide, and the root's other buffer lies anywhere. A buffer without elements at address 0, such as
+    ``MPI.memory.fromaddress(0, 0)``, or None in a list, lies nowhere and fits every other one. A rank that passes
+    nothing else, in a call whose counts may differ, waits until another rank of its node has come with memory, also in
+    a nonblocking call; it raises `CollectiveTimeoutError` where none comes.
 
     **In place.** ``sendbuf=MPI.IN_PLACE`` means that the input is in ``recvbuf``, at the place that MPI prescribes. In
     Gather, Gatherv and Reduce only the root may pass it. In Scatter and Scatterv the root passes
@@ -60,9 +67,12 @@ class BlockingCollectives(MPI.Intracomm):
 
     **Reductions** are in rank order, and bitwise the same on all ranks and in every run. Floats of 16 bits or fewer are
     accumulated in float32 and rounded once. Between several groups each group is reduced in the order of its ranks,
-    then the results of the groups in the order of the groups. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces,
-    as it does small host arrays: there a NaN may be lost. Only "ring", and calls that MPI carries out, such as those on
-    small host arrays, have other orders.
+    then the results of the groups in the order of the groups. Only "ring", and calls that MPI carries out, such as
+    those on small host arrays, have other orders. ``MAX`` and ``MIN`` keep a NaN, except where MPI reduces: there a NaN
+    may be lost on some ranks and kept on others.
+
+    **Data that is only moved** is bytes: the buffers of one call, and those of two ranks, may have different types of
+    the same length in bytes.
 
     **algorithm** is the same on all ranks:
 
@@ -82,7 +92,8 @@ class BlockingCollectives(MPI.Intracomm):
     **Symmetric output.** If the output of Allgather, Allreduce, Alltoall or Bcast lies in a `SymmetricArray`, it lies
     there on all ranks and at the same place. Large messages are then stored straight into it.
 
-    **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them.
+    **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them. The
+    error is an ``MPI.Exception``, BufferError or KeyError, too, where mpi4py raises that one.
     `PeerError` on all ranks if the ranks call different things. `CollectiveTimeoutError` on the ranks that come, if a
     rank does not come in time. On device arrays the next call or ``check()`` raises the last two. Waits inside MPI have
     no limit.

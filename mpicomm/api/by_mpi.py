@@ -25,7 +25,7 @@ from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_copies import HostCopies, announce
 from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.partitioned import PartitionedRequest
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work, holding
 
 Places = tuple[tuple[int, str], ...]
 """Where the buffers are among the arguments of a method: the position and the name of each."""
@@ -105,6 +105,8 @@ def wrapped_methods(cls: type) -> dict[str, Callable[..., Any]]:
 
 
 def _wrapped_call(cls: type, method: Callable[..., Any], buffers: Places) -> Callable[..., Any]:
+    collective = buffers is _SEND_AND_RECEIVE
+
     @functools.wraps(method)
     def call(self: Any, *arguments: Any, **keywords: Any) -> Any:
         for position, name in buffers:
@@ -115,7 +117,9 @@ def _wrapped_call(cls: type, method: Callable[..., Any], buffers: Places) -> Cal
                 given = inspect.signature(method).bind(self, *arguments, **keywords).arguments
                 given.pop("self")
                 return _through_host(self, cls, method.__name__, given, [name for _, name in buffers])
-        return method(self, *arguments, **keywords)
+        result = method(self, *arguments, **keywords)
+        # mpi4py keeps the buffers of some collectives alone; it keeps those of messages.
+        return holding(result, (arguments, keywords)) if collective and result is not None else result
 
     return call
 

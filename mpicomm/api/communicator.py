@@ -168,7 +168,9 @@ class Communicator(
         self._in_stream_order = InStreamOrder(self._collectives, session)
         # Peers open this rank's outbox as messages come, and only they know whether they have: Free waits for them.
         session.keep_beside(self._messages.memory, opened_by_peers=self._messages.described)
-        self._limits = limits(len(session.placement.nodes))
+        places = session.placement
+        on_gpus = isinstance(places.here.device, int) and len(places.places) > 1
+        self._limits = limits(len(places.nodes), on_gpus=on_gpus)
         if session.channel is not None:
             record_inside(self._collectives, session)
             record_calls(self, session.channel)

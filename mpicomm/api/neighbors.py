@@ -20,11 +20,12 @@ class NeighborCollectives(MPI.Topocomm):
     ``MPI.PROC_NULL``, beyond the edge of a grid, is left as it is. Buffers are in no call in place.
 
     **Order.** MPI carries out calls on host arrays. A call on device arrays is stream-ordered, and one exchange of
-    kernels serves all neighbours of the group, also in a CUDA graph. Of types that only MPI knows, and with
-    ``algorithm="mpi"``, MPI carries it out on pinned host copies; then it blocks, also in the nonblocking form.
+    kernels serves all neighbours of the group, also in a CUDA graph. With
+    ``algorithm="mpi"`` MPI carries it out on pinned host copies; then it blocks, also in the nonblocking form.
     ``Start`` of a persistent request on device arrays enqueues the call.
 
-    A rank without neighbours calls, too, with empty buffers of the memory that the other ranks use.
+    A rank without neighbours calls, too, with empty buffers of the memory that the other ranks use, or of none: see
+    **Memory** of `BlockingCollectives`.
 
     **Errors.** `InvalidUsageError` (a ValueError) and TypeError for bad arguments, on the ranks that pass them.
     `PeerError` on all ranks where device arrays of two neighbours do not have the same number of bytes for each other,

@@ -15,7 +15,7 @@ from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_stream_order import InStreamOrder
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
-from mpicomm.mpi.location import refuse_stream
+from mpicomm.mpi.location import refuse_stream, unless_ignored
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
 
 # MPI's own, found once: `super()` takes a tenth of the time of a small call.
@@ -43,9 +43,8 @@ class PointToPoint(MPI.Intracomm):
     MPI matches all messages, by source and tag. Between GPUs of one node a message of a device array is described: MPI
     carries a description of it, the sender's GPU copies the data into its outbox, and the receiver's GPU copies it from
     there. Kernels pack and unpack derived datatypes. Messages are eager, which means that the data goes through pinned
-    host memory and MPI, if they go to another node, if the ranks do not open memory by IPC handles, if only MPI knows
-    the datatype, and if the outbox is full: it takes 1/64 of the GPU's memory at most, and a message leaves it when it
-    is received.
+    host memory and MPI, if they go to another node, if the ranks do not open memory by IPC handles, and if the outbox
+    is full: it takes 1/64 of the GPU's memory at most, and a message leaves it when it is received.
 
     ``stream`` orders the copies of device arrays, as for collectives. Without it each buffer has the current stream of
     the library that it comes from.
@@ -100,6 +99,7 @@ class PointToPoint(MPI.Intracomm):
         fast = self._messages.fast
         if fast is not None and algorithm == "auto" and fast.send(_send, buf, dest, tag, stream):
             return None
+        buf = unless_ignored(buf, dest)
         if algorithm != "auto" and self._is_one_shot("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         sent = self._messages.sending("Send", buf, stream)
@@ -161,6 +161,7 @@ class PointToPoint(MPI.Intracomm):
             arrived = messages.fast.receive(buf, source, tag, seen, stream)
             if arrived is not False:
                 return None if arrived is True else messages.finish("Recv", buf, stream, arrived, seen)
+        buf = unless_ignored(buf, source)
         if algorithm != "auto" and self._is_one_shot("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         received = messages.receiving("Recv", buf, stream)
@@ -202,6 +203,7 @@ class PointToPoint(MPI.Intracomm):
                 row[SOURCE] = source
                 return _mpi_sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             except host_calls.REFUSALS:
+                sendbuf, recvbuf = unless_ignored(sendbuf, dest), unless_ignored(recvbuf, source)
                 sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, recvbuf)
                 return _mpi_sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             finally:
@@ -211,6 +213,7 @@ class PointToPoint(MPI.Intracomm):
             arrived = messages.fast.exchange(sendbuf, dest, sendtag, recvbuf, source, recvtag, seen, stream)
             if arrived is not False:
                 return None if arrived is True else messages.finish("Sendrecv", recvbuf, stream, arrived, seen)
+        sendbuf, recvbuf = unless_ignored(sendbuf, dest), unless_ignored(recvbuf, source)
         if algorithm != "auto" and self._is_one_shot("Sendrecv", algorithm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
@@ -250,6 +253,7 @@ class PointToPoint(MPI.Intracomm):
             and not messages.described
         ):
             return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
+        buf = unless_ignored(buf, dest, source)
         end = messages.receiving("Sendrecv_replace", buf, stream)
         if end is None or not end.on_device:
             refuse_stream("Sendrecv_replace", stream)
@@ -290,6 +294,7 @@ class PointToPoint(MPI.Intracomm):
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 return _irecv(self, host_calls.as_bytes(buf, True, "buf"), source, tag)
+        buf = unless_ignored(buf, source)
         received = messages.receiving("Irecv", buf, stream)
         if received is None or not received.on_device:
             refuse_stream("Irecv", stream)
@@ -310,6 +315,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
         messages = self._messages
+        sendbuf, recvbuf = unless_ignored(sendbuf, dest), unless_ignored(recvbuf, source)
         sent = messages.sending("Isendrecv", sendbuf, stream, "sendbuf")
         received = messages.receiving("Isendrecv", recvbuf, stream, "recvbuf")
         first = sent or received
@@ -333,6 +339,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py."""
         messages = self._messages
+        buf = unless_ignored(buf, dest, source)
         end = messages.receiving("Isendrecv_replace", buf, stream)
         if end is None or not end.on_device:
             refuse_stream("Isendrecv_replace", stream)
@@ -349,6 +356,7 @@ class PointToPoint(MPI.Intracomm):
         # The user's buffer of a buffered send has room for the data, and may have none for a description.
         if fast is not None and send is not _bsend and fast.send(send, buf, dest, tag, stream):
             return
+        buf = unless_ignored(buf, dest)
         sent = self._sending(operation, buf, stream)
         if sent is not None:
             self._messages.send(send, sent, dest, tag)
@@ -361,6 +369,7 @@ class PointToPoint(MPI.Intracomm):
     def _nonblocking_send(
         self, operation: str, send: Callable[..., MPI.Request], buf: Any, dest: int, tag: int, stream: Any
     ) -> MPI.Request:
+        buf = unless_ignored(buf, dest)
         sent = self._sending(operation, buf, stream)
         if sent is not None:
             return self._messages.start_send(send, sent, dest, tag)

@@ -34,10 +34,9 @@ def require_possible(call: Call, algorithm: str) -> None:
             raise InvalidUsageError(
                 f'algorithm="mpi": MPI applies no epilogue to device arrays of {operation}: use "auto"'
             )
-        if call.dtype is not None and types.mpi_datatype(call.dtype) is None:
+        if operation.reduces and call.dtype is not None and types.mpi_datatype(call.dtype) is None:
             raise InvalidUsageError(
-                f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out, or move '
-                "it as bytes with [buffer, MPI.BYTE]"
+                f'algorithm="mpi": MPI has no type for the {call.dtype} of {operation}: leave algorithm= out'
             )
     elif operation.of_neighbors and not call.on_device:
         raise InvalidUsageError(

@@ -16,7 +16,9 @@ from mpicomm.sharing.segments import share
 
 _LINE_NBYTES = 256  # the counter takes a line too, so that no two ranks write the same cache line
 _KEPT = 16  # lines of a rank: ranks that need not wait for each other notice different calls some calls later
-_NBYTES = _LINE_NBYTES * (1 + _KEPT)
+_MARKS = 4096  # marks of a rank: no rank is so many calls ahead of one that takes part in them
+_NBYTES = _LINE_NBYTES * (1 + _KEPT) + 8 * _MARKS
+_CALLS, _ASKED = 0, 1  # the words of the first line
 _NEVER_CALLED = "nothing yet"
 
 
@@ -25,8 +27,9 @@ class Board:
 
     Each rank writes its own lines, each before it does anything else for a collective. Any rank reads all lines. A
     rank's counter is twice the number of its calls, and odd while the rank writes the next line. So no rank reads a
-    line that is half written, and a rank whose counter is behind has not come yet. Construction is collective and
-    raises as `share` does. ``row`` shows this rank's calls to the doctor.
+    line that is half written, and a rank whose counter is behind has not come yet. Marks tell calls on the host from
+    calls on the GPUs: see `witness`. Construction is collective and raises as `share` does. ``row`` shows this rank's
+    calls to the doctor.
     """
 
     def __init__(self, node: Group, row: Row | None = None) -> None:
@@ -38,6 +41,7 @@ class Board:
             backend.view(self._segments[index], (_NBYTES,), np.dtype(np.uint8)).data for index in range(node.size)
         ]
         self._counters = [memory[:_LINE_NBYTES].cast("Q") for memory in self._memory]
+        self._marks = [memory[_LINE_NBYTES * (1 + _KEPT) :].cast("Q") for memory in self._memory]
         self._own: memoryview | None = self._counters[node.rank]
         self._count = 0  # the value of the own counter between two calls
         self._written: list[str | None] = [None] * _KEPT
@@ -60,6 +64,45 @@ class Board:
             fence()
         counter[0] = count
         self._row.post(text)
+
+    def post_on_host(self, text: str) -> None:
+        """As `post`, for a call that is not on the GPUs. Its number stands in a mark."""
+        self._require_open(text)
+        call = self.calls + 1
+        self._marks[self._node.rank][call % _MARKS] = call
+        # Pairs with the fence of `is_on_host`: a reader that sees the counter of the call sees its mark.
+        fence()
+        self.post(text)
+
+    def ask(self) -> int:
+        """Tell the other ranks that this one does not know where the next call is; return the number of that call."""
+        self._require_open("a call without elements")
+        counter, call = self._counters[self._node.rank], self.calls + 1
+        counter[_ASKED] = call
+        return call
+
+    def is_on_host(self, call: int) -> bool | None:
+        """Return whether the call of that number is on the host; None while no rank has said so. Local.
+
+        It is, too, where all ranks ask: they have no data for each other.
+        """
+        for index, counter in enumerate(self._counters):
+            if counter[_CALLS] // 2 < call:
+                continue
+            # Pairs with the fence of `post_on_host`: the mark is read after the counter.
+            fence()
+            mark = self._marks[index][call % _MARKS]
+            if mark <= call:  # else a later call has the mark, and this rank says nothing of the call
+                return bool(mark == call)
+        return True if self.nobody_knows(call) else None
+
+    def nobody_knows(self, call: int) -> bool:
+        """Return whether all ranks have asked where the call of that number is. Local."""
+        return all(counter[_ASKED] >= call for counter in self._counters)
+
+    def _require_open(self, text: str) -> None:
+        if self._own is None:
+            raise InvalidUsageError(f"{text}: the communicator was freed; create another")
 
     @property
     def calls(self) -> int:
@@ -113,6 +156,7 @@ class Board:
         self._own = None
         self._memory.clear()
         self._counters.clear()
+        self._marks.clear()
         self._segments.close_peers()
 
     def close_own(self) -> None:

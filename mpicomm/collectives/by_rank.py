@@ -16,7 +16,15 @@ from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.layout import Layout, layout_of, run_of, together
 
 
-def block_of_neighbor(operand: Operand, number: int) -> Elements:
+def blocks_for_ranks(
+    operand: Operand, neighbors: Sequence[int], numbers: Sequence[Sequence[int]], *, one: bool = False
+) -> list[list[Elements]]:
+    """Return the blocks of each rank: those with its ``numbers``. With ``one`` all neighbours have the first block."""
+    blocks = [_block_of_neighbor(operand, 0 if one else number) for number in range(len(neighbors))]
+    return [[blocks[number] for number in each] for each in numbers]
+
+
+def _block_of_neighbor(operand: Operand, number: int) -> Elements:
     """Return the elements of a block of a device buffer that kernels can read."""
     if operand.dtype is not None:
         span = operand.block(number)

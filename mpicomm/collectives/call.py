@@ -5,26 +5,33 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.collectives import patterns
-from mpicomm.collectives.by_rank import block_of_neighbor, by_rank, cut_of
+from mpicomm.collectives import beside, patterns
+from mpicomm.collectives.by_rank import blocks_for_ranks, by_rank, cut_of
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.collectives.place import Place, place_of
 from mpicomm.collectives.signature import Signature
 from mpicomm.errors import InvalidUsageError
 from mpicomm.finishes.base import BoundEpilogue, Epilogue
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
+from mpicomm.mpi.buffers import Memory, array_of
+from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.host_calls import for_mpi
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.overlap import overlaps, require_separate
 from mpicomm.mpi.own_ops import Op
 from mpicomm.mpi.span import Span
+
+_BYTE = np.dtype(np.uint8)
 
 
 @dataclass(slots=True)  # not frozen, because a frozen one costs a device call a microsecond
@@ -43,10 +50,15 @@ class Arguments:
 class Call:
     """One collective call of one rank: read and checked. Local.
 
+    ``place`` is where the call is; by default `place_of` decides. ``copies`` gets host arrays beside device arrays.
+
     ``dtype`` is None where only MPI can carry the call out: with a derived datatype, with ``MPI.BOTTOM``, or with an
     operation or element type that the engines do not know; and in each collective of neighbours on host arrays. Such a
-    collective needs ``neighborhood``. Raises `InvalidUsageError` and `TypeError` where mpi4py raises ValueError and
-    TypeError.
+    collective needs ``neighborhood``.
+
+    Data that is only moved is bytes, so the two buffers, and those of two ranks, may name it by different types. MPI
+    carries that too, although its standard allows it for few types. Raises `InvalidUsageError` and `TypeError` where
+    mpi4py raises ValueError and TypeError, and `RefusedByMpiError` where MPI raises.
     """
 
     def __init__(
@@ -57,6 +69,9 @@ class Call:
         size: int,
         algorithm: str = "auto",
         neighborhood: Neighborhood | None = None,
+        *,
+        place: Place | None = None,
+        copies: beside.PinnedCopies | None = None,
     ) -> None:
         self.operation = operation
         self.arguments = arguments
@@ -68,20 +83,26 @@ class Call:
             _require_root(operation, arguments.root, size)
         self._cuts: list[tuple[int, int]] = []
         self.send, self.receive = self._read_buffers()
-        if neighborhood is not None:
-            self._give_blocks_to_ranks(neighborhood)
-        self.packed = self._packed()
+        self.place = place or place_of(operation, self.send, self.receive)
+        self.on_device = self.place == "gpu"
+        given = [operand for operand in (self.send, self.receive) if operand is not None and operand.on_device]
+        self.device_array = array_of(given[0].spec) if given else None
+        """The first array on the GPU. The stream of its library is meant where the caller names none."""
+        self.was_undecided = False
+        """Whether this rank has learnt the place from others."""
+        self.copies = copies
+        if self.on_device:
+            in_place = self.in_place
+            receive = self._for_kernels(self.receive, copies)
+            self.send, self.receive = receive if in_place else self._for_kernels(self.send, copies), receive
+            if neighborhood is not None:
+                self._give_blocks_to_ranks(neighborhood)
+        self.packed = self._packed() if self.on_device else None
         """The call on packed memory where kernels pack derived datatypes; else None."""
         if self.packed is not None:
             self.send, self.receive = self.packed.send, self.packed.receive
         self.operands = [operand for operand in (self.send, self.receive) if operand is not None]
         self.op = op_name(arguments.op) if arguments.op is not None else None
-        self.on_device = any(operand.on_device for operand in self.operands)
-        if self.on_device and not all(operand.on_device or operand.total == 0 for operand in self.operands):
-            raise InvalidUsageError(
-                f"{operation}: one buffer is on a GPU, the other in host memory: move one of them, the call takes "
-                "either"
-            )
         self.dtype = self._common_dtype()
         self._require_agreeing_counts()
         self.epilogue = self._bound_epilogue()
@@ -98,7 +119,7 @@ class Call:
         if operation.counts == "private":
             return None
         assert self.dtype is not None
-        per_rank = max((operand.count for operand in self.operands), default=0) * self.dtype.itemsize
+        per_rank = max((operand.count * _itemsize(operand) for operand in self.operands), default=0)
         return per_rank * self._size if "blocks" in (operation.send, operation.receive) else per_rank
 
     @property
@@ -116,12 +137,14 @@ class Call:
     def signature(self) -> Signature:
         """The facts in which all ranks must agree."""
         operation, count = self.operation, None
+        dtype = str(self.dtype) if operation.reduces else "bytes"
         if operation.counts == "same":
-            count = max((operand.count for operand in self.operands), default=0)
+            unit = _itemsize if not operation.reduces else lambda _: 1
+            count = max((operand.count * unit(operand) for operand in self.operands), default=0)
         root = self.arguments.root if operation.rooted else None
         asked = None if self._algorithm == "auto" else self._algorithm  # ranks with another algorithm never meet
         epilogue = None if self.epilogue is None else self.epilogue.text
-        return Signature(operation.name, str(self.dtype), count, self.op, root, asked, epilogue)
+        return Signature(operation.name, dtype, count, self.op, root, asked, epilogue)
 
     @property
     def scratch_nbytes(self) -> int:
@@ -141,23 +164,22 @@ class Call:
     def buffers(self, scratch: Span | None = None) -> Buffers:
         """Return this rank's memory for the patterns; ``scratch`` has `scratch_nbytes` where that is not 0."""
         assert self.dtype is not None
-        operation, dtype, factor = self.operation, self.dtype, 1
-        if not operation.reduces:  # bytes go as words of any size that fits all buffers
-            dtype, factor = types.movement(self.dtype)
+        operation = self.operation
+        dtype = self.dtype if operation.reduces else _BYTE
         given, receive = self.send, self.receive
         if self.packed is not None and scratch is not None:
             given, receive = self.packed.placed(scratch.pointer)
         send = send_blocks = output = output_blocks = None
         if given is not None:
             if operation.send == "one" and not operation.of_neighbors:
-                send = _scaled(given.whole(), factor)
+                send = self._in_units(given, given.whole())
             else:
-                send_blocks = [_scaled(block, factor) for block in self._input_blocks(given)]
+                send_blocks = [self._in_units(given, block) for block in self._input_blocks(given)]
         if receive is not None:
             if operation.receive == "one":
-                output = self._output(receive, send_blocks, factor)
+                output = self._output(receive, send_blocks)
             else:
-                output_blocks = [_scaled(receive.block(peer), factor) for peer in range(self._size)]
+                output_blocks = [self._in_units(receive, receive.block(peer)) for peer in range(self._size)]
         if self._converts and scratch is not None and output is not None:
             output = Span(scratch.pointer, output.count)
         if self.packed is not None or self._converts:
@@ -189,11 +211,15 @@ class Call:
                 )
         return bound
 
-    def _output(self, receive: Operand, send_blocks: list[Span] | None, factor: int) -> Span:
+    def _in_units(self, operand: Operand, span: Span) -> Span:
+        """Return elements of ``operand`` in the units of `buffers`: elements of reductions, bytes of movements."""
+        return span if self.operation.reduces else Span(span.pointer, span.count * _itemsize(operand))
+
+    def _output(self, receive: Operand, send_blocks: list[Span] | None) -> Span:
         if self.operation.reduces and send_blocks is not None:
             # The buffer may hold more: in place it has the input, which begins where the result goes.
             return Span(receive.pointer, send_blocks[self._rank].count)
-        return _scaled(receive.whole(), factor)
+        return self._in_units(receive, receive.whole())
 
     def _input_blocks(self, send: Operand) -> list[Span]:
         if self.operation.send != "counted":
@@ -209,8 +235,7 @@ class Call:
         at_root = bool(rooted) and self._rank == arguments.root
         if rooted == "bcast":
             buf = parse(arguments.receive, writable=not at_root, name="buf")
-            if buf.spec is not arguments.receive:
-                self.arguments = replace(arguments, receive=buf.spec)
+            self._keep_for_mpi(None, buf)
             return None, buf
         has_send = rooted != "send" or at_root
         has_receive = rooted != "receive" or at_root
@@ -227,19 +252,40 @@ class Call:
             receive = self._read(arguments.receive, shape, writable=True, name="recvbuf")
         if has_send and not send_in_place:
             send = self._read(arguments.send, operation.send, writable=False, name="sendbuf")
-        # An object may have exported its memory to be read. MPI gets that memory: see `Operand.spec`.
-        if send is not None and send.spec is not arguments.send:
-            self.arguments = arguments = replace(arguments, send=send.spec)
-        if receive is not None and receive.spec is not arguments.receive:
-            self.arguments = arguments = replace(arguments, receive=receive.spec)
+        self._keep_for_mpi(send, receive)
         if send is not None and receive is not None:
             require_separate(send, receive, reduction=operation.reduces)
             same = operation.reduces and send.pointer == receive.pointer
             if same and send.total and receive.total:  # the same memory given twice
-                send_in_place, self.arguments = True, replace(arguments, send=MPI.IN_PLACE)
+                send_in_place, self.arguments = True, replace(self.arguments, send=MPI.IN_PLACE)
         if send_in_place and operation.reduces:
             send = receive
         return send, receive
+
+    def _for_kernels(self, operand: Operand | None, copies: beside.PinnedCopies | None) -> Operand | None:
+        """Return a buffer of a call on GPUs as kernels see it."""
+        if operand is None or operand.on_device:
+            return operand
+        receives = operand is self.receive
+        shape, name = self.operation.receive if receives else self.operation.send, operand.name
+
+        def reread(memory: Memory) -> Operand:
+            return self._read(operand.spec, shape, writable=receives, name=name, memory=memory)
+
+        sends_alone = self.operation.rooted == "bcast" and self._rank == self.arguments.root
+        return beside.for_kernels(operand, reread, copies, written=receives and not sends_alone)
+
+    def _keep_for_mpi(self, send: Operand | None, receive: Operand | None) -> None:
+        """Let ``arguments`` have what MPI gets: memory that an object has exported to be read, and elements as bytes.
+
+        Data that is only moved needs no type of MPI.
+        """
+        given = self.arguments
+        of = attrgetter("spec") if self.operation.reduces else for_mpi
+        sent = given.send if send is None else of(send)
+        received = given.receive if receive is None else of(receive)
+        if sent is not given.send or received is not given.receive:
+            self.arguments = replace(given, send=sent, receive=received)
 
     def _packed(self) -> Packed | None:
         """Return the call on packed memory; None unless a buffer has a derived datatype that kernels pack."""
@@ -257,24 +303,16 @@ class Call:
         )
 
     def _give_blocks_to_ranks(self, neighborhood: Neighborhood) -> None:
-        """Turn buffers with blocks for neighbours into buffers with blocks for ranks, if kernels carry the call out.
+        """Turn buffers with blocks for neighbours into buffers with blocks for ranks.
 
         They are bytes then, because a rank knows the element types of its neighbours alone. Raises `InvalidUsageError`
         where this rank is its own neighbour and does not receive what it sends.
         """
         send, receive = self.send, self.receive
         assert send is not None and receive is not None
-        if not (send.on_device or receive.on_device):
-            return
-        if any(operand.dtype is None and operand.derived is None for operand in (send, receive)):
-            return
-        if self.operation.send == "one":
-            sends = [block_of_neighbor(send, 0)] * len(neighborhood.destinations)
-        else:
-            sends = [block_of_neighbor(send, number) for number in range(len(neighborhood.destinations))]
-        receives = [block_of_neighbor(receive, number) for number in range(len(neighborhood.sources))]
-        outgoing = [[sends[number] for number in numbers] for numbers in neighborhood.outgoing(self._size)]
-        incoming = [[receives[number] for number in numbers] for numbers in neighborhood.incoming(self._size)]
+        one = self.operation.send == "one"
+        outgoing = blocks_for_ranks(send, neighborhood.destinations, neighborhood.outgoing(self._size), one=one)
+        incoming = blocks_for_ranks(receive, neighborhood.sources, neighborhood.incoming(self._size))
         sent, room = ([block.layout.nbytes for block in blocks[self._rank]] for blocks in (outgoing, incoming))
         if sent != room:
             raise InvalidUsageError(
@@ -284,7 +322,7 @@ class Call:
         self.send, self.receive = by_rank(send, outgoing), by_rank(receive, incoming)
         self._cuts = [(cut_of(to), cut_of(of)) for to, of in zip(outgoing, incoming, strict=True)]
 
-    def _read(self, spec: Any, shape: Shape, *, writable: bool, name: str) -> Operand:
+    def _read(self, spec: Any, shape: Shape, *, writable: bool, name: str, memory: Memory | None = None) -> Operand:
         if spec is None:
             raise TypeError(f"{self.operation}: {name} is None: pass a buffer")
         size, peer = self._size, "rank"
@@ -292,17 +330,18 @@ class Call:
             neighbors = self._neighborhood.sources if writable else self._neighborhood.destinations
             size, peer = len(neighbors), "neighbour"
         if shape == "typed":
-            return parse_typed(spec, size=size, writable=writable, name=name, peer=peer)
+            return parse_typed(spec, size=size, writable=writable, name=name, peer=peer, memory=memory)
         if shape == "vector":
-            return parse_vector(spec, size=size, writable=writable, name=name, peer=peer)
-        return parse(spec, blocks=size if shape == "blocks" else None, writable=writable, name=name, peer=peer)
+            return parse_vector(spec, size=size, writable=writable, name=name, peer=peer, memory=memory)
+        blocks = size if shape == "blocks" else None
+        return parse(spec, blocks=blocks, writable=writable, name=name, peer=peer, memory=memory)
 
     def _common_dtype(self) -> np.dtype[Any] | None:
         if self.operation.of_neighbors and not self.on_device:
-            for operand in self.operands:
-                _require_type_of_mpi(self.operation, operand)
             return None
-        dtypes = [operand.dtype for operand in self.operands]
+        # A buffer without elements has no say. Where only MPI knows the elements, their number is not known.
+        having = [operand for operand in self.operands if operand.total or operand.dtype is None]
+        dtypes = [operand.dtype for operand in having or self.operands]
         if any(dtype is None for dtype in dtypes):  # `in` compares, and to NumPy None is float64
             if isinstance(self.arguments.op, Op):  # in MPI an error of NumPy would end the program
                 raise InvalidUsageError(
@@ -311,18 +350,18 @@ class Call:
                 )
             return None
         first = dtypes[0]
+        if not self.operation.reduces:
+            return first
         if self.arguments.epilogue is not None:
             dtypes = dtypes[:1]  # an epilogue may convert
         if any(dtype != first for dtype in dtypes):
             names = " and ".join(f"{operand.name} {operand.dtype}" for operand in self.operands)
             raise InvalidUsageError(f"{self.operation}: the element types differ: {names}; convert one")
-        if self.operation.reduces:
-            if self.op is None:
-                return None
-            assert first is not None
-            check_legal(self.op, first)
-            return first if types.is_covered(first) else None
-        return first
+        if self.op is None:
+            return None
+        assert first is not None
+        check_legal(self.op, first, self.operands[0].mpi_type)
+        return first if types.is_covered(first) else None
 
     def _require_agreeing_counts(self) -> None:
         """Raise where this rank's two buffers contradict each other. The engines compare the counts of ranks."""
@@ -342,9 +381,12 @@ class Call:
         else:
             sent = send.total if operation.send == "one" else send.block(rank).count
             room = receive.block(rank).count
+        unit, (sent_unit, room_unit) = "elements", (_itemsize(send), _itemsize(receive))
+        if sent_unit != room_unit:
+            unit, sent, room = "bytes", sent * sent_unit, room * room_unit
         if sent != room:
             raise InvalidUsageError(
-                f"{operation}: sendbuf holds {sent} elements where recvbuf has room for {room}: they must be equal"
+                f"{operation}: sendbuf holds {sent} {unit} where recvbuf has room for {room}: they must be equal"
             )
 
     def _require_recvcounts(self, send: Operand, receive: Operand) -> None:
@@ -375,21 +417,13 @@ def _refuse_in_place(operation: Operation, arguments: Arguments) -> None:
             )
 
 
-def _require_type_of_mpi(operation: Operation, operand: Operand) -> None:
-    if operand.dtype is not None and types.mpi_datatype(operand.dtype) is None:
-        raise InvalidUsageError(
-            f"{operation}: MPI carries it out on host arrays, and has no type for the {operand.dtype} of "
-            f"{operand.name}: move it as bytes with [buffer, MPI.BYTE]"
-        )
-
-
 def _require_root(operation: Operation, root: Any, size: int) -> None:
     try:
         rank = operator.index(root)
     except TypeError:
         raise TypeError(f"{operation}: root={root!r} is no rank: pass an integer from 0 to {size - 1}") from None
     if not 0 <= rank < size:
-        raise InvalidUsageError(f"{operation}: root={root} is no rank: use 0 to {size - 1}")
+        raise RefusedByMpiError(f"{operation}: root={root} is no rank: use 0 to {size - 1}", MPI.ERR_ROOT)
 
 
 def _read_counts(operation: Operation, counts: Any) -> list[int]:
@@ -400,5 +434,6 @@ def _read_counts(operation: Operation, counts: Any) -> list[int]:
         raise TypeError(f"{operation}: recvcounts={counts!r}: pass a sequence of integers, one per rank") from None
 
 
-def _scaled(span: Span, factor: int) -> Span:
-    return span if factor == 1 else Span(span.pointer, span.count * factor)
+def _itemsize(operand: Operand) -> int:
+    assert operand.dtype is not None
+    return operand.dtype.itemsize

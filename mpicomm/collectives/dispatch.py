@@ -2,8 +2,8 @@
 
 Kernels carry collectives on device arrays, and between cliques an engine of room `internode`. Host arrays go through
 mapped memory where that is faster than MPI, or where MPI lacks the element type or the operation; else to MPI itself,
-as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI. The choice
-depends only on facts that MPI requires to be the same on all ranks.
+as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI. `place` has
+the rule of the choice, and why all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -18,22 +18,27 @@ from mpi4py import MPI
 from mpicomm.activity.layout import by_mpi
 from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives.algorithm_argument import require_known, require_possible
+from mpicomm.collectives.beside import PinnedCopies
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.engines import Engines
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.crossover import measure
-from mpicomm.collectives.host.fast_path import is_plainly_mpis
+from mpicomm.collectives.host.fast_path import is_plainly_mpis, plain_array
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import ALLREDUCE, Operation
+from mpicomm.collectives.place import Place
+from mpicomm.collectives.root_copies import copies_on_host
+from mpicomm.collectives.witness import Witness
 from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import BufferRefusedError, array_of
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
 from mpicomm.mpi.location import refuse_stream, require_here
 from mpicomm.mpi.ops import AVG, op_name
-from mpicomm.mpi.requests import Completer, DeferredRequest, HoldingRequest, PersistentRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work, holding
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
@@ -55,8 +60,10 @@ class MessageCall(NamedTuple):
     counts: None = None
 
 
-REFUSALS = (BufferError, KeyError, ValueError)
-"""The errors with which mpi4py refuses the buffers of a call, and which `Collectives.refused` puts in words."""
+REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
+"""The errors with which mpi4py and MPI refuse the arguments of a call, and which `Collectives.refused` puts in words.
+"""
+_FAULTS_OF_ARGUMENTS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_OP, MPI.ERR_ROOT, MPI.ERR_TYPE)
 
 
 class Collectives:
@@ -76,6 +83,7 @@ class Collectives:
         self._crossover = 0
         self._neighborhood: Neighborhood | None = None
         self.engines = Engines(session)
+        self._witness = Witness(session, self.engines.board)
 
     def run(
         self,
@@ -104,14 +112,22 @@ class Collectives:
         if automatic and is_plainly_mpis(operation, arguments, self._size, self._nodes, crossover):
             if operation.of_neighbors:
                 self._neighbors()
+            if self._witness.is_needed:
+                self._witness.tell(operation, on_host=True)
             self._mpi(operation, arguments)
             return
-        call = self._read(operation, arguments, algorithm)
+        call = self._read(operation, arguments, algorithm, stream)
         if call.on_device:
-            self._enqueue(call, arguments, stream, algorithm)
+            self._complete_copies(call, self._enqueue(call, arguments, stream, algorithm))
+            return
+        if call.device_array is not None:
+            copies, given = copies_on_host(self._session, call, stream)
+            self.run(operation, None, algorithm, given.send, given.receive, op, root, given.counts)
+            copies.back()
             return
         refuse_stream(operation.name, stream)
         if selection.is_mpis(call, algorithm, self._size, self._nodes, crossover):
+            self._witness.tell(operation, on_host=True)
             self._mpi(operation, call.arguments)
         elif (
             algorithm == "auto"
@@ -122,6 +138,7 @@ class Collectives:
             self._crossover = measure(self._comm, self.engines.on_host(operation.name))
             self.run(operation, stream, algorithm, send, receive, op, root, counts)
         else:
+            self._witness.tell(operation, on_host=True)
             self._run_on_host(call, algorithm)
 
     def run_with_epilogue(self, arguments: Arguments, stream: Any, algorithm: str) -> None:
@@ -130,16 +147,16 @@ class Collectives:
         if gpu and known:
             gpu.run(known, stream, arguments.send, arguments.receive)
             return
-        call = self._read(ALLREDUCE, arguments, algorithm)
+        call = self._read(ALLREDUCE, arguments, algorithm, stream)
         if call.on_device:
-            self._enqueue(call, arguments, stream, algorithm)
+            self._complete_copies(call, self._enqueue(call, arguments, stream, algorithm))
         else:
             refuse_stream(ALLREDUCE.name, stream)
             self._finish_on_host(call, algorithm)
 
     def refused(
         self,
-        error: BufferError | KeyError | ValueError,
+        error: BufferError | KeyError | ValueError | MPI.Exception,
         operation: Operation,
         send: Any,
         receive: Any,
@@ -147,52 +164,69 @@ class Collectives:
         root: int = 0,
         counts: Sequence[int] | None = None,
     ) -> InvalidUsageError:
-        """Return the error for host buffers that mpi4py has refused with ``error``: the one that larger buffers get.
+        """Return the error for arguments that mpi4py has refused with ``error``: the one that larger buffers get.
 
-        Local. mpi4py looks at the buffers of small calls alone, because that takes least time.
+        Local. mpi4py looks at the buffers of small calls alone, because that takes least time. Raises ``error`` itself
+        if it is MPI's and no fault of this rank's arguments.
         """
         try:
             self._call(operation, Arguments(send, receive, op, root, counts), "auto")
         except InvalidUsageError as named:
             return named
+        if isinstance(error, MPI.Exception):
+            if error.Get_error_class() not in _FAULTS_OF_ARGUMENTS:
+                raise error
+            return RefusedByMpiError(f"{operation}: MPI refuses an argument: {error}", error.Get_error_class())
         cls = BufferRefusedError if isinstance(error, BufferError) else InvalidUsageError
         return cls(f"{operation}: MPI refuses an argument: {error}")
 
     def start(self, operation: Operation, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
         work = self._begin_known(operation, arguments, stream, algorithm)
+        automatic = algorithm == "auto" and stream is None and operation.in_mpi and arguments.epilogue is None
+        if work is None and automatic and plain_array(operation, arguments) is not None:
+            return self._start_mpis(operation, arguments)
         if work is None:
-            call = self._read(operation, arguments, algorithm)
-            if not call.on_device and call.epilogue is None and selection.is_mpis_request(call, algorithm):
+            call = self._read(operation, arguments, algorithm, stream)
+            if self._is_mpis_request(call, algorithm):
                 refuse_stream(operation.name, stream)
-                given = self._out_of_place(operation, call.arguments)
-                request: MPI.Request = self._mpi(operation, given, operation.nonblocking)
-                # MPI reads the copy until the request is complete, and mpi4py does not keep it.
-                return request if given is call.arguments else HoldingRequest.of(request, given)
+                return self._start_mpis(operation, self._out_of_place(operation, call.arguments))
             work = self._begin(call, arguments, stream, algorithm)
         if not work.over:  # else nothing reads the buffers any more
             work.kept = arguments
         return DeferredRequest(work)
 
+    def _start_mpis(self, operation: Operation, arguments: Arguments) -> MPI.Request:
+        if operation.of_neighbors:
+            self._neighbors()
+        if self._witness.is_needed:
+            self._witness.tell(operation, on_host=True)
+        request: MPI.Request = self._mpi(operation, arguments, operation.nonblocking)
+        return holding(request, arguments)  # MPI uses the buffers until the request is complete
+
     def prepare(
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
     ) -> MPI.Prequest:
         """Return a persistent collective."""
-        call = self._read(operation, arguments, algorithm)
+        call = self._read(operation, arguments, algorithm, stream, only_to_check=True)
+        if not call.on_device and call.device_array is not None:
+            return self._prepare_on_copies(call, info, stream, algorithm)
+        self._witness.tell(operation, on_host=not call.on_device)
         if call.on_device:
             self._session.require_gpu(operation.name)
         else:
             refuse_stream(operation.name, stream)
             # `_mpi` would give MPI a copy of the input in place, as the input is when the request is prepared.
             with_copy = operation.send == "counted" and call.in_place
-            if not with_copy and call.epilogue is None and selection.is_mpis_request(call, algorithm):
+            if not with_copy and self._is_mpis_request(call, algorithm):
                 prepared: MPI.Prequest = self._mpi(operation, call.arguments, operation.persistent, info)
-                return prepared
+                return holding(prepared, call.arguments)
 
         def begin() -> Work:
             known = self._begin_known(operation, arguments, stream, algorithm)
             # The arguments are read again, because symmetric memory among them may have been closed.
-            return known or self._begin(self._read(operation, arguments, algorithm), arguments, stream, algorithm)
+            again = known or self._read(operation, arguments, algorithm, stream, place=call.place)
+            return again if isinstance(again, Work) else self._begin(again, arguments, stream, algorithm)
 
         return PersistentRequest.of(begin)
 
@@ -226,13 +260,37 @@ class Collectives:
         gpu.add(plan, call, by_output=by_output)
         gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
 
-    def _read(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
+    def _read(
+        self,
+        operation: Operation,
+        arguments: Arguments,
+        algorithm: str,
+        stream: Any,
+        *,
+        place: Place | None = None,
+        only_to_check: bool = False,
+    ) -> Call:
+        """Return a call that was read and checked, with pinned copies of host arrays beside device arrays.
+
+        ``place`` is where the call is, if that is known. A call that is read ``only_to_check`` it copies nothing.
+        """
         if algorithm != "auto":
             require_known(operation, algorithm)
         if operation.send == "counted" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
             mine = parse(arguments.receive, writable=True, name="recvbuf").total
             arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
-        call = self._call(operation, arguments, algorithm)
+        copies = None
+        if self._witness.is_needed and algorithm != "mpi" and not only_to_check:
+            copies = PinnedCopies(self._session, operation.name, (arguments.send, arguments.receive), stream)
+        try:
+            call = self._call(operation, arguments, algorithm, place, copies)
+        except RefusedByMpiError as error:
+            self._comm.Call_errhandler(error.Get_error_class())  # as MPI does, which may end the program
+            raise
+        if call.place == "anywhere":
+            where = self._witness.learn(call, algorithm, kernels=self.engines.gpu is not None)
+            call = self._call(operation, arguments, algorithm, where, copies)
+            call.was_undecided = True
         if algorithm != "auto":
             require_possible(call, algorithm)
         if not operation.in_mpi and (call.dtype is None or algorithm == "mpi"):
@@ -242,10 +300,43 @@ class Collectives:
             )
         return call
 
-    def _call(self, operation: Operation, arguments: Arguments, algorithm: str) -> Call:
-        if not operation.of_neighbors:
-            return Call(operation, arguments, self._rank, self._size, algorithm)
-        return Call(operation, arguments, self._rank, self._size, algorithm, self._neighbors())
+    def _call(
+        self,
+        operation: Operation,
+        arguments: Arguments,
+        algorithm: str,
+        place: Place | None = None,
+        copies: PinnedCopies | None = None,
+    ) -> Call:
+        neighborhood = self._neighbors() if operation.of_neighbors else None
+        return Call(operation, arguments, self._rank, self._size, algorithm, neighborhood, place=place, copies=copies)
+
+    def _prepare_on_copies(self, call: Call, info: MPI.Info, stream: Any, algorithm: str) -> MPI.Prequest:
+        """Return a persistent call on the host with the root's device array; the other ranks have MPI's request."""
+        copies, given = copies_on_host(self._session, call, stream)
+        prepared = self.prepare(call.operation, given, info, None, algorithm)
+        backend = self._session.backend
+
+        def begin() -> Work:
+            copies.again(backend.stream(stream, call.device_array))
+            copies.ready()
+            prepared.Start()
+            return self._completer.add(Work(prepared.Test, copies.back), backend.prepare_thread)
+
+        return PersistentRequest.of(begin, prepared.Free)
+
+    def _complete_copies(self, call: Call, stream: int) -> None:
+        """Wait for a call with host arrays beside device arrays, and bring its results to them."""
+        if call.copies:
+            backend = self._session.backend
+            backend.synchronize(stream)
+            backend.check()
+            call.copies.back()
+
+    def _is_mpis_request(self, call: Call, algorithm: str) -> bool:
+        """Return whether MPI's own request carries a call out."""
+        plain = not call.on_device and call.device_array is None and call.epilogue is None
+        return plain and selection.is_mpis_request(call, algorithm)
 
     def _neighbors(self) -> Neighborhood:
         """Return the neighbours of this rank, which the first call checks. Raises as `neighborhood_of`."""
@@ -274,8 +365,14 @@ class Collectives:
         operation = call.operation
         if call.on_device:
             resolved = self._enqueue(call, arguments, stream, algorithm, blocking=False)
-            return self._until(operation, self._session.set_up(operation.name).backend.completion(resolved))
+            done = self._session.set_up(operation.name).backend.completion(resolved)
+            return self._until(operation, done, call.copies)
+        if call.device_array is not None:
+            copies, given = copies_on_host(self._session, call, stream)
+            request = self.start(operation, given, None, algorithm)
+            return self._completer.add(Work(request.Test, copies.back), self._session.backend.prepare_thread)
         refuse_stream(operation.name, stream)
+        self._witness.tell(operation, on_host=True)
         # It is done when this returns, because the engine of the host has no thread.
         if call.epilogue is not None:
             self._finish_on_host(call, algorithm)
@@ -288,10 +385,16 @@ class Collectives:
         work.advance()
         return work
 
-    def _until(self, operation: Operation, done: Callable[[], bool]) -> Work:
-        """Return a call that was begun as work, which is over when ``done`` says so."""
+    def _until(self, operation: Operation, done: Callable[[], bool], copies: PinnedCopies | None = None) -> Work:
+        """Return a call that was begun as work, which is over when ``done`` says so and ``copies`` are back."""
         backend = self._session.set_up(operation.name).backend
-        return self._completer.add(Work(done, backend.check), backend.prepare_thread)
+
+        def finish() -> None:
+            backend.check()
+            if copies:
+                copies.back()
+
+        return self._completer.add(Work(done, finish), backend.prepare_thread)
 
     def _enqueue(self, call: Call, arguments: Arguments, stream: Any, algorithm: str, *, blocking: bool = True) -> int:
         """Carry out a call on device arrays that was made with ``arguments``; return the stream it is on."""
@@ -301,21 +404,25 @@ class Collectives:
         for operand in call.operands:
             require_here(f"{operation.name}: {operand.name}", operand.device, session.backend.device)
         session.require_usable(operation.name)
-        array = array_of(call.operands[0].spec) if call.operands else None
         if call.dtype is None or algorithm == "mpi":
-            resolved = session.backend.stream(stream, array)
+            resolved = session.backend.stream(stream, call.device_array)
+            call.copies = None  # MPI gets the host arrays themselves
+            self._witness.tell(operation, on_host=True)
             self._through_host(call, session, resolved)
             return resolved
+        if self.engines.gpu is None:  # an undecided rank takes part in the set-up, so it has to know of it before
+            self._witness.tell(operation, on_host=False)
         gpu = self.engines.on_gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, algorithm)
         root = _root_of(gpu, arguments)
-        if root is not None:
+        # Other ranks may pass other memory the next time, and this rank would not ask.
+        if root is not None and not call.was_undecided:
             key = (operation, algorithm, arguments.send, arguments.receive, arguments.op, root, arguments.counts)
-            by_output = bool(call.operands) and call.operands[0] is call.receive
+            by_output = call.device_array is not array_of(arguments.send)
             gpu.add(plan, key, by_output=by_output, read=call)
-        resolved = session.backend.stream(stream, array)
+        resolved = session.backend.stream(stream, call.device_array)
         if blocking:
-            gpu.carry_out(plan, resolved, array)
+            gpu.carry_out(plan, resolved, call.device_array)
         else:
             gpu.engine.enqueue(plan, resolved)
         if stream is None and any(operand.by_address for operand in call.operands):
@@ -340,8 +447,9 @@ class Collectives:
     def _mpi(self, operation: Operation, arguments: Arguments, method: str = "", info: MPI.Info | None = None) -> Any:
         """Call mpi4py's ``method``, by default the blocking one. The Communicator's own method has called this one."""
         if arguments.op is AVG:
-            raise InvalidUsageError(
-                f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide"
+            raise RefusedByMpiError(
+                f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide",
+                MPI.ERR_OP,
             )
         passed = operation.passed(self._out_of_place(operation, arguments))
         if info is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicomm.cluster.agreement import Group
@@ -58,6 +59,18 @@ class Engines:
             return InternodeEngine("mpi", {})
         self.on_gpu(operation)
         return self._internode
+
+    def board(self, operation: str, *, patient: bool) -> Board:
+        """Return the board of this rank's clique. Collective over all ranks the first time, else local.
+
+        ``patient`` as in `Session.set_up`.
+        """
+        board = self._boards.get(self._session.clique) if self._session.is_set_up else None
+        if board is not None:
+            return board
+        session = self._session.set_up(operation, patient=patient)
+        with session.patience() if patient else nullcontext():
+            return self._shared_board(session, session.clique)
 
     def on_host(self, operation: str) -> HostEngine:
         """Return the engine for host arrays of this rank's node. Collective over the node the first time, else local.

@@ -37,15 +37,13 @@ class Packed:
     def of(
         cls, send: Operand | None, receive: Operand | None, *, input_in_receive: bool, receives: bool, as_bytes: bool
     ) -> Packed | None:
-        """Return the call on packed memory; None where no buffer is of a derived datatype, or where MPI must pack.
+        """Return the call on packed memory; None where no buffer is of a derived datatype.
 
         ``input_in_receive`` is whether this rank's input lies in its receive buffer, ``receives`` is whether this rank
         receives into it. ``as_bytes`` is for calls in which pairs of ranks may differ in their types.
         """
         given = [operand for operand in (send, receive) if operand is not None]
         if not any(operand.derived for operand in given):
-            return None
-        if any(operand.dtype is None and operand.derived is None for operand in given):
             return None
         dtype = types.BYTE if as_bytes else _common_dtype(given)
         packed_send, sent, nbytes = _pack(send, dtype, 0)

@@ -20,6 +20,7 @@ PIECE_NBYTES = 16 << 20
 """The bytes of each rank in one piece of a long call, which bound the scratch memory that it takes."""
 SHORTEST_NBYTES = 4 << 20
 """A call without scratch memory has pieces of at least so many bytes; see `in_a_row`."""
+_LINE_NBYTES = 128
 
 Steps = Callable[[Buffers, Layout, Room], Iterator[Step]]
 StepsOfTwo = Callable[[Buffers, Buffers, Layout, Room], Iterator[Step]]
@@ -118,7 +119,8 @@ def _parts(steps: Steps, b: Buffers, layout: Layout, nbytes: int) -> Sequence[Pa
 
 def _cut(b: Buffers, nbytes: int) -> list[Buffers]:
     """Cut a call into calls on parts of each block of at most so many bytes, equally many on all ranks."""
-    step = max(1, nbytes // b.dtype.itemsize)
+    # Whole lines, because the elements of a movement are bytes, and kernels are slow at odd addresses.
+    step = max(1, (nbytes - nbytes % _LINE_NBYTES or nbytes) // b.dtype.itemsize)
     return [_part(b, start, start + step) for start in range(0, _longest(b), step)] or [b]
 
 

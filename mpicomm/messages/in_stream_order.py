@@ -79,10 +79,9 @@ def _operand(
     if rank == MPI.PROC_NULL:
         return None
     operand = parse(buf, writable=receives, name=name)
-    if not operand.on_device or (operand.dtype is None and operand.derived is None):
-        what = "of a datatype that only MPI knows" if operand.on_device else "a host array"
+    if not operand.on_device:
         raise InvalidUsageError(
-            f"{operation}: {name} is {what}, and kernels carry messages in stream order: use a device array, or "
+            f"{operation}: {name} is a host array, and kernels carry messages in stream order: use a device array, or "
             'algorithm="auto" outside of CUDA graphs'
         )
     require_here(f"{operation}: {name}", operand.device, session.backend.device)

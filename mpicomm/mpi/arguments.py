@@ -3,8 +3,8 @@
 The forms are ``buf``, ``[buf, count]``, ``[buf, type]``, ``[buf, count, type]`` and ``[buf, (count, displ), type]``.
 Vector calls also take ``[buf, counts]``, ``[buf, (counts, displs)]`` and ``[buf, counts, displs, type]``. Counts and
 displacements are in elements of the type. Two things differ from mpi4py. A count that goes beyond the end of the buffer
-is an error here. Errors that mpi4py raises as KeyError, BufferError, OverflowError or MPI.Exception are
-`InvalidUsageError` here.
+is an error here. Errors that mpi4py raises as KeyError, BufferError or MPI.Exception are `InvalidUsageError`, too;
+OverflowError is `InvalidUsageError` alone.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.bottom import device_addressed
-from mpicomm.mpi.buffers import BufferRefusedError, Memory, no_buffer, read
+from mpicomm.mpi.buffers import Memory, UnknownElementsError, no_buffer, read
 from mpicomm.mpi.derived import Elements, Room, elements_at, require_types
+from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
 from mpicomm.mpi.span import Span
 
 
@@ -55,6 +56,8 @@ class Operand:
     """Whether it is device memory of no library, so that no stream is known which later work is on."""
     derived: tuple[Elements, ...] | None = None
     """The elements of a derived datatype in device memory, of each block in vector forms; None for all others."""
+    nowhere: bool = False
+    """Whether it has no memory: see `Memory.nowhere`."""
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +107,10 @@ def parse(
         memory = memory or read(spec, writable, name)
         dtype = memory.dtype
         if dtype is None and not memory.on_device:  # MPI may know the type
-            return Operand(name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec)
+            return Operand(
+                name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec,
+                nowhere=memory.nowhere,
+            )  # fmt: skip
         if not types.is_plain(dtype):
             raise _no_type(memory, name)
         assert dtype is not None
@@ -113,7 +119,7 @@ def parse(
             raise _uneven(memory.nbytes // dtype.itemsize, parts, name, peer)
         return Operand(
             name, memory.pointer, dtype, count, count * number, None, None, memory.on_device, memory.device,
-            memory.owner, None, _for_mpi(spec, memory), memory.by_address,
+            memory.owner, None, _for_mpi(spec, memory), memory.by_address, nowhere=memory.nowhere,
         )  # fmt: skip
     buffer, count, displ, datatype = _items(spec, name)
     if isinstance(count, (list, tuple)) and len(spec) < 4:
@@ -140,7 +146,9 @@ def parse(
     return element.operand(spec, name, start, count, number * count, None, None)
 
 
-def parse_vector(spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank") -> Operand:
+def parse_vector(
+    spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: Memory | None = None
+) -> Operand:
     """Read the argument ``name`` of a vector call, with one block for each of ``size`` ranks or other peers; local.
 
     One integer as counts is the count of every block. Without counts the elements are divided evenly, and earlier ranks
@@ -153,7 +161,8 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str, peer: str =
     buffer, counts, displs, datatype = _items(spec, name) if is_list else (spec, None, None, None)
     if isinstance(counts, tuple) and len(spec) < 4:  # a list means counts, as in mpi4py
         counts, displs = _pair(counts, name)
-    memory = _memory_of_bottom(spec) if buffer is MPI.BOTTOM else None
+    if buffer is MPI.BOTTOM:
+        memory = _memory_of_bottom(spec)
     element = _Element(buffer, datatype, writable, name, memory)
     if counts is None:
         element.require_whole_elements(name)
@@ -179,7 +188,9 @@ def parse_vector(spec: Any, *, size: int, writable: bool, name: str, peer: str =
     return element.operand(spec, name, 0, total, total, each, places)
 
 
-def parse_typed(spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank") -> Operand:
+def parse_typed(
+    spec: Any, *, size: int, writable: bool, name: str, peer: str = "rank", memory: Memory | None = None
+) -> Operand:
     """Read the argument ``name`` of Alltoallw, with a datatype for each of ``size`` ranks or other peers; local.
 
     Displacements are in bytes. MPI reads arguments in host memory itself. Raises as `parse` does.
@@ -192,21 +203,25 @@ def parse_typed(spec: Any, *, size: int, writable: bool, name: str, peer: str = 
         counts = displs = None
     elif len(spec) == 3:
         counts, displs = _pair(counts, name)
-    memory = _memory_of_bottom(spec)
-    if buffer is not MPI.BOTTOM and buffer is not None:
-        memory = read(buffer, writable, name)
+    if buffer is MPI.BOTTOM:
+        memory = _memory_of_bottom(spec)
+    elif buffer is None:
+        memory = memory or Memory(0, 0, None, False, None, None, nowhere=True)
+    else:
+        memory = memory or read(buffer, writable, name)
     if not memory.on_device:
-        return Operand(name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec)
+        return Operand(
+            name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec, nowhere=memory.nowhere
+        )
     each = (1,) * size if counts is None else _indices(counts, size, "counts", name, peer)
     places = (0,) * size if displs is None else _indices(displs, size, "displacements", name, peer)
     room = _room_of(memory, name, bottom=buffer is MPI.BOTTOM)
-    found: list[Elements] | None = []
+    found: list[Elements] = []
     for datatype, count, place in zip(require_types(datatypes, each, name, peer), each, places, strict=True):
-        block = elements_at(datatype, room, [(place, count)])
-        found = None if block is None or found is None else [*found, *block]
+        found += elements_at(datatype, room, [(place, count)])
     return Operand(
         name, memory.pointer, None, sum(each), sum(each), each, places, True, memory.device, memory.owner, None, spec,
-        memory.by_address, None if found is None else tuple(found),
+        memory.by_address, tuple(found),
     )  # fmt: skip
 
 
@@ -262,7 +277,7 @@ class _Element:
         if self.bottom or self.absent:
             if datatype is None:
                 raise InvalidUsageError(f"{name}: {buffer!r} as the buffer needs a datatype: [{buffer!r}, count, type]")
-            self.memory = memory or Memory(0, 0, None, False, None, None)
+            self.memory = memory or Memory(0, 0, None, False, None, None, nowhere=self.absent)
         else:
             self.memory = memory or read(buffer, writable, name)
         self.mpi_type: MPI.Datatype | None = None
@@ -306,7 +321,7 @@ class _Element:
     def require_room(self, count: int, start: int, end: int, entries: int, name: str) -> None:
         """Raise unless the elements from ``start`` to ``end`` are in the buffer; MPI checks derived types itself."""
         if count < 0:
-            raise InvalidUsageError(f"{name}: count {count} is negative: pass 0 or more")
+            raise RefusedByMpiError(f"{name}: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
         if count == 0 or self.bottom or (self.dtype is None and not self.absent):
             return
         if self.absent:
@@ -336,7 +351,7 @@ class _Element:
             derived = elements_at(self.mpi_type, _room_of(memory, name, bottom=self.bottom), places)
         return Operand(
             name, pointer, dtype, count, total, counts, displs, memory.on_device, memory.device,
-            memory.owner, self.mpi_type, _for_mpi(spec, memory), memory.by_address, derived,
+            memory.owner, self.mpi_type, _for_mpi(spec, memory), memory.by_address, derived, memory.nowhere,
         )  # fmt: skip
 
 
@@ -368,16 +383,18 @@ def _pair(counts: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any]:
 def _datatype(datatype: Any, name: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:
     if isinstance(datatype, MPI.Datatype):
         if datatype == MPI.DATATYPE_NULL:
-            raise InvalidUsageError(f"{name}: the datatype is MPI.DATATYPE_NULL: pass another, such as MPI.FLOAT")
+            raise RefusedByMpiError(
+                f"{name}: the datatype is MPI.DATATYPE_NULL: pass another, such as MPI.FLOAT", MPI.ERR_TYPE
+            )
         return types.numpy_dtype(datatype), datatype
     if isinstance(datatype, str):
         try:
             return types.from_code(datatype)
         except ValueError as error:
-            raise InvalidUsageError(
+            raise UnknownTypeError(
                 f"{name}: {error}: pass an MPI.Datatype or a typecode such as 'd' or 'i4'"
             ) from error
-    raise InvalidUsageError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype or a typecode such as 'd'")
+    raise UnknownTypeError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype or a typecode such as 'd'")
 
 
 def _is_sequence(value: Any) -> bool:
@@ -413,9 +430,9 @@ def _uneven(entries: int, blocks: int, name: str, peer: str) -> InvalidUsageErro
     )
 
 
-def _no_type(memory: Memory, name: str) -> BufferRefusedError:
+def _no_type(memory: Memory, name: str) -> UnknownElementsError:
     what = "elements of unknown type" if memory.dtype is None else f"elements of type {memory.dtype}"
-    return BufferRefusedError(
+    return UnknownElementsError(
         f"{name} has {what}, for which neither MPI nor mpicomm has a type: convert it, or move it as bytes with "
         "[buffer, MPI.BYTE]"
     )

@@ -24,10 +24,15 @@ from mpicomm.devices import where
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.dlpack import Unversioned, exported_dtype
+from mpicomm.mpi.faults import UnknownTypeError
 
 
 class BufferRefusedError(InvalidUsageError, BufferError):
     """The error for an object whose memory cannot be used; mpi4py raises BufferError for most of them."""
+
+
+class UnknownElementsError(UnknownTypeError, BufferRefusedError):
+    """The error for elements of a type that neither MPI nor mpicomm has."""
 
 
 # Not frozen, because every call makes some, and a frozen one takes a microsecond more to make.
@@ -51,6 +56,8 @@ class Memory:
     alone, and the counts beside it say the length."""
     exported: MPI.buffer | None = None
     """The memory as the object has exported it through DLPack."""
+    nowhere: bool = False
+    """Whether it is no memory: no bytes at address 0, of an object whose class does not say where memory lies."""
 
 
 Reader = Callable[[Any, bool, str], Memory]
@@ -211,6 +218,7 @@ def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memor
     with contextlib.suppress(ValueError):  # MPI has no type for the format or byte order: the caller has to name one
         dtype, _ = types.from_code(view.format.lstrip("@=<" if sys.byteorder == "little" else "@=>"))
     memory = _host_or_by_address(array, _get_address(array), view.nbytes, dtype, array)
+    memory.nowhere = not memory.pointer and not memory.nbytes
     if dtype is not None and view.format.startswith("="):  # as JAX's arrays; mpi4py does not know the sign
         memory.dtype = np.dtype(f"{dtype.kind}{view.itemsize}")  # a long has 4 bytes there
         memory.exported = MPI.buffer.frombuffer(array, readonly=not writable)

@@ -11,6 +11,7 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.bottom import lies_together, require_device_addresses
 from mpicomm.mpi.committed import is_committed
+from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
 from mpicomm.mpi.layout import Layout, known_of
 from mpicomm.mpi.regions import Region, rounds_of
 
@@ -55,8 +56,8 @@ class Room:
         require_device_addresses(address + begin, end - begin, device, self.name)
 
 
-def elements_at(datatype: MPI.Datatype, room: Room, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...] | None:
-    """Return the elements of each block, which is a displacement in bytes and a count; None for an uncovered type.
+def elements_at(datatype: MPI.Datatype, room: Room, blocks: Sequence[tuple[int, int]]) -> tuple[Elements, ...]:
+    """Return the elements of each block, which is a displacement in bytes and a count.
 
     Local. Raises `InvalidUsageError` for a datatype that is not committed, and for elements that leave the room.
     """
@@ -65,10 +66,9 @@ def elements_at(datatype: MPI.Datatype, room: Room, blocks: Sequence[tuple[int, 
     known.committed = known.committed or is_committed(datatype)
     if not known.committed:
         which = datatype.name or f"of {datatype.size} bytes and extent {datatype.extent}"
-        raise InvalidUsageError(f"{name}: the datatype {which} is not committed: call its Commit() first")
+        raise RefusedByMpiError(f"{name}: the datatype {which} is not committed: call its Commit() first", MPI.ERR_TYPE)
     layout = known.layout
-    if layout is None:
-        return None
+    assert layout is not None, "DATATYPE_NULL"
     found = []
     for displ, count in blocks:
         block = layout.repeated(count)
@@ -85,19 +85,20 @@ def require_types(types: Any, counts: Sequence[int], name: str, peer: str) -> li
     datatypes = list(types) if isinstance(types, Sequence) and not isinstance(types, str) else [types]
     for datatype in datatypes:
         if not isinstance(datatype, MPI.Datatype):
-            raise InvalidUsageError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype for each {peer}")
+            raise UnknownTypeError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype for each {peer}")
     if len(datatypes) != len(counts):
         raise InvalidUsageError(
             f"{name}: {len(datatypes)} datatypes for {len(counts)} {peer}s: pass one for each {peer}"
         )
     for number, (datatype, count) in enumerate(zip(datatypes, counts, strict=True)):
         if count < 0:
-            raise InvalidUsageError(f"{name}: count {count} is negative: pass 0 or more")
+            raise RefusedByMpiError(f"{name}: count {count} is negative: pass 0 or more", MPI.ERR_COUNT)
         if datatype == MPI.DATATYPE_NULL:
             if count > 0:
-                raise InvalidUsageError(
+                raise RefusedByMpiError(
                     f"{name}: the datatype for {peer} {number} is MPI.DATATYPE_NULL, but its count is {count}: pass "
-                    "another datatype or count 0"
+                    "another datatype or count 0",
+                    MPI.ERR_TYPE,
                 )
             datatypes[number] = MPI.BYTE
     return datatypes

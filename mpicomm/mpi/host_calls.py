@@ -23,19 +23,33 @@ REFUSALS = (BufferError, KeyError)
 
 
 def for_mpi(operand: Operand) -> Any:
-    """Return the argument with which MPI moves a host operand: as bytes if MPI has no type for its elements."""
+    """Return the argument with which MPI moves an operand: as bytes if MPI has no type for its elements.
+
+    Device memory becomes a buffer by its address, which `HostCopies` takes.
+    """
     dtype = operand.dtype
-    if dtype is None or operand.counts is not None or types.mpi_datatype(dtype) is not None:
+    if dtype is None or types.mpi_datatype(dtype) is not None:
         return operand.spec
-    return [array_at(operand.pointer, operand.nbytes, _BYTES, operand.owner), MPI.BYTE]
+    counts, displs, size = operand.counts, operand.displs, dtype.itemsize
+    if counts is None or displs is None:
+        return [_bytes_of(operand, operand.nbytes), MPI.BYTE]
+    reach = max((place + n for n, place in zip(counts, displs, strict=True) if n), default=0)
+    memory = _bytes_of(operand, reach * size)
+    return [memory, [n * size for n in counts], [place * size for place in displs], MPI.BYTE]
+
+
+def _bytes_of(operand: Operand, nbytes: int) -> Any:
+    if operand.on_device:
+        return MPI.memory.fromaddress(operand.pointer, nbytes)
+    return array_at(operand.pointer, nbytes, _BYTES, operand.owner)
 
 
 def as_bytes(spec: Any, writable: bool, name: str) -> Any:
     """Return the host argument ``name``, which MPI has refused, as bytes if MPI lacks its type; else as it is. Local.
 
-    Raises as `parse` does.
+    None, beside ``MPI.PROC_NULL``, stays None. Raises as `parse` does.
     """
-    return for_mpi(parse(spec, writable=writable, name=name))
+    return None if spec is None else for_mpi(parse(spec, writable=writable, name=name))
 
 
 def both_as_bytes(sendbuf: Any, recvbuf: Any) -> tuple[Any, Any]:

@@ -73,11 +73,20 @@ class HostCopies:
         if not read(array, writable, name).on_device:
             return spec
         copy = host_copy(self._backend, spec, writable=writable, name=name)
+        self._fill(copy)
+        self._copies.append(copy)
+        return copy.spec
+
+    def again(self, stream: int) -> None:
+        """Make the copies once more, in the order of ``stream``; they hold the data after `ready`."""
+        self._stream = stream
+        for copy in self._copies:
+            self._fill(copy)
+
+    def _fill(self, copy: HostCopy) -> None:
         # Receive buffers are copied too, because elements that MPI leaves alone, such as the gaps of a Gatherv, must
         # come back as they were.
         self._backend.copy(copy.host.ctypes.data, copy.memory.pointer, copy.memory.nbytes, self._stream)
-        self._copies.append(copy)
-        return copy.spec
 
     def ready(self) -> None:
         """Wait until the copies hold the data; blocking."""

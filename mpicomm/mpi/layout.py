@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.mpi import types
+from mpicomm.mpi import measured, types
 from mpicomm.mpi.regions import Region, Regions, at_blocks, joined, packed_nbytes, repeated
 
 _MOST_REPEATS = 64
@@ -75,7 +75,8 @@ class Known:
     """The layout of a datatype, and whether MPI has said that the datatype is committed."""
 
     layout: Layout | None
-    """None for a datatype with a part that only MPI knows, such as a DARRAY."""
+    """None for DATATYPE_NULL alone: were it None for some types, a rank that names one would go another way than the
+    ranks that name the same elements by other types."""
     committed: bool
     """False also where nobody has asked MPI."""
 
@@ -116,23 +117,20 @@ def _decoded(datatype: MPI.Datatype) -> Layout | None:
     extent = datatype.extent
     dtype = types.numpy_dtype(datatype) if datatype.is_predefined else None
     if datatype.is_predefined:
-        if datatype.Get_true_extent() != (0, datatype.size):
-            return None  # a pair with a gap, such as DOUBLE_INT
+        if datatype.Get_true_extent() != (0, datatype.size):  # a pair with a gap, such as SHORT_INT
+            return Layout(measured.regions_of(datatype), extent, dtype)
         return Layout((Region(0, (), datatype.size),) if datatype.size else (), extent, dtype)
     base, combiner, parameters = datatype.decode()
     blocks = _BLOCKS.get(combiner)
     bases = parameters.get("datatypes", [base])
-    layouts = [] if blocks is None else [layout_of(each) for each in bases]
+    layouts = [layout_of(each) for each in bases]
     for each in bases:
         if each != MPI.DATATYPE_NULL and not each.is_predefined:
             each.Free()  # MPI has made a handle for the question
-    if blocks is None:
-        return None
     parts = [layout for layout in layouts if layout is not None]
-    if len(parts) < len(layouts):
-        return None
     basic = {part.dtype for part in parts if part.regions}
-    regions = blocks(parts, parameters)
+    # A DARRAY, or a type of an MPI that is newer than this table.
+    regions = measured.regions_of(datatype) if blocks is None else blocks(parts, parameters)
     return Layout(regions, extent, basic.pop() if len(basic) == 1 else None)
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.reductions import is_own, own_op
 from mpicomm.mpi import types
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.own_ops import Op
 
 
@@ -31,15 +31,20 @@ _NAMES = {
     for name in ("SUM", "PROD", "MAX", "MIN", "LAND", "LOR", "LXOR", "BAND", "BOR", "BXOR")
 }
 
+_LOGICAL = ("land", "lor", "lxor")
 # The kinds of elements for which each operation is defined, as in the MPI standard.
 _LEGAL = {
     **dict.fromkeys(("sum", "prod"), ("integer", "float", "complex")),
     **dict.fromkeys(("max", "min"), ("integer", "float")),
-    **dict.fromkeys(("land", "lor", "lxor"), ("integer", "bool")),
+    **dict.fromkeys(_LOGICAL, ("integer", "bool")),
     **dict.fromkeys(("band", "bor", "bxor"), ("integer", "byte")),
     "avg": ("float", "complex"),
 }
 _KINDS = {"b": "bool", "i": "integer", "u": "integer", "f": "float", "c": "complex"}
+_FORTRAN_INTEGERS = frozenset(
+    getattr(MPI, name).handle for name in ("INTEGER", "INTEGER1", "INTEGER2", "INTEGER4", "INTEGER8", "INTEGER16")
+) - {MPI.DATATYPE_NULL.handle}
+"""Types whose logical operations MPI does not define, because Fortran has LOGICAL for them."""
 
 _checked: set[tuple[str, np.dtype[Any]]] = set()
 
@@ -49,13 +54,13 @@ def op_name(op: MPI.Op) -> str | None:
 
     The name is a word such as "sum", or the expression of an `Op`. Only MPI carries out MINLOC, MAXLOC, REPLACE, NO_OP
     and operations that ``MPI.Op.Create`` has made. Raises `TypeError` for an object that is no operation, and
-    `InvalidUsageError` for an `Op` that was freed.
+    `RefusedByMpiError` for an `Op` that was freed.
     """
     if op is AVG:
         return "avg"
     if isinstance(op, Op):
         if op == MPI.OP_NULL:
-            raise InvalidUsageError(f"op={op!r} was freed: make another")
+            raise RefusedByMpiError(f"op={op!r} was freed: make another", MPI.ERR_OP)
         return op.expression
     if isinstance(op, MPI.Op):
         return _NAMES.get(op.handle)
@@ -64,8 +69,16 @@ def op_name(op: MPI.Op) -> str | None:
     )
 
 
-def check_legal(name: str, dtype: np.dtype[Any]) -> None:
-    """Raise `InvalidUsageError` unless the operation ``name`` is defined for the element type."""
+def check_legal(name: str, dtype: np.dtype[Any], datatype: MPI.Datatype | None = None) -> None:
+    """Raise unless the operation ``name`` is defined for the element type; ``datatype`` is the caller's name of it.
+
+    MPI alone decides on characters. Raises `RefusedByMpiError`; for an expression `InvalidUsageError`.
+    """
+    if datatype is not None and name in _LOGICAL and datatype.handle in _FORTRAN_INTEGERS:
+        raise RefusedByMpiError(
+            f"op={name} is not defined for {datatype.name}: name the elements by a type of C, such as MPI.INT32_T",
+            MPI.ERR_OP,
+        )
     if (name, dtype) in _checked:
         return
     shown = "MPI.BYTE" if dtype == types.BYTE else str(dtype)
@@ -74,13 +87,14 @@ def check_legal(name: str, dtype: np.dtype[Any]) -> None:
         _checked.add((name, dtype))
         return
     kind = _kind(dtype)
-    if kind in _LEGAL[name]:
+    if kind in _LEGAL[name] or (dtype.kind in "SU" and name != "avg"):
         _checked.add((name, dtype))
         return
     legal = [other for other, kinds in _LEGAL.items() if kind in kinds]
-    raise InvalidUsageError(
+    raise RefusedByMpiError(
         f"op={name} is not defined for {shown}, only for {_listed(_LEGAL[name])}; "
-        f"defined for {shown}: {_listed(legal) if legal else 'none, it can only be moved'}"
+        f"defined for {shown}: {_listed(legal) if legal else 'none, it can only be moved'}",
+        MPI.ERR_OP,
     )
 
 

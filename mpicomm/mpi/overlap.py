@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from mpicomm.errors import InvalidUsageError
+from mpi4py import MPI
+
 from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.faults import RefusedByMpiError
 
 
 def overlaps(a: Operand, b: Operand) -> bool:
@@ -21,14 +23,15 @@ def overlaps(a: Operand, b: Operand) -> bool:
 
 
 def require_separate(send: Operand, receive: Operand, *, reduction: bool = False) -> None:
-    """Raise `InvalidUsageError` if the two share memory; in a reduction both may be exactly the same memory."""
+    """Raise `RefusedByMpiError` if the two share memory; in a reduction both may be exactly the same memory."""
     if not overlaps(send, receive):
         return
     if reduction and send.pointer == receive.pointer and send.total == receive.total and send.dtype == receive.dtype:
         return
-    raise InvalidUsageError(
+    raise RefusedByMpiError(
         f"{send.name} and {receive.name} overlap: pass MPI.IN_PLACE if the receive buffer already holds the data, or "
-        "copy one of them"
+        "copy one of them",
+        MPI.ERR_BUFFER,
     )
 
 

@@ -67,7 +67,7 @@ def _blocks(spec: Any) -> PlainBlocks | None:
             return None
         counts, displs = counts
     read = None if isinstance(array, (list, tuple)) else plain_array(array)
-    if read is None or not (datatype is None or (type(datatype) is MPI.Datatype and datatype.is_predefined)):
+    if read is None or not (datatype is None or _is_of_size(datatype, array)):
         return None
     counts = _integers(counts)
     displs = _integers(displs) if displs is not None else None if counts is None else _one_after_the_other(counts)
@@ -75,6 +75,11 @@ def _blocks(spec: Any) -> PlainBlocks | None:
         return None
     pointer, size, kind = read[:3]
     return pointer, size, (kind, None if datatype is None else datatype.handle), counts, displs
+
+
+def _is_of_size(datatype: Any, array: Any) -> bool:
+    """Return whether a datatype is a predefined one of the size of an array's elements."""
+    return type(datatype) is MPI.Datatype and datatype.is_predefined and datatype.size == array.itemsize
 
 
 def _integers(numbers: Any) -> list[int] | None:

@@ -7,7 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mpi4py import MPI
 
@@ -131,17 +131,40 @@ class Work:
             raise self._error  # mpi4py hands it to MPI, which raises it in the thread that waits there
 
 
-class HoldingRequest(MPI.Request):
-    """A request of MPI that keeps memory alive which the caller does not know of."""
+_MpiRequest = TypeVar("_MpiRequest", bound=MPI.Request)
 
-    _held: tuple[object, ...]
 
-    @classmethod
-    def of(cls, request: MPI.Request, held: object) -> Self:
-        """Return ``request``, which keeps ``held`` as long as it lives itself."""
-        self = cls(request)
-        self._held = (request, held)
-        return self
+def holding(request: _MpiRequest, held: object) -> _MpiRequest:
+    """Return ``request``, which keeps ``held`` until its Wait or Test has completed it, or until it dies. Local.
+
+    mpi4py keeps the buffers of some calls alone, and a caller may drop them, as in ``Iallreduce(x + 1, y)``.
+    """
+    held_by: Any = (_HoldingPrequest if isinstance(request, MPI.Prequest) else _HoldingRequest)(request)
+    held_by._held = held
+    return held_by  # type: ignore[no-any-return]
+
+
+class _HoldingRequest(MPI.Request):
+    """A request of MPI that keeps the memory which MPI uses."""
+
+    _held: object
+
+    def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
+        super().Wait(status)
+        self._held = None
+        return True
+
+    def Test(self, status: MPI.Status | None = None) -> bool:
+        done = super().Test(status)
+        if done:
+            self._held = None
+        return done
+
+
+class _HoldingPrequest(MPI.Prequest):
+    """A persistent request of MPI that keeps the memory which each start uses."""
+
+    _held: object
 
 
 class DeferredRequest(Driven, MPI.Grequest):
@@ -270,13 +293,15 @@ class PersistentRequest(Driven, MPI.Prequest):
     _begin: Callable[[], Work] | None
     _started: Work | None
     _handle: Any
+    _release: Callable[[], object] | None
 
     @classmethod
-    def of(cls, begin: Callable[[], Work]) -> Self:
-        """Return a request that calls ``begin`` each time it is started."""
+    def of(cls, begin: Callable[[], Work], release: Callable[[], object] | None = None) -> Self:
+        """Return a request that calls ``begin`` each time it is started, and ``release`` when it is freed."""
         replace_list_calls()
         self = cls()
         self._begin = begin
+        self._release = release
         self._started = None
         self._handle = _Handle.from_address(MPI._addressof(self))
         return self
@@ -345,6 +370,9 @@ class PersistentRequest(Driven, MPI.Prequest):
         """Free the request, after a wait for the started call. A second call does nothing."""
         self._begin = None
         self.Wait()
+        release, self._release = self._release, None
+        if release is not None:
+            release()
 
     def _raise(self) -> None:
         started, self._started = self._started, None

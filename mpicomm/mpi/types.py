@@ -176,20 +176,3 @@ def from_code(code: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:
             return covered_dtype(code), None
         raise
     return numpy_dtype(datatype), datatype
-
-
-_WORDS = tuple(np.dtype(f"uint{bits}") for bits in (64, 32, 16, 8))
-_movement: dict[np.dtype[Any], tuple[np.dtype[Any], int]] = {}
-
-
-def movement(dtype: np.dtype[Any]) -> tuple[np.dtype[Any], int]:
-    """Return a covered type in which elements can be moved, and how many of its elements make one element."""
-    try:
-        return _movement[dtype]
-    except KeyError:
-        pass
-    if is_covered(dtype):
-        return _movement.setdefault(dtype, (dtype, 1))
-    fitting = (word for word in _WORDS if dtype.itemsize % word.itemsize == 0 and dtype.alignment >= word.alignment)
-    word = next(fitting)
-    return _movement.setdefault(dtype, (word, dtype.itemsize // word.itemsize))

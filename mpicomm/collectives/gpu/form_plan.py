@@ -94,8 +94,9 @@ class EvenPlan(FormPlan):
 
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
         super().__init__(form, signature, asked, tuning, node, load)
-        self._word_nbytes = form.itemsize * form.factor
-        self._nbytes_per_count = form.nbytes_per_count
+        self._unit_nbytes = form.itemsize
+        self._blocks_counted = form.blocks_counted
+        self._send_nbytes, self._receive_nbytes = form.element_nbytes
         self._sent, self._received = form.blocks_sent, form.blocks_received
 
     def takes(self, sent: Any, received: Any) -> bool:
@@ -104,19 +105,21 @@ class EvenPlan(FormPlan):
 
     def fill(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
+        send, receive = sent[0], received[0]
+        send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
         if self._received:
-            count, rest = divmod(received[1], self._received)
-            if rest or (self._sent and sent[1] != count * self._sent):
+            nbytes, rest = divmod(receive_nbytes, self._received)
+            if rest or (self._sent and send_nbytes != nbytes * self._sent):
                 return False
         else:
-            count, rest = divmod(sent[1], self._sent)
-        if rest or count <= 0:
+            nbytes, rest = divmod(send_nbytes, self._sent)
+        count, unevenness = divmod(nbytes, self._unit_nbytes)
+        if rest or unevenness or nbytes == 0:
             return False
-        nbytes, send, receive = count * self._word_nbytes, sent[0], received[0]
         # Buffers that overlap are refused, and the same memory given twice is another form.
-        if self._sent and send < receive + nbytes * self._received and receive < send + nbytes * self._sent:
+        if self._sent and send < receive + receive_nbytes and receive < send + send_nbytes:
             return False
-        chosen = self._choices[bisect_right(self._begins, count * self._nbytes_per_count) - 1]
+        chosen = self._choices[bisect_right(self._begins, nbytes * self._blocks_counted) - 1]
         if chosen.template is None:
             return False
         filled = chosen.template.fill(send, receive, nbytes, counted_hash(self._hash, count))
@@ -131,7 +134,7 @@ class BlocksPlan(FormPlan):
 
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
         super().__init__(form, signature, asked, tuning, node, load)
-        self._element_nbytes = form.itemsize * form.factor
+        self._element_nbytes = form.element_nbytes
         self._vectors = form.sends == "vector", form.receives == "vector"
         self._singles = form.sends == "one", form.receives == "one"
         self._rank, self._size = node.rank, node.size
@@ -167,7 +170,7 @@ class BlocksPlan(FormPlan):
 
     def _parts(self, buffer: Any, number: int) -> tuple[list[int], list[int]] | None:
         """Return the addresses and bytes of a buffer's blocks, then 0 bytes; None where they are not in the buffer."""
-        nbytes = self._element_nbytes
+        nbytes = self._element_nbytes[number]
         if self._singles[number]:
             return [buffer[0]], [buffer[1] * nbytes, 0]
         if not self._vectors[number]:
@@ -183,8 +186,8 @@ class BlocksPlan(FormPlan):
         """Return whether both buffers lie apart, whatever their blocks are."""
         if not all(vector or single for vector, single in zip(self._vectors, self._singles, strict=True)):
             return True
-        (send, sends), (receive, receives), nbytes = sent[:2], received[:2], self._element_nbytes
-        return not (send < receive + receives * nbytes and receive < send + sends * nbytes)
+        (send, sends), (receive, receives), (of_send, of_receive) = sent[:2], received[:2], self._element_nbytes
+        return not (send < receive + receives * of_receive and receive < send + sends * of_send)
 
 
 class _Algorithm:

@@ -26,9 +26,15 @@ _FACTS = {row: (row.send == "counted", row.rooted == "send", row.counts == "vect
 differ."""
 
 
-def limits(nodes: int) -> dict[str, int]:
-    """Return the bytes below which a collective of `MPI_TYPES` is certainly MPI's, by its name; local."""
-    return {name: least_mapped(operation, nodes) for name, operation in OPERATIONS.items()}
+def limits(nodes: int, *, on_gpus: bool) -> dict[str, int]:
+    """Return the bytes below which a collective of `MPI_TYPES` is MPI's without further ado, by its name; local.
+
+    On GPUs no call is in which ranks may have no data: there a rank tells such ranks where the call is, see `witness`.
+    """
+    return {
+        name: 0 if on_gpus and operation.counts != "same" else least_mapped(operation, nodes)
+        for name, operation in OPERATIONS.items()
+    }
 
 
 def is_plain(other: Any, buffer: Any, limit: int) -> bool:
@@ -78,29 +84,36 @@ def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, nodes
 
     The answer agrees with `selection.is_mpis`, which decides on ranks that pass their buffers in other forms.
     """
+    array = plain_array(operation, arguments)
+    return array is not None and not use_mapped(operation, array.nbytes, size, nodes, crossover)
+
+
+def plain_array(operation: Operation, arguments: Arguments) -> ndarray[Any, Any] | None:
+    """Return the buffer that every rank has if all buffers are NumPy arrays that MPI certainly takes; else None. Local.
+
+    MPI starts such a call of any size as a request.
+    """
     send, receive = _array(arguments.send), _array(arguments.receive)
     if arguments.op is not None and type(arguments.op) is not MPI.Op:
-        return False  # `AVG`, or an operation of the user
+        return None  # `AVG`, or an operation of the user
     counted, of_root, is_vector = _FACTS[operation]
     if counted and (arguments.counts is None or type(send) is not ndarray):
-        return False  # the ranks have to exchange their counts, or MPI must get a copy of an input in place
+        return None  # the ranks have to exchange their counts, or MPI must get a copy of an input in place
     if operation.of_neighbors and not (type(send) is type(receive) is ndarray):
-        return False  # it has to be refused, because MPI may take MPI.IN_PLACE for an address
+        return None  # it has to be refused, because MPI may take MPI.IN_PLACE for an address
     for buffer in (send, receive):
         if type(buffer) is ndarray:
             if buffer.base is not None and not is_host_view(buffer):
-                return False
+                return None
         elif buffer is not MPI.IN_PLACE and buffer is not None:
-            return False
+            return None
     if type(send) is type(receive) is ndarray and not are_apart(send, receive):
-        return False
+        return None
     # A buffer that every rank has decides, because a root's buffer may be anything on other ranks.
     array = send
     if is_vector or type(send) is not ndarray or (of_root and type(receive) is ndarray):
         array = receive
-    if type(array) is not ndarray or array.dtype not in MPI_TYPES:
-        return False
-    return not use_mapped(operation, array.nbytes, size, nodes, crossover)
+    return array if type(array) is ndarray and array.dtype in MPI_TYPES else None
 
 
 def _array(spec: Any) -> Any:

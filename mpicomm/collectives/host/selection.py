@@ -85,7 +85,9 @@ def mpi_has(operation: Operation, dtype: np.dtype[Any] | None, op: str | None) -
         return False
     if dtype is None:
         return True
-    if op is not None and (op == "avg" or is_own(op) or dtype == np.float16):
+    if op is None:
+        return True  # data that is only moved needs no type: see `Call`
+    if op == "avg" or is_own(op) or dtype == np.float16:
         return False  # MPI has no order for expressions of the user, and would round float16 after every step
     return types.mpi_datatype(dtype) is not None
 

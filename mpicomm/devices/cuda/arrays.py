@@ -87,7 +87,7 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
     """Find the allocation of a non-empty ``cupy.ndarray``.
 
     Local; the device's context must be current. Raises `InvalidUsageError` for memory that CUDA IPC cannot export. Logs
-    a warning, once per allocation, where more than the array becomes visible to peers.
+    a warning, once per process, where other arrays may become visible to peers.
     """
     pointer = array.data.ptr
     attribute = driver.CUpointer_attribute
@@ -96,9 +96,8 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
         attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED,
         attribute.CU_POINTER_ATTRIBUTE_MEMPOOL_HANDLE,
         attribute.CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE,
-        attribute.CU_POINTER_ATTRIBUTE_BUFFER_ID,
     ]
-    memory_type, managed, pool, ipc_capable, buffer_id = call(driver.cuPointerGetAttributes, len(names), names, pointer)
+    memory_type, managed, pool, ipc_capable = call(driver.cuPointerGetAttributes, len(names), names, pointer)
     # Managed memory first: it also counts as device or host memory, wherever its pages are.
     if managed:
         raise InvalidUsageError(
@@ -122,20 +121,27 @@ def allocation_of(array: Any, ordinal: int) -> Allocation:
             "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False"
         )
     base, size = call(driver.cuMemGetAddressRange, pointer, hint=f"array does not lie on GPU {ordinal}")
-    if array.nbytes < size:
-        _warn_once(buffer_id, array.nbytes, size)
+    before = pointer - int(base)
+    if max(before, size - before - array.nbytes) >= _ROOM_NBYTES:
+        _warn_once(array.nbytes, size)
     return Allocation(int(base), size)
 
 
-_warned: set[int] = set()  # CUDA's ids of allocations, which unlike addresses it never uses again
+_ROOM_NBYTES = 512
+"""The least memory that CuPy's and PyTorch's pools give an array. Less beside an array is rounding, and holds no other
+data."""
 
 
-def _warn_once(buffer_id: int, nbytes: int, size: int) -> None:
-    if buffer_id not in _warned:
-        _warned.add(buffer_id)
+_warned = False
+
+
+def _warn_once(nbytes: int, size: int) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
         _log.warning(
             "register: the array has %d bytes and lies in an allocation of %d bytes, all of which becomes visible to "
-            "the peers; memory of comm.empty() shares nothing else",
+            "the peers, with other arrays of its pool, if there are some; memory of comm.empty() shares nothing else",
             nbytes,
             size,
         )

@@ -50,6 +50,36 @@ def test_tells_who_is_behind(comm_world: MPI.Intracomm, board: Board) -> None:
     assert not board.differ()
 
 
+def test_tells_which_calls_are_on_the_host(comm_world: MPI.Intracomm, board: Board) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    last, calls = size - 1, 5000  # more than the board has marks for
+    for call in range(1, calls + 1):
+        if rank != last or size == 1:
+            (board.post_on_host if call % 3 == 0 else board.post)("call")
+    comm_world.Barrier()
+    if size > 1:
+        for call in (calls - 1000, calls - 1, calls):
+            assert board.is_on_host(call) == (call % 3 == 0)
+        assert board.is_on_host(calls + 1) is None
+        # The mark of call 8 belongs to a later call. Those who are so far ahead say nothing of it.
+        assert board.is_on_host(8) is None
+    comm_world.Barrier()
+
+
+def test_a_call_that_all_ask_for_is_on_the_host(comm_world: MPI.Intracomm, board: Board) -> None:
+    board.post("first")
+    comm_world.Barrier()
+    if comm_world.rank:
+        assert board.ask() == 2
+        assert board.is_on_host(2) is None and not board.nobody_knows(2)
+    comm_world.Barrier()
+    if not comm_world.rank:
+        assert board.ask() == 2
+    comm_world.Barrier()
+    assert board.is_on_host(2) and board.nobody_knows(2)
+    comm_world.Barrier()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_testifies_of_ranks_in_calls_that_this_rank_has_not_made(comm_world: MPI.Intracomm, board: Board) -> None:
     board.post("first")

@@ -289,7 +289,7 @@ def test_what_mpi_lacks_is_refused_where_mpi_is_asked_for(comm: mpicomm.Communic
     half = Placed(xp, np.ones(3, np.float32).astype(dtype_named("bfloat16"))).array
     for operation, arguments, text in (
         ("Allreduce", ([half, "bfloat16"],) * 2, 'algorithm="mpi": MPI has no type for the bfloat16 of Allreduce'),
-        ("Allgather", ([half, 0, "bfloat16"],) * 2, 'algorithm="mpi": MPI has no type for the bfloat16 of Allgather'),
+        ("Scan", ([half, "bfloat16"],) * 2, 'algorithm="mpi": MPI has no type for the bfloat16 of Scan'),
         ("Allreduce", (*(Placed(xp, np.ones(3)).array for _ in range(2)), mpicomm.AVG), "MPI has no AVG for Allreduce"),
     ):
         method = getattr(comm, form.format(operation.lower() if form == "I{}" else operation))

@@ -25,7 +25,7 @@ DIFFERENT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "count": ("Allreduce", {"count": 5}, {"count": 7}),
     "large count": ("Allreduce", {"count": 5}, {"count": LARGE}),
     "dtype": ("Allreduce", {"dtype": np.dtype(np.int32)}, {"dtype": FLOAT32}),
-    "dtype of movement": ("Allgather", {"dtype": np.dtype(np.int32)}, {"dtype": FLOAT32}),
+    "bytes of movement": ("Allgather", {"dtype": np.dtype(np.float64), "count": 4}, {"dtype": FLOAT32, "count": 9}),
     "op": ("Allreduce", {"op": "sum"}, {"op": "max"}),
     "expression": ("Allreduce", {"op": "sum"}, {"op": "a * 2 - b"}),
     "algorithm": ("Allreduce", {"algorithm": "one_shot"}, {"algorithm": "two_shot"}),
@@ -40,6 +40,8 @@ def test_ranks_that_call_different_things_are_told_who_said_what(device: str, wh
     comm = communicator(device, timeout_s=10)
     arguments = {"operation": operation, "dtype": FLOAT32, "count": 5, "algorithm": "one_shot"}
     text = told_on_every_rank(comm, Case(**{**arguments, **(first if comm.rank == 0 else others)}))
+    if operation == "Allgather":  # what is moved is bytes
+        first, others = ({"count": each["count"] * each["dtype"].itemsize} for each in (first, others))
     named = ("count", "op", "root", "algorithm")
     said = {f"{name}={value}" for name, value in (*first.items(), *others.items()) if name in named}
     said |= {str(each[name]) for each in (first, others) for name in each if name in ("operation", "dtype")}

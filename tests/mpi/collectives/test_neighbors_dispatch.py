@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mpi4py import MPI
 
-from mpicomm.collectives.call import Call
-from mpicomm.collectives.gpu.plan_cache import PlanCache
-from mpicomm.collectives.host.engine import HostEngine
-from tests.helpers.host_engines import CALL, engine_of
+from tests.helpers.device_calls import Engine, on_host_engine
 from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.message_rigs import Rig
-from tests.helpers.simulated_neighbors import Part
 from tests.helpers.topologies import CALLS, TOPOLOGIES, NeighborCall, fails_in_open_mpi, result_of_mpi
-
-
-class Engine:
-    """What the dispatcher asks of the engine of GPUs, and the number of the calls that it has carried out."""
-
-    def __init__(self, host: HostEngine) -> None:
-        self._host = host
-        self.calls = 0
-
-    def prepare_call(self, call: Call, mappings: object, asked: str) -> Any:
-        return SimpleNamespace(part=Part(call), text=str(call.signature), is_old=False)
-
-    def enqueue(self, plan: Any, stream: int, *, again: bool = False) -> bool:
-        self.calls += 1
-        plan.part.pack()
-        self._host.run([plan.part.exchange], CALL)
-        plan.part.unpack()
-        return False
-
-    def completion(self) -> Callable[[], bool]:
-        return lambda: True
 
 
 @pytest.fixture(params=TOPOLOGIES)
@@ -50,12 +23,8 @@ def made(request: pytest.FixtureRequest, rig: Rig) -> Iterator[Any]:
 
 
 @pytest.fixture
-def engine(made: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
-    with engine_of(MPI.COMM_WORLD) as (host, _, _):
-        engine = Engine(host)
-        collectives: Any = made._collectives
-        cache = PlanCache(made._session, engine)  # type: ignore[arg-type]
-        monkeypatch.setattr(collectives.engines, "on_gpu", lambda operation: cache)
+def engine(made: Any) -> Iterator[Engine]:
+    with on_host_engine(made) as engine:
         yield engine
 
 

@@ -207,10 +207,26 @@ def test_a_layout_is_made_once_and_goes_with_its_datatype() -> None:
     datatype.Free()
 
 
-def test_only_mpi_knows_other_datatypes() -> None:
-    kinds, arguments, sizes = [MPI.DISTRIBUTE_BLOCK], [MPI.DISTRIBUTE_DFLT_DARG], [1]
-    array = MPI.INT.Create_darray(1, 0, [8], kinds, arguments, sizes)
-    assert layout_of(array) is None
+@pytest.mark.parametrize("order", [MPI.ORDER_C, MPI.ORDER_FORTRAN])
+@pytest.mark.parametrize("element", [MPI.INT16_T, MPI.SHORT_INT], ids=["numbers", "pairs"])
+def test_distributed_arrays_are_packed_as_mpi_does(order: int, element: MPI.Datatype) -> None:
+    """MPI alone has their rules, and the elements of a pair have a gap."""
+    spread = [MPI.DISTRIBUTE_CYCLIC, MPI.DISTRIBUTE_BLOCK, MPI.DISTRIBUTE_NONE]
+    for rank in range(4):
+        array = element.Create_darray(4, rank, [7, 6, 3], spread, [2, 3, MPI.DISTRIBUTE_DFLT_DARG], [2, 2, 1], order)
+        layout = layout_of(array)
+        assert layout is not None and layout.dtype == (np.dtype(np.int16) if element == MPI.INT16_T else None)
+        for count in (1, 2):
+            check(array.Dup(), count)
+        array.Free()
+
+
+def test_types_with_empty_parts_of_an_array() -> None:
+    array = MPI.INT.Create_darray(3, 2, [2], [MPI.DISTRIBUTE_BLOCK], [MPI.DISTRIBUTE_DFLT_DARG], [3])
+    layout = layout_of(array)
+    assert layout is not None and layout.regions == ()
     array.Free()
-    assert layout_of(MPI.SHORT_INT) is None
+
+
+def test_no_datatype_has_no_layout() -> None:
     assert layout_of(MPI.DATATYPE_NULL) is None

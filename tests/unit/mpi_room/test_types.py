@@ -102,14 +102,12 @@ def test_types_of_ml_dtypes(name: str) -> None:
     assert types.is_covered(dtype) and types.is_plain(dtype)
     assert types.covered_dtype(name) == dtype
     assert types.mpi_datatype(dtype) is None  # although the char of bfloat16 is that of a complex of two halves
-    assert types.movement(dtype) == (dtype, 1)
 
 
 @pytest.mark.parametrize("name", ["float8_e4m3", "float8_e4m3fnuz", "int4", "uint2"])
 def test_other_types_of_ml_dtypes_are_not_covered(name: str) -> None:
     dtype = np.dtype(getattr(ml_dtypes, name))
     assert not types.is_covered(dtype) and not types.is_plain(dtype)
-    assert types.movement(dtype) == (np.dtype("u1"), 1)
 
 
 def test_structured_dtype_that_borrows_a_name_is_not_covered() -> None:
@@ -122,25 +120,10 @@ def test_structured_dtype_that_borrows_a_name_is_not_covered() -> None:
 
 
 @pytest.mark.parametrize("name", types.COVERED)
-def test_covered_types_move_as_they_are(name: str) -> None:
+def test_covered_types_have_the_dtype_of_their_name(name: str) -> None:
     dtype = types.covered_dtype(name)
     assert dtype.name == name
     assert types.is_covered(dtype) and types.is_plain(dtype)
-    assert types.movement(dtype) == (dtype, 1)
-
-
-@pytest.mark.parametrize(
-    ("code", "word", "factor"),
-    [
-        *[("V1", "u1", 1), ("S1", "u1", 1), ("S3", "u1", 3), ("V8", "u1", 8), ("U1", "u4", 1), ("U3", "u4", 3)],
-        *[("g", "u8", 2), ("G", "u8", 4), ("M8[s]", "u8", 1), (">f8", "u8", 1), (">i2", "u2", 1), ("i4,i1", "u1", 5)],
-    ],
-)
-def test_other_types_move_as_words_they_are_aligned_to(code: str, word: str, factor: int) -> None:
-    dtype = np.dtype(code)
-    assert types.movement(dtype) == (np.dtype(word), factor)
-    assert types.movement(dtype)[0].isnative and types.is_covered(types.movement(dtype)[0])
-    assert types.movement(dtype)[0].itemsize * factor == dtype.itemsize
 
 
 @pytest.mark.parametrize(

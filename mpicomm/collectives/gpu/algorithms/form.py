@@ -16,7 +16,7 @@ from mpicomm.collectives.exchange import Exchange, TwoShot
 from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, reduction_of
-from mpicomm.mpi import types
+from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.span import Span
 
 # A unit of 128 bytes is a whole cache line. So patterns that begin shards at whole lines cut units evenly.
@@ -53,11 +53,10 @@ class Form:
         operation: Operation = call.operation
         self.operation = operation
         self.size = size
-        if operation.reduces:
-            self.itemsize, self.factor = call.dtype.itemsize, 1
-        else:  # bytes go as words of any size that fits all buffers
-            word, self.factor = types.movement(call.dtype)
-            self.itemsize = word.itemsize
+        self.itemsize = call.dtype.itemsize if operation.reduces else 1
+        """The bytes of the elements that `Call.buffers` counts: bytes are moved."""
+        self.element_nbytes = tuple(_element_nbytes(operand) for operand in (call.send, call.receive))
+        """The bytes of an element of the send buffer and of the receive buffer."""
         self.op = call.op or ""
         self.reduction: Reduction | None = reduction_of(call.dtype, self.op) if operation.reduces else None
         self._rank = rank
@@ -90,10 +89,9 @@ class Form:
         return self.size - bool(self.operation.rooted)
 
     @property
-    def nbytes_per_count(self) -> int:
-        """The bytes of the whole call for each element of a block, by which a table chooses: see `Call.nbytes`."""
-        several = "blocks" in (self.operation.send, self.operation.receive)
-        return self.itemsize * self.factor * (self.size if several else 1)
+    def blocks_counted(self) -> int:
+        """The number of blocks in the bytes by which a table chooses: see `Call.nbytes`."""
+        return self.size if "blocks" in (self.operation.send, self.operation.receive) else 1
 
     @cached_property
     def one_shot(self) -> Exchange:
@@ -141,3 +139,7 @@ class Form:
     def _blocks(self, buffer: int, count: int) -> list[Span]:
         step = count * _UNIT.itemsize
         return [Span(buffer * _BUFFER + rank * step, count) for rank in range(self.size)]
+
+
+def _element_nbytes(operand: Operand | None) -> int:
+    return 0 if operand is None or operand.dtype is None else operand.dtype.itemsize

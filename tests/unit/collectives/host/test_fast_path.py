@@ -32,7 +32,7 @@ LIMIT = 1000
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_what_is_below_the_limit_is_never_for_mapped_memory(operation: Operation, size: int) -> None:
-    assert not use_mapped(operation, limits(1)[operation.name] - 1, size, 1, 0)
+    assert not use_mapped(operation, limits(1, on_gpus=False)[operation.name] - 1, size, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_an_array_with_its_own_type_is_that_array(operation: Operation, nbytes: 
 
     plain = decided(send, receive)
     assert decided([send, MPI.DOUBLE], (receive, MPI.DOUBLE)) == decided(send, [receive, MPI.DOUBLE]) == plain
-    assert plain or not is_plain(send, receive, limits(1)[operation.name] // size)
+    assert plain or not is_plain(send, receive, limits(1, on_gpus=False)[operation.name] // size)
     for other in (MPI.FLOAT, MPI.BYTE, MPI.DOUBLE_INT, "d", 1, None):
         assert not decided(send, [receive, other])
     assert not decided([OnDevice(), MPI.DOUBLE], receive) and not decided(send, [OnDevice(), MPI.DOUBLE])
@@ -90,7 +90,7 @@ def test_mpi_has_no_average() -> None:
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 def test_between_nodes_mpi_carries_what_it_has_at_any_size(operation: Operation) -> None:
     assert not operation.in_mpi or not use_mapped(operation, 1 << 40, 4, 2, 0)
-    assert limits(2)[operation.name] > 1 << 40 or not operation.in_mpi
+    assert limits(2, on_gpus=False)[operation.name] > 1 << 40 or not operation.in_mpi
 
 
 def test_large_arrays_of_several_nodes_are_plainly_mpis() -> None:

@@ -1,0 +1,149 @@
+"""Host arrays beside device arrays in a call on GPUs: kernels read and write pinned copies of them.
+
+Pinned memory is memory of the process and of the GPU at once. Each call has pinned memory of its own, so calls on
+several streams cannot overwrite each other's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from mpi4py import MPI
+
+from mpicomm.devices.base import GpuBackend
+from mpicomm.errors import InvalidUsageError
+from mpicomm.log import logger, tell_slow_way
+from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.buffers import Memory, array_of, read
+from mpicomm.mpi.derived import Elements
+from mpicomm.mpi.location import is_on_device
+from mpicomm.session import Session
+
+Reread = Callable[[Memory], Operand]
+"""Reads an argument again, as one in the given memory."""
+
+_ALIGNED_NBYTES = 16
+
+
+def for_kernels(operand: Operand, reread: Reread, copies: PinnedCopies | None, *, written: bool) -> Operand:
+    """Return an operand that is not on the GPU as kernels see it: its elements, if it has some, lie in ``copies``.
+
+    Local. Raises `InvalidUsageError` for addresses of the host beside ``MPI.BOTTOM``.
+    """
+    if operand.dtype is not None:
+        made = replace(operand, on_device=True)
+    else:
+        array = array_of(operand.spec)
+        if array is MPI.BOTTOM:
+            raise InvalidUsageError(
+                f"{operand.name}: MPI.BOTTOM with addresses of the host, beside an array on a GPU: pass the array "
+                "itself, and displacements from its start"
+            )
+        memory = Memory(0, 0, None, False, None, None) if array is None else read(array, written, operand.name)
+        memory.on_device = True
+        made = reread(memory)
+    begin, end = _extent(made)
+    return made if copies is None or begin == end else copies.add(made, begin, end, written=written)
+
+
+class PinnedCopies:
+    """The copies of the host arrays of one call, whose buffers are ``arguments``."""
+
+    def __init__(self, session: Session, operation: str, arguments: Sequence[Any], stream: Any) -> None:
+        self._session = session
+        self._operation = operation
+        self._arguments = arguments
+        self._stream = stream
+        self._copies: list[_Copy] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._copies)
+
+    def add(self, operand: Operand, begin: int, end: int, *, written: bool) -> Operand:
+        """Copy the elements of an operand, which lie between two addresses; return it with its elements in the copy.
+
+        Local. Memory that receives is copied, too, because its gaps must come back as they are. Raises
+        `InvalidUsageError` in a capture.
+        """
+        # The elements keep their alignment, which kernels rely on.
+        shift = begin % _ALIGNED_NBYTES
+        memory = self._pinned(end - begin + shift)[shift:]
+        ctypes.memmove(memory.ctypes.data, begin, end - begin)
+        self._copies.append(_Copy(begin, memory, written, operand.owner))
+        by = memory.ctypes.data - begin
+        derived = operand.derived and tuple(Elements(each.address + by, each.layout) for each in operand.derived)
+        device = self._session.placement.here.device
+        assert isinstance(device, int)
+        return replace(operand, pointer=operand.pointer + by, derived=derived, device=device)
+
+    def _pinned(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        backend = self._session.gpu(self._operation)
+        arrays = [each for each in self._arguments if each is not MPI.IN_PLACE and is_on_device(each)]
+        stream = backend.stream(self._stream, array_of(arrays[0]) if arrays else None)
+        require_no_graph(self._operation, backend, stream)  # before CUDA allocates, which a capture forbids
+        warn_of_host_array(self._operation)
+        return backend.pinned(nbytes)
+
+    def back(self) -> None:
+        """Bring the results to the arrays. The call must be over."""
+        for copy in self._copies:
+            if copy.written:
+                ctypes.memmove(copy.pointer, copy.memory.ctypes.data, copy.memory.nbytes)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """The bytes of a host array from its first element to its last one, in pinned memory."""
+
+    pointer: int
+    """The address of the first byte in the array."""
+    memory: npt.NDArray[np.uint8]
+    written: bool
+    owner: Any
+    """It keeps the array alive."""
+
+
+def _extent(operand: Operand) -> tuple[int, int]:
+    """Return the addresses of the first byte of all elements, and behind the last one; equal without elements."""
+    spans: Sequence[tuple[int, int]]
+    if operand.derived is not None:
+        parts = [each for each in operand.derived if each.layout.regions]
+        spans = [(each.address + each.layout.begin, each.address + each.layout.end) for each in parts]
+    else:
+        assert operand.dtype is not None
+        itemsize = operand.dtype.itemsize
+        places = [(0, operand.total)]
+        if operand.counts is not None and operand.displs is not None:
+            places = [(place, n) for place, n in zip(operand.displs, operand.counts, strict=True) if n]
+        spans = [
+            (operand.pointer + place * itemsize, operand.pointer + (place + n) * itemsize) for place, n in places if n
+        ]
+    if not spans:
+        return operand.pointer, operand.pointer
+    return min(begin for begin, _ in spans), max(end for _, end in spans)
+
+
+def require_no_graph(operation: str, backend: GpuBackend, stream: int) -> None:
+    """Raise `InvalidUsageError` where ``stream`` captures a graph."""
+    if backend.is_capturing(stream):
+        raise InvalidUsageError(
+            f"{operation}: a host array beside an array on a GPU cannot be part of a CUDA graph, because the host "
+            "copies it: pass arrays on the GPU, or call it outside the capture"
+        )
+
+
+def warn_of_host_array(operation: str) -> None:
+    """Log once per operation that its calls with a host array beside a device array are slow. Local."""
+    tell_slow_way("a host array beside an array on a GPU goes through pinned memory")
+    _warn(operation)
+
+
+@cache
+def _warn(operation: str) -> None:
+    logger.warning("%s: a host array beside an array on a GPU goes through pinned memory, which is slower", operation)

@@ -1,0 +1,34 @@
+"""Errors that programs of mpi4py catch by its classes: each is `InvalidUsageError` and the class that mpi4py raises."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.errors import InvalidUsageError
+
+
+class RefusedByMpiError(InvalidUsageError, MPI.Exception):
+    """The error for an argument that MPI refuses, too; ``error_class`` is MPI's class of it, such as ``MPI.ERR_OP``.
+
+    So one fault has one class, whether mpicomm or MPI carries the call out.
+    """
+
+    def __init__(self, message: str, error_class: int) -> None:
+        InvalidUsageError.__init__(self, message)
+        MPI.Exception.__init__(self, error_class)
+        self._message = message
+
+    def __str__(self) -> str:
+        return self._message  # MPI.Exception has MPI's words alone
+
+    def __reduce__(self) -> Any:
+        return RefusedByMpiError, (self._message, self.Get_error_class())
+
+
+class UnknownTypeError(InvalidUsageError, KeyError):
+    """The error for a text that names no datatype; mpi4py raises KeyError for it."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # KeyError shows the text in quotes

@@ -1,0 +1,95 @@
+"""Any forms of buffers on any ranks: device calls against plain mpi4py's on copies in host memory.
+
+Hypothesis chooses the calls, the same on all ranks; each rank draws the forms of its own buffers. On the host the
+engine of the host stands for the engine of GPUs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mpi4py import MPI
+
+from mpicomm.collectives.gpu.algorithms.registry import names_for
+from mpicomm.collectives.operations import OPERATIONS
+from tests.helpers.communicators import array_module, communicator
+from tests.helpers.device_calls import on_host_engine
+from tests.helpers.forms_of_buffers import METHODS, NAMES, Call, Gpu
+from tests.helpers.message_devices import DeviceArray, on_threads
+
+EXAMPLES = int(os.environ.get("TEST_SEQUENCES", "60"))
+
+if MPI.COMM_WORLD.size == 1:
+    pytest.skip("one rank has no others that pass other buffers", allow_module_level=True)
+
+
+@pytest.fixture(scope="module")
+def gpus(device: str) -> Iterator[tuple[Any, Gpu]]:
+    """A communicator of GPUs, real ones or threads, and how its arrays are made."""
+    with communicator(device) as comm, array_module(comm) as xp:
+        if device == "cpu":
+            on_gpus, made_of_threads = on_threads(comm)
+            with on_host_engine(on_gpus):
+                gpu = Gpu(
+                    lambda content: DeviceArray(made_of_threads, content),
+                    lambda array: array.get(),
+                    lambda array: int(array.memory.ctypes.data),
+                )
+                yield on_gpus, gpu
+            on_gpus.Free()
+        else:
+            yield comm, Gpu(xp.asarray, lambda array: np.asarray(array.get()), lambda array: int(array.data.ptr))
+
+
+@settings(
+    max_examples=EXAMPLES, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+)
+@given(
+    calls=st.lists(
+        st.tuples(st.sampled_from(NAMES), st.sampled_from(METHODS), st.integers(0, 1 << 16)), min_size=1, max_size=6
+    )
+)
+def test_forms_of_buffers(gpus: tuple[Any, Gpu], calls: list[tuple[str, str, int]]) -> None:
+    comm, gpu = gpus
+    comm.Bcast(gpu.make(np.zeros(1, np.int32)))  # there has been a call on GPUs
+    for name, method, seed in calls:
+        call = Call(name, method, seed, comm.rank, comm.size, gpu)
+        expected = call.expected(MPI.COMM_WORLD)
+        failure = ""
+        try:
+            got = call.run(comm)
+            comm.check()
+            if expected is not None:
+                assert got is not None
+                np.testing.assert_array_equal(got, expected)
+        except Exception as error:
+            failure = f"rank {comm.rank}: {type(error).__name__}: {error}"
+        # All ranks stop at the same call, and Hypothesis goes on alike on all of them.
+        failures = [each for each in MPI.COMM_WORLD.allgather(failure) if each]
+        assert not failures, f"{name} {method} {seed}: " + "\n".join(failures)
+
+
+@pytest.mark.parametrize("name", ["Allgather", "Allreduce", "Alltoall", "Gather", "Reduce", "Reduce_scatter_block"])
+def test_host_arrays_with_every_algorithm(gpus: tuple[Any, Gpu], device: str, name: str) -> None:
+    comm, gpu = gpus
+    row = OPERATIONS[name]
+    for algorithm in ("auto", *names_for(row, in_rank_order=True)):
+        for count in (3, 1000, 1_000_003) if device == "cuda" else (3, 1000):
+            sent = np.arange(count * (comm.size if row.send == "blocks" else 1), dtype=np.int32) + comm.rank
+            got = np.zeros(count * (comm.size if row.receive == "blocks" else 1), np.int32)
+            expected, at_root = got.copy(), not row.rooted or comm.rank == 0
+            getattr(MPI.COMM_WORLD, name)(sent, expected if at_root else None)
+            # In a rooted call the input is on the GPUs, because it is what all ranks pass.
+            for inputs_on_gpu in (True,) if row.rooted else (True, False):
+                target = got.copy() if inputs_on_gpu else gpu.make(got)
+                source = gpu.make(sent) if inputs_on_gpu else sent
+                getattr(comm, name)(source, target if at_root else None, algorithm=algorithm)
+                comm.check()
+                result = target if inputs_on_gpu else gpu.read(target)
+                assert not at_root or np.array_equal(result, expected), (algorithm, count, inputs_on_gpu)

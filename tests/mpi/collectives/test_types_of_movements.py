@@ -1,0 +1,182 @@
+"""Data that is only moved is bytes: buffers, calls and ranks name it by any types, as in MPI."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpicomm
+from mpicomm.collectives.operations import OPERATIONS, Operation
+from tests.helpers.buffers import Placed
+from tests.helpers.communicator_calls import MOVEMENTS
+
+UNIT = 16  # bytes, a multiple of each type
+TYPES: list[tuple[Any, int]] = [
+    (MPI.BYTE, 1), (MPI.SIGNED_CHAR, 1), (MPI.DOUBLE, 8), ("bfloat16", 2), (MPI.CHAR, 1), (MPI.UNSIGNED_SHORT, 2),
+    (MPI.C_DOUBLE_COMPLEX, 16), ("float8_e5m2", 1), (MPI.INT64_T, 8), ("f", 4), (MPI.AINT, 8), (MPI.C_BOOL, 1),
+]  # fmt: skip
+FORMS = ("{}", "I{}", "{}_init")
+NEIGHBORS = ("Neighbor_allgather", "Neighbor_allgatherv", "Neighbor_alltoall", "Neighbor_alltoallv")
+
+
+def _named(array: Any, shape: str, counts: list[int], kind: tuple[Any, int]) -> Any:
+    """Return an argument: blocks of so many units each, or equal ones, as elements of a type."""
+    datatype, itemsize = kind
+    each = UNIT // itemsize
+    if shape == "vector":
+        places = [sum(counts[:rank]) * each for rank in range(len(counts))]
+        return [array, [n * each for n in counts], places, datatype]
+    return [array, counts[0] * each, datatype]
+
+
+def _plan(row: Operation, rank: int, size: int, count: int) -> tuple[list[int], list[int]]:
+    """Return the units of the blocks that this rank sends, and those that it receives."""
+    ragged = [count + each for each in range(size)]
+    send = {"blocks": [count] * size, "vector": [count + rank] * size if row.counts == "private" else ragged}
+    receive = {"blocks": [count] * size, "vector": ragged}
+    if row.rooted == "send" and row.send == "vector":
+        return ragged, [count + rank]
+    mine = count + rank if "vector" in (row.send, row.receive) else count
+    return send.get(row.send, [mine]), receive.get(row.receive, [mine])
+
+
+def _call(comm: Any, row: Operation, form: str, send: Any, receive: Any, root: int) -> None:
+    given = [receive] if row.rooted == "bcast" else [send, receive]
+    name = row.name.lower() if form == "I{}" else row.name
+    request = getattr(comm, form.format(name))(*given, **({"root": root} if row.rooted else {}))
+    if request is not None:
+        if form.endswith("_init"):
+            request.Start()
+        request.Wait()
+
+
+def _check(comm: Any, plain: Any, xp: Any, row: Operation, sizes: tuple[int, int, int], turn: int, count: int) -> None:
+    """Compare a call in which each buffer of each rank has another type with MPI's own call on bytes."""
+    rank, senders, receivers = sizes
+    root = turn % comm.size
+    send_units, receive_units = _plan(row, rank, max(senders, 1), count)
+    if row.of_neighbors and row.receive == "vector":
+        receive_units = [count + (rank if row.send == "vector" else 0)] * receivers
+        send_units = [count] if row.send == "one" else [count] * senders
+        receive_units = [count] * receivers
+    rng = np.random.default_rng(1000 * turn + comm.rank)
+    sent = rng.integers(0, 256, UNIT * sum(send_units), np.uint8)
+    received = np.zeros(UNIT * sum(receive_units), np.uint8)
+    if row.rooted == "bcast":
+        received = np.random.default_rng(comm.rank).integers(0, 256, UNIT * count, np.uint8)
+    form = FORMS[turn % len(FORMS)]
+    expected = received.copy()
+    byte = (MPI.BYTE, 1)
+    _call(
+        plain,
+        row,
+        "{}",
+        _named(sent, row.send, send_units, byte),
+        _named(expected, row.receive, receive_units, byte),
+        root,
+    )
+    kinds = [TYPES[(each * comm.rank + shift + turn) % len(TYPES)] for each, shift in ((1, 0), (5, 7))]
+    there, here = Placed(xp, sent), Placed(xp, received)
+    _call(
+        comm,
+        row,
+        form,
+        _named(there.array, row.send, send_units, kinds[0]),
+        _named(here.array, row.receive, receive_units, kinds[1]),
+        root,
+    )
+    if xp is not np:
+        comm.check()
+    said = f"{form} {row} of {count}, {kinds}"
+    if row.rooted in ("", "send", "bcast") or comm.rank == root:
+        assert (here.get() == expected).all(), said
+
+
+@pytest.mark.parametrize("name", MOVEMENTS)
+def test_every_buffer_of_every_rank_may_name_another_type(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    pytest.importorskip("ml_dtypes")
+    plain = MPI.Intracomm(MPI.COMM_WORLD)
+    for turn, count in itertools.product(range(9), (1, 5000)):
+        _check(comm, plain, xp, OPERATIONS[name], (comm.rank, comm.size, comm.size), turn, count)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_shot"])
+def test_so_do_engines(comm: mpicomm.Communicator, xp: Any, algorithm: str) -> None:
+    pytest.importorskip("ml_dtypes")
+    for turn, units in itertools.product(range(len(TYPES)), (1, 777)):
+        root = turn % comm.size
+        content = np.random.default_rng(turn).integers(0, 256, UNIT * units, np.uint8)
+        buffer = Placed(xp, content if comm.rank == root else np.zeros_like(content))
+        kind = TYPES[(turn + comm.rank) % len(TYPES)]
+        comm.Bcast(_named(buffer.array, "one", [units], kind), root, algorithm=algorithm)
+        comm.check()
+        assert (buffer.get() == content).all(), kind
+
+
+@pytest.mark.parametrize("name", NEIGHBORS)
+def test_neighbours_need_no_type_of_mpi(comm: mpicomm.Communicator, xp: Any, name: str) -> None:
+    pytest.importorskip("ml_dtypes")
+    around = range(comm.size)
+    graph = comm.Create_dist_graph_adjacent(around, around)
+    plain = MPI.Intracomm(MPI.COMM_WORLD).Create_dist_graph_adjacent(around, around)
+    for turn, count in itertools.product(range(len(TYPES)), (1, 500)):
+        _check(graph, plain, xp, OPERATIONS[name], (0, comm.size, comm.size), turn, count)
+    plain.Free()
+    graph.Free()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "float8_e5m2", "float16"])
+def test_plain_arrays_of_types_that_mpi_lacks(comm: mpicomm.Communicator, xp: Any, dtype: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    element = np.dtype(getattr(ml_dtypes, dtype, np.float16))
+    around = range(comm.size)
+    graph = comm.Create_dist_graph_adjacent(around, around)
+    for algorithm, form in itertools.product(("auto", "mpi"), FORMS):
+        send = Placed(xp, (np.arange(3 * comm.size) % 5 + comm.rank).astype(element))
+        receive = Placed(xp, np.zeros(3 * comm.size, element))
+        for each, name in ((comm, "Alltoall"), (graph, "Neighbor_alltoall"), (graph, "Neighbor_alltoallv")):
+            method = getattr(each, form.format(name.lower() if form == "I{}" else name))
+            request = method(send.array, receive.array, algorithm=algorithm)
+            if form.endswith("_init"):
+                request.Start()
+            if request is not None:
+                request.Wait()
+            each.check()
+            expected = [(3 * comm.rank + i) % 5 + rank for rank in around for i in range(3)]
+            assert receive.get().astype(float).tolist() == expected, (name, algorithm, form)
+    graph.Free()
+
+
+@pytest.mark.parametrize("count", [3, 1 << 20])
+@pytest.mark.parametrize("op", ["SUM", "MAX", "BXOR", "LAND"])
+def test_sums_of_characters_are_mpis(comm: mpicomm.Communicator, xp: Any, count: int, op: str) -> None:
+    plain, content = MPI.Intracomm(MPI.COMM_WORLD), (np.arange(count) % 11 + comm.rank).astype(np.int8)
+    for datatype in (MPI.CHAR, MPI.CHARACTER, MPI.WCHAR):
+        if datatype == MPI.DATATYPE_NULL:
+            continue
+        n = content.nbytes // datatype.Get_size()
+        outcomes = []
+        for each, module in ((plain, np), (comm, xp)):
+            send, receive = Placed(module, content), Placed(module, np.zeros_like(content))
+            try:
+                each.Allreduce([send.array, n, datatype], [receive.array, n, datatype], getattr(MPI, op))
+                outcomes.append(receive.get().tolist())
+            except MPI.Exception as error:
+                outcomes.append(error.Get_error_class())
+        assert outcomes[0] == outcomes[1], datatype.name
+
+
+def test_what_only_the_root_names_otherwise(comm: mpicomm.Communicator, xp: Any) -> None:
+    """No rank waits for a root that refuses."""
+    for units, name in itertools.product((1, 70_000), ("Gather", "Gatherv")):
+        mine = Placed(xp, np.full(8 * units, comm.rank, np.uint8))
+        joined = Placed(xp, np.zeros(8 * units * comm.size, np.uint8))
+        whole = joined.array if name == "Gather" else [joined.array, 8 * units]
+        getattr(comm, name)([mine.array, units, MPI.DOUBLE], whole if comm.rank == 0 else None)
+        comm.check()
+        if comm.rank == 0:
+            assert (joined.get().reshape(comm.size, -1) == np.arange(comm.size)[:, None]).all()
