@@ -9,6 +9,8 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.endpoint import Endpoint
+from mpicomm.mpi.buffers import BufferRefusedError
+from mpicomm.mpi.location import is_on_device
 
 _NOBODY = MPI.PROC_NULL
 
@@ -25,11 +27,18 @@ def read_end(
 ) -> tuple[Any, Endpoint | None]:
     """Read a buffer with ``read``, a method of `Messages`; return the buffer and its endpoint. Local.
 
-    Where the peers are nobody, a buffer that cannot be read is None, which stands for no memory. Raises as ``read``.
+    Where the peers are nobody, an object that is no buffer is None, which stands for no memory. Raises as ``read``.
     """
     try:
         return buf, read(operation, buf, stream, name)
     except (TypeError, InvalidUsageError):
-        if peer != _NOBODY or other != _NOBODY:
+        if peer != _NOBODY or other != _NOBODY or _is_device_array(buf):
             raise
     return None, read(operation, None, stream, name)
+
+
+def _is_device_array(buf: Any) -> bool:
+    try:
+        return is_on_device(buf)
+    except BufferRefusedError:
+        return False

@@ -253,8 +253,8 @@ def test_addresses_of_the_host_and_of_a_device_are_refused_together(rig: Rig) ->
     for datatype, text in ((mixed, "lies in host memory, and another address on GPU 0"), (long, "beyond their alloc")):
         several = [MPI.BOTTOM, ([1] * rig.size, [0] * rig.size), [datatype] * rig.size]
         for call, *arguments in (
-            (rig.comm.Send, [MPI.BOTTOM, 1, datatype], rig.rank),
-            (rig.comm.Irecv, [MPI.BOTTOM, 1, datatype], rig.rank),
+            (rig.comm.Send, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
+            (rig.comm.Irecv, [MPI.BOTTOM, 1, datatype], MPI.PROC_NULL),
             (rig.comm.Bcast, [MPI.BOTTOM, 1, datatype]),
             (rig.comm.Alltoallw, several, several),
         ):
