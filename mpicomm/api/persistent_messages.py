@@ -8,10 +8,11 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
+from mpicomm.api.walls import read_end
 from mpicomm.messages.calls import Messages
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
-from mpicomm.mpi.location import refuse_stream, unless_ignored
+from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.requests import PersistentRequest, Work
 
 _bsend_init = MPI.Intracomm.Bsend_init
@@ -57,8 +58,7 @@ class PersistentMessages(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Create a persistent `Recv`; see mpi4py."""
         messages = self._messages
-        buf = unless_ignored(buf, source)
-        received = messages.receiving("Recv_init", buf, stream)
+        buf, received = read_end(messages.receiving, "Recv_init", buf, stream, source)
         if received is None or not received.on_device:
             refuse_stream("Recv_init", stream)
         if received is None:
@@ -82,9 +82,11 @@ class PersistentMessages(MPI.Intracomm):
         stream: Any,
     ) -> MPI.Prequest:
         messages = self._messages
-        buf = unless_ignored(buf, dest)
         is_host = type(buf) is ndarray and (buf.base is None or is_host_view(buf))
-        if is_host or messages.sending(operation, buf, stream) is None:
+        sent = None
+        if not is_host:
+            buf, sent = read_end(messages.sending, operation, buf, stream, dest)
+        if sent is None:
             refuse_stream(operation, stream)
             return _persistent(host_calls.call(prepare, self, buf, dest, tag))
 

@@ -9,13 +9,14 @@ from mpi4py import MPI
 from numpy import ndarray
 
 from mpicomm.activity.layout import DEST, NOBODY, RECEIVES, SEND_TAG, SENDS, SOURCE, TAG
+from mpicomm.api.walls import read_end
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_stream_order import InStreamOrder
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.buffers import is_host_view
-from mpicomm.mpi.location import refuse_stream, unless_ignored
+from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.shown import recv, sending, sendrecv, sendrecv_replace
 
 # MPI's own, found once: `super()` takes a tenth of the time of a small call.
@@ -99,10 +100,9 @@ class PointToPoint(MPI.Intracomm):
         fast = self._messages.fast
         if fast is not None and algorithm == "auto" and fast.send(_send, buf, dest, tag, stream):
             return None
-        buf = unless_ignored(buf, dest)
         if algorithm != "auto" and self._is_one_shot("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
-        sent = self._messages.sending("Send", buf, stream)
+        buf, sent = read_end(self._messages.sending, "Send", buf, stream, dest)
         if sent is None:
             _refuse_options("Send", stream, algorithm, buf)
             try:
@@ -161,10 +161,9 @@ class PointToPoint(MPI.Intracomm):
             arrived = messages.fast.receive(buf, source, tag, seen, stream)
             if arrived is not False:
                 return None if arrived is True else messages.finish("Recv", buf, stream, arrived, seen)
-        buf = unless_ignored(buf, source)
         if algorithm != "auto" and self._is_one_shot("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
-        received = messages.receiving("Recv", buf, stream)
+        buf, received = read_end(messages.receiving, "Recv", buf, stream, source)
         if received is None or not received.on_device:
             _refuse_options("Recv", stream, algorithm, buf)
         if received is None:
@@ -203,8 +202,7 @@ class PointToPoint(MPI.Intracomm):
                 row[SOURCE] = source
                 return _mpi_sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             except host_calls.REFUSALS:
-                sendbuf, recvbuf = unless_ignored(sendbuf, dest), unless_ignored(recvbuf, source)
-                sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, recvbuf)
+                sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, dest, recvbuf, source)
                 return _mpi_sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             finally:
                 row[SOURCE] = NOBODY
@@ -213,13 +211,12 @@ class PointToPoint(MPI.Intracomm):
             arrived = messages.fast.exchange(sendbuf, dest, sendtag, recvbuf, source, recvtag, seen, stream)
             if arrived is not False:
                 return None if arrived is True else messages.finish("Sendrecv", recvbuf, stream, arrived, seen)
-        sendbuf, recvbuf = unless_ignored(sendbuf, dest), unless_ignored(recvbuf, source)
         if algorithm != "auto" and self._is_one_shot("Sendrecv", algorithm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
-        sent = messages.sending("Sendrecv", sendbuf, stream, "sendbuf")
-        received = messages.receiving("Sendrecv", recvbuf, stream, "recvbuf")
+        sendbuf, sent = read_end(messages.sending, "Sendrecv", sendbuf, stream, dest, "sendbuf")
+        recvbuf, received = read_end(messages.receiving, "Sendrecv", recvbuf, stream, source, "recvbuf")
         first = sent or received
         if (stream is not None or algorithm != "auto") and (first is None or not first.on_device):
             _refuse_options("Sendrecv", stream, algorithm, sendbuf, recvbuf)
@@ -253,8 +250,7 @@ class PointToPoint(MPI.Intracomm):
             and not messages.described
         ):
             return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
-        buf = unless_ignored(buf, dest, source)
-        end = messages.receiving("Sendrecv_replace", buf, stream)
+        buf, end = read_end(messages.receiving, "Sendrecv_replace", buf, stream, dest, other=source)
         if end is None or not end.on_device:
             refuse_stream("Sendrecv_replace", stream)
         if end is None:
@@ -294,8 +290,7 @@ class PointToPoint(MPI.Intracomm):
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 return _irecv(self, host_calls.as_bytes(buf, True, "buf"), source, tag)
-        buf = unless_ignored(buf, source)
-        received = messages.receiving("Irecv", buf, stream)
+        buf, received = read_end(messages.receiving, "Irecv", buf, stream, source)
         if received is None or not received.on_device:
             refuse_stream("Irecv", stream)
         if received is None:
@@ -315,9 +310,8 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
         messages = self._messages
-        sendbuf, recvbuf = unless_ignored(sendbuf, dest), unless_ignored(recvbuf, source)
-        sent = messages.sending("Isendrecv", sendbuf, stream, "sendbuf")
-        received = messages.receiving("Isendrecv", recvbuf, stream, "recvbuf")
+        sendbuf, sent = read_end(messages.sending, "Isendrecv", sendbuf, stream, dest, "sendbuf")
+        recvbuf, received = read_end(messages.receiving, "Isendrecv", recvbuf, stream, source, "recvbuf")
         first = sent or received
         if first is None or not first.on_device:
             refuse_stream("Isendrecv", stream)
@@ -339,8 +333,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py."""
         messages = self._messages
-        buf = unless_ignored(buf, dest, source)
-        end = messages.receiving("Isendrecv_replace", buf, stream)
+        buf, end = read_end(messages.receiving, "Isendrecv_replace", buf, stream, dest, other=source)
         if end is None or not end.on_device:
             refuse_stream("Isendrecv_replace", stream)
         if end is None:
@@ -356,8 +349,7 @@ class PointToPoint(MPI.Intracomm):
         # The user's buffer of a buffered send has room for the data, and may have none for a description.
         if fast is not None and send is not _bsend and fast.send(send, buf, dest, tag, stream):
             return
-        buf = unless_ignored(buf, dest)
-        sent = self._sending(operation, buf, stream)
+        buf, sent = self._sending(operation, buf, stream, dest)
         if sent is not None:
             self._messages.send(send, sent, dest, tag)
             return
@@ -369,8 +361,7 @@ class PointToPoint(MPI.Intracomm):
     def _nonblocking_send(
         self, operation: str, send: Callable[..., MPI.Request], buf: Any, dest: int, tag: int, stream: Any
     ) -> MPI.Request:
-        buf = unless_ignored(buf, dest)
-        sent = self._sending(operation, buf, stream)
+        buf, sent = self._sending(operation, buf, stream, dest)
         if sent is not None:
             return self._messages.start_send(send, sent, dest, tag)
         try:
@@ -378,14 +369,14 @@ class PointToPoint(MPI.Intracomm):
         except host_calls.REFUSALS:
             return send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
 
-    def _sending(self, operation: str, buf: Any, stream: Any) -> Endpoint | None:
-        """Return the endpoint of a device array; None for host memory, which MPI sends."""
+    def _sending(self, operation: str, buf: Any, stream: Any, dest: int) -> tuple[Any, Endpoint | None]:
+        """Return the buffer and the endpoint of a device array; None for host memory, which MPI sends."""
         if type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf)):
-            return None
-        sent = self._messages.sending(operation, buf, stream)
+            return buf, None
+        buf, sent = read_end(self._messages.sending, operation, buf, stream, dest)
         if sent is None:
             refuse_stream(operation, stream)
-        return sent
+        return buf, sent
 
     def _is_one_shot(self, operation: str, algorithm: str) -> bool:
         """Return whether kernels match the message of a call with ``algorithm``; raise where it cannot have that."""

@@ -119,7 +119,8 @@ class Call:
         if operation.counts == "private":
             return None
         assert self.dtype is not None
-        per_rank = max((operand.count * _itemsize(operand) for operand in self.operands), default=0)
+        unit = self.dtype.itemsize if operation.reduces else 1
+        per_rank = unit * self._most_units
         return per_rank * self._size if "blocks" in (operation.send, operation.receive) else per_rank
 
     @property
@@ -139,8 +140,7 @@ class Call:
         operation, count = self.operation, None
         dtype = str(self.dtype) if operation.reduces else "bytes"
         if operation.counts == "same":
-            unit = _itemsize if not operation.reduces else lambda _: 1
-            count = max((operand.count * unit(operand) for operand in self.operands), default=0)
+            count = self._most_units
         root = self.arguments.root if operation.rooted else None
         asked = None if self._algorithm == "auto" else self._algorithm  # ranks with another algorithm never meet
         epilogue = None if self.epilogue is None else self.epilogue.text
@@ -211,9 +211,20 @@ class Call:
                 )
         return bound
 
+    def _unit(self, operand: Operand) -> int:
+        """Return how many units an element is: the engines take elements of reductions, and bytes of movements.
+
+        An epilogue may convert the elements of a reduction.
+        """
+        assert operand.dtype is not None
+        return 1 if self.operation.reduces else operand.dtype.itemsize
+
+    @property
+    def _most_units(self) -> int:
+        return max((operand.count * self._unit(operand) for operand in self.operands), default=0)
+
     def _in_units(self, operand: Operand, span: Span) -> Span:
-        """Return elements of ``operand`` in the units of `buffers`: elements of reductions, bytes of movements."""
-        return span if self.operation.reduces else Span(span.pointer, span.count * _itemsize(operand))
+        return Span(span.pointer, span.count * self._unit(operand))
 
     def _output(self, receive: Operand, send_blocks: list[Span] | None) -> Span:
         if self.operation.reduces and send_blocks is not None:
@@ -381,7 +392,7 @@ class Call:
         else:
             sent = send.total if operation.send == "one" else send.block(rank).count
             room = receive.block(rank).count
-        unit, (sent_unit, room_unit) = "elements", (_itemsize(send), _itemsize(receive))
+        unit, (sent_unit, room_unit) = "elements", (self._unit(send), self._unit(receive))
         if sent_unit != room_unit:
             unit, sent, room = "bytes", sent * sent_unit, room * room_unit
         if sent != room:
@@ -432,8 +443,3 @@ def _read_counts(operation: Operation, counts: Any) -> list[int]:
         return [operator.index(count) for count in counts]
     except TypeError:
         raise TypeError(f"{operation}: recvcounts={counts!r}: pass a sequence of integers, one per rank") from None
-
-
-def _itemsize(operand: Operand) -> int:
-    assert operand.dtype is not None
-    return operand.dtype.itemsize

@@ -47,14 +47,15 @@ def _bytes_of(operand: Operand, nbytes: int) -> Any:
 def as_bytes(spec: Any, writable: bool, name: str) -> Any:
     """Return the host argument ``name``, which MPI has refused, as bytes if MPI lacks its type; else as it is. Local.
 
-    None, beside ``MPI.PROC_NULL``, stays None. Raises as `parse` does.
+    Raises as `parse` does.
     """
-    return None if spec is None else for_mpi(parse(spec, writable=writable, name=name))
+    return for_mpi(parse(spec, writable=writable, name=name))
 
 
-def both_as_bytes(sendbuf: Any, recvbuf: Any) -> tuple[Any, Any]:
-    """As `as_bytes`, for a buffer to send and one to receive into."""
-    return as_bytes(sendbuf, False, "sendbuf"), as_bytes(recvbuf, True, "recvbuf")
+def both_as_bytes(sendbuf: Any, dest: int, recvbuf: Any, source: int) -> tuple[Any, Any]:
+    """As `as_bytes`, for a buffer to send and one to receive into. A buffer for nobody is None, as MPI ignores it."""
+    sent = None if dest == MPI.PROC_NULL else as_bytes(sendbuf, False, "sendbuf")
+    return sent, None if source == MPI.PROC_NULL else as_bytes(recvbuf, True, "recvbuf")
 
 
 def call(
@@ -78,11 +79,12 @@ def call_on_two(
     dest: int,
     sendtag: int,
     recvbuf: Any,
+    source: int,
     *rest: Any,
 ) -> Result:
     """As `call`, for a buffer to send and one to receive into."""
     try:
-        return method(comm, sendbuf, dest, sendtag, recvbuf, *rest)
+        return method(comm, sendbuf, dest, sendtag, recvbuf, source, *rest)
     except REFUSALS:
-        sent, received = both_as_bytes(sendbuf, recvbuf)
-    return method(comm, sent, dest, sendtag, received, *rest)
+        sent, received = both_as_bytes(sendbuf, dest, recvbuf, source)
+    return method(comm, sent, dest, sendtag, received, source, *rest)

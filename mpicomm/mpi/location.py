@@ -17,7 +17,6 @@ from mpicomm.mpi.buffers import array_of, is_host_export, is_host_view, read
 
 _bottom = MPI.BOTTOM
 _in_place = MPI.IN_PLACE
-_NOBODY = MPI.PROC_NULL
 
 
 def is_on_device(spec: Any) -> bool:
@@ -34,20 +33,6 @@ def is_on_device(spec: Any) -> bool:
         return read(array, False, "buf").on_device
     except TypeError:
         return False
-
-
-def unless_ignored(buf: Any, peer: int, other: int = _NOBODY) -> Any:
-    """Return the buffer of a message, or None if MPI ignores it and it is no buffer. Local.
-
-    MPI does not look at the buffer of a message whose peers are ``MPI.PROC_NULL``.
-    """
-    if peer != _NOBODY or other != _NOBODY:
-        return buf
-    try:
-        parse(buf, writable=True, name="buf")
-    except (TypeError, InvalidUsageError):
-        return None
-    return buf
 
 
 def parse_on_device(spec: Any, writable: bool, name: str) -> Operand | None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from mpi4py import MPI
 
-from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.request_lists import PAUSE_S, Driven, pauses, replace_list_calls
 
 if TYPE_CHECKING:
@@ -336,9 +336,9 @@ class PersistentRequest(Driven, MPI.Prequest):
     def Start(self) -> None:
         """Start the call once more, as the call without ``_init`` does."""
         if self._begin is None:
-            raise InvalidUsageError("Start: this persistent request was freed; create another")
+            raise RefusedByMpiError("Start: this persistent request was freed; create another", MPI.ERR_REQUEST)
         if self._handle.value != _NULL:
-            raise InvalidUsageError("Start: this persistent request is active; call Wait first")
+            raise RefusedByMpiError("Start: this persistent request is active; call Wait first", MPI.ERR_REQUEST)
         self._started = started = self._begin()
         # MPI's calls on lists of requests read the handle alone, and write MPI.REQUEST_NULL into it.
         self._handle.value = started.request.handle

@@ -22,11 +22,12 @@ Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 
 def _faults(comm: mpicomm.Communicator, n: int) -> dict[str, tuple[int, list[Call]]]:
     """Faults by name: the class of MPI's error, and calls with the fault."""
-    size, none = comm.size, {}
+    size = comm.size
+    none: dict[str, Any] = {}
     a, b, blocks = np.ones(n), np.zeros(n), np.zeros(n * size)
     floats = [(a, b), ([a, MPI.DOUBLE], [b, MPI.DOUBLE]), (MPI.IN_PLACE, b)]
     whole, truths = np.ones(n, "D"), np.ones(n, "?")
-    integers = [np.ones(n, "i"), MPI.INTEGER]
+    integers, logic = np.ones(n, "i"), MPI.INTEGER
     null = [b, n, MPI.DATATYPE_NULL]
     typed = [[blocks, [n] * size, [0] * size, [MPI.DATATYPE_NULL] * size] for _ in range(2)]
     apart = MPI.DOUBLE.Create_contiguous(2)  # not committed
@@ -46,7 +47,7 @@ def _faults(comm: mpicomm.Communicator, n: int) -> dict[str, tuple[int, list[Cal
         "sum of characters": (MPI.ERR_OP, [("Allreduce", ([a, MPI.WCHAR], [b, MPI.WCHAR]), none)]),
         "logic of Fortran's integers": (
             MPI.ERR_OP,
-            [("Allreduce", (integers, [integers[0].copy(), MPI.INTEGER], MPI.LAND), none)],
+            [("Allreduce", ([integers, logic], [integers.copy(), logic], MPI.LAND), none)],
         ),
         "average that MPI lacks": (
             MPI.ERR_OP,

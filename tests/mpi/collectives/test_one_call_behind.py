@@ -32,7 +32,7 @@ def test_different_calls_are_shown_of_every_rank(device: str, culprit: int) -> N
                 each.run(comm)
             comm.check()
     for rank in range(comm.size):
-        said = "Allgather(float32, count=5" if rank == culprit else "Allreduce(float32, count=7"
+        said = "Allgather(bytes, count=20" if rank == culprit else "Allreduce(float32, count=7"
         assert f"rank {rank}: {said}" in str(info.value)
     comm.Free()
 

@@ -64,7 +64,7 @@ class Forms:
         counts = [n * each for n in units]
         if shape == "vector":
             displs = [sum(counts[:index]) for index in range(len(counts))]
-            forms = [[holder, counts, displs, datatype], [holder, (counts, displs), datatype]]
+            forms: list[Any] = [[holder, counts, displs, datatype], [holder, (counts, displs), datatype]]
             forms += [(holder, tuple(counts), None, datatype), [holder, (counts, None), datatype]]
             forms += [[holder, np.array(counts), np.array(displs), datatype]]
         else:

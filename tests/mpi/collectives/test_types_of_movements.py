@@ -138,7 +138,9 @@ def test_plain_arrays_of_types_that_mpi_lacks(comm: mpicomm.Communicator, xp: An
     for algorithm, form in itertools.product(("auto", "mpi"), FORMS):
         send = Placed(xp, (np.arange(3 * comm.size) % 5 + comm.rank).astype(element))
         receive = Placed(xp, np.zeros(3 * comm.size, element))
-        for each, name in ((comm, "Alltoall"), (graph, "Neighbor_alltoall"), (graph, "Neighbor_alltoallv")):
+        calls: list[tuple[Any, str]]
+        calls = [(comm, "Alltoall"), (graph, "Neighbor_alltoall"), (graph, "Neighbor_alltoallv")]
+        for each, name in calls:
             method = getattr(each, form.format(name.lower() if form == "I{}" else name))
             request = method(send.array, receive.array, algorithm=algorithm)
             if form.endswith("_init"):

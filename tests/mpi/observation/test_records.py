@@ -83,7 +83,7 @@ def test_the_trace_has_operation_bytes_type_and_algorithm(traced: mpicomm.Commun
     assert facts(found[0], "root", "number") == ("Bcast", size - 1, "1")
     assert facts(found[1], "why", "number") == ("Allreduce", 'algorithm="ring"', "2")
     assert facts(found[5], "dest", "number") == ("Sendrecv", peer, None)
-    assert facts(found[-2], "error") == ("Allreduce", "InvalidUsageError")
+    assert facts(found[-2], "error") == ("Allreduce", "RefusedByMpiError")
 
 
 def test_requests_are_waited_for_in_the_trace(traced: mpicomm.Communicator, folder: Path) -> None:
