@@ -25,6 +25,7 @@ class Array:
             like = np.zeros((*shape, 2), dtype)[..., 0]
         self.data = SimpleNamespace(ptr=pointer, device_id=0)
         self.shape, self.strides, self.size, self.dtype = like.shape, like.strides, like.size, like.dtype
+        self.itemsize = like.itemsize
         self._c_contiguous = like.flags.c_contiguous
 
 
@@ -44,6 +45,8 @@ class Tensor:
         if self._pointer is None:
             raise RuntimeError("Cannot access data pointer of Tensor that doesn't have storage")
         return self._pointer
+
+    itemsize = 4
 
     def get_device(self) -> int:
         return 0
