@@ -92,13 +92,15 @@ def test_a_swap_survives_strangers_that_keep_coming(dropped: list[str]) -> None:
                 with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionError):
                     stranger(victim, peer)
 
-    with listening(3) as exchanges, ThreadPoolExecutor(2) as pool:
-        addresses = [exchange.address for exchange in exchanges]
-        pestering = [pool.submit(pester, addresses[0], addresses[1]), pool.submit(pester, addresses[1], addresses[0])]
-        try:
-            assert swap_all(exchanges) == names_of_others(3)
-        finally:
-            over.set()
+    with ThreadPoolExecutor(2) as pool:
+        # The end of the exchanges is the end of strangers that wait for room for their descriptors.
+        with listening(3) as exchanges:
+            first, second = exchanges[0].address, exchanges[1].address
+            pestering = [pool.submit(pester, first, second), pool.submit(pester, second, first)]
+            try:
+                assert swap_all(exchanges) == names_of_others(3)
+            finally:
+                over.set()
         for each in pestering:
             each.result()
 
