@@ -180,8 +180,6 @@ def test_only_the_right_message_counts(content: bytes, fds: int) -> None:
 @pytest.fixture
 def as_another_user() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Runs Python code in a process that begins as root and becomes another user before it runs the code."""
-    if os.geteuid() != 0:
-        pytest.skip("only root can become another user")
 
     def start(code: str, name: bytes, message: bytes) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-I", "-S", "-c", STRANGER + code, name.hex(), message.hex()]
@@ -198,6 +196,7 @@ def as_another_user() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     yield start
 
 
+@pytest.mark.needs_root
 def test_another_user_is_refused_although_he_knows_the_secret(
     as_another_user: Callable[..., subprocess.Popen[bytes]], dropped: list[str]
 ) -> None:
@@ -214,6 +213,7 @@ print("ready", flush=True)
     assert dropped == ["dropped another user's connection to the descriptor exchange"]
 
 
+@pytest.mark.needs_root
 def test_nothing_is_sent_to_another_users_socket(as_another_user: Callable[..., subprocess.Popen[bytes]]) -> None:
     listen = """
 peer.bind(name)
@@ -231,9 +231,8 @@ print("got", message, fds)
     assert said == b"got b'' []\n"
 
 
+@pytest.mark.needs_root
 def test_a_program_that_runs_with_the_rights_of_another_user_is_no_stranger_to_itself() -> None:
-    if os.geteuid() != 0:
-        pytest.skip("only root can take the rights of another user")
     code = """
 import os, sys
 from mpicomm.errors import HandleError
