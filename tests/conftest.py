@@ -1,10 +1,16 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.helpers.leaks import collect_new_objects_alone, nothing_leaks
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_root") and os.geteuid() != 0:
+        pytest.skip("needs root")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -21,6 +21,7 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.activity.page import page
 from mpicomm.activity.ranks import ranks_as_text
+from mpicomm.devices.descriptor import way_out
 from mpicomm.errors import (
     CollectiveTimeoutError,
     HandleError,
@@ -285,7 +286,7 @@ def _portable(error: Exception) -> MpicommError:
     """Return the error as an `MpicommError` that can be sent to the other ranks: its class, its text, its ranks."""
     if isinstance(error, MpicommError):
         return equal_error(error)
-    return HandleError(f"{type(error).__name__}: {error}")
+    return HandleError(f"{type(error).__name__}: {error}{way_out(error.errno) if isinstance(error, OSError) else ''}")
 
 
 def node_key() -> str:

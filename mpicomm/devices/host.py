@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.devices.base import Link, Scratch
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.descriptor import Descriptor, way_out
 from mpicomm.devices.handle import Kind, MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import CollectiveTimeoutError, HandleError, InvalidUsageError
@@ -44,7 +44,7 @@ def memfd_create(nbytes: int) -> Descriptor:
     try:
         fd = Descriptor.of(os.memfd_create, "mpicomm", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     except OSError as error:
-        raise HandleError(f"memfd_create failed: {error.strerror}") from error
+        raise HandleError(f"memfd_create failed: {error.strerror}{way_out(error.errno)}") from error
     try:
         os.ftruncate(fd, nbytes)
         # A peer could shrink a file that is not sealed: every access beyond its new end would be a SIGBUS here.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import hmac
 import logging
 import os
@@ -24,7 +25,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mpicomm.devices.descriptor import Descriptor
+from mpicomm.devices.descriptor import Descriptor, way_out
 from mpicomm.errors import HandleError
 from mpicomm.interrupts import uninterrupted
 
@@ -45,6 +46,10 @@ class Address:
     secret: bytes = field(repr=False)
 
 
+# Where a rank's descriptor is to go: an address, or a connection to it over which too many descriptors were in flight.
+_Target = Address | socket.socket
+
+
 class FdExchange:
     """One rank's end of one swap of descriptors; ``rank`` of ``size``. Local; `close` it, or use ``with``."""
 
@@ -56,13 +61,18 @@ class FdExchange:
         self.address = Address(name, secrets.token_bytes(_SECRET_NBYTES))
         if size == 1:
             return
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            listener.bind(name)
-            listener.listen(socket.SOMAXCONN)
+            listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+            try:
+                listener.bind(name)
+                listener.listen(socket.SOMAXCONN)
+            except OSError:
+                listener.close()
+                raise
         except OSError as error:
-            listener.close()
-            raise HandleError(f"cannot listen on an abstract unix socket: {error.strerror}") from error
+            raise HandleError(
+                f"cannot listen on an abstract unix socket: {error.strerror}{way_out(error.errno)}"
+            ) from error
         self._listener = listener
 
     def __enter__(self) -> FdExchange:
@@ -93,27 +103,22 @@ class FdExchange:
         try:
             return self._swap(self._listener, others, fd, deadline)
         except OSError as error:
-            raise HandleError(
-                f"cannot exchange descriptors: {error.strerror}; if too many are open, raise the limit (ulimit -n)"
-            ) from error
+            raise HandleError(f"cannot exchange descriptors: {error.strerror}{way_out(error.errno)}") from error
 
     def _swap(
         self, listener: socket.socket, others: Mapping[int, Address], fd: int, deadline: float
     ) -> dict[int, Descriptor]:
-        # All sends come first, so that no failure to receive keeps a peer waiting for this rank. A message rests in the
-        # peer's queue with its descriptor, although this end closes before the peer reads it.
-        unsent = self._send(others, fd)
         received: dict[int, Descriptor] = {}
-        with (
-            contextlib.ExitStack() as on_failure,
-            contextlib.ExitStack() as sockets,
-            selectors.DefaultSelector() as selector,
-        ):
+        with contextlib.ExitStack() as on_failure, contextlib.ExitStack() as sockets:
+            # All sends come first, so that no failure to receive keeps a peer waiting for this rank. A message rests in
+            # the peer's queue with its descriptor, although this end closes before the peer reads it.
+            unsent = self._send(others, fd, sockets)
+            selector = sockets.enter_context(selectors.DefaultSelector())
             selector.register(listener, selectors.EVENT_READ)
             while unsent or len(received) < len(others):
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0 and unsent:
-                    raise HandleError(f"the sockets of local ranks {sorted(unsent)} accepted no connection in time")
+                    raise HandleError(_not_sent_in_time(unsent))
                 if remaining_s <= 0:
                     missing = sorted(set(others) - set(received))
                     raise HandleError(f"no descriptor came from local ranks {missing} in time")
@@ -135,31 +140,35 @@ class FdExchange:
                     if rank in received:
                         raise HandleError(f"local rank {rank} sent two descriptors")
                     received[rank] = received_fd
-                # A full queue empties as its owner receives. The owner may wait for this rank's queue in the same way,
-                # so this rank receives between its attempts to send.
-                unsent = self._send(unsent, fd)
+                # A full queue empties as its owner receives, and descriptors in flight land as all ranks receive. The
+                # others may wait for this rank in the same way, so this rank receives between its attempts to send.
+                unsent = self._send(unsent, fd, sockets)
             on_failure.pop_all()
         return received
 
-    def _send(self, addresses: Mapping[int, Address], fd: int) -> dict[int, Address]:
-        """Send the descriptor; return the addresses whose queues of connections are full."""
-        unsent = {}
+    def _send(self, targets: Mapping[int, _Target], fd: int, sockets: contextlib.ExitStack) -> dict[int, _Target]:
+        """Send the descriptor; return the targets to which it cannot go yet. ``sockets`` closes their connections."""
+        unsent: dict[int, _Target] = {}
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
-        for rank, address in addresses.items():
+        for rank, target in targets.items():
             hello = _HELLO.pack(_MAGIC, self._rank, rank, self.address.secret)
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as peer:
-                try:
-                    peer.connect(address.name)
-                    if not _same_user(peer):
-                        raise HandleError(f"the socket of rank {rank} belongs to another user; nothing was sent to it")
-                    peer.sendmsg([hello], rights)
-                except BlockingIOError:
-                    unsent[rank] = address
-                except OSError as error:
+            peer: socket.socket | None = None
+            try:
+                peer = target if isinstance(target, socket.socket) else sockets.enter_context(_connect(rank, target))
+                peer.sendmsg([hello], rights)
+            except BlockingIOError:
+                unsent[rank] = target
+            except OSError as error:
+                if peer is None or error.errno != errno.ETOOMANYREFS:
+                    hint = "; if its container has a network namespace of its own, give it another MPICOMM_HOSTID"
                     raise HandleError(
-                        f"cannot send a descriptor to rank {rank}: {error.strerror}; if its container has a network "
-                        "namespace of its own, give it another MPICOMM_HOSTID"
+                        f"cannot send a descriptor to rank {rank}: {error.strerror}{way_out(error.errno) or hint}"
                     ) from error
+                # The kernel counts the descriptors in flight of all processes of this user, so another job can use them
+                # up for a while. The connection stays, because the peer takes one that says nothing for a stranger's.
+                unsent[rank] = peer
+            else:
+                peer.close()
         return unsent
 
     def _read(self, connection: socket.socket, others: Mapping[int, Address]) -> tuple[int, Descriptor] | None:
@@ -180,7 +189,7 @@ class FdExchange:
             return None
         if flags & socket.MSG_CTRUNC and not fds:
             # The kernel drops a descriptor that it cannot install, and sets nothing but this flag.
-            raise HandleError(f"no room for the descriptor of local rank {rank}: raise the limit (ulimit -n)")
+            raise HandleError(f"no room for the descriptor of local rank {rank}{way_out(errno.EMFILE)}")
         raise HandleError(f"local rank {rank} sent {len(fds)} descriptors instead of 1")
 
     def _sender(self, content: bytes, others: Mapping[int, Address]) -> int | None:
@@ -190,6 +199,26 @@ class FdExchange:
         if magic != _MAGIC or receiver != self._rank or sender not in others:
             return None
         return sender if hmac.compare_digest(secret, others[sender].secret) else None
+
+
+def _connect(rank: int, address: Address) -> socket.socket:
+    """Return a connection to a rank, which the caller closes."""
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+    try:
+        peer.connect(address.name)
+        if not _same_user(peer):
+            raise HandleError(f"the socket of rank {rank} belongs to another user; nothing was sent to it")
+    except BaseException:
+        peer.close()
+        raise
+    return peer
+
+
+def _not_sent_in_time(targets: Mapping[int, _Target]) -> str:
+    if any(isinstance(target, socket.socket) for target in targets.values()):
+        reason = f"{os.strerror(errno.ETOOMANYREFS)}{way_out(errno.ETOOMANYREFS)}"
+        return f"cannot send a descriptor to local ranks {sorted(targets)} in time: {reason}"
+    return f"the sockets of local ranks {sorted(targets)} accepted no connection in time"
 
 
 def _accept(listener: socket.socket) -> socket.socket | None:

@@ -70,6 +70,7 @@ class RankAgreement:
         if self._comm.rank != 0:
             reporter: Any = config.pluginmanager.unregister(name="terminalreporter")
             config.pluginmanager.register(type(reporter)(config, io.StringIO()), "terminalreporter")
+            config.option.results = None  # of part_results.py: ranks cannot write one file
 
     def allgather(self, value: object) -> list[Any]:
         """Return every rank's ``value``, in rank order."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import resource
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -71,9 +73,18 @@ def connected(address: Address) -> Iterator[socket.socket]:
 
 
 def send(address: Address, content: bytes, fds: int = 0) -> None:
+    """Send a message, when fewer descriptors of this user are in flight than the limit."""
     with connected(address) as peer, memory("a stranger's") as fd:
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd] * fds))] if fds else []
-        peer.sendmsg([content], rights)
+        deadline = time.monotonic() + NEVER_S
+        while True:
+            try:
+                peer.sendmsg([content], rights)
+                return
+            except OSError as error:
+                if error.errno != errno.ETOOMANYREFS or time.monotonic() > deadline:
+                    raise
+            time.sleep(0.001)
 
 
 def flood(address: Address) -> int:

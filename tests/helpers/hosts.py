@@ -58,11 +58,11 @@ exec nsenter --target "$number" %s sh -c "$*"
 @functools.cache
 def why_not() -> str:
     """Return why this machine can have no hosts; "" if it can."""
+    if os.geteuid() != 0:
+        return "needs root"
     missing = [name for name in ("unshare", "nsenter", "ip") if shutil.which(name) is None]
     if missing:
         return f"there is no {', '.join(missing)}: install util-linux and iproute2"
-    if os.geteuid() != 0:
-        return "only root may make namespaces"
     if "HYDRA" not in _output([mpiexec_command(1)[0], "-info"]):
         return "mpiexec is not Hydra, which comes with MPICH"
     # Containers often forbid a part of this also to root.

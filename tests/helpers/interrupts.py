@@ -24,12 +24,14 @@ def interrupts_raise(error: type[BaseException]) -> Iterator[Callable[[], None]]
         signal.signal(signal.SIGINT, before)
 
 
-def interrupt_everywhere(act: Callable[[], object], module: ModuleType) -> int:
+def interrupt_everywhere(act: Callable[[], object], module: ModuleType) -> set[str]:
     """Call ``act`` with a Ctrl-C before its first line in ``module``, then before its second, and so on to the last.
 
-    Return how many lines that were. What ``act`` returns is dropped where no Ctrl-C comes in any more.
+    Return the names of the functions that these lines are in; how many lines they have depends on the version of
+    Python. What ``act`` returns is dropped where no Ctrl-C comes in any more.
     """
     left = count = 0
+    functions = set()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         nonlocal left
@@ -38,6 +40,7 @@ def interrupt_everywhere(act: Callable[[], object], module: ModuleType) -> int:
         if event == "line":
             if left == 0:
                 sys.settrace(None)
+                functions.add(frame.f_code.co_name)
                 interrupt()
             left -= 1
         return trace
@@ -53,4 +56,4 @@ def interrupt_everywhere(act: Callable[[], object], module: ModuleType) -> int:
             else:
                 sys.settrace(None)
                 del kept
-                return count
+                return functions

@@ -20,7 +20,7 @@ def watched_builds(tmp_path_factory: pytest.TempPathFactory) -> Builds:
 
 def _builds(tmp_path_factory: pytest.TempPathFactory, *, sanitize: bool) -> Builds:
     if why := missing():
-        pytest.skip(f"kernels cannot run on the processor: {why}")
+        pytest.skip(f"{why}: kernels cannot run on the processor")
     directory = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share what they build
         directory = directory.parent

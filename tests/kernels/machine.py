@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
-import re
-import shutil
 import subprocess
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,13 +22,17 @@ from tests.kernels.build import Builds, Kernel
 
 Array = npt.NDArray[Any]
 
-# Where ranks map the memory: free in a process under Linux on x86-64, and also memory to ThreadSanitizer, which finds
-# a race by its address. Each process has addresses of its own, so that an address of a rank is no use to another.
+# Where ranks map the memory: free in a process under Linux on x86-64 that does not randomize addresses, and also memory
+# to ThreadSanitizer, which finds a race by its address. Each process has addresses of its own, so that an address of a
+# rank is no use to another.
 _FIRST_ADDRESS = 0x7EA0_0000_0000
 _ADDRESSES = 0x1_0000_0000
 _RANK_NBYTES = 1 << 27
 _GAP = 64  # around everything that is allocated, to see whether a kernel writes where it should not
 _GAP_BYTE = 0xA5
+_ADDR_NO_RANDOMIZE = 0x0040000  # of personality(2)
+_CURRENT = 0xFFFFFFFF
+_LIBC = ctypes.CDLL(None)
 
 
 CAUGHT = r"ThreadSanitizer: data race|hang: not over|fault on rank| differ, first at "
@@ -181,21 +183,21 @@ class Machine:
         return "\n".join(lines)
 
     def _run_jobs(self, jobs: Sequence[str], limit_s: float) -> None:
-        command = [*_fixed_addresses(self.builds), str(self.builds.launcher)]
+        launcher = self.builds.launcher
         environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1 exitcode=66"}
         running = []
         try:
             for job in jobs:
-                running.append(
-                    subprocess.Popen(
-                        command,
+                with _fixed_addresses():
+                    process = subprocess.Popen(
+                        [str(launcher)],
                         stdin=subprocess.PIPE,
                         stderr=subprocess.PIPE,
                         pass_fds=[self._fd],
                         env=environment,
                         text=True,
                     )
-                )
+                running.append(process)
                 assert running[-1].stdin
                 running[-1].stdin.write(job)
                 running[-1].stdin.close()
@@ -213,8 +215,17 @@ class Machine:
             raise RunFailedError(f"exit codes {codes}:\n" + "\n".join(text[-6000:] for text in said if text))
 
 
-def _fixed_addresses(builds: Builds) -> list[str]:
-    """Return what a program of ThreadSanitizer has to be run with where addresses are spread wider than it expects."""
-    bits = Path("/proc/sys/vm/mmap_rnd_bits")
-    spread = bits.exists() and int(re.sub(r"\D", "", bits.read_text())) > 28
-    return ["setarch", "-R"] if builds.sanitize and spread and shutil.which("setarch") else []
+@contextlib.contextmanager
+def _fixed_addresses() -> Iterator[None]:
+    """Let programs that this thread starts have the same addresses in every run.
+
+    Many kernels spread addresses so widely (vm.mmap_rnd_bits, which only root may read) that ThreadSanitizer does not
+    start, and that a library may lie where ranks map the memory. A container may forbid the call, which then changes
+    nothing.
+    """
+    before = _LIBC.personality(_CURRENT)
+    _LIBC.personality(before | _ADDR_NO_RANDOMIZE)
+    try:
+        yield
+    finally:
+        _LIBC.personality(before)

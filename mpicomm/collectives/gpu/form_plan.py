@@ -108,14 +108,16 @@ class EvenPlan(FormPlan):
         send, receive = sent[0], received[0]
         send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
         if self._received:
-            nbytes, rest = divmod(receive_nbytes, self._received)
-            if rest or (self._sent and send_nbytes != nbytes * self._sent):
+            elements, rest = divmod(received[1], self._received)
+            nbytes = elements * self._receive_nbytes
+            if rest or (self._sent and (send_nbytes != nbytes * self._sent or sent[1] % self._sent)):
                 return False
         else:
-            nbytes, rest = divmod(send_nbytes, self._sent)
-        count, unevenness = divmod(nbytes, self._unit_nbytes)
-        if rest or unevenness or nbytes == 0:
+            elements, rest = divmod(sent[1], self._sent)
+            nbytes = elements * self._send_nbytes
+        if rest or nbytes == 0:
             return False
+        count = nbytes // self._unit_nbytes
         # Buffers that overlap are refused, and the same memory given twice is another form.
         if self._sent and send < receive + receive_nbytes and receive < send + send_nbytes:
             return False

@@ -28,11 +28,13 @@ exec "$@"
 """
 
 
-def can_unshare(*namespaces: str) -> bool:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        return False
+def require_namespaces(*namespaces: str) -> None:
+    """Skip the test where the kernel or a container forbids such namespaces."""
     probe = ["unshare", *namespaces, "--fork", "true"]
-    return subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=10).returncode == 0
+    if shutil.which("unshare") is None:
+        pytest.skip("there is no unshare: install util-linux")
+    if subprocess.run(probe, stdin=subprocess.DEVNULL, capture_output=True, timeout=10).returncode != 0:
+        pytest.skip(f"this machine forbids unshare {' '.join(namespaces)}")
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -78,8 +80,13 @@ def report(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("namespaces", "name", "said"),
     [
-        ("--net", "network", "different network namespaces"),
-        ("--pid", "process-memory", "(No such process), as MPI does for long messages: their pid namespaces differ"),
+        pytest.param("--net", "network", "different network namespaces", marks=pytest.mark.needs_root),
+        pytest.param(
+            "--pid",
+            "process-memory",
+            "(No such process), as MPI does for long messages: their pid namespaces differ",
+            marks=pytest.mark.needs_root,
+        ),
         (
             "--user",
             "process-memory",
@@ -90,8 +97,7 @@ def report(tmp_path: Path) -> Path:
 def test_containers(namespaces: str, name: str, said: str, report: Path) -> None:
     if namespaces != "--pid" and not IS_MPICH:
         pytest.skip("a rank of Open MPI does not start in another network or user namespace than its mpiexec")
-    if not can_unshare(namespaces):
-        pytest.skip(f"unshare {namespaces} needs root, and a kernel or container that allows it")
+    require_namespaces(namespaces)
     mpiexec, count, ranks, *rest = mpiexec_command(2, *DOCTOR, "--json", str(report))
     job = run(mpiexec, count, ranks, "sh", "-c", IN_NAMESPACES, "-", *rest, NAMESPACES=namespaces)
     assert job.returncode != 0
@@ -99,8 +105,10 @@ def test_containers(namespaces: str, name: str, said: str, report: Path) -> None
     assert any(said in fault for fault in faults(report)[name])
 
 
-@pytest.mark.skipif(not IS_MPICH or not can_unshare("--pid"), reason="needs root and MPICH")
+@pytest.mark.needs_root
+@pytest.mark.skipif(not IS_MPICH, reason="the mend of Open MPI is another")
 def test_the_mend_of_containers_works() -> None:
+    require_namespaces("--pid")
     code = """
 import numpy as np
 from mpi4py import MPI
@@ -114,8 +122,9 @@ assert (array == 1).all()
     assert run(*command, NAMESPACES="--pid", MPIR_CVAR_CH4_CMA_ENABLE="0").returncode == 0
 
 
-@pytest.mark.skipif(not can_unshare("--mount"), reason="unshare --mount needs root")
+@pytest.mark.needs_root
 def test_a_small_dev_shm_is_said_before_mpi_ends_the_process() -> None:
+    require_namespaces("--mount")
     small = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
     job = run("unshare", "--mount", "sh", "-c", small, "-", *mpiexec_command(2, *DOCTOR))
     assert job.returncode != 0
@@ -124,8 +133,9 @@ def test_a_small_dev_shm_is_said_before_mpi_ends_the_process() -> None:
     assert "--shm-size" in job.stderr
 
 
-@pytest.mark.skipif(not can_unshare("--mount") or shutil.which("setpriv") is None, reason="needs root and util-linux")
+@pytest.mark.needs_root
 def test_a_low_limit_of_locked_memory_beside_infiniband(report: Path) -> None:
+    require_namespaces("--mount")
     # A folder in place of that of the kernel's classes shows a card. Root may lock all memory unless it gives this up.
     card = (
         "mount -t tmpfs tmpfs /sys/class && mkdir -p /sys/class/infiniband/mlx5_0 && ulimit -l 64 && "

@@ -68,7 +68,7 @@ def test_an_interrupt_loses_no_descriptor() -> None:
             send(exchange.address, hello(1, 0, peer.address.secret), fds=1)
             return exchange.swap(addresses, own, NEVER_S)
 
-        assert interrupt_everywhere(swap, fd_exchange) > 100
+        assert interrupt_everywhere(swap, fd_exchange) >= {"swap", "_send", "_accept", "_receive"}
 
 
 def test_names_and_secrets_are_new_every_time() -> None:

@@ -97,7 +97,7 @@ def test_an_interrupt_leaves_nothing_behind(backend: HostBackend) -> None:
         handle, fd = backend.export(own)
         return own, backend.open(handle, fd), fd
 
-    assert interrupt_everywhere(export_and_open, host) > 20
+    assert interrupt_everywhere(export_and_open, host) >= {"allocate", "memfd_create", "export", "open", "map_shared"}
 
 
 def test_views_outlive_their_segments(backend: HostBackend) -> None:
