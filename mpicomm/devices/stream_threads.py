@@ -15,6 +15,9 @@ Against 2 and 3, blocking calls that wait for peers wait beside a stream that se
 with them, as it does in MPI: see wait_beside.py. Then the stream itself holds no wait, and only the waits of threads
 are left, which MPI's rules keep free of circles.
 
+The thread of a collective waits for the ranks on the host first. Then no kernel waits for a peer on the GPU while
+another thread of this rank waits for the whole device, before it does what the peer needs.
+
 A thread that has a stream to itself keeps all of its work there. Its calls follow each other in the stream as they do
 in the program. Only a wait that was enqueued before the first call of a second thread stays in the stream.
 """

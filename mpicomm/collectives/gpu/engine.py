@@ -266,14 +266,14 @@ class DeviceEngine:
         self._plans.add(plan)
         return plan
 
-    def enqueue(self, plan: Plan, stream: int, *, again: bool = False) -> bool:
+    def enqueue(self, plan: Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
 
         Behind some calls with private lengths it blocks until all ranks are there: see `LongestMessage`.
 
         Return whether anything is to be done that `completion` tells of: nothing is in a capture, nor where this rank
         has no part. With ``again``, for a plan that was enqueued before, it is made a graph, which is cheaper from the
-        next time on.
+        next time on. With ``meets`` it blocks until all ranks have come to this call.
 
         All ranks enqueue the same collectives in the same order. What is enqueued on different streams, or on different
         streams of one capture, follows each other; when a captured graph runs, beside other work of the communicator,
@@ -283,6 +283,8 @@ class DeviceEngine:
             self._require_open(plan.text)
         if again and plan.collective:
             self._board.post(plan.text)
+        if meets and plan.collective:
+            self._calls.require_same()
         if not plan.steps:
             return False
         eager = plan.launch or (partial(self._launch, plan) if again else plan.enqueue)

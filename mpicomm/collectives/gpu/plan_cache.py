@@ -58,7 +58,7 @@ class Engine(Protocol):
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> AnyPlan:
         """See `DeviceEngine.prepare_messages`."""
 
-    def enqueue(self, plan: Any, stream: int, *, again: bool = False) -> bool:
+    def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         """See `DeviceEngine.enqueue`."""
 
     def completion(self) -> Callable[[], bool]:
@@ -181,11 +181,15 @@ class PlanCache:
         self.carry_out(plan, session.backend.stream(stream, array), array, again=True)
 
     def carry_out(self, plan: AnyPlan, stream: int, array: Any, *, again: bool = False) -> None:
-        """Enqueue the plan of a blocking collective on ``array``; wait beside a stream that several threads use."""
+        """Enqueue the plan of a blocking collective on ``array``; wait beside a stream that several threads use.
+
+        There the ranks meet on the host before a kernel waits on the GPU. Another thread may wait for the whole device
+        before it does what a peer needs to come to the collective.
+        """
         backend: Any = self._session.backend
         if backend.waits_beside(stream, array):
             with beside(backend, stream) as side:
-                self.engine.enqueue(plan, side, again=again)
+                self.engine.enqueue(plan, side, again=again, meets=True)
         else:
             self.engine.enqueue(plan, stream, again=again)
 

@@ -160,14 +160,15 @@ class CliquesEngine:
         """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's clique."""
         return self._engine.prepare_messages(text, sent, received)
 
-    def enqueue(self, plan: CliquesPlan | Plan, stream: int, *, again: bool = False) -> bool:
+    def enqueue(self, plan: CliquesPlan | Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
+        ``meets`` is for plans of one clique: the ranks of several cliques meet in no other way than by their data.
         Where the carrier blocks the host, this returns when the parcels of all ranks have come, and raises
         `InvalidUsageError` in a capture.
         """
         if isinstance(plan, Plan):
-            return self._engine.enqueue(plan, stream, again=again)
+            return self._engine.enqueue(plan, stream, again=again, meets=meets)
         if not self._carrier.capturable and self._backend.is_capturing(stream):
             raise InvalidUsageError(
                 f"{plan.text}: the engine {self._carrier.name} between groups of ranks blocks the host and cannot be "

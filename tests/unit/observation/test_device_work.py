@@ -132,7 +132,7 @@ def test_slow_ways_are_counted_for_each_call(rig: Rig) -> None:
 
 def test_an_engine_tells_the_choice_of_its_plan(rig: Rig) -> None:
     class Engine:
-        def enqueue(self, plan: Any, stream: int, *, again: bool = False) -> bool:
+        def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
             return again
 
     engine: Any = Engine()

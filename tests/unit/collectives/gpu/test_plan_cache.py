@@ -84,6 +84,8 @@ class Known:
         self.mappings = Mappings()
         self.usable: Exception | None = None
         self.enqueued: list[tuple[Any, Any, bool]] = []
+        self.met: list[bool] = []
+        """Whether the ranks met on the host before each of these."""
         self.streams: list[Any] = []
         backend = SimpleNamespace(stream=lambda stream, array: stream or array)
         session: Any = SimpleNamespace(mappings=self.mappings, backend=backend, require_usable=self._require_usable)
@@ -95,8 +97,9 @@ class Known:
         if self.usable is not None:
             raise self.usable
 
-    def _enqueue(self, plan: Any, stream: Any, again: bool) -> bool:
+    def _enqueue(self, plan: Any, stream: Any, again: bool, meets: bool = False) -> bool:
         self.enqueued.append((plan, stream, again))
+        self.met.append(meets)
         return self.runs
 
     def add(self, operation: str, given: Arguments, algorithm: str = "auto", *, by_output: bool = False) -> Any:
@@ -255,6 +258,7 @@ def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypa
         known._calls.run(call, 7, given.send, given.receive)
     side = "beside", ("behind", 7)
     assert known.enqueued == [(plan, 7, True), (plan, side, True)]
+    assert known.met == [False, True]
     assert said == [["waits for", side, 2], side, "check"]
     known._calls.begin(call, 7, given.send, given.receive)
     assert known.enqueued[2:] == [(plan, 7, True)]  # a nonblocking call must not wait
