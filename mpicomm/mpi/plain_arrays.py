@@ -67,7 +67,9 @@ def _blocks(spec: Any) -> PlainBlocks | None:
             return None
         counts, displs = counts
     read = None if isinstance(array, (list, tuple)) else plain_array(array)
-    if read is None or not (datatype is None or _is_of_size(datatype, array)):
+    if read is None or type(read[2]) is str:
+        return None  # no array, or None, which is an empty buffer beside a datatype
+    if datatype is not None and not _is_of_size(datatype, array):
         return None
     counts = _integers(counts)
     displs = _integers(displs) if displs is not None else None if counts is None else _one_after_the_other(counts)

@@ -264,5 +264,8 @@ def test_blocks_that_do_not_fit_their_array_or_each_other_are_left_to_planning()
     assert not fits([here, [4, -1]], [there, [4, 0]])
     assert not fits([here, [4]], [there, [4]])
     assert not fits([here, [4, 1]], [here, [4, 1]])
+    for empty in (None, MPI.IN_PLACE):
+        assert plain_array([empty, [0, 0], MPI.INT]) is None
+        assert plain_array([empty, 0, MPI.INT]) is None
     for spec in ([here, [4, 1.5]], [here, [4, True]], [here, 5], [here, [4, 1], [0]], [here, [4, 1], [0, 4], "f"]):
         assert plain_array(spec) is None
