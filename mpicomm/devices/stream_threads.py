@@ -92,24 +92,28 @@ class ThreadsOfStreams:
     """The threads of each stream of one device, for all communicators of the process.
 
     ``waits_for_null`` says whether a stream and the null stream wait for each other's work. All such streams count as
-    one, because work of one of them holds up the others.
+    one, because work of one of them holds up the others. It returns None for a stream that captures a graph: nothing
+    waits there, and CUDA refuses to say more.
     """
 
-    def __init__(self, waits_for_null: Callable[[int], bool]) -> None:
+    def __init__(self, waits_for_null: Callable[[int], bool | None]) -> None:
         self._waits_for_null = waits_for_null
         self._of_null = StreamThreads()
         # By address. CUDA gives the address of a destroyed stream to another one, so there are few.
         self._known: dict[int, StreamThreads] = {0: self._of_null}
 
     def of(self, stream: int) -> StreamThreads:
-        """Return the threads of a stream, after `note`."""
-        return self._known[stream]
+        """Return the threads of a stream, after `note`; of a stream that captures, threads that nobody else knows."""
+        return self._known.get(stream) or StreamThreads()
 
     def note(self, stream: int) -> None:
         """Count the calling thread among the users of a stream, before it enqueues anything there."""
         threads = self._known.get(stream)
         if threads is None:
-            found = self._of_null if self._waits_for_null(stream) else StreamThreads()
+            waits = self._waits_for_null(stream)
+            if waits is None:
+                return
+            found = self._of_null if waits else StreamThreads()
             threads = self._known.setdefault(stream, found)  # another thread may have been faster
         if threads.user != get_ident() and threads.user != _SEVERAL:
             threads.join()

@@ -56,8 +56,10 @@ def threads_of(ordinal: int) -> ThreadsOfStreams:
     return ThreadsOfStreams(functools.partial(_waits_for_null, ordinal))
 
 
-def _waits_for_null(ordinal: int, stream: int) -> bool:
+def _waits_for_null(ordinal: int, stream: int) -> bool | None:
     with cupy.cuda.Device(ordinal):
+        if cupy.cuda.runtime.streamIsCapturing(stream):
+            return None  # the query of flags would end the capture
         return not int(call(driver.cuStreamGetFlags, stream)) & driver.CUstream_flags.CU_STREAM_NON_BLOCKING
 
 

@@ -82,6 +82,17 @@ def test_streams_that_wait_for_each_other_count_as_one(streams: ThreadsOfStreams
     assert streams.of(0).are_several and streams.of(3).are_several
 
 
+def test_a_stream_that_captures_is_known_after_the_capture() -> None:
+    captures = True
+    streams = ThreadsOfStreams(lambda stream: None if captures else False)
+    with Lasting() as other:
+        for _ in range(2):
+            streams.note(OTHER)
+            other(lambda: streams.note(OTHER))
+            assert streams.of(OTHER).are_several == (not captures)
+            captures = False
+
+
 def test_another_thread_enqueues_what_is_owed_before_its_own_work(streams: ThreadsOfStreams) -> None:
     enqueued: list[Any] = []
     streams.note(OTHER)
