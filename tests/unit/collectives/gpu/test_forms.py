@@ -58,7 +58,7 @@ class Device:
         team = Team(size=size, rank=rank, timeout_ns=7)
         for index in range(size):
             team.arenas[index], team.names[index] = (index + 1) << 40, index + 3
-        self.node = Node(team, Arena(size, regions=regions), blocks, link_speed)
+        self.node = Node(team, Arena(size, regions=regions), blocks, link_speed, most_staged_nbytes=1 << 30)
         self.launched: tuple[Any, ...] = ()
 
     def launcher(self, variant: Any, arguments: ctypes.Structure, early: bool) -> Any:
