@@ -239,7 +239,12 @@ def test_neighbours_without_memory(rig: Rig, where: str) -> None:
     made: Any = rig.comm.Create_dist_graph_adjacent([0] * (rank == 1), [1] * (rank == 0))
     made.gpu = take_for_gpu(made)
     with on_host_engine(made) as engine:
-        for name in ("Neighbor_alltoallv", "Neighbor_alltoallw", "Neighbor_alltoall", "Neighbor_allgatherv"):
+        names = ["Neighbor_alltoallv", "Neighbor_alltoallw", "Neighbor_alltoall", "Neighbor_allgatherv"]
+        # MPI carries out host arrays. Open MPI 5 ends this call of plain mpi4py with MPI_ERR_TRUNCATE, too, if ranks
+        # have other numbers of sources than of destinations.
+        if where == "host" and MPI.get_vendor()[0] == "Open MPI":
+            names.remove("Neighbor_alltoall")
+        for name in names:
             for form in FORMS:
                 sent = MAKERS[where](rig, np.arange(3.0)[: 3 * (rank == 0)])
                 got = MAKERS[where](rig, np.zeros(3 * (rank == 1)))
