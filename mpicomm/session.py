@@ -72,7 +72,7 @@ class Session:
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
         self.row = Row()
-        """What this rank does, for the doctor."""
+        """The doctor reads this rank's calls here."""
         processes = [Member(place.host, place.pid, place.number) for place in placement.places]
         self.row.open(placement.rank, processes, placement.node_ranks, placement.here.device)
         self._meets_always = False

@@ -31,7 +31,7 @@ STEP = slice(256, 1024)
 STEP_RANKS = slice(1024, HEADER_NBYTES)
 
 # Words of a row.
-KEY = 0  # the same in all processes of the communicator, and no other; 0 where the row is free
+KEY = 0  # names the communicator, alike in all its processes; 0 if the row is free
 RANK = 1
 SIZE = 2
 CALLS = 3  # how many collective calls this rank has begun

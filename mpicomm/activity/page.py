@@ -203,7 +203,7 @@ def _allocate() -> mmap.mmap | bytearray:
         return bytearray(layout.NBYTES)
     try:
         os.ftruncate(fd, layout.NBYTES)  # the system provides no pages for the parts that nothing has filled
-        return mmap.mmap(fd, layout.NBYTES)  # with a descriptor of its own, which stays open
+        return mmap.mmap(fd, layout.NBYTES)  # mmap duplicates the descriptor and keeps it open
     except OSError:
         return bytearray(layout.NBYTES)
     finally:

@@ -1,4 +1,4 @@
-"""What another process does in its communicators, read from its page. Imports no MPI."""
+"""Reads from the page of another process which calls it makes in its communicators. Imports no MPI."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Calls:
     """The calls of one rank of a communicator. Times are in nanoseconds of the monotonic clock."""
 
     key: int
-    """The same in all processes of the communicator, and no other."""
+    """It names the communicator, alike in all its processes."""
     name: str
     rank: int
     size: int
@@ -65,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Activity:
-    """What a process does in its communicators."""
+    """The calls of a process in its communicators."""
 
     pid: int
     """The process number of the process that has made the page, in its own namespace."""

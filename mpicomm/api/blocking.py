@@ -22,7 +22,7 @@ _Op = MPI.Op  # the class of MPI's operations; `AVG` and `Op`, which are not for
 _allreduce = MPI.Intracomm.Allreduce
 _barrier = MPI.Intracomm.Barrier
 _bcast = MPI.Intracomm.Bcast
-# What the doctor reads of them.
+# The numbers by which the doctor names these calls.
 _ALLREDUCE = by_mpi("Allreduce")
 _BARRIER = by_mpi("Barrier")
 _BCAST = by_mpi("Bcast")
@@ -101,7 +101,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     _collectives: Collectives
     _row: memoryview
-    """What this rank does, for the doctor: the words of `layout`."""
+    """The doctor reads this rank's calls here, in the words of `layout`."""
     _limits: dict[str, int]
     """The bytes below which a collective on plain arrays is MPI's: see `fast_path.limits`."""
 

@@ -31,7 +31,7 @@ _WAY_OUT = "in place of address 0 pass an empty array of the GPU's library or of
 
 
 class Witness:
-    """What the ranks of one communicator tell each other of their calls. ``board`` is `Engines.board`."""
+    """Tells the ranks of one communicator where each other's calls are. ``board`` is `Engines.board`."""
 
     def __init__(self, session: Session, board: Callable[..., Board]) -> None:
         placement = session.placement

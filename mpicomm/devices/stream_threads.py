@@ -6,8 +6,8 @@ for F(m), and C a collective's kernel, which waits for the kernels of all ranks.
 
 1. Thread A tells MPI of m, thread B enqueues R(n) or C, and A enqueues F(m) behind it. The peer has enqueued R(m), and
    F(n) or its C behind that. So nothing of another thread may come between: A *owes* F(m) to the stream when it tells
-   MPI, and the first other thread that comes to the stream enqueues F(m) itself, before anything of its own. Where
-   several threads have come already, A enqueues F(m) before it tells MPI.
+   MPI, and the first other thread that comes to the stream enqueues F(m) before its own work. If several threads have
+   come already, A enqueues F(m) before it tells MPI.
 2. Rank 0 enqueues C, then F(m). On rank 1 a listener's R(m) is enqueued ahead of the main thread's C.
 3. Rank 0 waits for an answer before its C. On rank 1 the main thread's C is enqueued ahead of the listener's answer.
 

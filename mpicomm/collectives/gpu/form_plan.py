@@ -198,7 +198,7 @@ class _Algorithm:
     def __init__(self, name: str, form: Form, node: Node) -> None:
         self.name = name
         self.template: Any = None
-        """An `EqualTemplate` or a `BlocksTemplate`, as the form is; None where each call is planned."""
+        """An `EvenTemplate` or a `BlocksTemplate`, as the form is; None where each call is planned."""
         self.launchers: dict[Any, Launcher] = {}
         for algorithm in ALGORITHMS:
             if algorithm.name == name and algorithm.serves(form.operation) and algorithm.takes(form):

@@ -27,7 +27,7 @@ class Template(Protocol):
         """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""
 
 
-class EqualTemplate(Template, Protocol):
+class EvenTemplate(Template, Protocol):
     """The template of a form whose blocks are equal."""
 
     def fill(self, send: int, receive: int, nbytes: int, hash32: int) -> Filled | None:
@@ -45,7 +45,7 @@ class BlocksTemplate(Template, Protocol):
     def fill_blocks(
         self, starts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], hash32: int
     ) -> Filled | None:
-        """Write a call into `arguments`, as `EqualTemplate.fill` does; local.
+        """Write a call into `arguments`, as `EvenTemplate.fill` does; local.
 
         ``starts`` and ``lengths`` are the addresses and the bytes of the parts of each buffer, by the numbers of a
         `Piece`. The last length of each buffer is 0.

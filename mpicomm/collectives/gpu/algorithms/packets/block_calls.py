@@ -43,8 +43,8 @@ class PacketBlocks:
         kernel = self._template.fill(addresses, nbytes, longest, hash32, *way)
         if self._is_private:
             self.private_nbytes = self._template.longest_with_peers(nbytes)
-        geometry = way[2]
-        return kernel, geometry.blocks, geometry.workers + OVERSEERS
+        _, _, (blocks, workers), _ = way
+        return kernel, blocks, workers + OVERSEERS
 
     def variant(self, kernel: Kernel) -> Variant:
         """See `Template`."""

@@ -34,7 +34,7 @@ class PacketCalls:
         self.early = planner.early
 
     def fill(self, send: int, receive: int, nbytes: int, hash32: int) -> Filled | None:
-        """See `EqualTemplate`."""
+        """See `EvenTemplate`."""
         parts, longest = self._parts, nbytes
         if self._two_shot:
             longest = min(nbytes, shard_count(nbytes // self._itemsize, parts, self._itemsize) * self._itemsize)
@@ -54,8 +54,8 @@ class PacketCalls:
             hash32,
             *way,
         )
-        geometry = way[2]
-        return kernel, geometry[0], geometry[1] + OVERSEERS
+        _, _, (blocks, workers), _ = way
+        return kernel, blocks, workers + OVERSEERS
 
     def variant(self, kernel: Kernel) -> Variant:
         """See `Template`."""
