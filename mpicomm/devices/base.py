@@ -301,6 +301,12 @@ class GpuBackend(Backend, Protocol):
         So it is where several threads use the stream: see `mpicomm.devices.stream_threads`.
         """
 
+    def meets(self, stream: int, array: Any) -> bool:
+        """Return whether the ranks meet on the host before a blocking collective on ``array`` begins.
+
+        So it is where several threads use the device: see `mpicomm.devices.stream_threads`.
+        """
+
     def message_step(self, *, repeated: bool = False) -> MessageStep:
         """Return a function that enqueues steps of messages. The first call loads their kernel, which blocks.
 

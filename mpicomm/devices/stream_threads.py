@@ -15,8 +15,12 @@ Against 2 and 3, blocking calls that wait for peers wait beside a stream that se
 with them, as it does in MPI: see wait_beside.py. Then the stream itself holds no wait, and only the waits of threads
 are left, which MPI's rules keep free of circles.
 
-The thread of a collective waits for the ranks on the host first. Then no kernel waits for a peer on the GPU while
-another thread of this rank waits for the whole device, before it does what the peer needs.
+4. On rank 0 thread A's C runs, and B loads a kernel of the user, which waits for the whole device and holds the
+   driver's lock. On rank 1 B's C runs, and A loads that kernel. Neither rank launches the C that the other one waits
+   for, although each thread has a stream of its own.
+
+Against 4, the thread of a blocking collective waits for the ranks on the host, where several threads use the device.
+Then no kernel waits for a peer whose thread does anything else first. Messages are enqueued before MPI is told of them.
 
 A thread that has a stream to itself keeps all of its work there. Its calls follow each other in the stream as they do
 in the program. Only a wait that was enqueued before the first call of a second thread stays in the stream.
@@ -34,9 +38,10 @@ _NOBODY, _SEVERAL = 0, -1  # no identifiers of threads
 class StreamThreads:
     """The threads that use one stream, or several streams which wait for each other's work. For any thread."""
 
-    __slots__ = ("_lock", "_owed", "user")
+    __slots__ = ("_device", "_lock", "_owed", "user")
 
-    def __init__(self) -> None:
+    def __init__(self, device: ThreadsOfStreams | None = None) -> None:
+        self._device = device
         self._lock = threading.Lock()
         self._owed: tuple[Callable[..., object], tuple[object, ...]] | None = None
         self.user = _NOBODY
@@ -50,9 +55,9 @@ class StreamThreads:
     def owe(self, enqueue: Callable[..., object], *arguments: object) -> None:
         """Let a call of ``enqueue`` come before the work of other threads. The caller calls `settle` later.
 
-        Where several threads use the stream, this calls it.
+        Where several threads use the stream or the device, this calls it.
         """
-        if self.user == _SEVERAL:
+        if self.user == _SEVERAL or (self._device is not None and self._device.are_several):
             enqueue(*arguments)
             return
         self._owed = enqueue, arguments
@@ -98,9 +103,20 @@ class ThreadsOfStreams:
 
     def __init__(self, waits_for_null: Callable[[int], bool | None]) -> None:
         self._waits_for_null = waits_for_null
-        self._of_null = StreamThreads()
+        self._of_null = StreamThreads(self)
+        self._lock = threading.Lock()  # so that no thread drops the user whom another one adds
+        self._users: set[int] = set()
         # By address. CUDA gives the address of a destroyed stream to another one, so there are few.
         self._known: dict[int, StreamThreads] = {0: self._of_null}
+
+    @property
+    def are_several(self) -> bool:
+        """Whether several threads use streams of the device. A thread that has ended does not count."""
+        if len(self._users) < 2:
+            return False
+        with self._lock:
+            self._users.intersection_update([thread.ident for thread in threading.enumerate()])
+            return len(self._users) > 1
 
     def of(self, stream: int) -> StreamThreads:
         """Return the threads of a stream, after `note`; of a stream that captures, threads that nobody else knows."""
@@ -113,10 +129,17 @@ class ThreadsOfStreams:
             waits = self._waits_for_null(stream)
             if waits is None:
                 return
-            found = self._of_null if waits else StreamThreads()
+            found = self._of_null if waits else StreamThreads(self)
             threads = self._known.setdefault(stream, found)  # another thread may have been faster
-        if threads.user != get_ident() and threads.user != _SEVERAL:
+        me = get_ident()
+        if threads.user == me:
+            return
+        if threads.user != _SEVERAL:
             threads.join()
+        if me not in self._users:
+            threading.current_thread()  # makes a thread known that Python has not started
+            with self._lock:
+                self._users.add(me)
 
 
 def _has_ended(ident: int) -> bool:

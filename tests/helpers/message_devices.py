@@ -305,6 +305,9 @@ class ThreadDevice:
     def waits_beside(self, stream: int, array: Any) -> bool:
         return self._threads.of(stream).are_several
 
+    def meets(self, stream: int, array: Any) -> bool:
+        return self._threads.are_several
+
     def eager_stream(self, stream: Any, array: Any) -> int | None:
         self.check()
         return None if self.capturing else self.stream(stream, array)

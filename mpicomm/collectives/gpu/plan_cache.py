@@ -183,15 +183,15 @@ class PlanCache:
     def carry_out(self, plan: AnyPlan, stream: int, array: Any, *, again: bool = False) -> None:
         """Enqueue the plan of a blocking collective on ``array``; wait beside a stream that several threads use.
 
-        There the ranks meet on the host before a kernel waits on the GPU. Another thread may wait for the whole device
-        before it does what a peer needs to come to the collective.
+        There, and wherever several threads use the device, the ranks meet on the host before a kernel waits on the GPU.
+        Another thread may wait for the whole device before it does what a peer needs to come to the collective.
         """
         backend: Any = self._session.backend
         if backend.waits_beside(stream, array):
             with beside(backend, stream) as side:
                 self.engine.enqueue(plan, side, again=again, meets=True)
         else:
-            self.engine.enqueue(plan, stream, again=again)
+            self.engine.enqueue(plan, stream, again=again, meets=backend.meets(stream, array))
 
     def begin(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
         """As `enqueue`; return a function that says whether it is done, callable in any thread."""

@@ -186,6 +186,10 @@ class CudaBackend:
         # expects that no call waits for the GPU.
         return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
 
+    def meets(self, stream: int, array: Any) -> bool:
+        """Return whether the ranks meet on the host before a blocking collective on ``array`` begins."""
+        return self._threads.are_several and not (is_tensor(array) or self.is_capturing(stream))
+
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses of any device or of the host. Local, stream-ordered."""
         if nbytes > 0:

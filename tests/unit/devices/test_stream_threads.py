@@ -75,6 +75,32 @@ def test_each_thread_may_have_a_stream_of_its_own(streams: ThreadsOfStreams) -> 
     assert not streams.of(OTHER).are_several and not streams.of(OTHER + 1).are_several
 
 
+def test_threads_with_streams_of_their_own_share_the_device_while_they_live(streams: ThreadsOfStreams) -> None:
+    streams.note(OTHER)
+    assert not streams.are_several
+    with Lasting() as thread:
+        thread(lambda: streams.note(OTHER + 1))
+        assert streams.are_several
+    assert not streams.are_several
+    with Lasting() as thread:
+        for _ in range(2):
+            thread(lambda: streams.note(OTHER))  # the first stream has several users from here on
+        assert streams.are_several
+    assert not streams.are_several
+    with Lasting() as thread:
+        thread(lambda: streams.note(OTHER))
+        assert streams.are_several
+
+
+def test_a_message_beside_another_thread_is_enqueued_before_mpi_is_told(streams: ThreadsOfStreams) -> None:
+    enqueued: list[Any] = []
+    streams.note(OTHER)
+    with Lasting() as thread:
+        thread(lambda: streams.note(OTHER + 1))
+        streams.of(OTHER).owe(enqueued.append, "copy")
+        assert enqueued == ["copy"]
+
+
 def test_streams_that_wait_for_each_other_count_as_one(streams: ThreadsOfStreams) -> None:
     streams.note(0)
     with Lasting() as thread:

@@ -253,15 +253,16 @@ def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypa
     backend: Any = known._calls._session.backend
     backend.side_streams, backend.check = marks, lambda: said.append("check")
     backend.synchronize = lambda stream: said.append(["waits for", stream, len(known.enqueued)])
-    for several in (False, True):
-        backend.waits_beside = lambda stream, array, several=several: several
+    for of_device, of_stream in ((False, False), (True, False), (True, True)):
+        backend.meets = lambda stream, array, several=of_device: several
+        backend.waits_beside = lambda stream, array, several=of_stream: several
         known._calls.run(call, 7, given.send, given.receive)
     side = "beside", ("behind", 7)
-    assert known.enqueued == [(plan, 7, True), (plan, side, True)]
-    assert known.met == [False, True]
-    assert said == [["waits for", side, 2], side, "check"]
+    assert known.enqueued == [(plan, 7, True), (plan, 7, True), (plan, side, True)]
+    assert known.met == [False, True, True]
+    assert said == [["waits for", side, 3], side, "check"]
     known._calls.begin(call, 7, given.send, given.receive)
-    assert known.enqueued[2:] == [(plan, 7, True)]  # a nonblocking call must not wait
+    assert known.enqueued[3:] == [(plan, 7, True)]  # a nonblocking call must not wait
 
 
 def test_a_known_call_is_refused_where_the_communicator_is_unusable() -> None:
