@@ -18,7 +18,7 @@ _LINE_NBYTES = 256  # the counter takes a line too, so that no two ranks write t
 _KEPT = 16  # lines of a rank: ranks that need not wait for each other notice different calls some calls later
 _MARKS = 4096  # marks of a rank: no rank is so many calls ahead of one that takes part in them
 _NBYTES = _LINE_NBYTES * (1 + _KEPT) + 8 * _MARKS
-_CALLS, _ASKED = 0, 1  # the words of the first line
+_CALLS, _ASKED, _READY = 0, 1, 2  # the words of the first line
 _NEVER_CALLED = "nothing yet"
 
 
@@ -73,6 +73,11 @@ class Board:
         # Pairs with the fence of `is_on_host`: a reader that sees the counter of the call sees its mark.
         fence()
         self.post(text)
+
+    def ready(self) -> None:
+        """Tell the other ranks that this one launches its latest call next, and waits for nothing before; local."""
+        if self._own is not None:
+            self._own[_READY] = self._count
 
     def ask(self) -> int:
         """Tell the other ranks that this one does not know where the next call is; return the number of that call."""
@@ -130,6 +135,10 @@ class Board:
         """Return the indices of the ranks that have posted less often than this one; local."""
         mine = self._counters[self._node.rank][0]
         return [index for index, counter in enumerate(self._counters) if counter[0] < mine]
+
+    def not_ready(self) -> list[int]:
+        """Return the indices of the ranks that do not launch this rank's latest call yet; local."""
+        return [index for index, counter in enumerate(self._counters) if counter[_READY] < self._count]
 
     def ahead(self) -> list[int]:
         """Return the indices of the ranks that have posted more often than this one; local."""

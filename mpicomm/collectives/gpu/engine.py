@@ -273,7 +273,7 @@ class DeviceEngine:
 
         Return whether anything is to be done that `completion` tells of: nothing is in a capture, nor where this rank
         has no part. With ``again``, for a plan that was enqueued before, it is made a graph, which is cheaper from the
-        next time on. With ``meets`` it blocks until all ranks have come to this call.
+        next time on. With ``meets`` it blocks until all ranks launch this call.
 
         All ranks enqueue the same collectives in the same order. What is enqueued on different streams, or on different
         streams of one capture, follows each other; when a captured graph runs, beside other work of the communicator,
@@ -283,11 +283,14 @@ class DeviceEngine:
             self._require_open(plan.text)
         if again and plan.collective:
             self._board.post(plan.text)
-        if meets and plan.collective:
-            self._calls.require_same()
+        if plan.collective:
+            self._board.ready()  # pairs with `meet` on the other ranks: nothing holds this thread up before its launch
+            if meets:
+                self._calls.meet()
         if not plan.steps:
             return False
-        eager = plan.launch or (partial(self._launch, plan) if again else plan.enqueue)
+        # A rank that meets the others makes no graph, because that may wait for other threads.
+        eager = plan.launch or (partial(self._launch, plan) if again and not meets else plan.enqueue)
         # Cheaper than a change of context, and nearly always true: creating a Communicator makes its GPU the current.
         if runtime.getDevice() == self._ordinal:
             pending = self._order.enqueue(stream, eager, plan.enqueue)
@@ -350,7 +353,8 @@ class DeviceEngine:
 
     def _enqueuer(self, step: Step) -> Enqueue:
         if isinstance(step, Launch):
-            return launching(self._kernels.load(step.variant), step)
+            # Not by `load` if it is there: another thread may hold its lock, and wait for the device.
+            return launching(self._kernels.find(step.variant) or self._kernels.load(step.variant), step)
         if isinstance(step, Copy):
             return self._copies.copying(step)
         return self._copies.fork if isinstance(step, Fork) else self._copies.join

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.gpu.arena import DeviceArena
@@ -40,12 +42,22 @@ class DeviceCalls:
         that rank may be in a kernel and never come to the set-up, and `CollectiveTimeoutError` for a rank that does not
         come.
         """
-        wait_until(lambda: self._board.differ() or not self._board.behind(), self._node.timeout_s)
+        self._await(self._board.behind)
+
+    def meet(self) -> None:
+        """Wait until all ranks launch what this rank launches next. Raises as `require_same`.
+
+        A rank that has called the same may still have to load its kernel, and wait for other threads or the device.
+        """
+        self._await(self._board.not_ready)
+
+    def _await(self, missing: Callable[[], list[int]]) -> None:
+        wait_until(lambda: self._board.differ() or not missing(), self._node.timeout_s)
         if self._board.differ():
             error = called_differently(self.different(wait=True), self._node.ranks)
             self._arena.abort()  # ranks that wait in a kernel need not wait until their time is up
             self._fail(error)
-        behind = [self._node.ranks[index] for index in self._board.behind()]
+        behind = [self._node.ranks[index] for index in missing()]
         if behind:
             names = f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, behind))}"
             self._fail(

@@ -68,7 +68,9 @@ class Rig:
             loading=contextlib.nullcontext,
             current=contextlib.nullcontext,
         )
-        board: Any = SimpleNamespace(post=lambda text: None, differ=lambda: False, behind=list)
+        board: Any = SimpleNamespace(
+            post=lambda text: None, ready=lambda: None, differ=lambda: False, behind=list, not_ready=list
+        )
         self.engine = engine.DeviceEngine(node, backend, "ipc", board, on_a_device, most_nbytes)
 
     def alltoallv(self, nbytes: int) -> Any:
