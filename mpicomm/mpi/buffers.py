@@ -52,8 +52,8 @@ class Memory:
     by_address: bool = False
     """Whether only an address names the device memory. No library then says which stream the later work is on."""
     room: int | None = None
-    """The bytes that counts may reach; None for `nbytes`. ``MPI.memory.fromaddress(pointer, 0)`` names an address
-    alone, and the counts beside it say the length."""
+    """The bytes that counts may reach; None for `nbytes`. ``MPI.memory.fromaddress(pointer, nbytes)`` gives an address:
+    some programs say 0 bytes, others the bytes of the elements, which a datatype with gaps exceeds."""
     exported: MPI.buffer | None = None
     """The memory as the object has exported it through DLPack."""
     nowhere: bool = False
@@ -67,7 +67,7 @@ _readers: dict[type, Reader] = {}
 _get_address = MPI.Get_address  # a tenth of the time of numpy.ndarray.ctypes
 
 _UNKNOWN_NBYTES = 1 << 62
-"""The room of host memory that is given by its address alone."""
+"""The room of host memory that an address gives."""
 
 _DLPACK_HOST = (1, 3, 11)  # kDLCPU, kDLCUDAHost, kDLROCMHost
 _DLPACK_GPU = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -134,7 +134,7 @@ def _host_or_by_address(buffer: Any, pointer: int, nbytes: int, dtype: np.dtype[
     """Return the memory of an object of the buffer protocol; ``owner`` says what its memory may be."""
     place = None if owner is None else _by_address(owner, pointer)
     room = None
-    if nbytes == 0 and pointer and isinstance(buffer, MPI.buffer):
+    if pointer and isinstance(buffer, MPI.buffer) and buffer.obj is None:
         room = _UNKNOWN_NBYTES if place is None else place.nbytes
     if place is None:
         return Memory(pointer, nbytes, dtype, False, None, buffer, room=room)

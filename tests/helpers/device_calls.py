@@ -34,7 +34,7 @@ class Engine:
         self._post(text)
         return SimpleNamespace(part=Part(call), text=text, is_old=False)
 
-    def enqueue(self, plan: Any, stream: int, *, again: bool = False) -> bool:
+    def enqueue(self, plan: Any, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         if again:
             self._post(plan.text)
         self.calls += 1

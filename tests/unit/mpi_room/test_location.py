@@ -80,16 +80,30 @@ def test_a_cuda_array_interface_over_device_memory_names_its_gpu() -> None:
     assert (found.on_device, found.device, found.by_address) == (True, 3, False)
 
 
-def test_an_address_without_length_takes_its_length_from_the_counts(memory: npt.NDArray[np.uint8]) -> None:
-    bare = MPI.memory.fromaddress(memory.ctypes.data, 0)
+@pytest.mark.parametrize("nbytes", [0, 32])
+def test_counts_beside_an_address_reach_to_the_end_of_its_allocation(
+    memory: npt.NDArray[np.uint8], nbytes: int
+) -> None:
+    bare = MPI.memory.fromaddress(memory.ctypes.data, nbytes)
     assert parse([bare, 64, MPI.FLOAT], writable=True, name="buf").nbytes == 256
-    assert parse([bare, MPI.FLOAT], writable=True, name="buf").nbytes == 0
+    assert parse([bare, MPI.FLOAT], writable=True, name="buf").nbytes == nbytes
     assert parse([bare, (60, 4), MPI.FLOAT], writable=True, name="buf").pointer == memory.ctypes.data + 16
     assert parse_vector([bare, ([32, 32], [0, 32]), MPI.FLOAT], size=2, writable=True, name="buf").total == 64
     with pytest.raises(InvalidUsageError, match="elements 0 to 65 are asked for, but the buffer holds 64"):
         parse([bare, 65, MPI.FLOAT], writable=True, name="buf")
     host = np.zeros(64, np.float32)
-    assert parse([MPI.memory.fromaddress(host.ctypes.data, 0), 64, MPI.FLOAT], writable=True, name="buf").nbytes == 256
+    bare = MPI.memory.fromaddress(host.ctypes.data, nbytes)
+    assert parse([bare, 64, MPI.FLOAT], writable=True, name="buf").nbytes == 256
+
+
+def test_elements_with_gaps_reach_to_the_end_of_the_allocation_of_an_address(memory: npt.NDArray[np.uint8]) -> None:
+    gaps = MPI.FLOAT.Create_vector(1, 1, 1).Create_resized(0, 16).Commit()
+    bare = MPI.memory.fromaddress(memory.ctypes.data, 16 * 4)  # the bytes of the elements alone
+    derived = parse([bare, 16, gaps], writable=True, name="buf").derived
+    assert derived is not None and [each.address for each in derived] == [memory.ctypes.data]
+    with pytest.raises(InvalidUsageError, match="reach from byte 0 to byte 260 of a buffer of 256 bytes"):
+        parse([bare, 17, gaps], writable=True, name="buf")
+    gaps.Free()
 
 
 class Exporter:
