@@ -10,7 +10,7 @@ from mpicomm import environment, log
 from mpicomm.activity.page import Member, Row, page
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.placement import Placement, find_placement
-from mpicomm.cluster.roll_call import duplicate, roll_call
+from mpicomm.cluster.roll_call import private_copy, roll_call
 from mpicomm.devices.base import GpuBackend, Link
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.host import HostBackend
@@ -39,7 +39,7 @@ class Session:
     at the first call that needs it, which is local. `set_up` makes the rest at the first call that needs that, which is
     collective.
 
-    `set_up` duplicates ``comm``, which stays the caller's. ``backend`` is this rank's device where it is open already.
+    `set_up` copies ``comm``, which stays the caller's. ``backend`` is this rank's device where it is open already.
     ``channel`` takes the records of the communicator's calls; None where the environment asks for none.
     """
 
@@ -95,7 +95,7 @@ class Session:
         """
         page().introduce(world_rank(), world_size())
         limit_s = environment.usable_timeout_s(timeout_s)
-        private = duplicate(comm, "Communicator", limit_s)
+        private = private_copy(comm, "Communicator", limit_s)
         group = Group(private, range(comm.size), limit_s)
         with _freed_on_failure(private, group):
             # A bad value on one rank must not keep that rank from telling the others: exchanges check the values.
@@ -137,7 +137,7 @@ class Session:
         if not self._groups:
             self._require_unfreed(what)
             limit_s = _PATIENCE_S if patient else self.placement.here.timeout_s
-            private = duplicate(self._comm, what, limit_s)
+            private = private_copy(self._comm, what, limit_s)
             group = Group(private, range(private.size), limit_s)
             with _freed_on_failure(private, group), self._opened_on_all_ranks(group):
                 self._join(private, group)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from mpi4py import MPI
 
 from mpicomm.activity.page import page
@@ -19,6 +21,17 @@ def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm
             abandoned.append(request)
             raise CollectiveTimeoutError(f"{step}: not all ranks arrived within {timeout_s:g} s")
         return copy
+
+
+def private_copy(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm:
+    """Return a communicator of the ranks of ``comm`` in their order, after all ranks have come. Collective, blocking.
+
+    It has none of the user's attributes, whose copy and delete functions a duplicate would call. Raises as `roll_call`
+    does.
+    """
+    roll_call(comm, step, timeout_s)
+    with page().step(step, ranks_in_world(comm, range(comm.size))):
+        return cast(MPI.Intracomm, MPI.Intracomm(comm).Split(0, comm.rank))
 
 
 _HERE, _LEFT = 1, 2  # words of a rank in a roll call; 0 is for a rank that has said nothing

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from mpicomm.api.communicator import Communicator
 from mpicomm.cli.options import open_communicator
 from mpicomm.cluster.agreement import Group
-from mpicomm.cluster.roll_call import duplicate
+from mpicomm.cluster.roll_call import private_copy
 from mpicomm.doctor.facts import Facts, Memory
 from mpicomm.doctor.gpus import find_gpus
 from mpicomm.errors import InvalidUsageError, MpicommError
@@ -24,7 +24,7 @@ def gather(facts: Facts, timeout_s: float, device: str, handle: str) -> list[Fac
 
     A rank that does not come within ``timeout_s`` makes the others raise `CollectiveTimeoutError` with its number.
     """
-    group = Group(duplicate(MPI.COMM_WORLD, "doctor: begin", timeout_s), range(MPI.COMM_WORLD.size), timeout_s)
+    group = Group(private_copy(MPI.COMM_WORLD, "doctor: begin", timeout_s), range(MPI.COMM_WORLD.size), timeout_s)
     word = ctypes.c_uint32(_WORD)
 
     def look() -> Facts:

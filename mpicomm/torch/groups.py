@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.agreement import Group, node_key
-from mpicomm.cluster.roll_call import duplicate
+from mpicomm.cluster.roll_call import private_copy
 from mpicomm.errors import InvalidUsageError
 from mpicomm.torch.parts import members_of, part_of
 from mpicomm.torch.process_group import ProcessGroup
@@ -54,7 +54,7 @@ def create(given: Any, options: Any) -> ProcessGroup:
         comm = part_of(whole.communicator, ranks, name, given.store, timeout_s)
     else:
         if not ranks:
-            plain = duplicate(MPI.COMM_WORLD, _STEP, timeout_s)
+            plain = private_copy(MPI.COMM_WORLD, _STEP, timeout_s)
         else:  # a group beside those of another backend
             _require_ranks(dist.get_rank(), dist.get_world_size())
             plain = members_of(MPI.COMM_WORLD, ranks, name, given.store, timeout_s)

@@ -13,7 +13,7 @@ from mpi4py import MPI
 from torch.distributed.rendezvous import _rendezvous_handlers
 
 from mpicomm.cluster.agreement import Group, node_key
-from mpicomm.cluster.roll_call import duplicate
+from mpicomm.cluster.roll_call import private_copy
 from mpicomm.errors import InvalidUsageError
 
 Found = Iterator[tuple[dist.Store, int, int]]
@@ -50,7 +50,7 @@ def _by_mpi(timeout: timedelta) -> Found:
     Raises the same error on all ranks where the first rank cannot listen, and `CollectiveTimeoutError`.
     """
     limit_s = timeout.total_seconds()
-    private = duplicate(MPI.COMM_WORLD, _STEP, limit_s)
+    private = private_copy(MPI.COMM_WORLD, _STEP, limit_s)
     group = Group(private, range(private.size), limit_s)
     rank, size = private.rank, private.size
     try:
