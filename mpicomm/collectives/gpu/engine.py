@@ -282,7 +282,7 @@ class DeviceEngine:
         if not self._open:
             self._require_open(plan.text)
         if again and plan.collective:
-            self._board.post(plan.text)
+            self._board.post(plan.words, plan.count)
         if meets and plan.collective:
             self._calls.require_same()
         if not plan.steps:

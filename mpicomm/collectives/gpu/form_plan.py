@@ -7,6 +7,7 @@ from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any
 
+from mpicomm.activity.layout import COUNT_IN_TEXT
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
@@ -36,7 +37,9 @@ class FormPlan(ABC):
     """See `Plan.private_nbytes`."""
 
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
-        self._words = signature.words_around_count()
+        self.words = signature.text_without_count()
+        self.count = 0
+        """The words and the count of the call that is filled in, for `Board.post`."""
         self._hash = signature.hash_without_count
         self._load = load
         self._why = "by the table" if asked == "auto" else f'algorithm="{asked}"'
@@ -45,7 +48,6 @@ class FormPlan(ABC):
             choices = tuning.choices(form.operation.name, node.size, registered=False)
         self._begins = [begin for begin, _ in choices]
         self._choices = [_Algorithm(name, form, node) for _, name in choices]
-        self._count: int | None = None
         self._chosen = self._choices[0]
         self._blocks = self._threads = 0
         self._launcher: Launcher | None = None
@@ -64,8 +66,10 @@ class FormPlan(ABC):
     @property
     def text(self) -> str:
         """The call that is filled in, in words."""
-        before, after = self._words
-        return f"{before}{'' if self._count is None else self._count}{after}"
+        return self.words.replace(COUNT_IN_TEXT, str(self.count))
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def choice(self) -> Choice:
@@ -79,14 +83,14 @@ class FormPlan(ABC):
 
     enqueue = launch
 
-    def _filled(self, chosen: _Algorithm, filled: Filled, count: int | None) -> None:
+    def _filled(self, chosen: _Algorithm, filled: Filled, count: int) -> None:
         kernel, self._blocks, self._threads = filled
         launcher = chosen.launchers.get(kernel)
         if launcher is None:
             template = chosen.template
             launcher = self._load(template.variant(kernel), template.arguments, template.early)
             chosen.launchers[kernel] = launcher
-        self._count, self._chosen, self._launcher = count, chosen, launcher
+        self.count, self._chosen, self._launcher = count, chosen, launcher
 
 
 class EvenPlan(FormPlan):
@@ -167,7 +171,7 @@ class BlocksPlan(FormPlan):
         if filled is None:
             return False
         self.private_nbytes = chosen.template.private_nbytes
-        self._filled(chosen, filled, None)
+        self._filled(chosen, filled, 0)
         return True
 
     def _parts(self, buffer: Any, number: int) -> tuple[list[int], list[int]] | None:

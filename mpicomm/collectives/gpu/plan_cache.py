@@ -28,7 +28,7 @@ _PLAIN = frozenset((int, str, type(None)))  # types whose values are keys; no su
 
 
 class AnyPlan(Protocol):
-    """A call that an engine can enqueue again and again."""
+    """A call that an engine can enqueue again and again. Its ``str`` is `text`, for errors."""
 
     @property
     def text(self) -> str:
@@ -169,14 +169,14 @@ class PlanCache:
         Raises the error of an earlier call, and `InvalidUsageError` where the communicator was freed.
         """
         session, plan = self._session, call.plan
-        session.require_usable(plan.text)
+        session.require_usable(plan)
         resolved = session.backend.stream(stream, array_of(receive if call.by_output else send))
         return self.engine.enqueue(plan, resolved, again=True)
 
     def run(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> None:
         """As `enqueue`, for a blocking collective."""
         session, plan = self._session, call.plan
-        session.require_usable(plan.text)
+        session.require_usable(plan)
         array = array_of(receive if call.by_output else send)
         self.carry_out(plan, session.backend.stream(stream, array), array, again=True)
 

@@ -68,7 +68,7 @@ class Rig:
             loading=contextlib.nullcontext,
             current=contextlib.nullcontext,
         )
-        board: Any = SimpleNamespace(post=lambda text: None, differ=lambda: False, behind=list)
+        board: Any = SimpleNamespace(post=lambda text, count=0: None, differ=lambda: False, behind=list)
         self.engine = engine.DeviceEngine(node, backend, "ipc", board, on_a_device, most_nbytes)
 
     def alltoallv(self, nbytes: int) -> Any:
