@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable
+from operator import add
 from typing import Any
 
 from mpicomm.activity.layout import COUNT_IN_TEXT
@@ -143,7 +144,13 @@ class BlocksPlan(FormPlan):
         self._element_nbytes = form.element_nbytes
         self._vectors = form.sends == "vector", form.receives == "vector"
         self._singles = form.sends == "one", form.receives == "one"
-        self._rank, self._size = node.rank, node.size
+        self._sends, self._receives = (part > 0 for part in form.parts)
+        # The numbers of the blocks that this rank sends itself and takes from itself, if it has both.
+        sent, received = form.parts
+        self._own = None
+        if sent and received:
+            self._own = node.rank * self._vectors[0], sent + node.rank * self._vectors[1]
+        self._size = node.size
         self._call_hash = counted_hash(self._hash, None)
 
     def takes(self, sent: Any, received: Any) -> bool:
@@ -158,39 +165,42 @@ class BlocksPlan(FormPlan):
     def fill(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
         chosen = self._choices[0]
-        if chosen.template is None:
+        if chosen.template is None or not self._is_apart(sent, received):
             return False
-        send, receive = self._parts(sent, 0), self._parts(received, 1)
-        if send is None or receive is None or not self._is_apart(sent, received):
+        lengths: list[int] = []
+        begins: list[int] = []
+        if not (self._add(sent, 0, lengths, begins) and self._add(received, 1, lengths, begins)):
             return False
-        if len(send[1]) > 1 and len(receive[1]) > 1:
-            to_itself, of_itself = self._vectors[0] * self._rank, self._vectors[1] * self._rank
-            if send[1][to_itself] != receive[1][of_itself]:
+        if self._own is not None:
+            to_itself, of_itself = self._own
+            if lengths[to_itself] != lengths[of_itself]:
                 return False  # this rank sends itself more than it takes, or less
-        filled = chosen.template.fill_blocks(((), send[0], receive[0]), ((0,), send[1], receive[1]), self._call_hash)
+        filled = chosen.template.fill_blocks(lengths, begins, self._call_hash)
         if filled is None:
             return False
         self.private_nbytes = chosen.template.private_nbytes
         self._filled(chosen, filled, 0)
         return True
 
-    def _parts(self, buffer: Any, number: int) -> tuple[list[int], list[int]] | None:
-        """Return the addresses and bytes of a buffer's blocks, then 0 bytes; None where they are not in the buffer."""
+    def _add(self, buffer: Any, number: int, lengths: list[int], begins: list[int]) -> bool:
+        """Add the bytes and the addresses of a buffer's blocks; return whether they are in the buffer."""
         nbytes = self._element_nbytes[number]
-        if self._singles[number]:
-            return [buffer[0]], [buffer[1] * nbytes, 0]
-        if not self._vectors[number]:
-            return [], [0]
-        pointer, size, _, counts, displs = buffer
-        if len(counts) != self._size or min(counts) < 0 or min(displs) < 0:
-            return None
-        if max(map(int.__add__, counts, displs)) > size:
-            return None  # a block without elements may lie anywhere, but such a call is planned
-        return [pointer + displ * nbytes for displ in displs], [*[count * nbytes for count in counts], 0]
+        if self._vectors[number]:
+            pointer, size, _, counts, displs = buffer
+            if len(counts) != self._size or min(counts) < 0 or min(displs) < 0:
+                return False
+            if max(map(add, counts, displs)) > size:
+                return False  # a block without elements may lie anywhere, but such a call is planned
+            lengths += [count * nbytes for count in counts]
+            begins += [pointer + displ * nbytes if count else 0 for count, displ in zip(counts, displs, strict=True)]
+        elif self._singles[number]:
+            lengths.append(buffer[1] * nbytes)
+            begins.append(buffer[0] if buffer[1] else 0)
+        return True
 
     def _is_apart(self, sent: Any, received: Any) -> bool:
         """Return whether both buffers lie apart, whatever their blocks are."""
-        if not all(vector or single for vector, single in zip(self._vectors, self._singles, strict=True)):
+        if not (self._sends and self._receives):
             return True
         (send, sends), (receive, receives), (of_send, of_receive) = sent[:2], received[:2], self._element_nbytes
         return not (send < receive + receives * of_receive and receive < send + sends * of_send)
