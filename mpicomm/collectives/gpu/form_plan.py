@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate
 from operator import add
 from typing import Any
 
@@ -187,9 +188,13 @@ class BlocksPlan(FormPlan):
         nbytes = self._element_nbytes[number]
         if self._vectors[number]:
             pointer, size, _, counts, displs = buffer
-            if len(counts) != self._size or min(counts) < 0 or min(displs) < 0:
+            if len(counts) != self._size or min(counts) < 0:
                 return False
-            if max(map(add, counts, displs)) > size:
+            if displs is None:
+                displs = [0, *accumulate(counts)]
+                if displs.pop() > size:
+                    return False
+            elif min(displs) < 0 or max(map(add, counts, displs)) > size:
                 return False  # a block without elements may lie anywhere, but such a call is planned
             lengths += [count * nbytes for count in counts]
             begins += [pointer + displ * nbytes if count else 0 for count, displ in zip(counts, displs, strict=True)]

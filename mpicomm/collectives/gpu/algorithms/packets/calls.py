@@ -44,10 +44,13 @@ class PacketCalls:
         way = self._way_of(longest)
         if way is None:
             return None
-        number = -(-end // longest)
-        empty = [0] * (parts - number)  # shards behind the last element
-        begins = [*range(send, send + end, longest), *empty, *range(receive, receive + end, longest), *empty]
-        values = [0, *[longest] * number, *empty, *begins]
+        begins, others = range(send, send + end, longest), range(receive, receive + end, longest)
+        number = len(begins)
+        if number == parts:
+            values = [0, *[longest] * number, *begins, *others]
+        else:  # shards behind the last element are empty
+            empty = [0] * (parts - number)
+            values = [0, *[longest] * number, *empty, *begins, *empty, *others, *empty]
         values[number] = end - (number - 1) * longest
         kernel = self._template.fill(values, longest, hash32, *way)
         _, _, (blocks, workers), _ = way

@@ -107,14 +107,16 @@ class PacketTemplate:
         def picked(own: int, output: int) -> Callable[[list[int]], tuple[int, ...]]:
             """Return what picks the fields from a list of the values and, behind them, the tags."""
             messages = [*[addresses[place] for place in ends.addressed], *[lengths[place] for place in ends.measured]]
-            return itemgetter(*tags, *messages, addresses[own], addresses[output], lengths[output])
+            fields = [*tags, *messages, addresses[own], addresses[output], lengths[output]]
+            return itemgetter(*fields)
 
         self._pick, self._pick_idle = picked(ends.own, ends.output), picked(0, 0)
         self._output, self._bits = lengths[ends.output], (ends.sources, ends.targets)
         self._ways = [(lengths[low], low_cut, lengths[high], high_cut) for low, low_cut, high, high_cut in self._tagged]
         self._both_ways = [(lengths[low], lengths[high]) for low, _, high, _ in self._pairs]
         others = [pair for peer, pair in enumerate(self._both_ways) if peer != self._rank]
-        self._of_others = itemgetter(*chain.from_iterable(others))
+        indices = [*chain.from_iterable(others)]
+        self._of_others: Callable[[list[int]], tuple[int, ...]] = itemgetter(*indices)
 
     def fill(
         self, values: list[int], longest: int, tag: int, wire: Wire, inboxes: Inboxes, geometry: Geometry, nbytes: int
