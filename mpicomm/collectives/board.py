@@ -25,7 +25,9 @@ _NUMBERS_AT = _LINE_NBYTES
 _TEXTS_AT = _NUMBERS_AT + 8 * _TEXTS
 _MARKS_AT = _TEXTS_AT + _LINE_NBYTES * _TEXTS
 _NBYTES = _MARKS_AT + 8 * _MARKS
-_CALLS, _ASKED, _KEPT_AT = 0, 1, 2  # the words of calls: their number, the call of `ask`, and the calls that are kept
+# The words of calls: their number, the call of `ask`, the longest messages, and the calls that are kept.
+_CALLS, _ASKED, _LONGEST_AT, _KEPT_AT = 0, 1, 2, 4
+_CHECKPOINT = (1 << 16) - 1  # the lowest bits of a longest message say at which checkpoint it was written
 
 # The word of a call that is kept: its number, the number of its text, and a count, from the lowest bit on.
 _CALL_BITS, _TEXT_BITS = 8, 12
@@ -110,6 +112,19 @@ class Board:
     def nobody_knows(self, call: int) -> bool:
         """Return whether all ranks have asked where the call of that number is. Local."""
         return all(counter[_ASKED] >= call for counter in self._counters)
+
+    def write_longest(self, checkpoint: int, nbytes: int) -> None:
+        """Let the other ranks read this rank's longest message at a checkpoint; local. See `LongestMessage`."""
+        self._counters[self._node.rank][_LONGEST_AT + checkpoint % 2] = nbytes << 16 | checkpoint + 1 & _CHECKPOINT
+
+    def without_longest(self, checkpoint: int) -> list[int]:
+        """Return the indices of the ranks that have not written their longest message at a checkpoint; local."""
+        words = (counter[_LONGEST_AT + checkpoint % 2] for counter in self._counters)
+        return [index for index, word in enumerate(words) if (word ^ checkpoint + 1) & _CHECKPOINT]
+
+    def longest(self, checkpoint: int) -> int:
+        """Return the longest message that any rank has written at a checkpoint, which all have written; local."""
+        return max(counter[_LONGEST_AT + checkpoint % 2] >> 16 for counter in self._counters)
 
     def _require_open(self, text: str) -> None:
         if self._own is None:

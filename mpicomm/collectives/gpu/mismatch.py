@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.gpu.arena import DeviceArena
@@ -36,16 +38,22 @@ class DeviceCalls:
     def require_same(self) -> None:
         """Wait until all ranks have called what this rank has called, before they set up memory together.
 
-        Raises, now and in every later check of the backend, `PeerError` if a rank has called something else, because
-        that rank may be in a kernel and never come to the set-up, and `CollectiveTimeoutError` for a rank that does not
-        come.
+        Raises as `wait_for`.
         """
-        wait_until(lambda: self._board.differ() or not self._board.behind(), self._node.timeout_s)
+        self.wait_for(self._board.behind)
+
+    def wait_for(self, missing: Callable[[], list[int]]) -> None:
+        """Wait until there are no ``missing`` ranks, as indices in the node.
+
+        Raises, now and in every later check of the backend, `PeerError` if a rank has called something else, because
+        that rank may be in a kernel and never come, and `CollectiveTimeoutError` for a rank that does not come.
+        """
+        wait_until(lambda: not missing() or self._board.differ(), self._node.timeout_s)
+        behind = [self._node.ranks[index] for index in missing()]
         if self._board.differ():
             error = called_differently(self.different(wait=True), self._node.ranks)
             self._arena.abort()  # ranks that wait in a kernel need not wait until their time is up
             self._fail(error)
-        behind = [self._node.ranks[index] for index in self._board.behind()]
         if behind:
             names = f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, behind))}"
             self._fail(

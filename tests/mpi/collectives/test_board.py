@@ -109,6 +109,22 @@ def test_a_call_that_all_ask_for_is_on_the_host(comm_world: MPI.Intracomm, board
     comm_world.Barrier()
 
 
+def test_tells_the_longest_message_of_all_ranks_at_a_checkpoint(comm_world: MPI.Intracomm, board: Board) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    for checkpoint in (0, 1, 2, 3, 65535, 65536):
+        if rank:
+            board.write_longest(checkpoint, checkpoint + rank << 30)
+        comm_world.Barrier()
+        assert board.without_longest(checkpoint) == [0]
+        comm_world.Barrier()
+        if not rank:
+            board.write_longest(checkpoint, 5)
+        comm_world.Barrier()
+        assert board.without_longest(checkpoint) == []
+        assert board.longest(checkpoint) == (checkpoint + size - 1 << 30 if size > 1 else 5)
+        comm_world.Barrier()
+
+
 @pytest.mark.mpi(min_size=2)
 def test_testifies_of_ranks_in_calls_that_this_rank_has_not_made(comm_world: MPI.Intracomm, board: Board) -> None:
     board.post("first")
