@@ -248,8 +248,11 @@ class Session:
             self.backend.synchronize(self.backend.stream(stream))
             self.backend.check()
 
-    def require_usable(self, what: str) -> None:
-        """Raise if the communicator was freed or an earlier error broke it; after `set_up`. Local and cheap."""
+    def require_usable(self, what: object) -> None:
+        """Raise if the communicator was freed or an earlier error broke it; after `set_up`. Local and cheap.
+
+        ``what`` becomes text, the call in words, only for an error.
+        """
         if self._freed:
             self._require_unfreed(what)
         for group in self._groups:
@@ -304,7 +307,7 @@ class Session:
             for member in (*self._shared, *self._beside):
                 member.close_peers()
 
-    def _require_unfreed(self, what: str) -> None:
+    def _require_unfreed(self, what: object) -> None:
         if self._freed:
             raise InvalidUsageError(f"{what}: the communicator was freed; create another")
 

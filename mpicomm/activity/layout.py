@@ -8,7 +8,7 @@ from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x31796C706D6F6363
+MAGIC = 0x32796C706D6F6363
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -44,10 +44,15 @@ SENDS = 9  # how many blocking sends it has begun
 DEST = 10  # of the send that goes on, or `NOBODY`
 SEND_TAG = 11
 ON_GPU = 12  # whether the communicator has GPUs, so that calls with a text may have enqueued their work
-WORDS = 13
+COUNT = 13  # the number in the place of `COUNT_IN_TEXT` in the text of the last call
+WORDS = 14
 # Texts of a row, in bytes.
 NAME = slice(128, 256)
 NODE_RANKS = slice(256, ROW_NBYTES)
+
+COUNT_IN_TEXT = "\x1a"
+"""Stands in the text of a call where a count belongs, so that calls that differ in a count share a text. No text of a
+user has this character."""
 
 NOBODY = -(1 << 40)
 """It is no rank, nor a constant that stands for one in any MPI."""

@@ -160,12 +160,16 @@ class Row:
         _write(self._bytes, layout.NODE_RANKS, ranks_as_text(node_ranks))
         words[layout.KEY] = int.from_bytes(digest, "big") << 15 | 1 << 14 | number & 0x3FFF
 
-    def post(self, text: str) -> None:
-        """Say that this rank begins a collective call."""
+    def post(self, text: str, count: int = 0) -> None:
+        """Say that this rank begins a collective call, with ``count`` in the place of `layout.COUNT_IN_TEXT`.
+
+        The doctor may read the count or the text of the call before, if it comes between these lines.
+        """
         if text is not self._text:
             self._text, self._position = text, self._page.position(text) + 1
         words = self.words
         words[layout.CALLS] += 1
+        words[layout.COUNT] = count
         words[layout.CALL] = self._position
         words[layout.SINCE] = _monotonic_ns()
 

@@ -125,6 +125,7 @@ def _calls(memory: mmap.mmap, at: int) -> Calls | None:
         return None
     name, node_ranks = _text(memory, at, layout.NAME), _text(memory, at, layout.NODE_RANKS)
     last = _posted(memory, number - 1) if number > 0 else layout.BY_MPI[-number]
+    last = last.replace(layout.COUNT_IN_TEXT, str(words[layout.COUNT]))
     if _words(memory, at, 1)[0] != key:  # the row belongs to another communicator by now
         return None
     receive = Message(words[layout.SOURCE], words[layout.TAG], words[layout.RECEIVES])

@@ -120,7 +120,7 @@ class Group:
             raise failure from cause
         return [outcome.value for outcome in outcomes]
 
-    def require_whole(self, what: str) -> None:
+    def require_whole(self, what: object) -> None:
         """Raise if the group is broken, or if this process was forked from the group's process; local and cheap."""
         if _forked:
             require_own_process(what)
@@ -352,7 +352,7 @@ def forked() -> bool:
     return _forked
 
 
-def require_own_process(what: str) -> None:
+def require_own_process(what: object) -> None:
     """Raise `InvalidUsageError` in a process that was forked from an MPI process; local and cheap.
 
     It shares its memory and its place in every queue with its parent: peers would take its messages for its parent's.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 
 import numpy as np
 
+from mpicomm.activity.layout import COUNT_IN_TEXT
 from mpicomm.activity.page import Row
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.host import HostBackend, fence
@@ -14,22 +14,36 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
 from mpicomm.sharing.segments import share
 
-_LINE_NBYTES = 256  # the counter takes a line too, so that no two ranks write the same cache line
-_KEPT = 16  # lines of a rank: ranks that need not wait for each other notice different calls some calls later
+_LINE_NBYTES = 256
+_KEPT = 16  # calls of a rank: ranks that need not wait for each other notice different calls some calls later
+_TEXTS = 64  # texts of a rank: more than calls are kept, so that a new text finds a place
 _MARKS = 4096  # marks of a rank: no rank is so many calls ahead of one that takes part in them
-_NBYTES = _LINE_NBYTES * (1 + _KEPT) + 8 * _MARKS
-_CALLS, _ASKED, _READY = 0, 1, 2  # the words of the first line
+
+# First come the words of calls, which take a line, so that no two ranks write the same cache line. Then come the
+# numbers of texts, the texts, and the marks.
+_NUMBERS_AT = _LINE_NBYTES
+_TEXTS_AT = _NUMBERS_AT + 8 * _TEXTS
+_MARKS_AT = _TEXTS_AT + _LINE_NBYTES * _TEXTS
+_NBYTES = _MARKS_AT + 8 * _MARKS
+# The words of calls: their number, the call of `ask`, that of `ready`, the longest messages, and the calls that are
+# kept.
+_CALLS, _ASKED, _READY, _LONGEST_AT, _KEPT_AT = 0, 1, 2, 3, 5
+_CHECKPOINT = (1 << 16) - 1  # the lowest bits of a longest message say at which checkpoint it was written
+
+# The word of a call that is kept: its number, the number of its text, and a count, from the lowest bit on.
+_CALL_BITS, _TEXT_BITS = 8, 12
+_CALL, _TEXT = (1 << _CALL_BITS) - 1, (1 << _TEXT_BITS) - 1
+_COUNT_AT = _CALL_BITS + _TEXT_BITS
 _NEVER_CALLED = "nothing yet"
 
 
 class Board:
-    """The latest collectives of each rank of the node as lines of text, in shared host memory for every device.
+    """The latest collectives of each rank of the node as texts with a count, in shared host memory for every device.
 
-    Each rank writes its own lines, each before it does anything else for a collective. Any rank reads all lines. A
-    rank's counter is twice the number of its calls, and odd while the rank writes the next line. So no rank reads a
-    line that is half written, and a rank whose counter is behind has not come yet. Marks tell calls on the host from
-    calls on the GPUs: see `witness`. Construction is collective and raises as `share` does. ``row`` shows this rank's
-    calls to the doctor.
+    Each rank writes its own memory: for each call a word, before it does anything else for the call, and each text
+    once. Any rank reads all. The word of a call says which call it is, so a reader notices a word that is not there
+    yet, or that a later call has overwritten. Marks tell calls on the host from calls on the GPUs: see `witness`.
+    Construction is collective and raises as `share` does. ``row`` shows this rank's calls to the doctor.
     """
 
     def __init__(self, node: Group, row: Row | None = None) -> None:
@@ -41,34 +55,34 @@ class Board:
             backend.view(self._segments[index], (_NBYTES,), np.dtype(np.uint8)).data for index in range(node.size)
         ]
         self._counters = [memory[:_LINE_NBYTES].cast("Q") for memory in self._memory]
-        self._marks = [memory[_LINE_NBYTES * (1 + _KEPT) :].cast("Q") for memory in self._memory]
+        self._numbers = [memory[_NUMBERS_AT:_TEXTS_AT].cast("Q") for memory in self._memory]
+        self._marks = [memory[_MARKS_AT:].cast("Q") for memory in self._memory]
         self._own: memoryview | None = self._counters[node.rank]
-        self._count = 0  # the value of the own counter between two calls
-        self._written: list[str | None] = [None] * _KEPT
+        self._calls = 0
+        self._texts: dict[str, int] = {}
+        """The numbers of the texts that are in this rank's memory."""
+        self._next_text = 0
 
-    def post(self, text: str) -> None:
-        """Write this rank's next line; local. Text beyond 256 bytes of UTF-8 is cut off."""
+    def post(self, text: str, count: int = 0) -> None:
+        """Write this rank's next call; local. Text beyond 256 bytes of UTF-8 is cut off.
+
+        Readers put ``count`` in the place of `COUNT_IN_TEXT`, so calls that differ in a count share a text.
+        """
         counter = self._own
         if counter is None:
-            raise InvalidUsageError(f"{text}: the communicator was freed; create another")
-        self._count = count = self._count + 2
-        line = count // 2 % _KEPT
-        if text != self._written[line]:  # a loop of one call finds the text there already
-            counter[0] = count - 1
-            # Pairs with the second fence of `_text`: a reader that sees a byte of the new text sees by the counter,
-            # which it reads again, that the line belongs to another call.
-            fence()
-            self._memory[self._node.rank][_place(line)] = _encode(text)
-            self._written[line] = text
-            # Pairs with the first fence of `_text`: a reader that sees the even counter sees the whole text.
-            fence()
-        counter[0] = count
-        self._row.post(text)
+            raise InvalidUsageError(f"{_filled(text, count)}: the communicator was freed; create another")
+        number = self._texts.get(text)
+        if number is None:
+            number = self._write(text)
+        self._calls = call = self._calls + 1
+        counter[_KEPT_AT + call % _KEPT] = count << _COUNT_AT | (number & _TEXT) << _CALL_BITS | call & _CALL
+        counter[_CALLS] = call
+        self._row.post(text, count)
 
     def post_on_host(self, text: str) -> None:
         """As `post`, for a call that is not on the GPUs. Its number stands in a mark."""
         self._require_open(text)
-        call = self.calls + 1
+        call = self._calls + 1
         self._marks[self._node.rank][call % _MARKS] = call
         # Pairs with the fence of `is_on_host`: a reader that sees the counter of the call sees its mark.
         fence()
@@ -77,13 +91,13 @@ class Board:
     def ready(self) -> None:
         """Tell the other ranks that this one launches its latest call next, and waits for nothing before; local."""
         if self._own is not None:
-            self._own[_READY] = self._count
+            self._own[_READY] = self._calls
 
     def ask(self) -> int:
         """Tell the other ranks that this one does not know where the next call is; return the number of that call."""
         self._require_open("a call without elements")
-        counter, call = self._counters[self._node.rank], self.calls + 1
-        counter[_ASKED] = call
+        call = self._calls + 1
+        self._counters[self._node.rank][_ASKED] = call
         return call
 
     def is_on_host(self, call: int) -> bool | None:
@@ -92,7 +106,7 @@ class Board:
         It is, too, where all ranks ask: they have no data for each other.
         """
         for index, counter in enumerate(self._counters):
-            if counter[_CALLS] // 2 < call:
+            if counter[_CALLS] < call:
                 continue
             # Pairs with the fence of `post_on_host`: the mark is read after the counter.
             fence()
@@ -105,6 +119,19 @@ class Board:
         """Return whether all ranks have asked where the call of that number is. Local."""
         return all(counter[_ASKED] >= call for counter in self._counters)
 
+    def write_longest(self, checkpoint: int, nbytes: int) -> None:
+        """Let the other ranks read this rank's longest message at a checkpoint; local. See `LongestMessage`."""
+        self._counters[self._node.rank][_LONGEST_AT + checkpoint % 2] = nbytes << 16 | checkpoint + 1 & _CHECKPOINT
+
+    def without_longest(self, checkpoint: int) -> list[int]:
+        """Return the indices of the ranks that have not written their longest message at a checkpoint; local."""
+        words = (counter[_LONGEST_AT + checkpoint % 2] for counter in self._counters)
+        return [index for index, word in enumerate(words) if (word ^ checkpoint + 1) & _CHECKPOINT]
+
+    def longest(self, checkpoint: int) -> int:
+        """Return the longest message that any rank has written at a checkpoint, which all have written; local."""
+        return max(counter[_LONGEST_AT + checkpoint % 2] >> 16 for counter in self._counters)
+
     def _require_open(self, text: str) -> None:
         if self._own is None:
             raise InvalidUsageError(f"{text}: the communicator was freed; create another")
@@ -112,7 +139,7 @@ class Board:
     @property
     def calls(self) -> int:
         """How many collectives this rank has begun; local."""
-        return self._count // 2
+        return self._calls
 
     def read(self) -> list[str]:
         """Return the call of each rank of the node, in the node's order; local.
@@ -138,7 +165,7 @@ class Board:
 
     def not_ready(self) -> list[int]:
         """Return the indices of the ranks that do not launch this rank's latest call yet; local."""
-        return [index for index, counter in enumerate(self._counters) if counter[_READY] < self._count]
+        return [index for index, counter in enumerate(self._counters) if counter[_READY] < self._calls]
 
     def ahead(self) -> list[int]:
         """Return the indices of the ranks that have posted more often than this one; local."""
@@ -157,59 +184,84 @@ class Board:
         return "; ".join([*calls, f"rank {here} has not made that call: make every collective call on all ranks"])
 
     def memory_use(self) -> Iterable[MemoryUse]:
-        """Return the memory of this rank's lines; local."""
+        """Return the memory of this rank's calls; local."""
         return (MemoryUse("call board", host_nbytes=self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
-        """Unmap the peers' lines; local. `post` raises `InvalidUsageError` afterwards."""
+        """Unmap the peers' calls; local. `post` raises `InvalidUsageError` afterwards."""
         self._own = None
         self._memory.clear()
         self._counters.clear()
+        self._numbers.clear()
         self._marks.clear()
         self._segments.close_peers()
 
     def close_own(self) -> None:
-        """Free this rank's lines; local, after every peer's `close_peers`."""
+        """Free this rank's calls; local, after every peer's `close_peers`."""
         self._segments.close_own()
 
+    def _write(self, text: str) -> int:
+        """Write a text in place of one that no call that is kept has; return its number."""
+        own = self._node.rank
+        words = self._counters[own][_KEPT_AT : _KEPT_AT + _KEPT]
+        in_use = {(word >> _CALL_BITS) % _TEXTS for word in words}
+        number = self._next_text
+        while number % _TEXTS in in_use:
+            number += 1
+        self._next_text = number + 1
+        self._texts = {each: its for each, its in self._texts.items() if (its - number) % _TEXTS}
+        self._numbers[own][number % _TEXTS] = number
+        # Pairs with the second fence of `_text`: a reader that sees a byte of the new text sees by the number, which it
+        # reads afterwards, that the place belongs to another text.
+        fence()
+        self._memory[own][_place(number)] = text.encode()[:_LINE_NBYTES].ljust(_LINE_NBYTES, b"\0")
+        # Pairs with the first fence of `_text`: a reader that sees the word of a call sees the whole of its text.
+        fence()
+        self._texts[text] = number
+        return number
+
     def _difference(self) -> list[str | None] | None:
-        """Return each rank's line of the first call in which the ranks differ, None for a rank that has not come."""
-        calls = self._counters[self._node.rank][0] // 2
-        for call in range(max(1, calls - _KEPT + 2), calls + 1):
+        """Return each rank's text of the first call in which the ranks differ, None for a rank that has not come."""
+        for call in range(max(1, self._calls - _KEPT + 2), self._calls + 1):
             texts = [self._text(index, call) for index in range(self._node.size)]
             if len({text for text in texts if text is not None}) > 1:
                 return texts
         return None
 
     def _last(self, index: int) -> str:
-        """Return the last line of a rank, with a remark if that rank has posted fewer calls than this one."""
+        """Return the last call of a rank, with a remark if that rank has posted fewer calls than this one."""
         while True:
-            calls = self._counters[index][0] // 2
-            if calls == 0:
+            call = self._counters[index][_CALLS]
+            if call == 0:
                 return _NEVER_CALLED
-            text = self._text(index, calls)
-            if text is not None:  # else that rank has overwritten the line meanwhile
+            text = self._text(index, call)
+            if text is not None:  # else that rank has made another call meanwhile
                 return text + (" (its previous call: it has not made this one yet)" if index in self.behind() else "")
 
     def _text(self, index: int, call: int) -> str | None:
-        """Return the line of a rank for the call of that number, None if it is not there yet or was overwritten."""
-        if self._counters[index][0] // 2 < call:
+        """Return the call of a rank of that number, None if it is not there yet or was overwritten."""
+        counter = self._counters[index]
+        if counter[_CALLS] < call:
             return None
-        # Pairs with the second fence of `post`: the text is read after the even counter, so all of it is there.
-        fence()
-        text = bytes(self._memory[index][_place(call % _KEPT)])
-        # Pairs with the first fence of `post`: the counter is read again after the text, so it shows a later call if
-        # any byte of that call's text was read.
-        fence()
-        if (self._counters[index][0] + 1) // 2 - call >= _KEPT:
+        word = counter[_KEPT_AT + call % _KEPT]
+        if (word ^ call) & _CALL:
             return None
-        return text.rstrip(b"\0").decode(errors="replace")
+        number = word >> _CALL_BITS & _TEXT
+        # Pairs with the second fence of `_write`: the text is read after the word of the call, so all of it is there.
+        fence()
+        text = bytes(self._memory[index][_place(number)])
+        # Pairs with the first fence of `_write`: the number is read after the text, so it is another one if any byte of
+        # another text was read.
+        fence()
+        if (self._numbers[index][number % _TEXTS] ^ number) & _TEXT:
+            return None
+        return _filled(text.rstrip(b"\0").decode(errors="replace"), word >> _COUNT_AT)
 
 
-def _place(line: int) -> slice:
-    return slice(_LINE_NBYTES * (1 + line), _LINE_NBYTES * (2 + line))
+def _place(number: int) -> slice:
+    start = _TEXTS_AT + _LINE_NBYTES * (number % _TEXTS)
+    return slice(start, start + _LINE_NBYTES)
 
 
-@lru_cache(maxsize=1024)
-def _encode(text: str) -> bytes:
-    return text.encode()[:_LINE_NBYTES].ljust(_LINE_NBYTES, b"\0")
+def _filled(text: str, count: int) -> str:
+    return text.replace(COUNT_IN_TEXT, str(count))

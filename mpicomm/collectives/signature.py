@@ -7,6 +7,8 @@ import struct
 import zlib
 from dataclasses import dataclass, replace
 
+from mpicomm.activity.layout import COUNT_IN_TEXT
+
 _WITH_COUNT = struct.Struct("<Iq")
 
 
@@ -44,12 +46,11 @@ class Signature:
         words = str(replace(self, count=None))
         return int.from_bytes(hashlib.blake2b(words.encode(), digest_size=4).digest(), "little")
 
-    def words_around_count(self) -> tuple[str, str]:
-        """Return the text of the call before and after its count; where that is None, the text and nothing."""
+    def text_without_count(self) -> str:
+        """Return the text of the call with `COUNT_IN_TEXT` in the place of its count, if it has one."""
         if self.count is None:
-            return str(self), ""
-        before, _, after = str(replace(self, count=0)).partition("count=0")
-        return f"{before}count=", after
+            return str(self)
+        return str(replace(self, count=0)).replace("count=0", f"count={COUNT_IN_TEXT}", 1)
 
 
 def counted_hash(without_count: int, count: int | None) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable
-from itertools import accumulate
 from typing import Any
 
 from mpi4py import MPI
@@ -16,8 +15,11 @@ PlainArray = tuple[int, int, Hashable]
 An argument that stands for no array has no elements, and in place of their type the name of its class. A tuple without
 names is made in a third of the time.
 """
-PlainBlocks = tuple[int, int, Hashable, "list[int]", "list[int]"]
-"""A `PlainArray` with the counts and displacements of blocks, in elements; its kind says the datatype, too."""
+PlainBlocks = tuple[int, int, Hashable, tuple[int, ...], "tuple[int, ...] | None"]
+"""A `PlainArray` with the counts and displacements of blocks, in elements; its kind says the datatype, too.
+
+The displacements are None where each block begins behind the one before.
+"""
 
 
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
@@ -72,11 +74,13 @@ def _blocks(spec: Any) -> PlainBlocks | None:
     if datatype is not None and not _is_of_size(datatype, array):
         return None
     counts = _integers(counts)
-    displs = _integers(displs) if displs is not None else None if counts is None else _one_after_the_other(counts)
-    if counts is None or displs is None or len(counts) != len(displs):
+    if counts is None:
         return None
-    pointer, size, kind = read[:3]
-    return pointer, size, (kind, None if datatype is None else datatype.handle), counts, displs
+    if displs is not None:
+        displs = _integers(displs)
+        if displs is None or len(counts) != len(displs):
+            return None
+    return read[0], read[1], (read[2], None if datatype is None else datatype.handle), counts, displs
 
 
 def _is_of_size(datatype: Any, array: Any) -> bool:
@@ -84,16 +88,13 @@ def _is_of_size(datatype: Any, array: Any) -> bool:
     return type(datatype) is MPI.Datatype and datatype.is_predefined and datatype.size == array.itemsize
 
 
-def _integers(numbers: Any) -> list[int] | None:
+def _integers(numbers: Any) -> tuple[int, ...] | None:
     kind = type(numbers)
+    if kind is list or kind is tuple:
+        return tuple(numbers) if _INT.issuperset(map(type, numbers)) else None
     if kind is ndarray and numbers.dtype.kind in "iu" and numbers.ndim == 1:
-        listed: list[int] = numbers.tolist()
-        return listed
-    return list(numbers) if kind in (list, tuple) and _INT.issuperset(map(type, numbers)) else None
-
-
-def _one_after_the_other(counts: list[int]) -> list[int]:
-    return [0, *accumulate(counts[:-1])] if counts else []
+        return tuple(numbers.tolist())
+    return None
 
 
 _INT = frozenset((int,))

@@ -153,10 +153,10 @@ class Preparation:
             self._calls.require_same()
             self._arena.set_up(request)
 
-    def enlarge_inboxes(self, text: str, longest_nbytes: int) -> bool:
+    def enlarge_inboxes(self, call: object, longest_nbytes: int) -> bool:
         """Set up larger inboxes for messages of any length if messages of ``longest_nbytes`` are then faster.
 
-        Return whether the inboxes have changed: collective then, else local. ``text`` is the call, for a warning.
+        Return whether the inboxes have changed: collective then, else local. A warning names the ``call``.
         """
         for request in larger_inboxes(self._node, longest_nbytes):
             try:
@@ -164,7 +164,7 @@ class Preparation:
                 self.provide(request)
             except NoMemoryError as error:
                 self._remember_refusal(request, error)
-                _warn_of_memory(text, "in smaller inboxes", str(error))
+                _warn_of_memory(str(call), "in smaller inboxes", str(error))
             else:
                 self._arena.any_length = inboxes_for(self._node, request)
                 return True

@@ -147,7 +147,7 @@ class DeviceEngine:
             early=backend.info.compute_capability >= (9, 0) and not host_slots and side_by_side == 1,
             host_slots=host_slots,
         )
-        self._longest = LongestMessage(node)
+        self._longest = LongestMessage(board, calls)
         self._calls = calls
         self._preparation = Preparation(self.tuning, self._node, self._arena, board, calls)
         channels = max(1, min(_MESSAGE_CHANNELS, multiprocessors * SENDRECV_BLOCKS // 2))
@@ -269,7 +269,7 @@ class DeviceEngine:
     def enqueue(self, plan: Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``. Local, does not block; capturable in a graph.
 
-        Behind some calls with private lengths it blocks until all ranks are there: see `LongestMessage`.
+        Behind some calls with private lengths it may block until ranks are there: see `LongestMessage`.
 
         Return whether anything is to be done that `completion` tells of: nothing is in a capture, nor where this rank
         has no part. With ``again``, for a plan that was enqueued before, it is made a graph, which is cheaper from the
@@ -282,7 +282,7 @@ class DeviceEngine:
         if not self._open:
             self._require_open(plan.text)
         if again and plan.collective:
-            self._board.post(plan.text)
+            self._board.post(plan.words, plan.count)
         if plan.collective:
             self._board.ready()  # pairs with `meet` on the other ranks: nothing holds this thread up before its launch
             if meets:
@@ -298,17 +298,16 @@ class DeviceEngine:
             with self._backend.current():
                 pending = self._order.enqueue(stream, eager, plan.enqueue)
         if plan.private_nbytes is not None and self._longest.count(plan.private_nbytes):
-            self._enlarge_inboxes(plan.text)
+            self._enlarge_inboxes(plan)
         return pending
 
-    def _enlarge_inboxes(self, text: str) -> None:
-        """Set up larger inboxes for calls with private lengths, if that pays. Collective, in call ``text``.
+    def _enlarge_inboxes(self, plan: Plan) -> None:
+        """Set up larger inboxes for calls with private lengths, if that pays: collective then. ``plan`` is this call.
 
         It comes behind the call, because a rank that has the plan of the call and a rank that makes a new one must use
         the same inboxes.
         """
-        self._calls.require_same()
-        if self._preparation.enlarge_inboxes(text, self._longest.agree()):
+        if self._preparation.enlarge_inboxes(plan, self._longest.agree()):
             self._longest.make_plans_old()
 
     def completion(self) -> Callable[[], bool]:

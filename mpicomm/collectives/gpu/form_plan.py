@@ -5,8 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate
+from operator import add
 from typing import Any
 
+from mpicomm.activity.layout import COUNT_IN_TEXT
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
@@ -36,7 +39,9 @@ class FormPlan(ABC):
     """See `Plan.private_nbytes`."""
 
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
-        self._words = signature.words_around_count()
+        self.words = signature.text_without_count()
+        self.count = 0
+        """The words and the count of the call that is filled in, for `Board.post`."""
         self._hash = signature.hash_without_count
         self._load = load
         self._why = "by the table" if asked == "auto" else f'algorithm="{asked}"'
@@ -45,7 +50,6 @@ class FormPlan(ABC):
             choices = tuning.choices(form.operation.name, node.size, registered=False)
         self._begins = [begin for begin, _ in choices]
         self._choices = [_Algorithm(name, form, node) for _, name in choices]
-        self._count: int | None = None
         self._chosen = self._choices[0]
         self._blocks = self._threads = 0
         self._launcher: Launcher | None = None
@@ -64,8 +68,10 @@ class FormPlan(ABC):
     @property
     def text(self) -> str:
         """The call that is filled in, in words."""
-        before, after = self._words
-        return f"{before}{'' if self._count is None else self._count}{after}"
+        return self.words.replace(COUNT_IN_TEXT, str(self.count))
+
+    def __str__(self) -> str:
+        return self.text
 
     @property
     def choice(self) -> Choice:
@@ -79,14 +85,14 @@ class FormPlan(ABC):
 
     enqueue = launch
 
-    def _filled(self, chosen: _Algorithm, filled: Filled, count: int | None) -> None:
+    def _filled(self, chosen: _Algorithm, filled: Filled, count: int) -> None:
         kernel, self._blocks, self._threads = filled
         launcher = chosen.launchers.get(kernel)
         if launcher is None:
             template = chosen.template
             launcher = self._load(template.variant(kernel), template.arguments, template.early)
             chosen.launchers[kernel] = launcher
-        self._count, self._chosen, self._launcher = count, chosen, launcher
+        self.count, self._chosen, self._launcher = count, chosen, launcher
 
 
 class EvenPlan(FormPlan):
@@ -139,7 +145,13 @@ class BlocksPlan(FormPlan):
         self._element_nbytes = form.element_nbytes
         self._vectors = form.sends == "vector", form.receives == "vector"
         self._singles = form.sends == "one", form.receives == "one"
-        self._rank, self._size = node.rank, node.size
+        self._sends, self._receives = (part > 0 for part in form.parts)
+        # The numbers of the blocks that this rank sends itself and takes from itself, if it has both.
+        sent, received = form.parts
+        self._own = None
+        if sent and received:
+            self._own = node.rank * self._vectors[0], sent + node.rank * self._vectors[1]
+        self._size = node.size
         self._call_hash = counted_hash(self._hash, None)
 
     def takes(self, sent: Any, received: Any) -> bool:
@@ -154,39 +166,46 @@ class BlocksPlan(FormPlan):
     def fill(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
         chosen = self._choices[0]
-        if chosen.template is None:
+        if chosen.template is None or not self._is_apart(sent, received):
             return False
-        send, receive = self._parts(sent, 0), self._parts(received, 1)
-        if send is None or receive is None or not self._is_apart(sent, received):
+        lengths: list[int] = []
+        begins: list[int] = []
+        if not (self._add(sent, 0, lengths, begins) and self._add(received, 1, lengths, begins)):
             return False
-        if len(send[1]) > 1 and len(receive[1]) > 1:
-            to_itself, of_itself = self._vectors[0] * self._rank, self._vectors[1] * self._rank
-            if send[1][to_itself] != receive[1][of_itself]:
+        if self._own is not None:
+            to_itself, of_itself = self._own
+            if lengths[to_itself] != lengths[of_itself]:
                 return False  # this rank sends itself more than it takes, or less
-        filled = chosen.template.fill_blocks(((), send[0], receive[0]), ((0,), send[1], receive[1]), self._call_hash)
+        filled = chosen.template.fill_blocks(lengths, begins, self._call_hash)
         if filled is None:
             return False
         self.private_nbytes = chosen.template.private_nbytes
-        self._filled(chosen, filled, None)
+        self._filled(chosen, filled, 0)
         return True
 
-    def _parts(self, buffer: Any, number: int) -> tuple[list[int], list[int]] | None:
-        """Return the addresses and bytes of a buffer's blocks, then 0 bytes; None where they are not in the buffer."""
+    def _add(self, buffer: Any, number: int, lengths: list[int], begins: list[int]) -> bool:
+        """Add the bytes and the addresses of a buffer's blocks; return whether they are in the buffer."""
         nbytes = self._element_nbytes[number]
-        if self._singles[number]:
-            return [buffer[0]], [buffer[1] * nbytes, 0]
-        if not self._vectors[number]:
-            return [], [0]
-        pointer, size, _, counts, displs = buffer
-        if len(counts) != self._size or min(counts) < 0 or min(displs) < 0:
-            return None
-        if max(map(int.__add__, counts, displs)) > size:
-            return None  # a block without elements may lie anywhere, but such a call is planned
-        return [pointer + displ * nbytes for displ in displs], [*[count * nbytes for count in counts], 0]
+        if self._vectors[number]:
+            pointer, size, _, counts, displs = buffer
+            if len(counts) != self._size or min(counts) < 0:
+                return False
+            if displs is None:
+                displs = [0, *accumulate(counts)]
+                if displs.pop() > size:
+                    return False
+            elif min(displs) < 0 or max(map(add, counts, displs)) > size:
+                return False  # a block without elements may lie anywhere, but such a call is planned
+            lengths += [count * nbytes for count in counts]
+            begins += [pointer + displ * nbytes if count else 0 for count, displ in zip(counts, displs, strict=True)]
+        elif self._singles[number]:
+            lengths.append(buffer[1] * nbytes)
+            begins.append(buffer[0] if buffer[1] else 0)
+        return True
 
     def _is_apart(self, sent: Any, received: Any) -> bool:
         """Return whether both buffers lie apart, whatever their blocks are."""
-        if not all(vector or single for vector, single in zip(self._vectors, self._singles, strict=True)):
+        if not (self._sends and self._receives):
             return True
         (send, sends), (receive, receives), (of_send, of_receive) = sent[:2], received[:2], self._element_nbytes
         return not (send < receive + receives * of_receive and receive < send + sends * of_send)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Protocol
 from weakref import WeakSet
 
-from mpicomm.cluster.agreement import Group
+from mpicomm.collectives.board import Board
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.mismatch import DeviceCalls
 
 _MOST_CALLS_BETWEEN = 1024
 
@@ -21,16 +22,24 @@ class CountedPlan(Protocol):
 
 
 class LongestMessage:
-    """Counts the calls with private lengths, and says when the ranks tell each other their longest message.
+    """Counts the calls with private lengths. Behind some of them, the checkpoints, ranks look at all longest messages.
 
-    All ranks count alike, because each rank takes part in every such call, with data or without. So all tell each other
-    behind the same calls, and the calls in between cost nothing more.
+    All ranks count alike, because each rank takes part in every such call, with data or without. So all have the same
+    checkpoints, and the calls in between cost nothing more.
+
+    At a checkpoint a rank reads the longest message that each rank has written at the checkpoint before, and then
+    writes its own. All ranks read the same numbers: a rank writes the number of a checkpoint in the place of the last
+    but one. It has then read what all ranks wrote at the last one, and each of them had read the last but one before.
+    A rank waits only for a rank that has not come to the checkpoint before. The work that it has enqueued since then
+    waits for that rank, too.
     """
 
-    def __init__(self, node: Group) -> None:
-        self._node = node
+    def __init__(self, board: Board, calls: DeviceCalls) -> None:
+        self._board = board
+        self._ranks = calls
         self._calls = 0
         self._next = 1
+        self._checkpoints = 0
         self._nbytes = 0
         self._plans: WeakSet[CountedPlan] = WeakSet()
 
@@ -53,9 +62,22 @@ class LongestMessage:
         return True
 
     def agree(self) -> int:
-        """Return the longest message of all ranks in all calls so far. Collective, blocking."""
-        self._nbytes = max(self._node.exchange("collectives: longest message", lambda: self._nbytes))
-        return self._nbytes
+        """Return the longest message of all ranks in all calls up to the checkpoint before, the same on all ranks.
+
+        The first checkpoint has none before it, so its own messages count: ranks wait there, as in every first call.
+        Raises as `DeviceCalls.wait_for`.
+        """
+        board, number = self._board, self._checkpoints
+        self._checkpoints = number + 1
+        if number == 0:
+            board.write_longest(0, self._nbytes)
+        before = max(0, number - 1)
+        if board.without_longest(before):
+            self._ranks.wait_for(lambda: board.without_longest(before))
+        longest = board.longest(before)
+        if number:
+            board.write_longest(number, self._nbytes)
+        return longest
 
     def make_plans_old(self) -> None:
         """Let all calls with private lengths be planned again; local, after the same call on all ranks.

@@ -38,26 +38,29 @@ class DeviceCalls:
     def require_same(self) -> None:
         """Wait until all ranks have called what this rank has called, before they set up memory together.
 
-        Raises, now and in every later check of the backend, `PeerError` if a rank has called something else, because
-        that rank may be in a kernel and never come to the set-up, and `CollectiveTimeoutError` for a rank that does not
-        come.
+        Raises as `wait_for`.
         """
-        self._await(self._board.behind)
+        self.wait_for(self._board.behind)
 
     def meet(self) -> None:
-        """Wait until all ranks launch what this rank launches next. Raises as `require_same`.
+        """Wait until all ranks launch what this rank launches next. Raises as `wait_for`.
 
         A rank that has called the same may still have to load its kernel, and wait for other threads or the device.
         """
-        self._await(self._board.not_ready)
+        self.wait_for(self._board.not_ready)
 
-    def _await(self, missing: Callable[[], list[int]]) -> None:
-        wait_until(lambda: self._board.differ() or not missing(), self._node.timeout_s)
+    def wait_for(self, missing: Callable[[], list[int]]) -> None:
+        """Wait until there are no ``missing`` ranks, as indices in the node.
+
+        Raises, now and in every later check of the backend, `PeerError` if a rank has called something else, because
+        that rank may be in a kernel and never come, and `CollectiveTimeoutError` for a rank that does not come.
+        """
+        wait_until(lambda: not missing() or self._board.differ(), self._node.timeout_s)
+        behind = [self._node.ranks[index] for index in missing()]
         if self._board.differ():
             error = called_differently(self.different(wait=True), self._node.ranks)
             self._arena.abort()  # ranks that wait in a kernel need not wait until their time is up
             self._fail(error)
-        behind = [self._node.ranks[index] for index in missing()]
         if behind:
             names = f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, behind))}"
             self._fail(

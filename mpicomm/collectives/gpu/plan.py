@@ -28,7 +28,9 @@ class Plan:
     def __init__(
         self, text: str, steps: Sequence[Enqueue], choice: Choice = NO_CHOICE, *, collective: bool = True
     ) -> None:
-        self.text = text
+        self.text = self.words = text
+        self.count = 0
+        """The words and the count of the call for `Board.post`."""
         self.choice = choice
         self.collective = collective
         self.private_nbytes: int | None = None
@@ -39,6 +41,9 @@ class Plan:
         self.launch: Enqueue | None = None
         """Enqueues the steps as a graph, once there is one."""
         self._graph: Any = None
+
+    def __str__(self) -> str:
+        return self.text
 
     def enqueue(self, stream: int) -> None:
         """Enqueue the steps one by one; the device's context must be current."""

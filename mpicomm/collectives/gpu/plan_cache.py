@@ -13,7 +13,7 @@ from mpicomm.collectives.operations import REDUCE_SCATTER, Operation
 from mpicomm.devices.wait_beside import beside
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.layout import layout_of
-from mpicomm.mpi.plain_arrays import plain_array
+from mpicomm.mpi.plain_arrays import PlainArray, PlainBlocks, plain_array
 
 if TYPE_CHECKING:
     from mpicomm.collectives.call import Call
@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from mpicomm.symmetric.registry import Mappings
 
 _MOST = 1024  # calls that are kept
+_MOST_FORMS = 256
 _TIMES = 8  # calls with the same arrays before they get a plan of their own, which takes as long as some 20 calls
 _PLAIN = frozenset((int, str, type(None)))  # types whose values are keys; no subclasses, because True is one of int
 
 
 class AnyPlan(Protocol):
-    """A call that an engine can enqueue again and again."""
+    """A call that an engine can enqueue again and again. Its ``str`` is `text`, for errors."""
 
     @property
     def text(self) -> str:
@@ -88,6 +89,20 @@ class AnyFormPlan(AnyPlan, Protocol):
         """See `FormPlan.fill`."""
 
 
+class _Form:
+    """The calls of one form: an operation on plain arrays of two kinds. They differ in addresses and counts."""
+
+    __slots__ = ("fill", "filled", "op")
+
+    def __init__(self, op: MPI.Op | None) -> None:
+        self.op = op
+        """It is kept as `KnownCall.op` is."""
+        self.fill: Fill | None = None
+        """See `FormPlan.fill`; None where each call is planned."""
+        self.filled: KnownCall | None = None
+        """The call that was filled in last; None before the first call, any call where each is planned."""
+
+
 class PlanCache:
     """Plans by the arguments of the calls that they carry out, and by nothing else, because a plan depends on no more.
 
@@ -95,15 +110,18 @@ class PlanCache:
     arrays of CuPy and PyTorch are recognised, by their memory, because the objects are often new and can be changed in
     place. Counts and displacements are recognised by value, datatypes by name, as predefined types of MPI, or by their
     layout. The handle of a derived datatype is no key, because MPI may give it to another datatype.
+
+    A collective on plain arrays is looked up by its form first. A call of a known form that was not made before fills
+    the plan of the form.
     """
 
     def __init__(self, session: Session, engine: Engine) -> None:
         self._session = session
         self.engine = engine
+        self._forms: dict[Hashable, _Form] = {}
         self._calls: dict[Hashable, KnownCall] = {}
         self._times: dict[Hashable, int] = {}  # how often a call was filled into the plan of its form
-        self._forms: dict[Hashable, tuple[Fill, KnownCall] | None] = {}  # None: each call is planned
-        self._version = session.mappings.version
+        self._version, self._any_mapped = session.mappings.version, session.mappings.any
         self._cupy = _of_library("cupy", "ndarray")
         self._identify: dict[type, Callable[[Any], Hashable]] = {
             type(None): id,
@@ -121,38 +139,38 @@ class PlanCache:
         root: Hashable,
         counts: Sequence[int] | None,
     ) -> KnownCall | None:
-        """Return a call that was made before; None if it was not.
+        """Return a call that was made before, or whose form is known; None for all others.
 
         The ``root`` of a message is its ends and tags, and that of a call with an epilogue the key of the epilogue.
         """
-        version = self._session.mappings.version
-        if version != self._version:  # symmetric memory may have become ordinary memory, or the other way round
-            self._version = version
+        mappings = self._session.mappings
+        if (
+            mappings.version != self._version
+        ):  # symmetric memory may have become ordinary memory, or the other way round
+            self._version, self._any_mapped = mappings.version, mappings.any
             self._calls.clear()
-        sent: Any = None
-        received: Any = None
         try:
-            # As `_key`, spelled out, because nearly every call comes here and it takes half the time.
+            # As `_plain`, spelled out, because nearly every call comes here and it takes half the time.
             cupy = self._cupy
-            if type(send) is type(receive) is cupy and send._c_contiguous and receive._c_contiguous and counts is None:
+            both = type(send) is type(receive) is cupy and counts is None and type(operation) is not str
+            if both and send._c_contiguous and receive._c_contiguous:
                 data, output = send.data, receive.data
-                sent = data.ptr, send.size, (send.dtype, data.device_id)
-                received = output.ptr, receive.size, (receive.dtype, output.device_id)
-                key: Hashable = (operation, sent, received, None, id(op), root, algorithm)
+                sent: Any = data.ptr, send.size, (send.dtype, data.device_id)
+                received: Any = output.ptr, receive.size, (receive.dtype, output.device_id)
             else:
-                key = self._key(operation, algorithm, send, receive, op, root, counts)
-            known = self._calls.get(key)
+                sent, received = _plain(operation, send, receive, counts)
+            if received is None:
+                return self._usable(self._key(operation, algorithm, send, receive, op, root, counts))
+            form = self._forms.get((operation, sent[2], received[2], id(op), root, algorithm))
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
+        if form is None:
+            return None
+        key = form, sent, received
+        known = self._calls.get(key)
         if known is not None:
             return None if known.plan.is_old else known
-        if key is None or counts is not None:
-            return None
-        sent, received = sent or plain_array(send), received or plain_array(receive)
-        if sent is None or received is None:
-            return None
-        form = self._forms.get((operation, sent[2], received[2], id(op), root, algorithm))
-        if form is None or self._into_memory(operation, receive, received[0]):
+        if form.fill is None or (self._any_mapped and self._into_memory(operation, receive, received[0])):
             return None
         times = self._times.get(key, 0)
         if times >= _TIMES:
@@ -160,8 +178,7 @@ class PlanCache:
         if len(self._times) >= _MOST:
             self._times.clear()
         self._times[key] = times + 1
-        fill, known = form
-        return known if fill(sent, received) else None
+        return form.filled if form.fill(sent, received) else None
 
     def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
@@ -169,14 +186,14 @@ class PlanCache:
         Raises the error of an earlier call, and `InvalidUsageError` where the communicator was freed.
         """
         session, plan = self._session, call.plan
-        session.require_usable(plan.text)
+        session.require_usable(plan)
         resolved = session.backend.stream(stream, array_of(receive if call.by_output else send))
         return self.engine.enqueue(plan, resolved, again=True)
 
     def run(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> None:
         """As `enqueue`, for a blocking collective."""
         session, plan = self._session, call.plan
-        session.require_usable(plan.text)
+        session.require_usable(plan)
         array = array_of(receive if call.by_output else send)
         self.carry_out(plan, session.backend.stream(stream, array), array, again=True)
 
@@ -187,11 +204,13 @@ class PlanCache:
         Another thread may wait for the whole device before it does what a peer needs to come to the collective.
         """
         backend: Any = self._session.backend
-        if backend.waits_beside(stream, array):
+        if not backend.meets(stream, array):  # one thread uses the device
+            self.engine.enqueue(plan, stream, again=again)
+        elif backend.waits_beside(stream, array):
             with beside(backend, stream) as side:
                 self.engine.enqueue(plan, side, again=again, meets=True)
         else:
-            self.engine.enqueue(plan, stream, again=again, meets=backend.meets(stream, array))
+            self.engine.enqueue(plan, stream, again=again, meets=True)
 
     def begin(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> Callable[[], bool]:
         """As `enqueue`; return a function that says whether it is done, callable in any thread."""
@@ -209,34 +228,38 @@ class PlanCache:
 
         With ``read``, the same call, calls of its form are found from now on, too.
         """
-        key = self._key(*call)
-        if key is None:
-            return
-        if len(self._calls) >= _MOST:
-            self._calls.clear()
-        self._calls[key] = KnownCall(plan, call[4], by_output)
         operation, algorithm, send, receive, op, root, counts = call
-        sent, received = plain_array(send), plain_array(receive)
-        if read is None or sent is None or received is None or counts is not None:
-            return
-        if read.in_place and sent[1]:
-            return  # the same memory given twice: calls with two arrays of these kinds have another form
-        form = operation, sent[2], received[2], id(op), root, algorithm
-        if form not in self._forms:
-            if len(self._forms) >= _MOST:
-                self._forms.clear()
-            plan_of_all = self.engine.form_plan(read, algorithm)
-            known = None
-            if plan_of_all is not None and plan_of_all.takes(sent, received):
-                known = plan_of_all.fill, KnownCall(plan_of_all, op, by_output)
-            self._forms[form] = known
+        sent, received = _plain(operation, send, receive, counts)
+        if received is None:
+            key = self._key(*call)
+        else:
+            kinds = operation, sent[2], received[2], id(op), root, algorithm
+            form = self._forms.get(kinds)
+            if form is None:
+                if len(self._forms) >= _MOST_FORMS:
+                    self._forms.clear()
+                form = self._forms[kinds] = _Form(op)
+            key = form, sent, received
+            # The same memory given twice is in place: calls with two arrays of these kinds have another form.
+            if form.filled is None and read is not None and not (read.in_place and sent[1]):
+                plan_of_all = self.engine.form_plan(read, algorithm)
+                if plan_of_all is not None and plan_of_all.takes(sent, received):
+                    form.fill = plan_of_all.fill
+                form.filled = KnownCall(plan_of_all or plan, op, by_output)
+        if key is not None:
+            if len(self._calls) >= _MOST:
+                self._calls.clear()
+            self._calls[key] = KnownCall(plan, op, by_output)
+
+    def _usable(self, key: Hashable) -> KnownCall | None:
+        known = None if key is None else self._calls.get(key)
+        return None if known is None or known.plan.is_old else known
 
     def _into_memory(self, operation: Operation | str, receive: Any, pointer: int) -> bool:
         """Return whether all ranks' output lies in a symmetric array, into which an algorithm may store."""
-        mappings = self._session.mappings
-        if not mappings.any or isinstance(operation, str) or not operation.into_all:
+        if isinstance(operation, str) or not operation.into_all:
             return False
-        return mappings.find(pointer, receive.nbytes) is not None
+        return self._session.mappings.find(pointer, receive.nbytes) is not None
 
     def _key(
         self,
@@ -270,6 +293,19 @@ class PlanCache:
         if array is _of_library("torch", "Tensor"):
             self._identify[array] = _identify_torch
         return self._identify.get(array)
+
+
+def _plain(
+    operation: Operation | str, send: Any, receive: Any, counts: Sequence[int] | None
+) -> tuple[Any, PlainArray | PlainBlocks | None]:
+    """Return both buffers as `plain_array` reads them; None for the second where a call has no form.
+
+    Messages have none, because each tag would make another one.
+    """
+    if counts is not None or isinstance(operation, str) or operation is REDUCE_SCATTER:
+        return None, None
+    sent = plain_array(send)
+    return sent, None if sent is None else plain_array(receive)
 
 
 def _of_library(library: str, name: str) -> Any:

@@ -59,6 +59,9 @@ class CliquesPlan:
         self.pieces = pieces
         self.before, self.after = before, after
 
+    def __str__(self) -> str:
+        return self.text
+
     @property
     def is_old(self) -> bool:
         """Whether the call has to be planned again, because ranks may change the memory that it uses."""

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from mpi4py import MPI
 
+from mpicomm.activity.layout import COUNT_IN_TEXT
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
@@ -34,6 +35,34 @@ def test_tells_what_each_rank_called_last(comm_world: MPI.Intracomm, board: Boar
         board.post(text)
         comm_world.Barrier()
         assert board.read() == [text[:128]] * size and board.behind() == [] and not board.differ()
+        comm_world.Barrier()
+
+
+COUNTED = f"call(count={COUNT_IN_TEXT})"
+
+
+def test_calls_that_differ_in_a_count_share_a_text(comm_world: MPI.Intracomm, board: Board) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    for count in (3, 4, 1 << 42):
+        board.post(COUNTED, count) if rank else board.post(f"call(count={count})")
+        comm_world.Barrier()
+        assert board.read() == [f"call(count={count})"] * size and not board.differ()
+        comm_world.Barrier()
+    board.post(COUNTED, 7 + rank)
+    comm_world.Barrier()
+    assert board.differ() == (size > 1)
+    assert board.read() == [f"call(count={7 + each})" for each in range(size)]
+
+
+def test_a_text_stays_as_long_as_a_call_that_is_kept_has_it(comm_world: MPI.Intracomm, board: Board) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    for start in range(0, 500, 12):  # more texts than the board has places for
+        board.post(COUNTED, start + rank)
+        for number in range(12):
+            board.post(f"text {start + number}")
+        comm_world.Barrier()
+        last = [f"text {start + 11}"] * size
+        assert board.read() == ([f"call(count={start + each})" for each in range(size)] if size > 1 else last)
         comm_world.Barrier()
 
 
@@ -78,6 +107,22 @@ def test_a_call_that_all_ask_for_is_on_the_host(comm_world: MPI.Intracomm, board
     comm_world.Barrier()
     assert board.is_on_host(2) and board.nobody_knows(2)
     comm_world.Barrier()
+
+
+def test_tells_the_longest_message_of_all_ranks_at_a_checkpoint(comm_world: MPI.Intracomm, board: Board) -> None:
+    rank, size = comm_world.rank, comm_world.size
+    for checkpoint in (0, 1, 2, 3, 65535, 65536):
+        if rank:
+            board.write_longest(checkpoint, checkpoint + rank << 30)
+        comm_world.Barrier()
+        assert board.without_longest(checkpoint) == [0]
+        comm_world.Barrier()
+        if not rank:
+            board.write_longest(checkpoint, 5)
+        comm_world.Barrier()
+        assert board.without_longest(checkpoint) == []
+        assert board.longest(checkpoint) == (checkpoint + size - 1 << 30 if size > 1 else 5)
+        comm_world.Barrier()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -127,7 +172,7 @@ def test_ranks_that_differ_are_told_while_others_are_behind(comm_world: MPI.Intr
 
 
 def test_no_text_is_half_written(comm_world: MPI.Intracomm, board: Board) -> None:
-    texts = [letter * length for letter, length in (("a", 200), ("b", 30), ("c", 256), ("d", 1))]
+    texts = [letter * length for letter in "abcdefgh" for length in (200, 30, 256, 1, *range(40, 60))]
     board.post("a")
     comm_world.Barrier()
     until = time.monotonic() + 0.3

@@ -44,9 +44,12 @@ def test_calls_have_numbers_and_texts() -> None:
     row.post("Allreduce(float32)")
     posted = of("ranks 41-42,50")
     assert (posted.made, posted.last, posted.since_ns is not None) == (1, "Allreduce(float32)", True)
+    for count in (5, 6):
+        row.post(f"Scan(int8, count={layout.COUNT_IN_TEXT}, op=sum)", count)
+        assert of("ranks 41-42,50").last == f"Scan(int8, count={count}, op=sum)"
     begin_mpis(row.words, layout.by_mpi("Bcast"))
     by_mpi = of("ranks 41-42,50")
-    assert (by_mpi.made, by_mpi.last, by_mpi.since_ns) == (2, "Bcast", None)
+    assert (by_mpi.made, by_mpi.last, by_mpi.since_ns) == (4, "Bcast", None)
     row.close()
     assert "ranks 41-42,50" not in {calls.name for calls in read().communicators}
 

@@ -84,6 +84,14 @@ class Form:
         return self._blocks_in(self.receives)
 
     @property
+    def parts(self) -> tuple[int, int]:
+        """The number of blocks in the send buffer and in the receive buffer, where blocks have any lengths."""
+        send, receive = (
+            0 if shape is None else 1 if shape == "one" else self.size for shape in (self.sends, self.receives)
+        )
+        return send, receive
+
+    @property
     def shards(self) -> int:
         """The number of shards of a call in two exchanges: the root has none."""
         return self.size - bool(self.operation.rooted)

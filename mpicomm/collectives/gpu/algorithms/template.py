@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from typing import Any, Protocol
 
 from mpicomm.kernels.variant import Variant
@@ -42,13 +41,11 @@ class EvenTemplate(Template, Protocol):
 class BlocksTemplate(Template, Protocol):
     """The template of a form whose blocks have any lengths and places."""
 
-    def fill_blocks(
-        self, starts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], hash32: int
-    ) -> Filled | None:
+    def fill_blocks(self, lengths: list[int], begins: list[int], hash32: int) -> Filled | None:
         """Write a call into `arguments`, as `EvenTemplate.fill` does; local.
 
-        ``starts`` and ``lengths`` are the addresses and the bytes of the parts of each buffer, by the numbers of a
-        `Piece`. The last length of each buffer is 0.
+        ``lengths`` and ``begins`` are the bytes and the addresses of the blocks of the first buffer, then of the
+        second: as many as `Form.parts` says. A block without bytes has address 0.
         """
 
     @property

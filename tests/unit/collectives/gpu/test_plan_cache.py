@@ -288,9 +288,9 @@ SAID = (
     ([4, 0], [0, 4]),
     ([4, 0], [0, 5]),
     (([4, 0], [0, 4]), MPI.FLOAT),
-    (np.array([4, 0]),),
-    (np.array([4, 1]),),
-    (np.array([[4, 0]]),),
+    (np.array([4, 2]),),
+    (np.array([4, 3]),),
+    (np.array([[4, 2]]),),
 )
 
 
@@ -306,6 +306,13 @@ def test_what_comes_with_an_array_is_told_apart(number: int, kind: Any) -> None:
     plan = known.add("Alltoallv", given)
     assert known.find("Alltoallv", arguments((kind(16), *said), [kind(64), *said], None)) is plan
     assert known.find("Alltoallv", arguments([kind(32), *said], [kind(64), *said], None)) is None
+
+
+def test_the_same_blocks_are_known_in_other_words() -> None:
+    known, send, receive = Known(), Array(16), Array(64)
+    plan = known.add("Alltoallv", arguments([send, [3, 1]], [receive, ([2, 2], [0, 2])], None))
+    for others in ((receive, ((2, 2), [0, 2])), (receive, np.array([2, 2]), (0, 2), None)):
+        assert known.find("Alltoallv", arguments((send, np.array([3, 1])), others, None)) is plan
 
 
 def test_counts_that_were_changed_in_place_are_others() -> None:

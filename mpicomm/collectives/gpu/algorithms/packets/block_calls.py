@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.arguments import OVERSEERS, PacketArguments
@@ -20,7 +18,11 @@ class PacketBlocks:
     def __init__(self, form: Form, node: Node, way_of: WayOf) -> None:
         planner = PacketPlanner.of(node)
         self._template = planner.template(form.one_shot, form.reduction)
-        self._pieces = [form.piece(span) for span in self._template.places]
+        parts = form.parts
+        pieces = [form.piece(span) for span in self._template.places]
+        # The values of a call: 0, the lengths of all blocks, and their addresses.
+        lengths = [1 + (buffer == 2) * parts[0] + part if part >= 0 else 0 for buffer, part in pieces]
+        self._template.bind([index and sum(parts) + index for index in lengths], lengths, 1 + 2 * sum(parts))
         self._way_of = way_of
         self._is_private = form.operation.counts == "private"
         self.arguments: PacketArguments = self._template.arguments
@@ -28,21 +30,16 @@ class PacketBlocks:
         self.private_nbytes: int | None = None
         """See `BlocksTemplate`."""
 
-    def fill_blocks(
-        self, starts: Sequence[Sequence[int]], lengths: Sequence[Sequence[int]], hash32: int
-    ) -> Filled | None:
+    def fill_blocks(self, lengths: list[int], begins: list[int], hash32: int) -> Filled | None:
         """See `BlocksTemplate`."""
-        nbytes = [lengths[buffer][part] for buffer, part in self._pieces]
-        longest = max(nbytes)
+        longest = max(lengths)
         way = self._way_of(longest)
         if way is None:
             return None
-        addresses = [
-            starts[buffer][part] if length else 0 for (buffer, part), length in zip(self._pieces, nbytes, strict=True)
-        ]
-        kernel = self._template.fill(addresses, nbytes, longest, hash32, *way)
+        values = [0, *lengths, *begins]
+        kernel = self._template.fill(values, longest, hash32, *way)
         if self._is_private:
-            self.private_nbytes = self._template.longest_with_peers(nbytes)
+            self.private_nbytes = self._template.longest_with_peers(values)
         _, _, (blocks, workers), _ = way
         return kernel, blocks, workers + OVERSEERS
 

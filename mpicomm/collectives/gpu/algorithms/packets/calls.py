@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.packets.arguments import OVERSEERS, PacketArguments
@@ -25,8 +23,11 @@ class PacketCalls:
         first, second = (form.two_shot.first, form.two_shot.second) if two_shot else (form.one_shot, None)
         self._template = planner.template(first, form.reduction, fan_out=second, alike=not two_shot)
         own = first.reduction.own if first.reduction is not None else None
-        self._pieces = [form.piece(span, own) for span in self._template.places]
-        self._parts = form.shards if two_shot else 1 + max(piece.part for piece in self._pieces)
+        pieces = [form.piece(span, own) for span in self._template.places]
+        self._parts = parts = form.shards if two_shot else 1 + max(piece.part for piece in pieces)
+        # The values of a call: 0, the lengths of all parts, and their addresses in the first and the second buffer.
+        addresses = [1 + buffer * parts + part if buffer else 0 for buffer, part in pieces]
+        self._template.bind(addresses, [1 + piece.part for piece in pieces], 1 + 3 * parts)
         self._two_shot = two_shot
         self._way_of = way_of
         self._itemsize = form.itemsize
@@ -35,25 +36,23 @@ class PacketCalls:
 
     def fill(self, send: int, receive: int, nbytes: int, hash32: int) -> Filled | None:
         """See `EvenTemplate`."""
-        parts, longest = self._parts, nbytes
+        parts, longest, end = self._parts, nbytes, nbytes
         if self._two_shot:
             longest = min(nbytes, shard_count(nbytes // self._itemsize, parts, self._itemsize) * self._itemsize)
-            starts = [min(nbytes, part * longest) for part in range(parts + 1)]
-            lengths = [after - start for start, after in itertools.pairwise(starts)]
         else:
-            starts, lengths = [part * nbytes for part in range(parts)], [nbytes] * parts
+            end *= parts
         way = self._way_of(longest)
         if way is None:
             return None
-        lengths.append(0)  # of a piece without data, whose part is -1
-        buffers = (0, send, receive)
-        kernel = self._template.fill(
-            [buffers[buffer] + starts[part] if buffer and lengths[part] else 0 for buffer, part in self._pieces],
-            [lengths[part] for _, part in self._pieces],
-            longest,
-            hash32,
-            *way,
-        )
+        begins, others = range(send, send + end, longest), range(receive, receive + end, longest)
+        number = len(begins)
+        if number == parts:
+            values = [0, *[longest] * number, *begins, *others]
+        else:  # shards behind the last element are empty
+            empty = [0] * (parts - number)
+            values = [0, *[longest] * number, *empty, *begins, *empty, *others, *empty]
+        values[number] = end - (number - 1) * longest
+        kernel = self._template.fill(values, longest, hash32, *way)
         _, _, (blocks, workers), _ = way
         return kernel, blocks, workers + OVERSEERS
 

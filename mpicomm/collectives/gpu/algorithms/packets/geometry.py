@@ -34,19 +34,25 @@ def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Ge
 
     As measured on H200s: one step if that is possible, with as many blocks as there are, each as small as that allows.
     """
-    for most_units, workers in _rungs(most_blocks, size, fan_out):
+    for most_units, units_of_each, shapes in _rungs(most_blocks, size, fan_out):
         if units <= most_units:
-            if units < workers:
-                workers = -(-units // LANES) * LANES
-            return Geometry(-(-units // workers), workers)
+            return shapes[-(-units // units_of_each) - 1]
     return Geometry(most_blocks, most_workers(size, fan_out=fan_out, one_step=False))
 
 
+_Rung = tuple[int, int, list[Geometry]]
+"""The most packets of a rung. Packets of the given number lead to the next of its geometries."""
+
+
 @cache
-def _rungs(most_blocks: int, size: int, fan_out: bool) -> list[tuple[int, int]]:
-    """Return pairs of the most packets and the workers of a block that move them in one step, ascending."""
-    most = most_workers(size, fan_out=fan_out, one_step=True)
-    return [(workers * most_blocks, workers) for workers in (*(each for each in _WORKERS if each < most), most)]
+def _rungs(most_blocks: int, size: int, fan_out: bool) -> list[_Rung]:
+    """Return the geometries that move packets in one step: for each size of blocks a smaller block, or up to all."""
+    most, rungs = most_workers(size, fan_out=fan_out, one_step=True), list[_Rung]()
+    for workers in (*(each for each in _WORKERS if each < most), most):
+        smaller = [Geometry(1, few) for few in range(LANES, workers + 1, LANES)]
+        rungs.append((workers, LANES, smaller))
+        rungs.append((workers * most_blocks, workers, [Geometry(1 + more, workers) for more in range(most_blocks)]))
+    return rungs
 
 
 @cache

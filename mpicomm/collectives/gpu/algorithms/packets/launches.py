@@ -78,7 +78,9 @@ class PacketPlanner:
         addresses = [span.pointer if span is not None and span.count else 0 for span in template.places]
         inboxes = inboxes or self.inboxes(wire, nbytes)
         geometry = geometry or self.geometry(wire, nbytes, fan_out=fan_out is not None)
-        kernel = template.fill(addresses, lengths, max(lengths), tag, wire, inboxes, geometry, nbytes)
+        number = len(lengths)
+        template.bind(range(number), range(number, 2 * number), 2 * number)
+        kernel = template.fill([*addresses, *lengths], max(lengths), tag, wire, inboxes, geometry, nbytes)
         return Launch(
             template.variant(kernel),
             template.arguments,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import itemgetter
 from typing import NamedTuple
 from zlib import crc32
@@ -88,46 +89,44 @@ class PacketTemplate:
         def number(span: Span | None) -> int:
             return numbers.setdefault(span, len(numbers))
 
-        pairs = _pairs(exchange, rank, number)
-        self._pairs = [(low, high) for low, _, high, _ in pairs]
+        self._pairs = pairs = _pairs(exchange, rank, number)
         # The numbers of pairs that a call makes, and for each peer the one that it gets.
         of_pair = [(bool(pair[0]), pair[1], bool(pair[2]), pair[3]) if alike else pair for pair in pairs]
-        self._ways = [] if self._fans else [pairs[of_pair.index(each)] for each in dict.fromkeys(of_pair)]
-        tags = [0] * size if self._fans else [list(dict.fromkeys(of_pair)).index(each) for each in of_pair]
-        ends = _Ends.of(exchange, fan_out, rank, number, reduces=reduction is not None)
-        self._output, self._bits = ends.output, (ends.sources, ends.targets)
+        different = list(dict.fromkeys(of_pair))
+        self._tagged = [] if self._fans else [pairs[of_pair.index(each)] for each in different]
+        self._tags = [0] * size if self._fans else [different.index(each) for each in of_pair]
+        self._ends = _Ends.of(exchange, fan_out, rank, number, reduces=reduction is not None)
         self._reduces = exchange.reduction is not None
         self.places: tuple[Span | None, ...] = tuple(numbers)
-        """The pieces of memory of the form in the order in which `fill` takes them; the first one is no memory."""
-        addresses = 1 if self._fans else len(self._ways)
-        lengths = addresses + len(numbers)
+        """The pieces of memory of the form; the first one is no memory."""
+
+    def bind(self, addresses: Sequence[int], lengths: Sequence[int], number: int) -> None:
+        """Let `fill` take ``number`` values, in which the address and the length of each place have these indices."""
+        tags, ends = [number + tag for tag in self._tags], self._ends
 
         def picked(own: int, output: int) -> Callable[[list[int]], tuple[int, ...]]:
-            """Return what picks the fields from the tags, the addresses and the lengths of places in one list."""
-            messages = [*[addresses + place for place in ends.addressed], *[lengths + place for place in ends.measured]]
-            fields = [*tags, *messages, addresses + own, addresses + output, lengths + output]
+            """Return what picks the fields from a list of the values and, behind them, the tags."""
+            messages = [*[addresses[place] for place in ends.addressed], *[lengths[place] for place in ends.measured]]
+            fields = [*tags, *messages, addresses[own], addresses[output], lengths[output]]
             return itemgetter(*fields)
 
         self._pick, self._pick_idle = picked(ends.own, ends.output), picked(0, 0)
+        self._output, self._bits = lengths[ends.output], (ends.sources, ends.targets)
+        self._ways = [(lengths[low], low_cut, lengths[high], high_cut) for low, low_cut, high, high_cut in self._tagged]
+        self._both_ways = [(lengths[low], lengths[high]) for low, _, high, _ in self._pairs]
+        others = [pair for peer, pair in enumerate(self._both_ways) if peer != self._rank]
+        indices = [*chain.from_iterable(others)]
+        self._of_others: Callable[[list[int]], tuple[int, ...]] = itemgetter(*indices)
 
     def fill(
-        self,
-        addresses: Sequence[int],
-        lengths: Sequence[int],
-        longest: int,
-        tag: int,
-        wire: Wire,
-        inboxes: Inboxes,
-        geometry: Geometry,
-        nbytes: int,
+        self, values: list[int], longest: int, tag: int, wire: Wire, inboxes: Inboxes, geometry: Geometry, nbytes: int
     ) -> Kernel:
         """Write a call into `arguments`, and return the kernel to launch.
 
-        ``addresses`` and ``lengths``, in bytes, are those of `places`; both are 0 for a place without bytes.
-        ``longest`` is the longest length. ``tag`` says the facts in which all ranks must agree. ``nbytes`` is the most
-        bytes that one rank sends to another, or a larger number; with rows, whose threads need not have a unit in each
-        step, the bytes of all slots. ``tag``, ``wire``, ``inboxes``, ``geometry`` and ``nbytes`` are the same on all
-        ranks.
+        ``values`` are those of `bind`. Lengths are in bytes, and a place without bytes has address 0. ``longest`` is
+        the longest length. ``tag`` says the facts in which all ranks must agree. ``nbytes`` is the most bytes that one
+        rank sends to another, or a larger number; with rows, whose threads need not have a unit in each step, the bytes
+        of all slots. ``tag``, ``wire``, ``inboxes``, ``geometry`` and ``nbytes`` are the same on all ranks.
         """
         blocks, workers = geometry
         threads, unit_nbytes = blocks * workers, UNIT_NBYTES[wire]
@@ -144,18 +143,18 @@ class PacketTemplate:
             # ranks pass different counts. A packet that is sent and not taken would stay in its slot, and a later call
             # would take it for one of its own.
             tags = [
-                crc32(_pack_pair(tag, lengths[low], low_cut, lengths[high], high_cut))
+                crc32(_pack_pair(tag, values[low], low_cut, values[high], high_cut))
                 for low, low_cut, high, high_cut in self._ways
             ]
             if not self._rows:
                 # As many steps as the data between this rank and a peer takes, whatever the others send each other.
                 steps = -(-longest // (unit_nbytes * threads)) or 1
                 if steps > laps:
-                    paced = self._paced(lengths, unit_nbytes * threads * laps)
+                    paced = self._paced(values, unit_nbytes * threads * laps)
         pick, (sources, targets) = self._pick, self._bits
-        if self._reduces and not lengths[self._output]:
+        if self._reduces and not values[self._output]:
             pick, sources, targets = self._pick_idle, 0, 0
-        self._messages.pack_into(arguments, _AT_TAGS, *pick([*tags, *addresses, *lengths]))
+        self._messages.pack_into(arguments, _AT_TAGS, *pick([*values, *tags]))
         if inboxes is not self._filled_inboxes:
             self._inboxes.pack_into(arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
@@ -174,16 +173,15 @@ class PacketTemplate:
             epilogue=self._options,
         )
 
-    def longest_with_peers(self, lengths: Sequence[int]) -> int:
-        """Return the most bytes that go one way between this rank and another one, of places of these lengths."""
-        others = (pair for peer, pair in enumerate(self._pairs) if peer != self._rank)
-        return max((lengths[place] for pair in others for place in pair), default=0)
+    def longest_with_peers(self, values: list[int]) -> int:
+        """Return the most bytes that go one way between this rank and another one."""
+        return max(self._of_others(values))
 
-    def _paced(self, lengths: Sequence[int], inbox_nbytes: int) -> int:
+    def _paced(self, values: list[int], inbox_nbytes: int) -> int:
         """Return the peers, as bits, with messages longer than an inbox and of different lengths each way."""
         paced = 0
-        for peer, (low, high) in enumerate(self._pairs):
-            one, other = lengths[low], lengths[high]
+        for peer, (low, high) in enumerate(self._both_ways):
+            one, other = values[low], values[high]
             if one != other and peer != self._rank and max(one, other) > inbox_nbytes:
                 paced |= 1 << peer
         return paced

@@ -31,7 +31,7 @@ def sized_ways(limits: WireLimits, reduction: Reduction | None, node: Node, *, f
         if wire is None:
             return None
         inboxes = flagged if wire == "flagged" else sentinels
-        if wire == "sentinel" and nbytes > inboxes.nbytes:
+        if nbytes > sentinels.nbytes:
             request = large_inboxes(layout, nbytes)
             if not arena.has(request):
                 return None  # the ranks set memory up when they plan a call

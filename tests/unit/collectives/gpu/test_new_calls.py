@@ -1,0 +1,128 @@
+"""Calls of new sizes at new addresses, from their arguments to the launch, over a CUDA that launches nothing."""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections import deque
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.mpi import buffers
+from mpicomm.symmetric.registry import Mappings
+from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fake_engines import STREAM, Rig
+
+FLOAT = np.dtype("f4")
+
+
+class Array:
+    """What CuPy's arrays have of what tells them apart."""
+
+    _c_contiguous, dtype, itemsize = True, FLOAT, FLOAT.itemsize
+
+    def __init__(self, pointer: int, count: int) -> None:
+        self.data = SimpleNamespace(ptr=pointer, device_id=0)
+        self.size, self.nbytes = count, count * FLOAT.itemsize
+
+
+class Calls:
+    """The way of calls on arrays: known ones, those of a known form, and planned ones."""
+
+    def __init__(self, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+        from mpicomm.collectives.gpu.plan_cache import PlanCache
+
+        def read(array: Any, writable: bool, name: str) -> buffers.Memory:
+            return buffers.Memory(array.data.ptr, array.nbytes, FLOAT, True, 0, array)
+
+        monkeypatch.setitem(buffers._readers, Array, read)
+        monkeypatch.setattr(sys.modules["cupy"], "ndarray", Array, raising=False)
+        self._cuda = cuda
+        self._rig = rig = Rig(cuda, monkeypatch)
+        rig.launched = rig.shapes = deque(maxlen=1)  # type: ignore[assignment]
+        backend = SimpleNamespace(stream=lambda stream, array: STREAM, meets=lambda stream, array: False)
+        session: Any = SimpleNamespace(mappings=Mappings(), backend=backend, require_usable=lambda what: None)
+        self._session = session
+        self._cache = PlanCache(session, rig.engine)
+        self.planned = 0
+
+    def run(self, operation: Operation, send: Any, receive: Any, op: MPI.Op | None) -> None:
+        """Make a call as the dispatcher does."""
+        known = self._cache.find(operation, "auto", send, receive, op, 0, None)
+        if known is not None:
+            self._cache.run(known, None, send, receive)
+            return
+        self.planned += 1
+        call = Call(operation, Arguments(send, receive, op), 0, 2)
+        plan = self._rig.engine.prepare_call(call, self._session.mappings, "auto")
+        self._cache.add(plan, (operation, "auto", send, receive, op, 0, None), by_output=False, read=call)
+        self._rig.engine.enqueue(plan, STREAM)
+
+    def finish(self) -> None:
+        """Let the streams carry out what is enqueued."""
+        self._cuda.finish()
+
+
+@pytest.fixture
+def calls(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(cuda, monkeypatch)
+
+
+def call_of(name: str, count: int, rng: random.Random) -> tuple[Operation, Any, Any, MPI.Op | None]:
+    send, receive = ((at << 50) + 256 * rng.randrange(1 << 20) for at in (1, 2))
+    if name == "Alltoallv":
+        counts = [count, rng.randrange(count)]
+        return OPERATIONS[name], [Array(send, 2 * count), counts], [Array(receive, 2 * count), counts], None
+    blocks = 2 if name == "Allgather" else 1
+    op = MPI.SUM if name == "Allreduce" else None
+    return OPERATIONS[name], Array(send, count), Array(receive, blocks * count), op
+
+
+@pytest.mark.parametrize(("name", "most"), [("Allreduce", 40), ("Allgather", 40), ("Alltoallv", 60)])
+def test_a_new_call_of_a_known_form_is_short(calls: Calls, name: str, most: int) -> None:
+    rng = random.Random(1)
+    for count in (1000, 1010, 1020):
+        calls.run(*call_of(name, count, rng))
+    call = call_of(name, 1030, rng)
+    entered, files = [], set()
+
+    def note(frame: Any, event: str, argument: object) -> None:
+        if event == "call" and "/mpicomm/" in frame.f_code.co_filename:
+            entered.append(frame.f_code.co_name)
+            files.add(frame.f_code.co_filename)
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        calls.run(*call)
+    finally:
+        sys.setprofile(before)
+    assert calls.planned == 1
+    assert len(entered) <= most and len(files) <= 20, entered
+
+
+def test_calls_of_random_sizes_and_addresses_take_no_memory(calls: Calls) -> None:
+    rng = random.Random(2)
+
+    def make(number: int) -> int:
+        """Make that many calls; return the number of blocks of memory that Python uses then."""
+        for _ in range(number // 100):
+            for _ in range(100):
+                name = rng.choice(("Allreduce", "Allgather", "Alltoallv"))
+                calls.run(*call_of(name, rng.choice((100, 10_000, 1_000_000)) + rng.randrange(100), rng))
+            calls.finish()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = make(3_000)
+    planned = calls.planned
+    grown = make(15_000) - before
+    assert grown < 10_000  # less than a block for each call, because what is kept of the last calls has a bound
+    assert calls.planned == planned
