@@ -97,9 +97,6 @@ class PointToPoint(MPI.Intracomm):
                 return _mpi_send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
             finally:
                 row[DEST] = NOBODY
-        fast = self._messages.fast
-        if fast is not None and algorithm == "auto" and fast.send(_send, buf, dest, tag, stream):
-            return None
         if algorithm != "auto" and self._is_one_shot("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         buf, sent = read_end(self._messages.sending, "Send", buf, stream, dest)
@@ -156,11 +153,6 @@ class PointToPoint(MPI.Intracomm):
                 return _mpi_recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
             finally:
                 row[SOURCE] = NOBODY
-        if messages.fast is not None and algorithm == "auto":
-            seen = MPI.Status() if status is None else status
-            arrived = messages.fast.receive(buf, source, tag, seen, stream)
-            if arrived is not False:
-                return None if arrived is True else messages.finish("Recv", buf, stream, arrived, seen)
         if algorithm != "auto" and self._is_one_shot("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         buf, received = read_end(messages.receiving, "Recv", buf, stream, source)
@@ -206,11 +198,6 @@ class PointToPoint(MPI.Intracomm):
                 return _mpi_sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             finally:
                 row[SOURCE] = NOBODY
-        if messages.fast is not None and algorithm == "auto":
-            seen = MPI.Status() if status is None else status
-            arrived = messages.fast.exchange(sendbuf, dest, sendtag, recvbuf, source, recvtag, seen, stream)
-            if arrived is not False:
-                return None if arrived is True else messages.finish("Sendrecv", recvbuf, stream, arrived, seen)
         if algorithm != "auto" and self._is_one_shot("Sendrecv", algorithm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
@@ -228,7 +215,7 @@ class PointToPoint(MPI.Intracomm):
             )
         sent = sent or messages.beside("Sendrecv", sendbuf, False, "sendbuf")
         received = received or messages.beside("Sendrecv", recvbuf, True, "recvbuf")
-        return messages.exchange(sent, dest, sendtag, received, messages.posted_beside_send(source, recvtag), status)
+        return messages.exchange(sent, dest, sendtag, received, (source, recvtag), status)
 
     def Sendrecv_replace(
         self,
@@ -255,9 +242,7 @@ class PointToPoint(MPI.Intracomm):
             refuse_stream("Sendrecv_replace", stream)
         if end is None:
             return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
-        return messages.exchange(
-            end, dest, sendtag, end, messages.posted_beside_send(source, recvtag), status, replace=True
-        )
+        return messages.exchange(end, dest, sendtag, end, (source, recvtag), status, replace=True)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf``; see mpi4py."""
@@ -345,10 +330,6 @@ class PointToPoint(MPI.Intracomm):
     def _blocking_send(
         self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any
     ) -> None:
-        fast = self._messages.fast
-        # The user's buffer of a buffered send has room for the data, and may have none for a description.
-        if fast is not None and send is not _bsend and fast.send(send, buf, dest, tag, stream):
-            return
         buf, sent = self._sending(operation, buf, stream, dest)
         if sent is not None:
             self._messages.send(send, sent, dest, tag)

@@ -5,21 +5,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
+from mpicomm.errors import HandleError
 from mpicomm.messages.description import DESCRIPTION_NBYTES, is_cut
 from mpicomm.messages.device import MessageDevice, SideStream, beside
-from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.fast_path import FastPath
+from mpicomm.messages.endpoint import Endpoint, read_plain
 from mpicomm.messages.incoming import Correct, Incoming
 from mpicomm.messages.memory import MessageMemory
+from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.pending import PendingReceive, PendingSend
-from mpicomm.messages.receive_buffer import Delivery, ReceiveBuffer, receive_buffer
-from mpicomm.messages.send_buffer import SendBuffer, by_rendezvous, eager, eager_derived, warn_once
+from mpicomm.messages.place import Place
+from mpicomm.messages.receive_buffer import Delivery, DeviceReceive, ReceiveBuffer, receive_buffer, staging
+from mpicomm.messages.send_buffer import SendBuffer, eager, warn_once
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.arguments import Operand, parse
@@ -28,6 +31,7 @@ from mpicomm.mpi.buffers import array_of, is_host_view
 from mpicomm.mpi.host_copies import announce
 from mpicomm.mpi.location import parse_on_device, require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, Work
+from mpicomm.mpi.shown import sendrecv
 
 Send = Callable[..., Any]
 """One of MPI's methods for sends: of a communicator, a buffer, a destination and a tag."""
@@ -35,8 +39,10 @@ Send = Callable[..., Any]
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
+_byte = MPI.BYTE
 _BUFFERED = frozenset((MPI.Intracomm.Bsend, MPI.Intracomm.Ibsend))
 _NOTHING = np.empty(0, np.uint8)
+_LEAST_SPARE_NBYTES = 64 << 10
 
 
 def _isend_host(comm: MPI.Intracomm, spec: Any, dest: int, tag: int) -> MPI.Request:
@@ -56,10 +62,10 @@ def _wait_for_copies(endpoint: Endpoint) -> None:
         endpoint.device.synchronize(endpoint.stream)
 
 
-def _waits_beside(buffer: ReceiveBuffer) -> bool:
+def _waits_beside(received: Endpoint) -> bool:
     """Return whether a blocking receive waits for its sender beside its stream, and this thread with it."""
-    stream = buffer.endpoint.stream
-    return stream is not None and buffer.device.waits_beside(stream, array_of(buffer.endpoint.spec))
+    device, stream = received.device, received.stream
+    return device is not None and stream is not None and device.waits_beside(stream, array_of(received.spec))
 
 
 def _beside(device: MessageDevice, stream: int) -> SideStream:
@@ -88,8 +94,9 @@ class Messages:
         secret = placement.secret if self.described else None
         self.memory = MessageMemory(placement.rank, here.timeout_s, secret, here.most_outbox_nbytes)
         self.unexpected = UnexpectedQueue(self, comm, secret)
-        self.fast = FastPath(comm, self._near, self.memory, self.unexpected) if self.described else None
-        """The way that blocking calls on device arrays try first; None where messages are not described."""
+        # Staging memory that holds nothing any more: as many arrays as threads receive at once. The system provides no
+        # pages for the parts that no message has filled.
+        self._spare: list[list[Any]] = []
         # It is not the completer of collectives. A receive into host memory blocks its thread until the sender's device
         # has sent the data, and that may wait for a collective which this rank begins only after an earlier one is
         # complete.
@@ -97,11 +104,19 @@ class Messages:
 
     def sending(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
         """Read the buffer ``name`` of a send. Return None for host memory, which MPI sends alone."""
+        made = self.memory.made
+        plain = None if made is None else read_plain(operation, buf, stream, made.device)
+        if plain is not None:
+            return plain
         operand = parse_on_device(buf, False, name)
         return None if operand is None else self._on_device(operation, buf, operand, stream)
 
     def receiving(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
         """Read the buffer ``name`` of a receive. Return None for host memory into which MPI receives alone."""
+        made = self.memory.made
+        plain = None if made is None else read_plain(operation, buf, stream, made.device)
+        if plain is not None:
+            return plain
         if self.described:
             return self._parse_receive(operation, buf, stream, name)
         operand = parse_on_device(buf, True, name)
@@ -126,16 +141,39 @@ class Messages:
     def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
         """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
         sent.refuse_capture()
-        self._send_buffer(send, sent, dest, sent.stream).hand_over(send, self._comm, dest, tag)
-        _wait_for_copies(sent)
+        place, device, stream = self._place(send, sent, dest), sent.device, sent.stream
+        if place is None:
+            send(self._comm, self._eager(sent, dest, stream).spec, dest, tag)
+            return
+        assert device is not None and stream is not None
+        rendezvous = self.memory.rendezvous(device)
+        # The copy is enqueued after MPI's call, so that the receiver works at the same time: its kernel waits for this
+        # one. Until then this thread owes it to the stream, because nothing of another thread may come before it.
+        threads = device.threads(stream)
+        threads.owe(rendezvous.fill, place, sent, stream)
+        try:
+            send(self._comm, place.message, dest, tag)
+        except Exception:  # MPI has refused the message
+            if threads.forgive():
+                rendezvous.put_back(place)
+            else:
+                rendezvous.withdraw(place, stream)
+            raise
+        except BaseException:
+            threads.settle()  # a Ctrl-C may come after MPI has sent the message
+            raise
+        threads.settle()
+        if sent.blocks:
+            device.synchronize(stream)
 
     def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
         """Start to send a device array as ``send`` does. The request is complete when the array may be overwritten."""
-        device, operand, stream = sent.device, sent.operand, sent.stream
-        assert device is not None and operand is not None and stream is not None
+        device, stream = sent.device, sent.stream
+        assert device is not None and stream is not None
         sent.refuse_capture()
         # Later work of the user's stream does not wait for the copies of a message in several pieces.
-        with _beside(device, stream) if is_cut(operand.nbytes) else contextlib.nullcontext(stream) as copies:
+        aside = sent.is_flat and is_cut(sent.nbytes)
+        with _beside(device, stream) if aside else contextlib.nullcontext(stream) as copies:
             buffer = self._send_buffer(send, sent, dest, copies)
             request = buffer.hand_over(send, self._comm, dest, tag)
             pending = PendingSend(buffer, request, device.completion(copies))
@@ -169,17 +207,16 @@ class Messages:
     def receive(self, received: Endpoint, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive, into a device array in the order of its stream."""
         received.refuse_capture()
-        buffer = self._receive_buffer(received)
         status = MPI.Status() if status is None else status
-        incoming.recv_into(buffer.spec, status)
-        self._deliver(buffer.arrived(status), buffer)
+        if received.is_flat:
+            staged = self._staging(received.nbytes)
+            incoming.recv_into(staged, status)
+            self._arrived(received, staged, status)
+        else:
+            buffer = self._receive_buffer(received)
+            incoming.recv_into(buffer.spec, status)
+            self._deliver(buffer.arrived(status), buffer)
         _wait_for_copies(received)
-
-    def finish(self, operation: str, buf: Any, stream: Any, message: Any, status: MPI.Status) -> None:
-        """Bring a message that `FastPath` has received to host memory ``message`` into a device array, as `receive`."""
-        buffer = self._receive_buffer(self._parse_receive(operation, buf, stream, "buf"))
-        ctypes.memmove(buffer.pointer, _address(message), min(message.nbytes, status.Get_count(MPI.BYTE)))
-        self._deliver(buffer.arrived(status), buffer)
 
     def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
         """Start to receive. The request is complete when the message is in the buffer; it may be MPI's own."""
@@ -215,14 +252,22 @@ class Messages:
         dest: int,
         tag: int,
         received: Endpoint,
-        incoming: Incoming,
+        posted: tuple[int, int],
         status: MPI.Status | None,
         *,
         replace: bool = False,
     ) -> None:
-        """Send one buffer and receive into another, or with ``replace`` into the same one."""
+        """Send one buffer and receive into another, or with ``replace`` into the same one.
+
+        ``posted`` are the source and the tag of the received message. Raises as MPI does before it sends.
+        """
         sent.refuse_capture()
         received.refuse_capture()
+        status = MPI.Status() if status is None else status
+        if received.is_flat and sent.on_device and not (self.unexpected or is_cut(received.nbytes)):
+            self._exchange_at_once(sent, dest, tag, received, posted, status)
+            return
+        incoming = self.posted_beside_send(*posted)
         buffer = self._receive_buffer(received, replace=replace)
         device, stream = buffer.device, received.stream
         # The copies of a received message do not wait for those of the sent one, which lies elsewhere. A message in one
@@ -231,7 +276,6 @@ class Messages:
         with _beside(device, stream) if aside and stream is not None else contextlib.nullcontext(stream) as copies:
             send_buffer = self._send_buffer(_isend, sent, dest, sent.stream)
             request = send_buffer.hand_over(_isend_host, self._comm, dest, tag)
-            status = MPI.Status() if status is None else status
             try:
                 incoming.recv_into(buffer.spec, status)
             finally:
@@ -241,11 +285,31 @@ class Messages:
                 self._deliver(delivery, buffer)
             else:
                 delivery.enqueue(copies)
-                if _waits_beside(buffer):
+                if _waits_beside(buffer.endpoint):
                     device.synchronize(copies)
                     device.check()
                 else:
                     device.side_streams.wait_stream(stream, copies)
+        _wait_for_copies(sent)
+        _wait_for_copies(received)
+
+    def _exchange_at_once(
+        self, sent: Endpoint, dest: int, tag: int, received: Endpoint, posted: tuple[int, int], status: MPI.Status
+    ) -> None:
+        """As `exchange`, by one call of MPI."""
+        # Its copy is enqueued before MPI's call, which returns when both messages are matched: what this rank receives
+        # may depend on what it sends here.
+        buffer = self._send_buffer(_isend, sent, dest, sent.stream)
+        staged = self._staging(received.nbytes)
+        try:
+            sendrecv(self._comm, buffer.spec, dest, tag, staged, *posted, status)
+        except Exception as error:
+            # MPI has refused the message, unless the other one was too long.
+            refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
+            if refused and buffer.withdraw is not None:
+                buffer.withdraw()
+            raise
+        self._arrived(received, staged, status)
         _wait_for_copies(sent)
         _wait_for_copies(received)
 
@@ -278,7 +342,7 @@ class Messages:
         operand = _parse(buf, True, name)
         if operand.on_device:
             return self._on_device(operation, buf, operand, stream)
-        return Endpoint(operation, host_calls.for_mpi(operand), operand, self._device(operation))
+        return Endpoint(operation, host_calls.for_mpi(operand), device=self._device(operation), operand=operand)
 
     def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
         if not self.described:
@@ -287,32 +351,79 @@ class Messages:
         require_here(f"{operation}: {operand.name}", operand.device, device.device)
         resolved = device.stream(stream, array_of(buf))
         blocks = operand.by_address and stream is None
-        return Endpoint(operation, buf, operand, device, resolved, device.is_capturing(resolved), blocks)
+        return Endpoint(
+            operation,
+            buf,
+            operand.pointer,
+            operand.packed_nbytes,
+            resolved,
+            device,
+            is_flat=operand.dtype is not None,
+            operand=operand,
+            captured=device.is_capturing(resolved),
+            blocks=blocks,
+        )
 
     def _device(self, operation: str) -> MessageDevice:
         device = self._gpu(operation)
         device.check()
         return device
 
-    def _send_buffer(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
-        """Copy a device array, on ``stream``, to where MPI or the receiver finds it; leave host memory to MPI."""
-        device, operand = sent.device, sent.operand
-        if stream is None or device is None or operand is None:
+    def _place(self, send: Send, sent: Endpoint, dest: int) -> Place | None:
+        """Return a place in the outbox for a message; None where MPI carries the data, or where there is none."""
+        nbytes, device = sent.nbytes, sent.device
+        if not nbytes or dest < 0 or device is None or sent.stream is None:
+            return None
+        if dest not in self._near:
+            announce("Send", "the ranks are on several nodes")
+        elif not self.described:
+            warn_once(f"memory is opened as {self._kind!r}, not by IPC handles")
+        # The user's buffer of a buffered send has room for the data, and may have none for a description.
+        elif nbytes >= DESCRIPTION_NBYTES or send not in _BUFFERED:
+            try:
+                return self.memory.rendezvous(device).reserve(nbytes, whole=not sent.is_flat)
+            except (OutboxFullError, HandleError) as error:
+                warn_once(str(error))
+        return None
+
+    def _eager(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
+        """Return the host memory from which MPI sends a message, for a device array a copy."""
+        if stream is None or sent.device is None:
             return SendBuffer(sent.spec)
         if dest < 0:  # MPI.PROC_NULL, or no rank, for which MPI raises
             return SendBuffer([_NOTHING, 0, MPI.BYTE])
-        nbytes = operand.packed_nbytes
-        if nbytes:
-            if dest not in self._near:
-                announce("Send", "the ranks are on several nodes")
-            elif not self.described:
-                warn_once(f"memory is opened as {self._kind!r}, not by IPC handles")
-            # The user's buffer of a buffered send has room for the data.
-            elif (nbytes >= DESCRIPTION_NBYTES or send not in _BUFFERED) and (
-                buffer := by_rendezvous(self.memory.rendezvous(device), operand, stream)
-            ):
-                return buffer
-        return eager_derived(device, operand.spec, stream) if operand.dtype is None else eager(device, operand, stream)
+        return eager(sent.device, sent, stream)
+
+    def _send_buffer(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
+        """Copy a device array, on ``stream``, to where MPI or the receiver finds it; leave host memory to MPI."""
+        place = self._place(send, sent, dest)
+        if place is None or sent.device is None or stream is None:
+            return self._eager(sent, dest, stream)
+        rendezvous = self.memory.rendezvous(sent.device)
+        rendezvous.fill(place, sent, stream)
+        return SendBuffer(place.message, sent, partial(rendezvous.withdraw, place, stream))
+
+    def _staging(self, capacity: int) -> list[Any]:
+        """Return staging memory for a flat device array; `_arrived` takes it back."""
+        staged = self._spare.pop() if self._spare else None
+        if staged is None or staged[0].size < capacity:
+            staged = staging(max(capacity, _LEAST_SPARE_NBYTES))
+        staged[1] = max(capacity, DESCRIPTION_NBYTES)
+        return staged
+
+    def _arrived(self, received: Endpoint, staged: list[Any], status: MPI.Status) -> None:
+        """Bring a message that MPI has received to staging memory into a flat device array."""
+        assert received.device is not None and received.stream is not None
+        rendezvous = self.memory.rendezvous(received.device)
+        if status.Get_count(_byte) == DESCRIPTION_NBYTES and not _waits_beside(received):
+            packed = staged[0][:DESCRIPTION_NBYTES].tobytes()
+            nbytes = rendezvous.receive_packed(packed, received, received.stream, status.source)
+            if nbytes:
+                status.Set_elements(_byte, nbytes)
+                self._spare.append(staged)
+                return
+        buffer = DeviceReceive(received, received.nbytes, rendezvous, staged)
+        self._deliver(buffer.arrived(status), buffer)
 
     def _receive_buffer(self, received: Endpoint, *, replace: bool = False) -> ReceiveBuffer:
         device = received.device or self._device(received.operation)
@@ -327,7 +438,7 @@ class Messages:
             # Nothing of the user's has to come before copies into host memory, so they have a stream to themselves.
             with SideStream(device.side_streams) as copies:
                 delivery.enqueue(copies)
-        elif _waits_beside(buffer):
+        elif _waits_beside(buffer.endpoint):
             with beside(device, stream) as copies:
                 delivery.enqueue(copies)
         else:

@@ -9,12 +9,8 @@ from typing import Any
 from mpi4py import MPI
 
 from mpicomm.devices.base import Backend
-from mpicomm.errors import HandleError
 from mpicomm.log import logger, tell_slow_way
-from mpicomm.messages.description import DESCRIPTION_NBYTES
-from mpicomm.messages.outbox import OutboxFullError
-from mpicomm.messages.rendezvous import Rendezvous
-from mpicomm.mpi.arguments import Operand
+from mpicomm.messages.endpoint import Endpoint
 from mpicomm.mpi.host_copies import HostCopies
 
 _warned: set[str] = set()
@@ -39,31 +35,17 @@ class SendBuffer:
             raise
 
 
-def by_rendezvous(rendezvous: Rendezvous, operand: Operand, stream: int) -> SendBuffer | None:
-    """Enqueue the copy of an array into the outbox; return None, and warn, where the outbox has no room."""
-    try:
-        if operand.derived is None:
-            described, message = rendezvous.send(operand.pointer, operand.nbytes, stream)
-        else:
-            (elements,) = operand.derived
-            described, message = rendezvous.pack(elements, stream)
-    except (OutboxFullError, HandleError) as error:
-        warn_once(str(error))
-        return None
-    # Packed: this type matches every type that the receiver names.
-    spec = [message, DESCRIPTION_NBYTES, MPI.PACKED]
-    return SendBuffer(spec, operand.owner, lambda: rendezvous.withdraw(described, stream))
-
-
-def eager(backend: Backend, operand: Operand, stream: int) -> SendBuffer:
-    """Copy an array of plain elements to the host. Blocking."""
-    host = backend.pinned(operand.nbytes)
-    backend.copy(host.ctypes.data, operand.pointer, operand.nbytes, stream)
+def eager(backend: Backend, sent: Endpoint, stream: int) -> SendBuffer:
+    """Copy a device array to the host. Blocking."""
+    if not sent.is_flat:
+        return _eager_derived(backend, sent.spec, stream)
+    host = backend.pinned(sent.nbytes)
+    backend.copy(host.ctypes.data, sent.pointer, sent.nbytes, stream)
     backend.synchronize(stream)
-    return SendBuffer([host, operand.nbytes, MPI.PACKED])  # packed: MPI lacks a type for some elements
+    return SendBuffer([host, sent.nbytes, MPI.PACKED])  # packed: MPI lacks a type for some elements
 
 
-def eager_derived(backend: Backend, spec: Any, stream: int) -> SendBuffer:
+def _eager_derived(backend: Backend, spec: Any, stream: int) -> SendBuffer:
     """Copy the memory that a derived datatype describes to the host. Blocking."""
     copies = HostCopies(backend, stream)
     host = copies.spec(spec, writable=False, name="buf")

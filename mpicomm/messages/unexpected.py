@@ -99,7 +99,7 @@ class Posted:
 
     def recv_into(self, spec: Any, status: MPI.Status) -> None:
         """Receive as MPI's Recv does."""
-        matched = self._queue.take(self._source, self._tag)
+        matched = self._queue.take(self._source, self._tag) if self._queue else None
         if matched is None:
             recv(self._comm, spec, self._source, self._tag, status)
         else:

@@ -15,10 +15,10 @@ from mpicomm.devices.host import array_at
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import outbox
-from mpicomm.messages.description import Description
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT
 from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
+from mpicomm.messages.place import Place
 from tests.helpers.message_devices import ThreadDevice
 
 MOST = 24 << 20
@@ -39,26 +39,26 @@ def box(device: ThreadDevice) -> Iterator[Outbox]:
     box.close()
 
 
-def places(box: Outbox, described: Description) -> list[tuple[int, int]]:
+def places(box: Outbox, place: Place) -> list[tuple[int, int]]:
     found = []
-    for extent in described.extents:
+    for extent in place.described.extents:
         segment = box.find(extent.packet)
         assert segment is not None and extent.offset + extent.nbytes <= segment.nbytes
         found.append((segment.pointer + extent.offset, segment.pointer + extent.offset + extent.nbytes))
     return found
 
 
-def finish(box: Outbox, described: Description) -> None:
+def finish(box: Outbox, place: Place) -> None:
     """Set the `done` words, as the receiver does when it has copied the message."""
-    words = box.find(described.words)
+    words = box.find(place.described.words)
     assert words is not None
-    done = array_at(words.pointer + described.line + DONE, MESSAGE_WORDS, np.dtype(np.uint64))
-    done += np.uint64(described.counts)
+    done = array_at(words.pointer + place.described.line + DONE, MESSAGE_WORDS, np.dtype(np.uint64))
+    done += np.uint64(place.described.counts)
 
 
 def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: ThreadDevice) -> None:
     rng = random.Random(5)
-    in_flight: list[Description] = []
+    in_flight: list[Place] = []
     for number in range(400):
         nbytes = rng.choice((1, 40_000, 70_000, 1 << 20, 3 << 20, (5 << 20) + 1))
         try:
@@ -78,7 +78,7 @@ def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: Thread
     for each in in_flight:
         finish(box, each)
     assert box.is_drained()
-    assert len(box.reserve(MOST).extents) <= 8  # the whole outbox is one range again
+    assert len(box.reserve(MOST).described.extents) <= 8  # the whole outbox is one range again
     assert device.allocated <= MOST + (1 << 20)
 
 
@@ -134,13 +134,33 @@ def test_a_place_that_is_put_back_serves_the_next_message(box: Outbox) -> None:
     finish(box, box.reserve(100_000))
     assert box.is_drained()
     for _ in range(3):
-        place = box.take_idle(100_000, bytes(32))
-        assert place is not None
+        place = box.reserve(100_000)
         box.put_back(place)
         assert box.is_drained()
-    assert place is not None and box.take_idle(100_000, bytes(32)) is place and not box.is_drained()
+    assert box.reserve(100_000) is place and not box.is_drained()
     array_at(place.ready + DONE, MESSAGE_WORDS, np.dtype(np.uint64))[:] += np.uint64(1)
     assert box.is_drained()
+
+
+@pytest.mark.parametrize("late", [0, 1, 5])
+def test_a_loop_of_many_lengths_takes_no_more_than_what_is_in_flight(no_leaks: None, late: int) -> None:
+    """The receivers copy each message when ``late`` more are sent. Two rounds of messages are of one length."""
+    double = ThreadDevice(0, 5.0, total_nbytes=64 * 512 << 20, slowest_s=0)
+    box = Outbox(cast(MessageDevice, double))
+    lengths = [4, 16_384, 12_000_000, 68, 2_800_000, 6_000_004, 256, 12_000_000]
+    in_flight: list[Place] = []
+    most_nbytes = 0
+    for number in range(400):
+        in_flight.append(box.reserve(lengths[number // 2 % len(lengths)]))
+        most_nbytes = max(most_nbytes, sum(place.end - place.begin for place in in_flight))
+        while len(in_flight) > late:
+            finish(box, in_flight.pop(0))
+    assert box.memory_use().device_nbytes - 2 * DONE <= max(outbox.FIRST_BLOCK_NBYTES, 2 * most_nbytes)
+    for place in in_flight:
+        finish(box, place)
+    assert box.is_drained()
+    box.close()
+    double.close()
 
 
 def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
