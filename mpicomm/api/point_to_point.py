@@ -99,7 +99,7 @@ class PointToPoint(MPI.Intracomm):
                 row[DEST] = NOBODY
         if algorithm != "auto" and self._is_one_shot("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
-        buf, sent = read_end(self._messages.sending, "Send", buf, stream, dest)
+        buf, sent = read_end(self._messages, "Send", buf, stream, dest)
         if sent is None:
             _refuse_options("Send", stream, algorithm, buf)
             try:
@@ -155,8 +155,8 @@ class PointToPoint(MPI.Intracomm):
                 row[SOURCE] = NOBODY
         if algorithm != "auto" and self._is_one_shot("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
-        buf, received = read_end(messages.receiving, "Recv", buf, stream, source)
-        if received is None or not received.on_device:
+        buf, received = read_end(messages, "Recv", buf, stream, source, receives=True)
+        if received is None or received.stream is None:
             _refuse_options("Recv", stream, algorithm, buf)
         if received is None:
             return host_calls.call(recv, self, buf, source, tag, status, writable=True)
@@ -202,8 +202,10 @@ class PointToPoint(MPI.Intracomm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
-        sendbuf, sent = read_end(messages.sending, "Sendrecv", sendbuf, stream, dest, "sendbuf")
-        recvbuf, received = read_end(messages.receiving, "Sendrecv", recvbuf, stream, source, "recvbuf")
+        sendbuf, sent = read_end(messages, "Sendrecv", sendbuf, stream, dest, "sendbuf")
+        recvbuf, received = read_end(
+            messages, "Sendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent
+        )
         first = sent or received
         if (stream is not None or algorithm != "auto") and (first is None or not first.on_device):
             _refuse_options("Sendrecv", stream, algorithm, sendbuf, recvbuf)
@@ -237,7 +239,7 @@ class PointToPoint(MPI.Intracomm):
             and not messages.described
         ):
             return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
-        buf, end = read_end(messages.receiving, "Sendrecv_replace", buf, stream, dest, other=source)
+        buf, end = read_end(messages, "Sendrecv_replace", buf, stream, dest, other=source, receives=True)
         if end is None or not end.on_device:
             refuse_stream("Sendrecv_replace", stream)
         if end is None:
@@ -275,7 +277,7 @@ class PointToPoint(MPI.Intracomm):
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 return _irecv(self, host_calls.as_bytes(buf, True, "buf"), source, tag)
-        buf, received = read_end(messages.receiving, "Irecv", buf, stream, source)
+        buf, received = read_end(messages, "Irecv", buf, stream, source, receives=True)
         if received is None or not received.on_device:
             refuse_stream("Irecv", stream)
         if received is None:
@@ -295,8 +297,10 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
         messages = self._messages
-        sendbuf, sent = read_end(messages.sending, "Isendrecv", sendbuf, stream, dest, "sendbuf")
-        recvbuf, received = read_end(messages.receiving, "Isendrecv", recvbuf, stream, source, "recvbuf")
+        sendbuf, sent = read_end(messages, "Isendrecv", sendbuf, stream, dest, "sendbuf")
+        recvbuf, received = read_end(
+            messages, "Isendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent
+        )
         first = sent or received
         if first is None or not first.on_device:
             refuse_stream("Isendrecv", stream)
@@ -318,7 +322,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py."""
         messages = self._messages
-        buf, end = read_end(messages.receiving, "Isendrecv_replace", buf, stream, dest, other=source)
+        buf, end = read_end(messages, "Isendrecv_replace", buf, stream, dest, other=source, receives=True)
         if end is None or not end.on_device:
             refuse_stream("Isendrecv_replace", stream)
         if end is None:
@@ -354,7 +358,7 @@ class PointToPoint(MPI.Intracomm):
         """Return the buffer and the endpoint of a device array; None for host memory, which MPI sends."""
         if type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf)):
             return buf, None
-        buf, sent = read_end(self._messages.sending, operation, buf, stream, dest)
+        buf, sent = read_end(self._messages, operation, buf, stream, dest)
         if sent is None:
             refuse_stream(operation, stream)
         return buf, sent

@@ -15,7 +15,7 @@ from mpicomm.cluster.placement import Placement
 from mpicomm.errors import HandleError
 from mpicomm.messages.description import DESCRIPTION_NBYTES, is_cut
 from mpicomm.messages.device import MessageDevice, SideStream, beside
-from mpicomm.messages.endpoint import Endpoint, read_plain
+from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.incoming import Correct, Incoming
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outbox import OutboxFullError
@@ -57,9 +57,10 @@ def _nothing_before() -> bool:
     return True
 
 
-def _wait_for_copies(endpoint: Endpoint) -> None:
-    if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
-        endpoint.device.synchronize(endpoint.stream)
+def _wait_for_copies(*endpoints: Endpoint) -> None:
+    for endpoint in endpoints:
+        if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
+            endpoint.device.synchronize(endpoint.stream)
 
 
 def _waits_beside(received: Endpoint) -> bool:
@@ -104,19 +105,11 @@ class Messages:
 
     def sending(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
         """Read the buffer ``name`` of a send. Return None for host memory, which MPI sends alone."""
-        made = self.memory.made
-        plain = None if made is None else read_plain(operation, buf, stream, made.device)
-        if plain is not None:
-            return plain
         operand = parse_on_device(buf, False, name)
         return None if operand is None else self._on_device(operation, buf, operand, stream)
 
     def receiving(self, operation: str, buf: Any, stream: Any, name: str = "buf") -> Endpoint | None:
         """Read the buffer ``name`` of a receive. Return None for host memory into which MPI receives alone."""
-        made = self.memory.made
-        plain = None if made is None else read_plain(operation, buf, stream, made.device)
-        if plain is not None:
-            return plain
         if self.described:
             return self._parse_receive(operation, buf, stream, name)
         operand = parse_on_device(buf, True, name)
@@ -124,7 +117,7 @@ class Messages:
 
     def posted(self, source: int, tag: int) -> Posted:
         """Return the message that a receive of this source and tag receives."""
-        return self.unexpected.posted(source, tag)
+        return Posted(self.unexpected, self._comm, source, tag)
 
     def posted_beside_send(self, source: int, tag: int) -> Posted:
         """As `posted`, for a call that sends, too. Raises as MPI does for a bad source or tag, before it sends."""
@@ -140,13 +133,14 @@ class Messages:
 
     def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
         """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
-        sent.refuse_capture()
+        if sent.captured:
+            raise refused_capture(sent)
         place, device, stream = self._place(send, sent, dest), sent.device, sent.stream
         if place is None:
             send(self._comm, self._eager(sent, dest, stream).spec, dest, tag)
             return
         assert device is not None and stream is not None
-        rendezvous = self.memory.rendezvous(device)
+        rendezvous = self.memory.made or self.memory.rendezvous(device)
         # The copy is enqueued after MPI's call, so that the receiver works at the same time: its kernel waits for this
         # one. Until then this thread owes it to the stream, because nothing of another thread may come before it.
         threads = device.threads(stream)
@@ -164,13 +158,14 @@ class Messages:
             raise
         threads.settle()
         if sent.blocks:
-            device.synchronize(stream)
+            _wait_for_copies(sent)
 
     def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
         """Start to send a device array as ``send`` does. The request is complete when the array may be overwritten."""
         device, stream = sent.device, sent.stream
         assert device is not None and stream is not None
-        sent.refuse_capture()
+        if sent.captured:
+            raise refused_capture(sent)
         # Later work of the user's stream does not wait for the copies of a message in several pieces.
         aside = sent.is_flat and is_cut(sent.nbytes)
         with _beside(device, stream) if aside else contextlib.nullcontext(stream) as copies:
@@ -206,7 +201,8 @@ class Messages:
 
     def receive(self, received: Endpoint, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive, into a device array in the order of its stream."""
-        received.refuse_capture()
+        if received.captured:
+            raise refused_capture(received)
         status = MPI.Status() if status is None else status
         if received.is_flat:
             staged = self._staging(received.nbytes)
@@ -216,11 +212,13 @@ class Messages:
             buffer = self._receive_buffer(received)
             incoming.recv_into(buffer.spec, status)
             self._deliver(buffer.arrived(status), buffer)
-        _wait_for_copies(received)
+        if received.blocks:
+            _wait_for_copies(received)
 
     def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
         """Start to receive. The request is complete when the message is in the buffer; it may be MPI's own."""
-        received.refuse_capture()
+        if received.captured:
+            raise refused_capture(received)
         buffer = self._receive_buffer(received)
         mark = self._mark(received)
         request, correct = incoming.irecv_into(buffer.spec)
@@ -241,7 +239,8 @@ class Messages:
         It is complete only after ``before`` has returned true, which says whether the rest of the call is done. With
         ``replace`` the rest of the call sends the content of the buffer.
         """
-        received.refuse_capture()
+        if received.captured:
+            raise refused_capture(received)
         buffer = self._receive_buffer(received, replace=replace)
         mark = self._mark(received)
         return self._pending_receive(buffer, *incoming.irecv_into(buffer.spec), mark, before)
@@ -261,10 +260,10 @@ class Messages:
 
         ``posted`` are the source and the tag of the received message. Raises as MPI does before it sends.
         """
-        sent.refuse_capture()
-        received.refuse_capture()
+        if sent.captured or received.captured:
+            raise refused_capture(sent)
         status = MPI.Status() if status is None else status
-        if received.is_flat and sent.on_device and not (self.unexpected or is_cut(received.nbytes)):
+        if received.is_flat and sent.stream is not None and not (self.unexpected.kept or is_cut(received.nbytes)):
             self._exchange_at_once(sent, dest, tag, received, posted, status)
             return
         incoming = self.posted_beside_send(*posted)
@@ -290,8 +289,8 @@ class Messages:
                     device.check()
                 else:
                     device.side_streams.wait_stream(stream, copies)
-        _wait_for_copies(sent)
-        _wait_for_copies(received)
+        if sent.blocks or received.blocks:
+            _wait_for_copies(sent, received)
 
     def _exchange_at_once(
         self, sent: Endpoint, dest: int, tag: int, received: Endpoint, posted: tuple[int, int], status: MPI.Status
@@ -310,14 +309,15 @@ class Messages:
                 buffer.withdraw()
             raise
         self._arrived(received, staged, status)
-        _wait_for_copies(sent)
-        _wait_for_copies(received)
+        if sent.blocks or received.blocks:
+            _wait_for_copies(sent, received)
 
     def start_exchange(
         self, sent: Endpoint, dest: int, tag: int, received: Endpoint, incoming: Incoming, *, replace: bool = False
     ) -> DeferredRequest:
         """Start to send one buffer and to receive into another, or with ``replace`` into the same one."""
-        received.refuse_capture()
+        if received.captured:
+            raise refused_capture(received)
         if sent.on_device:
             sending: MPI.Request = self.start_send(_isend, sent, dest, tag)
         else:
@@ -381,7 +381,7 @@ class Messages:
         # The user's buffer of a buffered send has room for the data, and may have none for a description.
         elif nbytes >= DESCRIPTION_NBYTES or send not in _BUFFERED:
             try:
-                return self.memory.rendezvous(device).reserve(nbytes, whole=not sent.is_flat)
+                return (self.memory.made or self.memory.rendezvous(device)).reserve(nbytes, whole=not sent.is_flat)
             except (OutboxFullError, HandleError) as error:
                 warn_once(str(error))
         return None
@@ -399,7 +399,7 @@ class Messages:
         place = self._place(send, sent, dest)
         if place is None or sent.device is None or stream is None:
             return self._eager(sent, dest, stream)
-        rendezvous = self.memory.rendezvous(sent.device)
+        rendezvous = self.memory.made or self.memory.rendezvous(sent.device)
         rendezvous.fill(place, sent, stream)
         return SendBuffer(place.message, sent, partial(rendezvous.withdraw, place, stream))
 
@@ -414,10 +414,12 @@ class Messages:
     def _arrived(self, received: Endpoint, staged: list[Any], status: MPI.Status) -> None:
         """Bring a message that MPI has received to staging memory into a flat device array."""
         assert received.device is not None and received.stream is not None
-        rendezvous = self.memory.rendezvous(received.device)
-        if status.Get_count(_byte) == DESCRIPTION_NBYTES and not _waits_beside(received):
+        rendezvous = self.memory.made or self.memory.rendezvous(received.device)
+        array = received.spec if received.operand is None else array_of(received.spec)
+        waits = received.device.waits_beside(received.stream, array)
+        if not waits and status.Get_count(_byte) == DESCRIPTION_NBYTES:
             packed = staged[0][:DESCRIPTION_NBYTES].tobytes()
-            nbytes = rendezvous.receive_packed(packed, received, received.stream, status.source)
+            nbytes = rendezvous.receive_packed(packed, received, status.source)
             if nbytes:
                 status.Set_elements(_byte, nbytes)
                 self._spare.append(staged)

@@ -38,6 +38,11 @@ _ONE = struct.Struct(f"{_HEAD.format}{_EXTENT.format[1:]}{DESCRIPTION_NBYTES - _
 """A description with one extent, as nearly all are: it is packed and unpacked at once."""
 
 
+def pack_one(secret: bytes, nbytes: int, line: int, words: bytes, packet: bytes, offset: int) -> bytes:
+    """Return the packed description of a message in one extent; see `Description.pack`."""
+    return _ONE.pack(secret, nbytes, line, 1, words, packet, offset, nbytes)
+
+
 def is_for_kernels(nbytes: int) -> bool:
     """Return whether kernels copy a message of ``nbytes`` bytes; copy engines copy longer ones."""
     return nbytes <= KERNEL_NBYTES
@@ -98,9 +103,6 @@ class Description:
 
     def pack(self, secret: bytes) -> bytes:
         """Return the description as a message of `DESCRIPTION_NBYTES` bytes."""
-        if len(self.extents) == 1:
-            (one,) = self.extents
-            return _ONE.pack(secret, self.nbytes, self.line, 1, self.words, one.packet, one.offset, one.nbytes)
         head = _HEAD.pack(secret, self.nbytes, self.line, len(self.extents), self.words)
         extents = b"".join(_EXTENT.pack(extent.packet, extent.offset, extent.nbytes) for extent in self.extents)
         return (head + extents).ljust(DESCRIPTION_NBYTES, b"\0")

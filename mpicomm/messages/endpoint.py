@@ -15,7 +15,7 @@ from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.plain_arrays import plain_array
 
 
-# No dataclass, because each call on device arrays makes one.
+# No dataclass, and its arguments are given by place, because each call on device arrays makes one.
 class Endpoint:
     """The buffer ``spec`` of a call of ``operation``. What it is decides the way of its message."""
 
@@ -23,7 +23,6 @@ class Endpoint:
         "blocks",
         "captured",
         "device",
-        "elements",
         "is_flat",
         "nbytes",
         "operand",
@@ -41,7 +40,6 @@ class Endpoint:
         nbytes: int = 0,
         stream: int | None = None,
         device: MessageDevice | None = None,
-        *,
         is_flat: bool = False,
         operand: Operand | None = None,
         captured: bool = False,
@@ -60,9 +58,7 @@ class Endpoint:
         self.is_flat = is_flat
         """Whether it is a device array whose bytes follow each other."""
         self.operand = operand
-        """What another buffer holds; None for host memory that MPI alone sends or receives."""
-        self.elements: Elements | None = None if operand is None or operand.derived is None else operand.derived[0]
-        """The elements of a derived datatype in device memory, which kernels pack."""
+        """What the buffer holds; None for what `read_plain` has read, and for host memory that MPI alone uses."""
         self.captured = captured
         """Whether the stream captures a CUDA graph."""
         self.blocks = blocks
@@ -70,23 +66,32 @@ class Endpoint:
         is."""
 
     @property
+    def elements(self) -> Elements:
+        """The elements of a derived datatype in device memory, which kernels pack."""
+        assert self.operand is not None and self.operand.derived is not None
+        return self.operand.derived[0]
+
+    @property
     def on_device(self) -> bool:
         """Whether the buffer is a device array."""
         return self.stream is not None
 
-    def refuse_capture(self) -> None:
-        """Raise `InvalidUsageError` where the stream captures a graph: MPI matches the message now, on the host."""
-        if self.captured:
-            raise InvalidUsageError(
-                f"{self.operation} cannot be part of a CUDA graph, as MPI matches messages on the host: use Send, Recv "
-                'or Sendrecv with algorithm="auto", or call it outside the capture'
-            )
+
+def refused_capture(endpoint: Endpoint) -> InvalidUsageError:
+    """Return the error of a call whose stream captures a graph: MPI matches the message now, on the host."""
+    return InvalidUsageError(
+        f"{endpoint.operation} cannot be part of a CUDA graph, as MPI matches messages on the host: use Send, Recv or "
+        'Sendrecv with algorithm="auto", or call it outside the capture'
+    )
 
 
-def read_plain(operation: str, array: Any, stream: Any, device: MessageDevice) -> Endpoint | None:
+def read_plain(
+    operation: str, array: Any, stream: Any, device: MessageDevice, beside: Endpoint | None = None
+) -> Endpoint | None:
     """Read a contiguous array of CuPy or PyTorch on ``device`` with few calls of Python; return None for all others.
 
-    Local. None, too, where the stream captures a graph. Raises the error of an earlier call.
+    Local. None, too, where the stream captures a graph. Raises the error of an earlier call. ``beside`` is the other
+    buffer of the call.
     """
     plain = None if type(array) in _SPECIFICATIONS else plain_array(array)
     if plain is None or not plain[1]:  # no array, or an empty one
@@ -95,10 +100,13 @@ def read_plain(operation: str, array: Any, stream: Any, device: MessageDevice) -
     element_nbytes = _element_nbytes(dtype)
     if ordinal != device.device or not element_nbytes:
         return None
-    resolved = device.eager_stream(stream, array)
+    if beside is not None and beside.operand is None and type(beside.spec) is type(array):
+        resolved = beside.stream  # the arrays of one class have one current stream
+    else:
+        resolved = device.eager_stream(stream, array)
     if resolved is None:
         return None
-    return Endpoint(operation, array, pointer, count * element_nbytes, resolved, device, is_flat=True)
+    return Endpoint(operation, array, pointer, count * element_nbytes, resolved, device, True)
 
 
 _SPECIFICATIONS = frozenset((list, tuple))

@@ -54,8 +54,9 @@ class Outbox:
     All blocks together have at most ``most_nbytes``.
     """
 
-    def __init__(self, device: MessageDevice, most_nbytes: int | None = None) -> None:
+    def __init__(self, device: MessageDevice, secret: bytes, most_nbytes: int | None = None) -> None:
         self._device = device
+        self._secret = secret
         self._bound = most_nbytes
         self._lock = threading.Lock()  # several threads of the program may send
         most = device.total_nbytes // PART
@@ -70,7 +71,7 @@ class Outbox:
         self._idle: defaultdict[int, list[Place]] = defaultdict(list)  # by the bytes of their last message
 
     def reserve(self, nbytes: int, *, whole: bool = False) -> Place:
-        """Give a message its place: in one block if it is for kernels, or ``whole``.
+        """Give a message its place and its description: in one block if it is for kernels, or ``whole``.
 
         Raises `OutboxFullError`, or `HandleError` where memory cannot be allocated.
         """
@@ -79,7 +80,7 @@ class Outbox:
             idle = self._idle.get(room)
             place = idle.pop() if idle else self._find_place(room, whole=whole or is_for_kernels(nbytes))
             if place.nbytes != nbytes:
-                place.describe(nbytes)
+                place.describe(nbytes, self._secret)
             self._in_flight.add(place)
             return place
 

@@ -6,8 +6,6 @@ import ctypes
 import threading
 from collections.abc import Callable
 
-from mpi4py import MPI
-
 from mpicomm.devices.base import MessageCopy, Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
@@ -21,8 +19,6 @@ from mpicomm.messages.outbox import Outbox
 from mpicomm.messages.place import LINE_NBYTES, Place
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for
-
-_packed = MPI.PACKED
 
 _MOST_KNOWN = 4096
 """So many descriptions of peers are known."""
@@ -43,7 +39,9 @@ class Rendezvous:
         self._rank = rank
         self._secret = secret
         self._steps = device.message_steps()
-        self._outbox = Outbox(device, most_nbytes)
+        self._outbox = Outbox(device, secret or b"", most_nbytes)
+        self.reserve = self._outbox.reserve
+        """Gives a message of this rank its place in the outbox; see `Outbox.reserve`."""
         self._lock = threading.Lock()  # so that two threads do not open one block twice
         self._opened: dict[bytes, Segment] = {}
         # The copies of short messages of peers, and their bytes, by their packed descriptions.
@@ -65,24 +63,11 @@ class Rendezvous:
             return None
         return Description.unpack(ctypes.string_at(pointer, DESCRIPTION_NBYTES), self._secret)
 
-    def reserve(self, nbytes: int, *, whole: bool = False) -> Place:
-        """Give a message its place in the outbox, with its packed description; in one block if ``whole``.
-
-        Raises `OutboxFullError` or `HandleError` where the outbox has no room.
-        """
-        place = self._outbox.reserve(nbytes, whole=whole)
-        if not place.message:
-            assert self._secret is not None
-            # Packed: this type matches every type that the receiver names.
-            place.message = [place.described.pack(self._secret), DESCRIPTION_NBYTES, _packed]
-        return place
-
     def fill(self, place: Place, sent: Endpoint, stream: int) -> None:
         """Enqueue the copy of a message into its place."""
-        if sent.elements is not None:
-            self.device.pack(
-                table_for(sent.elements.layout), sent.elements.address, place.pointer, stream, unpacks=False
-            )
+        if not sent.is_flat:
+            elements = sent.elements
+            self.device.pack(table_for(elements.layout), elements.address, place.pointer, stream, unpacks=False)
             self._steps.announce(stream, ready=place.ready, count=place.counts)
         elif place.nbytes <= description.KERNEL_NBYTES:
             copy = place.copy_in
@@ -114,7 +99,7 @@ class Rendezvous:
         else:
             self.pull(described, pointer, source, stream)
 
-    def receive_packed(self, packed: bytes, received: Endpoint, stream: int, source: int) -> int:
+    def receive_packed(self, packed: bytes, received: Endpoint, source: int) -> int:
         """As `receive`, for what MPI has received: return the bytes of the message.
 
         Return 0, and do nothing, for data, and for a message that is too long for kernels or for the buffer.
@@ -122,7 +107,7 @@ class Rendezvous:
         known = self._known.get(packed)
         if known is None:
             described = None if self._secret is None else Description.unpack(packed, self._secret)
-            if described is None or not is_for_kernels(described.nbytes):
+            if described is None or described.nbytes > description.KERNEL_NBYTES:
                 return 0
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()
@@ -131,7 +116,8 @@ class Rendezvous:
         copy, nbytes = known
         if nbytes > received.nbytes:
             return 0
-        copy(stream, received.pointer, nbytes)
+        assert received.stream is not None
+        copy(received.stream, received.pointer, nbytes)
         return nbytes
 
     def pull(self, described: Description, pointer: int, source: int, stream: int) -> None:
@@ -164,7 +150,7 @@ class Rendezvous:
         ``fill`` enqueues the copy of the message to an address. Raises as `reserve` does.
         """
         layout = elements.layout
-        place = self._outbox.reserve(layout.nbytes, whole=True)
+        place = self.reserve(layout.nbytes, whole=True)
         try:
             if nbytes < layout.nbytes:  # the other elements keep their values, because a kernel unpacks all
                 self.device.pack(table_for(layout), elements.address, place.pointer, stream, unpacks=False)
@@ -206,7 +192,9 @@ class Rendezvous:
         self._outbox.close()
 
     def _copy_out(self, described: Description, source: int) -> MessageCopy:
-        ready, place = self._line(described, source), self._whole(described, source)
+        (extent,) = described.extents
+        ready = self._block(described.words, DONE + described.line + LINE_NBYTES, source) + described.line
+        place = self._block(extent.packet, extent.offset + extent.nbytes, source) + extent.offset
         # It releases the place: pairs with the sender's read of the counts in Outbox, as in `pull`.
         return self._steps.copy_out(place, ready=ready, done=ready + DONE, peer=source)
 

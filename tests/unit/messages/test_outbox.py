@@ -22,6 +22,7 @@ from mpicomm.messages.place import Place
 from tests.helpers.message_devices import ThreadDevice
 
 MOST = 24 << 20
+SECRET = bytes(32)
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def device(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDe
 
 @pytest.fixture
 def box(device: ThreadDevice) -> Iterator[Outbox]:
-    box = Outbox(cast(MessageDevice, device))
+    box = Outbox(cast(MessageDevice, device), SECRET)
     yield box
     box.close()
 
@@ -120,7 +121,7 @@ class LateDevice(ThreadDevice):
 def test_a_look_that_began_before_the_last_message_was_read_may_find_all_read(no_leaks: None, late: int) -> None:
     device = LateDevice(0, 5.0, total_nbytes=64 * MOST, slowest_s=0)
     device.late = late
-    box = Outbox(cast(MessageDevice, device), 8 << 20)
+    box = Outbox(cast(MessageDevice, device), SECRET, 8 << 20)
     for count in (3, 2, 3, 1, 3, 3):
         for described in [box.reserve(2 << 20) for _ in range(count)]:
             finish(box, described)
@@ -146,7 +147,7 @@ def test_a_place_that_is_put_back_serves_the_next_message(box: Outbox) -> None:
 def test_a_loop_of_many_lengths_takes_no_more_than_what_is_in_flight(no_leaks: None, late: int) -> None:
     """The receivers copy each message when ``late`` more are sent. Two rounds of messages are of one length."""
     double = ThreadDevice(0, 5.0, total_nbytes=64 * 512 << 20, slowest_s=0)
-    box = Outbox(cast(MessageDevice, double))
+    box = Outbox(cast(MessageDevice, double), SECRET)
     lengths = [4, 16_384, 12_000_000, 68, 2_800_000, 6_000_004, 256, 12_000_000]
     in_flight: list[Place] = []
     most_nbytes = 0
@@ -165,7 +166,7 @@ def test_a_loop_of_many_lengths_takes_no_more_than_what_is_in_flight(no_leaks: N
 
 def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
     device = ThreadDevice(0, 5.0, total_nbytes=PART * MOST_IN_FLIGHT * (128 << 10), slowest_s=0)
-    box = Outbox(cast(MessageDevice, device))
+    box = Outbox(cast(MessageDevice, device), SECRET)
     in_flight = [box.reserve(40_000) for _ in range(MOST_IN_FLIGHT)]
     with pytest.raises(OutboxFullError, match=f"{MOST_IN_FLIGHT} messages are in flight"):
         box.reserve(40_000)
@@ -176,7 +177,7 @@ def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
 
 
 def test_an_outbox_stays_below_its_bound(no_leaks: None, device: ThreadDevice) -> None:
-    box = Outbox(cast(MessageDevice, device), 8 << 20)
+    box = Outbox(cast(MessageDevice, device), SECRET, 8 << 20)
     kept = [box.reserve(2 << 20) for _ in range(3)]
     assert box.memory_use() == MemoryUse("outbox", device_nbytes=device.allocated)
     assert device.allocated <= 8 << 20
@@ -190,7 +191,7 @@ def test_an_outbox_stays_below_its_bound(no_leaks: None, device: ThreadDevice) -
 
 @pytest.mark.parametrize("most_nbytes", [0, 1 << 20, 3 << 20])
 def test_an_outbox_without_room_for_a_block_takes_no_memory(device: ThreadDevice, most_nbytes: int) -> None:
-    box = Outbox(cast(MessageDevice, device), most_nbytes)
+    box = Outbox(cast(MessageDevice, device), SECRET, most_nbytes)
     with pytest.raises(OutboxFullError, match=f"MPICOMM_MEMORY leaves {most_nbytes} bytes"):
         box.reserve(40_000)
     assert device.allocated == 0
