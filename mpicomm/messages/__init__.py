@@ -11,7 +11,7 @@ A receiver learns which of the two it meets when MPI has received. So MPI never 
 memory that stands for the array, and a receive into a host array, too, has to look for a description.
 
 - `calls`, `endpoint`: the calls of one communicator, and the buffers of one call.
-- `send_buffer`, `receive_buffer`, `pending`: the host memory that MPI gets for a buffer, and calls in flight.
+- `outgoing`, `receive_buffer`, `pending`: the host memory that MPI gets for a buffer, and calls in flight.
 - `description`, `outbox`, `place`, `in_flight`, `rendezvous`, `memory`: the rendezvous, from the copy into the outbox
   to its teardown.
 - `incoming`, `matched`, `unexpected`, `self_messages`: messages that a probe has matched before they are received.

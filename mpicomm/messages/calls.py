@@ -5,42 +5,33 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpicomm.cluster.placement import Placement
-from mpicomm.errors import HandleError
 from mpicomm.messages.description import DESCRIPTION_NBYTES, is_cut
 from mpicomm.messages.device import MessageDevice, SideStream, beside
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.incoming import Correct, Incoming
 from mpicomm.messages.memory import MessageMemory
-from mpicomm.messages.outbox import OutboxFullError
+from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
-from mpicomm.messages.place import Place
 from mpicomm.messages.receive_buffer import Delivery, DeviceReceive, ReceiveBuffer, receive_buffer, staging
-from mpicomm.messages.send_buffer import SendBuffer, eager, warn_once
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of, is_host_view
-from mpicomm.mpi.host_copies import announce
 from mpicomm.mpi.location import parse_on_device, require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, Work
 from mpicomm.mpi.shown import sendrecv
-
-Send = Callable[..., Any]
-"""One of MPI's methods for sends: of a communicator, a buffer, a destination and a tag."""
 
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
 _byte = MPI.BYTE
-_BUFFERED = frozenset((MPI.Intracomm.Bsend, MPI.Intracomm.Ibsend))
 _NOTHING = np.empty(0, np.uint8)
 _LEAST_SPARE_NBYTES = 64 << 10
 
@@ -55,12 +46,6 @@ def _parse(buf: Any, writable: bool, name: str) -> Operand:
 
 def _nothing_before() -> bool:
     return True
-
-
-def _wait_for_copies(*endpoints: Endpoint) -> None:
-    for endpoint in endpoints:
-        if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
-            endpoint.device.synchronize(endpoint.stream)
 
 
 def _waits_beside(received: Endpoint) -> bool:
@@ -90,11 +75,12 @@ class Messages:
         self.described = self.on_gpu and here.handle == "ipc"
         self._comm = comm
         self._gpu = gpu
-        self._kind = here.handle
         self._near = frozenset(placement.node_ranks)
         secret = placement.secret if self.described else None
         self.memory = MessageMemory(placement.rank, here.timeout_s, secret, here.most_outbox_nbytes)
         self.unexpected = UnexpectedQueue(self, comm, secret)
+        self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.described else here.handle)
+        self.send = self._outgoing.send
         # Staging memory that holds nothing any more: as many arrays as threads receive at once. The system provides no
         # pages for the parts that no message has filled.
         self._spare: list[list[Any]] = []
@@ -131,35 +117,6 @@ class Messages:
         """
         return Endpoint(operation, host_calls.for_mpi(_parse(buf, writable, name)))
 
-    def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
-        """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
-        if sent.captured:
-            raise refused_capture(sent)
-        place, device, stream = self._place(send, sent, dest), sent.device, sent.stream
-        if place is None:
-            send(self._comm, self._eager(sent, dest, stream).spec, dest, tag)
-            return
-        assert device is not None and stream is not None
-        rendezvous = self.memory.made or self.memory.rendezvous(device)
-        # The copy is enqueued after MPI's call, so that the receiver works at the same time: its kernel waits for this
-        # one. Until then this thread owes it to the stream, because nothing of another thread may come before it.
-        threads = device.threads(stream)
-        threads.owe(rendezvous.fill, place, sent, stream)
-        try:
-            send(self._comm, place.message, dest, tag)
-        except Exception:  # MPI has refused the message
-            if threads.forgive():
-                rendezvous.put_back(place)
-            else:
-                rendezvous.withdraw(place, stream)
-            raise
-        except BaseException:
-            threads.settle()  # a Ctrl-C may come after MPI has sent the message
-            raise
-        threads.settle()
-        if sent.blocks:
-            _wait_for_copies(sent)
-
     def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
         """Start to send a device array as ``send`` does. The request is complete when the array may be overwritten."""
         device, stream = sent.device, sent.stream
@@ -169,7 +126,7 @@ class Messages:
         # Later work of the user's stream does not wait for the copies of a message in several pieces.
         aside = sent.is_flat and is_cut(sent.nbytes)
         with _beside(device, stream) if aside else contextlib.nullcontext(stream) as copies:
-            buffer = self._send_buffer(send, sent, dest, copies)
+            buffer = self._outgoing.buffer(send, sent, dest, copies)
             request = buffer.hand_over(send, self._comm, dest, tag)
             pending = PendingSend(buffer, request, device.completion(copies))
         return self._request(Work(pending.done, device.check), device)
@@ -213,7 +170,7 @@ class Messages:
             incoming.recv_into(buffer.spec, status)
             self._deliver(buffer.arrived(status), buffer)
         if received.blocks:
-            _wait_for_copies(received)
+            wait_for_copies(received)
 
     def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
         """Start to receive. The request is complete when the message is in the buffer; it may be MPI's own."""
@@ -273,8 +230,8 @@ class Messages:
         # piece is copied in less time than a side stream costs.
         aside = is_cut(buffer.capacity) and not replace
         with _beside(device, stream) if aside and stream is not None else contextlib.nullcontext(stream) as copies:
-            send_buffer = self._send_buffer(_isend, sent, dest, sent.stream)
-            request = send_buffer.hand_over(_isend_host, self._comm, dest, tag)
+            outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
+            request = outgoing.hand_over(_isend_host, self._comm, dest, tag)
             try:
                 incoming.recv_into(buffer.spec, status)
             finally:
@@ -290,7 +247,7 @@ class Messages:
                 else:
                     device.side_streams.wait_stream(stream, copies)
         if sent.blocks or received.blocks:
-            _wait_for_copies(sent, received)
+            wait_for_copies(sent, received)
 
     def _exchange_at_once(
         self, sent: Endpoint, dest: int, tag: int, received: Endpoint, posted: tuple[int, int], status: MPI.Status
@@ -298,7 +255,7 @@ class Messages:
         """As `exchange`, by one call of MPI."""
         # Its copy is enqueued before MPI's call, which returns when both messages are matched: what this rank receives
         # may depend on what it sends here.
-        buffer = self._send_buffer(_isend, sent, dest, sent.stream)
+        buffer = self._outgoing.buffer(_isend, sent, dest, sent.stream)
         staged = self._staging(received.nbytes)
         try:
             sendrecv(self._comm, buffer.spec, dest, tag, staged, *posted, status)
@@ -310,7 +267,7 @@ class Messages:
             raise
         self._arrived(received, staged, status)
         if sent.blocks or received.blocks:
-            _wait_for_copies(sent, received)
+            wait_for_copies(sent, received)
 
     def start_exchange(
         self, sent: Endpoint, dest: int, tag: int, received: Endpoint, incoming: Incoming, *, replace: bool = False
@@ -368,40 +325,6 @@ class Messages:
         device = self._gpu(operation)
         device.check()
         return device
-
-    def _place(self, send: Send, sent: Endpoint, dest: int) -> Place | None:
-        """Return a place in the outbox for a message; None where MPI carries the data, or where there is none."""
-        nbytes, device = sent.nbytes, sent.device
-        if not nbytes or dest < 0 or device is None or sent.stream is None:
-            return None
-        if dest not in self._near:
-            announce("Send", "the ranks are on several nodes")
-        elif not self.described:
-            warn_once(f"memory is opened as {self._kind!r}, not by IPC handles")
-        # The user's buffer of a buffered send has room for the data, and may have none for a description.
-        elif nbytes >= DESCRIPTION_NBYTES or send not in _BUFFERED:
-            try:
-                return (self.memory.made or self.memory.rendezvous(device)).reserve(nbytes, whole=not sent.is_flat)
-            except (OutboxFullError, HandleError) as error:
-                warn_once(str(error))
-        return None
-
-    def _eager(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
-        """Return the host memory from which MPI sends a message, for a device array a copy."""
-        if stream is None or sent.device is None:
-            return SendBuffer(sent.spec)
-        if dest < 0:  # MPI.PROC_NULL, or no rank, for which MPI raises
-            return SendBuffer([_NOTHING, 0, MPI.BYTE])
-        return eager(sent.device, sent, stream)
-
-    def _send_buffer(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
-        """Copy a device array, on ``stream``, to where MPI or the receiver finds it; leave host memory to MPI."""
-        place = self._place(send, sent, dest)
-        if place is None or sent.device is None or stream is None:
-            return self._eager(sent, dest, stream)
-        rendezvous = self.memory.made or self.memory.rendezvous(sent.device)
-        rendezvous.fill(place, sent, stream)
-        return SendBuffer(place.message, sent, partial(rendezvous.withdraw, place, stream))
 
     def _staging(self, capacity: int) -> list[Any]:
         """Return staging memory for a flat device array; `_arrived` takes it back."""

@@ -184,6 +184,7 @@ class Rendezvous:
         """Unmap the peers' blocks; their copies must be over. A second call does nothing."""
         with self._lock:
             self._closed = True
+            self._known.clear()
             while self._opened:
                 self._opened.popitem()[1].close()
 
