@@ -65,7 +65,8 @@ class PersistentMessages(MPI.Intracomm):
             return _persistent(host_calls.call(_recv_init, self, buf, source, tag, writable=True))
 
         def begin() -> Work:
-            end = messages.receiving("Recv_init", buf, stream)  # again, because the stream may capture a graph
+            # Again, because the stream may capture a graph.
+            _, end = read_end(messages, "Recv_init", buf, stream, source, receives=True)
             assert end is not None
             return messages.defer_receive(end, messages.posted(source, tag)).work
 
@@ -91,7 +92,7 @@ class PersistentMessages(MPI.Intracomm):
             return _persistent(host_calls.call(prepare, self, buf, dest, tag))
 
         def begin() -> Work:
-            sent = messages.sending(operation, buf, stream)  # again, because the stream may capture a graph
+            _, sent = read_end(messages, operation, buf, stream, dest)  # again, because the stream may capture a graph
             assert sent is not None
             return messages.start_send(start, sent, dest, tag).work
 
