@@ -58,14 +58,15 @@ class PersistentMessages(MPI.Intracomm):
     ) -> MPI.Prequest:
         """Create a persistent `Recv`; see mpi4py."""
         messages = self._messages
-        buf, received = read_end(messages.receiving, "Recv_init", buf, stream, source)
+        buf, received = read_end(messages, "Recv_init", buf, stream, source, receives=True)
         if received is None or not received.on_device:
             refuse_stream("Recv_init", stream)
         if received is None:
             return _persistent(host_calls.call(_recv_init, self, buf, source, tag, writable=True))
 
         def begin() -> Work:
-            end = messages.receiving("Recv_init", buf, stream)  # again, because the stream may capture a graph
+            # Again, because the stream may capture a graph.
+            _, end = read_end(messages, "Recv_init", buf, stream, source, receives=True)
             assert end is not None
             return messages.defer_receive(end, messages.posted(source, tag)).work
 
@@ -85,13 +86,13 @@ class PersistentMessages(MPI.Intracomm):
         is_host = type(buf) is ndarray and (buf.base is None or is_host_view(buf))
         sent = None
         if not is_host:
-            buf, sent = read_end(messages.sending, operation, buf, stream, dest)
+            buf, sent = read_end(messages, operation, buf, stream, dest)
         if sent is None:
             refuse_stream(operation, stream)
             return _persistent(host_calls.call(prepare, self, buf, dest, tag))
 
         def begin() -> Work:
-            sent = messages.sending(operation, buf, stream)  # again, because the stream may capture a graph
+            _, sent = read_end(messages, operation, buf, stream, dest)  # again, because the stream may capture a graph
             assert sent is not None
             return messages.start_send(start, sent, dest, tag).work
 

@@ -97,12 +97,9 @@ class PointToPoint(MPI.Intracomm):
                 return _mpi_send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
             finally:
                 row[DEST] = NOBODY
-        fast = self._messages.fast
-        if fast is not None and algorithm == "auto" and fast.send(_send, buf, dest, tag, stream):
-            return None
         if algorithm != "auto" and self._is_one_shot("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
-        buf, sent = read_end(self._messages.sending, "Send", buf, stream, dest)
+        buf, sent = read_end(self._messages, "Send", buf, stream, dest)
         if sent is None:
             _refuse_options("Send", stream, algorithm, buf)
             try:
@@ -156,15 +153,10 @@ class PointToPoint(MPI.Intracomm):
                 return _mpi_recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
             finally:
                 row[SOURCE] = NOBODY
-        if messages.fast is not None and algorithm == "auto":
-            seen = MPI.Status() if status is None else status
-            arrived = messages.fast.receive(buf, source, tag, seen, stream)
-            if arrived is not False:
-                return None if arrived is True else messages.finish("Recv", buf, stream, arrived, seen)
         if algorithm != "auto" and self._is_one_shot("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
-        buf, received = read_end(messages.receiving, "Recv", buf, stream, source)
-        if received is None or not received.on_device:
+        buf, received = read_end(messages, "Recv", buf, stream, source, receives=True)
+        if received is None or received.stream is None:
             _refuse_options("Recv", stream, algorithm, buf)
         if received is None:
             return host_calls.call(recv, self, buf, source, tag, status, writable=True)
@@ -206,17 +198,14 @@ class PointToPoint(MPI.Intracomm):
                 return _mpi_sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             finally:
                 row[SOURCE] = NOBODY
-        if messages.fast is not None and algorithm == "auto":
-            seen = MPI.Status() if status is None else status
-            arrived = messages.fast.exchange(sendbuf, dest, sendtag, recvbuf, source, recvtag, seen, stream)
-            if arrived is not False:
-                return None if arrived is True else messages.finish("Sendrecv", recvbuf, stream, arrived, seen)
         if algorithm != "auto" and self._is_one_shot("Sendrecv", algorithm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status
             )
-        sendbuf, sent = read_end(messages.sending, "Sendrecv", sendbuf, stream, dest, "sendbuf")
-        recvbuf, received = read_end(messages.receiving, "Sendrecv", recvbuf, stream, source, "recvbuf")
+        sendbuf, sent = read_end(messages, "Sendrecv", sendbuf, stream, dest, "sendbuf")
+        recvbuf, received = read_end(
+            messages, "Sendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent
+        )
         first = sent or received
         if (stream is not None or algorithm != "auto") and (first is None or not first.on_device):
             _refuse_options("Sendrecv", stream, algorithm, sendbuf, recvbuf)
@@ -228,7 +217,7 @@ class PointToPoint(MPI.Intracomm):
             )
         sent = sent or messages.beside("Sendrecv", sendbuf, False, "sendbuf")
         received = received or messages.beside("Sendrecv", recvbuf, True, "recvbuf")
-        return messages.exchange(sent, dest, sendtag, received, messages.posted_beside_send(source, recvtag), status)
+        return messages.exchange(sent, dest, sendtag, received, (source, recvtag), status)
 
     def Sendrecv_replace(
         self,
@@ -250,14 +239,12 @@ class PointToPoint(MPI.Intracomm):
             and not messages.described
         ):
             return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
-        buf, end = read_end(messages.receiving, "Sendrecv_replace", buf, stream, dest, other=source)
+        buf, end = read_end(messages, "Sendrecv_replace", buf, stream, dest, other=source, receives=True)
         if end is None or not end.on_device:
             refuse_stream("Sendrecv_replace", stream)
         if end is None:
             return host_calls.call(sendrecv_replace, self, buf, dest, sendtag, source, recvtag, status, writable=True)
-        return messages.exchange(
-            end, dest, sendtag, end, messages.posted_beside_send(source, recvtag), status, replace=True
-        )
+        return messages.exchange(end, dest, sendtag, end, (source, recvtag), status, replace=True)
 
     def Isend(self, buf: Any, dest: int, tag: int = 0, *, stream: Any = None) -> MPI.Request:
         """Start to send ``buf``; see mpi4py."""
@@ -290,7 +277,7 @@ class PointToPoint(MPI.Intracomm):
                 return _irecv(self, buf, source, tag)
             except host_calls.REFUSALS:
                 return _irecv(self, host_calls.as_bytes(buf, True, "buf"), source, tag)
-        buf, received = read_end(messages.receiving, "Irecv", buf, stream, source)
+        buf, received = read_end(messages, "Irecv", buf, stream, source, receives=True)
         if received is None or not received.on_device:
             refuse_stream("Irecv", stream)
         if received is None:
@@ -310,8 +297,10 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send one buffer and receive into another; see mpi4py."""
         messages = self._messages
-        sendbuf, sent = read_end(messages.sending, "Isendrecv", sendbuf, stream, dest, "sendbuf")
-        recvbuf, received = read_end(messages.receiving, "Isendrecv", recvbuf, stream, source, "recvbuf")
+        sendbuf, sent = read_end(messages, "Isendrecv", sendbuf, stream, dest, "sendbuf")
+        recvbuf, received = read_end(
+            messages, "Isendrecv", recvbuf, stream, source, "recvbuf", receives=True, beside=sent
+        )
         first = sent or received
         if first is None or not first.on_device:
             refuse_stream("Isendrecv", stream)
@@ -333,7 +322,7 @@ class PointToPoint(MPI.Intracomm):
     ) -> MPI.Request:
         """Start to send ``buf`` and receive into it; see mpi4py."""
         messages = self._messages
-        buf, end = read_end(messages.receiving, "Isendrecv_replace", buf, stream, dest, other=source)
+        buf, end = read_end(messages, "Isendrecv_replace", buf, stream, dest, other=source, receives=True)
         if end is None or not end.on_device:
             refuse_stream("Isendrecv_replace", stream)
         if end is None:
@@ -345,10 +334,6 @@ class PointToPoint(MPI.Intracomm):
     def _blocking_send(
         self, operation: str, send: Callable[..., None], buf: Any, dest: int, tag: int, stream: Any
     ) -> None:
-        fast = self._messages.fast
-        # The user's buffer of a buffered send has room for the data, and may have none for a description.
-        if fast is not None and send is not _bsend and fast.send(send, buf, dest, tag, stream):
-            return
         buf, sent = self._sending(operation, buf, stream, dest)
         if sent is not None:
             self._messages.send(send, sent, dest, tag)
@@ -373,7 +358,7 @@ class PointToPoint(MPI.Intracomm):
         """Return the buffer and the endpoint of a device array; None for host memory, which MPI sends."""
         if type(buf) is ndarray and stream is None and (buf.base is None or is_host_view(buf)):
             return buf, None
-        buf, sent = read_end(self._messages.sending, operation, buf, stream, dest)
+        buf, sent = read_end(self._messages, operation, buf, stream, dest)
         if sent is None:
             refuse_stream(operation, stream)
         return buf, sent

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
-from mpicomm.messages.endpoint import Endpoint
+from mpicomm.messages.calls import Messages
+from mpicomm.messages.endpoint import Endpoint, read_plain
 from mpicomm.mpi.buffers import BufferRefusedError
 from mpicomm.mpi.location import is_on_device
 
@@ -16,19 +16,27 @@ _NOBODY = MPI.PROC_NULL
 
 
 def read_end(
-    read: Callable[..., Endpoint | None],
+    messages: Messages,
     operation: str,
     buf: Any,
     stream: Any,
     peer: int,
     name: str = "buf",
     *,
+    receives: bool = False,
     other: int = _NOBODY,
+    beside: Endpoint | None = None,
 ) -> tuple[Any, Endpoint | None]:
-    """Read a buffer with ``read``, a method of `Messages`; return the buffer and its endpoint. Local.
+    """Read a buffer of a call; return the buffer and its endpoint, None for host memory. Local.
 
-    Where the peers are nobody, an object that is no buffer is None, which stands for no memory. Raises as ``read``.
+    Where the peers are nobody, an object that is no buffer is None, which stands for no memory. ``beside`` is the other
+    buffer of the call. Raises as `Messages.sending` and `Messages.receiving`.
     """
+    made = messages.memory.made
+    plain = None if made is None else read_plain(operation, buf, stream, made.device, beside)
+    if plain is not None:
+        return buf, plain
+    read = messages.receiving if receives else messages.sending
     try:
         return buf, read(operation, buf, stream, name)
     except (TypeError, InvalidUsageError):

@@ -220,30 +220,38 @@ class Calls(Protocol):
         """With ``wait``, a rank has some time to say what it called."""
 
 
-class MessageStep(Protocol):
-    """Enqueues a step of a message; local, stream-ordered, not capturable."""
+class MessageCopy(Protocol):
+    """Enqueues the copy of a message into one place of an outbox, or out of it; see `MessageSteps`.
 
-    def __call__(
-        self,
-        stream: int,
-        blocks: int,
-        target: int,
-        source: int,
-        nbytes: int,
-        ready: int,
-        done: int,
-        awaits: int,
-        sent: int,
-        taken: int,
-        peer: int,
-        /,
-    ) -> None:
-        """Wait until the words from ``ready`` on are ``awaits`` ahead of those from ``done`` on. Then copy ``nbytes``
-        bytes, and add ``sent`` to the former and ``taken`` to the latter, after all earlier work of the stream.
+    One thread calls it at a time, and only when the last message of the place is over.
+    """
 
-        Each part is optional: a 0 leaves it out. There are `MESSAGE_WORDS` words of each kind. Source and target are
-        memory of devices. After a timeout it neither copies nor counts, and `check` names rank ``peer``.
-        """
+    def __call__(self, stream: int, pointer: int, nbytes: int, /) -> None:
+        """Copy ``nbytes`` bytes from ``pointer``, or to there. The memory is a device's."""
+
+
+class MessageSteps(Protocol):
+    """Enqueues steps of messages; local, stream-ordered, not capturable.
+
+    A message has `MESSAGE_WORDS` words from ``ready`` on, which its sender adds to when the data is there, and as many
+    from ``done`` on, which its receiver adds to when it has read the data. After a timeout no step copies or adds
+    anything, and `check` names rank ``peer``.
+    """
+
+    def copy_in(self, place: int, *, ready: int) -> MessageCopy:
+        """Return the copy into the place at that address, which then announces 1."""
+
+    def copy_out(self, place: int, *, ready: int, done: int, peer: int) -> MessageCopy:
+        """Return the copy out of the place at that address, which waits for 1 before, and releases 1 behind."""
+
+    def wait(self, stream: int, *, ready: int, done: int, count: int, blocks: int, peer: int) -> None:
+        """Wait until the first ``blocks`` words from ``ready`` on are ``count`` ahead of those from ``done`` on."""
+
+    def announce(self, stream: int, *, ready: int, count: int) -> None:
+        """Add ``count`` to the words from ``ready`` on, after all earlier work of the stream."""
+
+    def release(self, stream: int, *, done: int, count: int) -> None:
+        """Add ``count`` to the words from ``done`` on, after all earlier work of the stream."""
 
 
 class GpuBackend(Backend, Protocol):
@@ -307,12 +315,8 @@ class GpuBackend(Backend, Protocol):
         So it is where several threads use the device: see `mpicomm.devices.stream_threads`.
         """
 
-    def message_step(self, *, repeated: bool = False) -> MessageStep:
-        """Return a function that enqueues steps of messages. The first call loads their kernel, which blocks.
-
-        A ``repeated`` step is mostly the same each time, which makes it faster. Its function serves one thread at a
-        time, and a step may only be enqueued when the last one cannot wait any more.
-        """
+    def message_steps(self) -> MessageSteps:
+        """Return the steps of messages. The first call loads their kernel, which blocks."""
 
     def pack_table(self, table: PackTable) -> int:
         """Return the address of a table on the device, which stays until `close`; blocking for a new table."""

@@ -11,10 +11,10 @@ A receiver learns which of the two it meets when MPI has received. So MPI never 
 memory that stands for the array, and a receive into a host array, too, has to look for a description.
 
 - `calls`, `endpoint`: the calls of one communicator, and the buffers of one call.
-- `send_buffer`, `receive_buffer`, `pending`: the host memory that MPI gets for a buffer, and calls in flight.
-- `description`, `outbox`, `rendezvous`, `memory`: the rendezvous, from the copy into the outbox to its teardown.
+- `outgoing`, `receive_buffer`, `pending`: the host memory that MPI gets for a buffer, and calls in flight.
+- `description`, `outbox`, `place`, `in_flight`, `rendezvous`, `memory`: the rendezvous, from the copy into the outbox
+  to its teardown.
 - `incoming`, `matched`, `unexpected`, `self_messages`: messages that a probe has matched before they are received.
-- `fast_path`, `plain_array`: blocking calls on known arrays, with few calls of Python.
 - `in_stream_order`: messages that kernels match, without MPI and the host.
 - `device`: the operations of a GPU that messages need.
 """

@@ -13,30 +13,27 @@ from mpi4py import MPI
 from mpicomm.cluster.placement import Placement
 from mpicomm.messages.description import DESCRIPTION_NBYTES, is_cut
 from mpicomm.messages.device import MessageDevice, SideStream, beside
-from mpicomm.messages.endpoint import Endpoint
-from mpicomm.messages.fast_path import FastPath
+from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.incoming import Correct, Incoming
 from mpicomm.messages.memory import MessageMemory
+from mpicomm.messages.outgoing import Outgoing, Send, wait_for_copies
 from mpicomm.messages.pending import PendingReceive, PendingSend
-from mpicomm.messages.receive_buffer import Delivery, ReceiveBuffer, receive_buffer
-from mpicomm.messages.send_buffer import SendBuffer, by_rendezvous, eager, eager_derived, warn_once
+from mpicomm.messages.receive_buffer import Delivery, DeviceReceive, ReceiveBuffer, receive_buffer, staging
 from mpicomm.messages.unexpected import Posted, UnexpectedQueue
 from mpicomm.mpi import host_calls
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of, is_host_view
-from mpicomm.mpi.host_copies import announce
 from mpicomm.mpi.location import parse_on_device, require_here
 from mpicomm.mpi.requests import Completer, DeferredRequest, Work
-
-Send = Callable[..., Any]
-"""One of MPI's methods for sends: of a communicator, a buffer, a destination and a tag."""
+from mpicomm.mpi.shown import sendrecv
 
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
 _iprobe = MPI.Intracomm.Iprobe
 _isend = MPI.Intracomm.Isend
-_BUFFERED = frozenset((MPI.Intracomm.Bsend, MPI.Intracomm.Ibsend))
+_byte = MPI.BYTE
 _NOTHING = np.empty(0, np.uint8)
+_LEAST_SPARE_NBYTES = 64 << 10
 
 
 def _isend_host(comm: MPI.Intracomm, spec: Any, dest: int, tag: int) -> MPI.Request:
@@ -51,15 +48,10 @@ def _nothing_before() -> bool:
     return True
 
 
-def _wait_for_copies(endpoint: Endpoint) -> None:
-    if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
-        endpoint.device.synchronize(endpoint.stream)
-
-
-def _waits_beside(buffer: ReceiveBuffer) -> bool:
+def _waits_beside(received: Endpoint) -> bool:
     """Return whether a blocking receive waits for its sender beside its stream, and this thread with it."""
-    stream = buffer.endpoint.stream
-    return stream is not None and buffer.device.waits_beside(stream, array_of(buffer.endpoint.spec))
+    device, stream = received.device, received.stream
+    return device is not None and stream is not None and device.waits_beside(stream, array_of(received.spec))
 
 
 def _beside(device: MessageDevice, stream: int) -> SideStream:
@@ -83,13 +75,15 @@ class Messages:
         self.described = self.on_gpu and here.handle == "ipc"
         self._comm = comm
         self._gpu = gpu
-        self._kind = here.handle
         self._near = frozenset(placement.node_ranks)
         secret = placement.secret if self.described else None
         self.memory = MessageMemory(placement.rank, here.timeout_s, secret, here.most_outbox_nbytes)
         self.unexpected = UnexpectedQueue(self, comm, secret)
-        self.fast = FastPath(comm, self._near, self.memory, self.unexpected) if self.described else None
-        """The way that blocking calls on device arrays try first; None where messages are not described."""
+        self._outgoing = Outgoing(comm, self._near, self.memory, "" if self.described else here.handle)
+        self.send = self._outgoing.send
+        # Staging memory that holds nothing any more: as many arrays as threads receive at once. The system provides no
+        # pages for the parts that no message has filled.
+        self._spare: list[list[Any]] = []
         # It is not the completer of collectives. A receive into host memory blocks its thread until the sender's device
         # has sent the data, and that may wait for a collective which this rank begins only after an earlier one is
         # complete.
@@ -109,7 +103,7 @@ class Messages:
 
     def posted(self, source: int, tag: int) -> Posted:
         """Return the message that a receive of this source and tag receives."""
-        return self.unexpected.posted(source, tag)
+        return Posted(self.unexpected, self._comm, source, tag)
 
     def posted_beside_send(self, source: int, tag: int) -> Posted:
         """As `posted`, for a call that sends, too. Raises as MPI does for a bad source or tag, before it sends."""
@@ -123,20 +117,16 @@ class Messages:
         """
         return Endpoint(operation, host_calls.for_mpi(_parse(buf, writable, name)))
 
-    def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
-        """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
-        sent.refuse_capture()
-        self._send_buffer(send, sent, dest, sent.stream).hand_over(send, self._comm, dest, tag)
-        _wait_for_copies(sent)
-
     def start_send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> DeferredRequest:
         """Start to send a device array as ``send`` does. The request is complete when the array may be overwritten."""
-        device, operand, stream = sent.device, sent.operand, sent.stream
-        assert device is not None and operand is not None and stream is not None
-        sent.refuse_capture()
+        device, stream = sent.device, sent.stream
+        assert device is not None and stream is not None
+        if sent.captured:
+            raise refused_capture(sent)
         # Later work of the user's stream does not wait for the copies of a message in several pieces.
-        with _beside(device, stream) if is_cut(operand.nbytes) else contextlib.nullcontext(stream) as copies:
-            buffer = self._send_buffer(send, sent, dest, copies)
+        aside = sent.is_flat and is_cut(sent.nbytes)
+        with _beside(device, stream) if aside else contextlib.nullcontext(stream) as copies:
+            buffer = self._outgoing.buffer(send, sent, dest, copies)
             request = buffer.hand_over(send, self._comm, dest, tag)
             pending = PendingSend(buffer, request, device.completion(copies))
         return self._request(Work(pending.done, device.check), device)
@@ -168,22 +158,24 @@ class Messages:
 
     def receive(self, received: Endpoint, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive, into a device array in the order of its stream."""
-        received.refuse_capture()
-        buffer = self._receive_buffer(received)
+        if received.captured:
+            raise refused_capture(received)
         status = MPI.Status() if status is None else status
-        incoming.recv_into(buffer.spec, status)
-        self._deliver(buffer.arrived(status), buffer)
-        _wait_for_copies(received)
-
-    def finish(self, operation: str, buf: Any, stream: Any, message: Any, status: MPI.Status) -> None:
-        """Bring a message that `FastPath` has received to host memory ``message`` into a device array, as `receive`."""
-        buffer = self._receive_buffer(self._parse_receive(operation, buf, stream, "buf"))
-        ctypes.memmove(buffer.pointer, _address(message), min(message.nbytes, status.Get_count(MPI.BYTE)))
-        self._deliver(buffer.arrived(status), buffer)
+        if received.is_flat:
+            staged = self._staging(received.nbytes)
+            incoming.recv_into(staged, status)
+            self._arrived(received, staged, status)
+        else:
+            buffer = self._receive_buffer(received)
+            incoming.recv_into(buffer.spec, status)
+            self._deliver(buffer.arrived(status), buffer)
+        if received.blocks:
+            wait_for_copies(received)
 
     def start_receive(self, received: Endpoint, incoming: Incoming) -> MPI.Request:
         """Start to receive. The request is complete when the message is in the buffer; it may be MPI's own."""
-        received.refuse_capture()
+        if received.captured:
+            raise refused_capture(received)
         buffer = self._receive_buffer(received)
         mark = self._mark(received)
         request, correct = incoming.irecv_into(buffer.spec)
@@ -204,7 +196,8 @@ class Messages:
         It is complete only after ``before`` has returned true, which says whether the rest of the call is done. With
         ``replace`` the rest of the call sends the content of the buffer.
         """
-        received.refuse_capture()
+        if received.captured:
+            raise refused_capture(received)
         buffer = self._receive_buffer(received, replace=replace)
         mark = self._mark(received)
         return self._pending_receive(buffer, *incoming.irecv_into(buffer.spec), mark, before)
@@ -215,23 +208,30 @@ class Messages:
         dest: int,
         tag: int,
         received: Endpoint,
-        incoming: Incoming,
+        posted: tuple[int, int],
         status: MPI.Status | None,
         *,
         replace: bool = False,
     ) -> None:
-        """Send one buffer and receive into another, or with ``replace`` into the same one."""
-        sent.refuse_capture()
-        received.refuse_capture()
+        """Send one buffer and receive into another, or with ``replace`` into the same one.
+
+        ``posted`` are the source and the tag of the received message. Raises as MPI does before it sends.
+        """
+        if sent.captured or received.captured:
+            raise refused_capture(sent)
+        status = MPI.Status() if status is None else status
+        if received.is_flat and sent.stream is not None and not (self.unexpected.kept or is_cut(received.nbytes)):
+            self._exchange_at_once(sent, dest, tag, received, posted, status)
+            return
+        incoming = self.posted_beside_send(*posted)
         buffer = self._receive_buffer(received, replace=replace)
         device, stream = buffer.device, received.stream
         # The copies of a received message do not wait for those of the sent one, which lies elsewhere. A message in one
         # piece is copied in less time than a side stream costs.
         aside = is_cut(buffer.capacity) and not replace
         with _beside(device, stream) if aside and stream is not None else contextlib.nullcontext(stream) as copies:
-            send_buffer = self._send_buffer(_isend, sent, dest, sent.stream)
-            request = send_buffer.hand_over(_isend_host, self._comm, dest, tag)
-            status = MPI.Status() if status is None else status
+            outgoing = self._outgoing.buffer(_isend, sent, dest, sent.stream)
+            request = outgoing.hand_over(_isend_host, self._comm, dest, tag)
             try:
                 incoming.recv_into(buffer.spec, status)
             finally:
@@ -241,19 +241,40 @@ class Messages:
                 self._deliver(delivery, buffer)
             else:
                 delivery.enqueue(copies)
-                if _waits_beside(buffer):
+                if _waits_beside(buffer.endpoint):
                     device.synchronize(copies)
                     device.check()
                 else:
                     device.side_streams.wait_stream(stream, copies)
-        _wait_for_copies(sent)
-        _wait_for_copies(received)
+        if sent.blocks or received.blocks:
+            wait_for_copies(sent, received)
+
+    def _exchange_at_once(
+        self, sent: Endpoint, dest: int, tag: int, received: Endpoint, posted: tuple[int, int], status: MPI.Status
+    ) -> None:
+        """As `exchange`, by one call of MPI."""
+        # Its copy is enqueued before MPI's call, which returns when both messages are matched: what this rank receives
+        # may depend on what it sends here.
+        buffer = self._outgoing.buffer(_isend, sent, dest, sent.stream)
+        staged = self._staging(received.nbytes)
+        try:
+            sendrecv(self._comm, buffer.spec, dest, tag, staged, *posted, status)
+        except Exception as error:
+            # MPI has refused the message, unless the other one was too long.
+            refused = not isinstance(error, MPI.Exception) or error.Get_error_class() != MPI.ERR_TRUNCATE
+            if refused and buffer.withdraw is not None:
+                buffer.withdraw()
+            raise
+        self._arrived(received, staged, status)
+        if sent.blocks or received.blocks:
+            wait_for_copies(sent, received)
 
     def start_exchange(
         self, sent: Endpoint, dest: int, tag: int, received: Endpoint, incoming: Incoming, *, replace: bool = False
     ) -> DeferredRequest:
         """Start to send one buffer and to receive into another, or with ``replace`` into the same one."""
-        received.refuse_capture()
+        if received.captured:
+            raise refused_capture(received)
         if sent.on_device:
             sending: MPI.Request = self.start_send(_isend, sent, dest, tag)
         else:
@@ -278,7 +299,7 @@ class Messages:
         operand = _parse(buf, True, name)
         if operand.on_device:
             return self._on_device(operation, buf, operand, stream)
-        return Endpoint(operation, host_calls.for_mpi(operand), operand, self._device(operation))
+        return Endpoint(operation, host_calls.for_mpi(operand), device=self._device(operation), operand=operand)
 
     def _on_device(self, operation: str, buf: Any, operand: Operand, stream: Any) -> Endpoint:
         if not self.described:
@@ -287,32 +308,47 @@ class Messages:
         require_here(f"{operation}: {operand.name}", operand.device, device.device)
         resolved = device.stream(stream, array_of(buf))
         blocks = operand.by_address and stream is None
-        return Endpoint(operation, buf, operand, device, resolved, device.is_capturing(resolved), blocks)
+        return Endpoint(
+            operation,
+            buf,
+            operand.pointer,
+            operand.packed_nbytes,
+            resolved,
+            device,
+            is_flat=operand.dtype is not None,
+            operand=operand,
+            captured=device.is_capturing(resolved),
+            blocks=blocks,
+        )
 
     def _device(self, operation: str) -> MessageDevice:
         device = self._gpu(operation)
         device.check()
         return device
 
-    def _send_buffer(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
-        """Copy a device array, on ``stream``, to where MPI or the receiver finds it; leave host memory to MPI."""
-        device, operand = sent.device, sent.operand
-        if stream is None or device is None or operand is None:
-            return SendBuffer(sent.spec)
-        if dest < 0:  # MPI.PROC_NULL, or no rank, for which MPI raises
-            return SendBuffer([_NOTHING, 0, MPI.BYTE])
-        nbytes = operand.packed_nbytes
-        if nbytes:
-            if dest not in self._near:
-                announce("Send", "the ranks are on several nodes")
-            elif not self.described:
-                warn_once(f"memory is opened as {self._kind!r}, not by IPC handles")
-            # The user's buffer of a buffered send has room for the data.
-            elif (nbytes >= DESCRIPTION_NBYTES or send not in _BUFFERED) and (
-                buffer := by_rendezvous(self.memory.rendezvous(device), operand, stream)
-            ):
-                return buffer
-        return eager_derived(device, operand.spec, stream) if operand.dtype is None else eager(device, operand, stream)
+    def _staging(self, capacity: int) -> list[Any]:
+        """Return staging memory for a flat device array; `_arrived` takes it back."""
+        staged = self._spare.pop() if self._spare else None
+        if staged is None or staged[0].size < capacity:
+            staged = staging(max(capacity, _LEAST_SPARE_NBYTES))
+        staged[1] = max(capacity, DESCRIPTION_NBYTES)
+        return staged
+
+    def _arrived(self, received: Endpoint, staged: list[Any], status: MPI.Status) -> None:
+        """Bring a message that MPI has received to staging memory into a flat device array."""
+        assert received.device is not None and received.stream is not None
+        rendezvous = self.memory.made or self.memory.rendezvous(received.device)
+        array = received.spec if received.operand is None else array_of(received.spec)
+        waits = received.device.waits_beside(received.stream, array)
+        if not waits and status.Get_count(_byte) == DESCRIPTION_NBYTES:
+            packed = staged[0][:DESCRIPTION_NBYTES].tobytes()
+            nbytes = rendezvous.receive_packed(packed, received, status.source)
+            if nbytes:
+                status.Set_elements(_byte, nbytes)
+                self._spare.append(staged)
+                return
+        buffer = DeviceReceive(received, received.nbytes, rendezvous, staged)
+        self._deliver(buffer.arrived(status), buffer)
 
     def _receive_buffer(self, received: Endpoint, *, replace: bool = False) -> ReceiveBuffer:
         device = received.device or self._device(received.operation)
@@ -327,7 +363,7 @@ class Messages:
             # Nothing of the user's has to come before copies into host memory, so they have a stream to themselves.
             with SideStream(device.side_streams) as copies:
                 delivery.enqueue(copies)
-        elif _waits_beside(buffer):
+        elif _waits_beside(buffer.endpoint):
             with beside(device, stream) as copies:
                 delivery.enqueue(copies)
         else:

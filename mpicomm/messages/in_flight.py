@@ -4,56 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from mpicomm.devices.base import MessageStep
 from mpicomm.kernels.message import MESSAGE_WORDS
-from mpicomm.messages.description import Extent
 from mpicomm.messages.device import MessageDevice
+from mpicomm.messages.place import LINE_NBYTES, Place
 
 MOST_IN_FLIGHT = 1024
-LINE_NBYTES = 8 * MESSAGE_WORDS
 DONE = MOST_IN_FLIGHT * LINE_NBYTES
 """The distance from a message's `ready` words to its `done` words. All `done` words lie together, because the host
 reads them with one copy."""
-_FEW = 64  # messages: a look at the counts for fewer would cost each message too much
+_FEW = 32  # messages: a look at the counts for fewer would cost each message too much
 _FEW_NBYTES = 16 << 20
-
-
-# Compared by identity, and not frozen, because every message makes one or takes one that is idle.
-@dataclass(slots=True, eq=False)
-class Place:
-    """The range of a message in the outbox, and its line of words."""
-
-    begin: int
-    end: int
-    extents: tuple[Extent, ...]
-    """The whole range."""
-    line: int
-    last: int
-    """The count that its words have when the message has been copied."""
-    nbytes: int = 0
-    """The bytes of the message."""
-    blocks: int = 1
-    """The blocks of the step that copies the message here, and so the words that say when it is copied from here."""
-    # For a message of one kernel:
-    pointer: int = 0
-    """The address of the range, which lies in one block."""
-    ready: int = 0
-    """The address of its line."""
-    message: list[Any] = field(default_factory=list)
-    """The packed description as MPI takes it; empty without one."""
-    step: MessageStep | None = None
-    """Copies the message here."""
-
-    @property
-    def room(self) -> int:
-        """The bytes of the range."""
-        return self.end - self.begin
 
 
 class InFlight:
@@ -116,20 +80,20 @@ class InFlight:
         self._lines.append(place.line)
         self._counts[place.line] = place.last
 
-    def add(self, place: Place, counts: int) -> None:
-        """Add a message whose receiver will add ``counts`` to its words; begin a look where that is worth it."""
+    def add(self, place: Place) -> None:
+        """Add the message of a place; begin a look where that is worth it."""
         places, line = self._places, place.line
         places[line] = place
-        place.last = self._last_of[line] = place.last + counts
+        place.last = self._last_of[line] = place.last + place.counts
         self._nbytes += place.end - place.begin
         if self._copied is None and (len(places) >= self._look_from or self._nbytes >= self._look_from_nbytes):
             self._begin_copy()
 
     def remove(self, place: Place) -> None:
-        """Remove a message that is not sent, which was added with 1 to its words."""
+        """Remove a message that is not sent, and whose words nobody has added to."""
         del self._places[place.line]
-        place.last = self._last_of[place.line] = place.last - 1
-        self._nbytes -= place.room
+        place.last = self._last_of[place.line] = place.last - place.counts
+        self._nbytes -= place.end - place.begin
 
     def over(self) -> list[Place]:
         """Return, once, the places whose messages are over by the look that was begun. It does not wait."""
@@ -174,7 +138,7 @@ class InFlight:
         differ = (self._done[:used] != self._last[:used]).any(axis=1)
         left = {line: places.pop(line) for line in differ.nonzero()[0].tolist() if line in places}
         self._places = left
-        self._nbytes = sum(place.room for place in left.values())
+        self._nbytes = sum(place.end - place.begin for place in left.values())
         # So the looks together cost each message a bounded time, however many messages stay in flight.
         self._look_from = max(_FEW, 2 * len(left))
         self._look_from_nbytes = max(self.outbox_nbytes // 2, 2 * self._nbytes, _FEW_NBYTES)

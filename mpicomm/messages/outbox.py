@@ -9,20 +9,13 @@ import time
 from collections import defaultdict
 from dataclasses import dataclass
 
-from mpi4py import MPI
-
 from mpicomm.devices.base import Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
-from mpicomm.messages.description import (
-    DESCRIPTION_NBYTES,
-    MOST_EXTENTS,
-    Description,
-    Extent,
-    is_for_kernels,
-)
+from mpicomm.messages.description import MOST_EXTENTS, Extent, is_for_kernels
 from mpicomm.messages.device import MessageDevice
-from mpicomm.messages.in_flight import DONE, LINE_NBYTES, MOST_IN_FLIGHT, InFlight, Place
+from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, InFlight
+from mpicomm.messages.place import LINE_NBYTES, Place
 
 FIRST_BLOCK_NBYTES = 32 << 20
 BLOCK_NBYTES = 2 << 20
@@ -54,15 +47,16 @@ class Block:
 class Outbox:
     """A range of bytes of which each message takes a part. It grows by blocks; a message may lie in several of them.
 
-    A place whose message is over stays as it is for the next message of its length, because programs repeat lengths.
-    All such *idle* places are given up where another message has no room. The outbox waits for receivers only where it
-    is full.
+    A place whose message is over stays for the next message of about its length, because programs repeat lengths. All
+    such *idle* places are given up where another message has no room. The outbox grows only where the messages in
+    flight leave no room, and waits for receivers only where it is full.
 
     All blocks together have at most ``most_nbytes``.
     """
 
-    def __init__(self, device: MessageDevice, most_nbytes: int | None = None) -> None:
+    def __init__(self, device: MessageDevice, secret: bytes, most_nbytes: int | None = None) -> None:
         self._device = device
+        self._secret = secret
         self._bound = most_nbytes
         self._lock = threading.Lock()  # several threads of the program may send
         most = device.total_nbytes // PART
@@ -76,42 +70,25 @@ class Outbox:
         self._in_flight = InFlight(device)
         self._idle: defaultdict[int, list[Place]] = defaultdict(list)  # by the bytes of their last message
 
-    def reserve(self, nbytes: int, *, whole: bool = False) -> Description:
-        """Give a message its place: in one block if it is for kernels, or ``whole``.
+    def reserve(self, nbytes: int, *, whole: bool = False) -> Place:
+        """Give a message its place and its description: in one block if it is for kernels, or ``whole``.
 
         Raises `OutboxFullError`, or `HandleError` where memory cannot be allocated.
         """
+        room = -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
         with self._lock:
-            if _room(nbytes) > self._most_nbytes:
-                raise self._too_small_for(_room(nbytes))
-            if self._words is None:
-                self._set_up_words()
-            place = self._idle_place(nbytes) or self._new_place(nbytes, whole=whole or is_for_kernels(nbytes))
-            described = self._described(place, nbytes)
-            place.nbytes, place.blocks, place.message = nbytes, described.blocks, []
-            self._in_flight.add(place, described.counts)
-            return described
-
-    def take_idle(self, nbytes: int, secret: bytes) -> Place | None:
-        """Give a message that kernels copy an idle place with its packed description; return None if none is idle.
-
-        It takes a fifth of the time of `reserve`.
-        """
-        with self._lock:
-            idle = self._idle.get(nbytes)
-            place = idle.pop() if idle else self._idle_place(nbytes)
-            if place is None:
-                return None
-            if place.nbytes != nbytes or not place.message:
-                self._prepare(place, nbytes, secret)
-            self._in_flight.add(place, 1)
+            idle = self._idle.get(room)
+            place = idle.pop() if idle else self._find_place(room, whole=whole or is_for_kernels(nbytes))
+            if place.nbytes != nbytes:
+                place.describe(nbytes, self._secret)
+            self._in_flight.add(place)
             return place
 
     def put_back(self, place: Place) -> None:
         """Make the place of a message idle that this rank does not send, and for which nothing is enqueued."""
         with self._lock:
             self._in_flight.remove(place)
-            self._idle[place.nbytes].append(place)
+            self._idle[place.end - place.begin].append(place)
 
     def find(self, packet: bytes) -> Segment | None:
         """Return the block of this outbox with that packed handle, None for a block of a peer."""
@@ -140,71 +117,67 @@ class Outbox:
             self._free.clear()
             self._idle.clear()
 
-    def _described(self, place: Place, nbytes: int) -> Description:
-        assert self._words is not None
-        line, extents = place.line * LINE_NBYTES, _cut(place.extents, nbytes)
-        return Description(nbytes, self._words.packet, line, extents)
-
-    def _prepare(self, place: Place, nbytes: int, secret: bytes) -> None:
-        described = self._described(place, nbytes)
-        (extent,) = described.extents
-        assert self._words is not None
-        place.nbytes, place.blocks = nbytes, described.blocks
-        place.pointer = self._segments[extent.packet].pointer + extent.offset
-        place.ready = self._words.segment.pointer + described.line
-        # Packed: this type matches every type that the receiver names.
-        place.message = [described.pack(secret), DESCRIPTION_NBYTES, MPI.PACKED]
-
     def _set_up_words(self) -> None:
         self._words = self._allocate(2 * DONE, 0)
         # Before any description names the block: a count that is not 0 would let a receiver through.
         self._device.zero(self._words.segment.pointer, 2 * DONE)
         self._in_flight.set_up(self._words.segment.pointer)
 
-    def _new_place(self, nbytes: int, *, whole: bool) -> Place:
-        room = _room(nbytes)
-        begin = self._take(room, whole=whole)
-        few_nbytes = max(_LARGE_PLACES * room, min(_SMALL_PLACES * room, _SMALL_NBYTES))
-        if begin is None and self._total_nbytes + room <= min(few_nbytes, self._most_nbytes):
-            begin = self._grow(room, whole=whole)  # a wait for so few places would be a wait for most messages
-        if begin is None or not self._in_flight.has_lines:
-            found = self._await_place(nbytes)
-            if found is not None:
-                return found
-            self._give_up_idle()
-            begin = self._take(room, whole=whole) if begin is None else begin
-        if begin is None:
-            begin = self._grow(room, whole=whole)
-        extents = self._extents(begin, room)
-        has_line = self._in_flight.has_lines
-        if not has_line or len(extents) > MOST_EXTENTS:
-            self._release(begin, begin + room)
-            what = f"free memory lies in more than {MOST_EXTENTS} blocks"
-            raise OutboxFullError(what if has_line else f"{MOST_IN_FLIGHT} messages are in flight")
-        return Place(begin, begin + room, extents, *self._in_flight.take_line())
+    def _find_place(self, room: int, *, whole: bool) -> Place:
+        if room > self._most_nbytes:
+            raise self._too_small_for(room)
+        if self._words is None:
+            self._set_up_words()
+        self._make_idle(self._in_flight.over())
+        place = self._take_idle(room) or self._new_place(room, whole=whole) or self._look_for_place(room, whole=whole)
+        if place is None:
+            few_nbytes = max(_LARGE_PLACES * room, min(_SMALL_PLACES * room, _SMALL_NBYTES))
+            # A wait for so few places would be a wait for most messages.
+            grows = self._in_flight.has_lines and self._total_nbytes + room <= min(few_nbytes, self._most_nbytes)
+            place = None if grows else self._await_place(room, whole=whole)
+        if place is None and self._in_flight.has_lines:
+            self._grow(room, whole=whole)
+            place = self._new_place(room, whole=whole)
+        if place is None:
+            raise OutboxFullError(f"{MOST_IN_FLIGHT} messages are in flight")
+        return place
 
-    def _idle_place(self, nbytes: int) -> Place | None:
-        """Return an idle place, one of another message of about the same length if need be; None without one."""
-        if not self._idle[nbytes]:
-            self._make_idle(self._in_flight.over())
-        idle = self._idle[nbytes] or self._others_idle(nbytes)
+    def _take_idle(self, room: int) -> Place | None:
+        idle = self._idle.get(room)
         return idle.pop() if idle else None
 
-    def _others_idle(self, nbytes: int) -> list[Place] | None:
-        """Return idle places of messages of another length that have the same room; None without any."""
-        room, found = _room(nbytes), None
-        for other in [*self._idle]:
-            if not self._idle[other]:
-                del self._idle[other]
-            elif _room(other) == room:
-                found = self._idle[other]
-                break
-        return found
+    def _new_place(self, room: int, *, whole: bool) -> Place | None:
+        """Return a new place; None where memory or lines are missing."""
+        begin = self._take(room, whole=whole) if self._in_flight.has_lines else None
+        if begin is None:
+            return None
+        extents = self._extents(begin, room)
+        if len(extents) > MOST_EXTENTS:
+            self._release(begin, begin + room)
+            raise OutboxFullError(f"free memory lies in more than {MOST_EXTENTS} blocks")
+        assert self._words is not None
+        line, last = self._in_flight.take_line()
+        ready = self._words.segment.pointer + line * LINE_NBYTES
+        pointer = self._segments[extents[0].packet].pointer + extents[0].offset if len(extents) == 1 else 0
+        return Place(begin, begin + room, extents, pointer, self._words.packet, line, ready, ready + DONE, last)
+
+    def _look_for_place(self, room: int, *, whole: bool) -> Place | None:
+        """Look which messages are over, and return a place that this leaves; None without one.
+
+        A look takes less time than to allocate memory, and to open it on the other rank. A message comes here only
+        where all memory that counts as free is used up: so the looks of many messages together take little time.
+        """
+        self._make_idle(self._in_flight.look())
+        place = self._take_idle(room)
+        if place is None:
+            self._give_up_idle()
+            place = self._new_place(room, whole=whole)
+        return place
 
     def _make_idle(self, over: list[Place]) -> None:
         for place in over:
             if len(place.extents) == 1:
-                self._idle[place.nbytes].append(place)
+                self._idle[place.end - place.begin].append(place)
             else:
                 self._give_up(place)
 
@@ -231,7 +204,7 @@ class Outbox:
             index -= 1
         self._free.insert(index, (begin, end))
 
-    def _grow(self, room: int, *, whole: bool) -> int:
+    def _grow(self, room: int, *, whole: bool) -> None:
         """Allocate the bytes that are missing behind the last block; at least double the outbox: so blocks are few."""
         total = self._total_nbytes
         touches = not whole and self._free and self._free[-1][1] == total
@@ -243,9 +216,6 @@ class Outbox:
         self._blocks.append(self._allocate(size, total))
         self._in_flight.outbox_nbytes = self._total_nbytes
         self._release(total, self._blocks[-1].end)
-        begin = self._take(room, whole=whole)
-        assert begin is not None
-        return begin
 
     def _too_small_for(self, room: int) -> OutboxFullError:
         bound = "" if self._bound is None else f"; MPICOMM_MEMORY leaves {self._bound} bytes for the outbox: raise it"
@@ -271,8 +241,8 @@ class Outbox:
             Extent(block.packet, start - block.begin, stop - start) for block, start, stop in parts if start < stop
         )
 
-    def _await_place(self, nbytes: int) -> Place | None:
-        """Return an idle place, and wait for one as long as the receivers take messages; None where they take none.
+    def _await_place(self, room: int, *, whole: bool) -> Place | None:
+        """Wait for a place as long as the receivers take messages; return None where they take none.
 
         A program that enqueues messages faster than its GPU copies them is held up here, because it would else fill all
         of the memory.
@@ -280,8 +250,7 @@ class Outbox:
         until = time.monotonic() + _PATIENCE_S
         while time.monotonic() < until:
             left = len(self._in_flight)
-            self._make_idle(self._in_flight.look())
-            place = self._idle_place(nbytes)
+            place = self._look_for_place(room, whole=whole)
             if place is not None:
                 return place
             if len(self._in_flight) < left:
@@ -301,14 +270,3 @@ class Outbox:
     def _give_up(self, place: Place) -> None:
         self._release(place.begin, place.end)
         self._in_flight.give_up_line(place)
-
-
-def _room(nbytes: int) -> int:
-    """Return the bytes of the place of a message."""
-    return -(-nbytes // _GRAIN_NBYTES) * _GRAIN_NBYTES
-
-
-def _cut(extents: tuple[Extent, ...], nbytes: int) -> tuple[Extent, ...]:
-    """Return the first ``nbytes`` bytes of a place; its range is longer by less than the last extent."""
-    *whole, last = extents
-    return (*whole, Extent(last.packet, last.offset, nbytes - sum(extent.nbytes for extent in whole)))

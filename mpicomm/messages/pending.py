@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from mpicomm.messages.device import SideStream
 from mpicomm.messages.incoming import Correct
+from mpicomm.messages.outgoing import SendBuffer
 from mpicomm.messages.receive_buffer import Delivery, ReceiveBuffer
-from mpicomm.messages.send_buffer import SendBuffer
 
 
 class PendingSend:

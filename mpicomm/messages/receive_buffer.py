@@ -22,6 +22,7 @@ from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import Rendezvous
 from mpicomm.messages.self_messages import unpack
+from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import read
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.host_copies import through_host
@@ -115,30 +116,35 @@ class HostReceive(ReceiveBuffer):
 
 
 class StagedReceive(ReceiveBuffer):
-    """A receive for which MPI gets staging memory."""
+    """A receive for which MPI gets staging memory; ``spec`` is of some that is there already."""
 
-    def __init__(self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous) -> None:
-        assert endpoint.operand is not None
-        self._operand = endpoint.operand
-        nbytes = max(capacity, DESCRIPTION_NBYTES)
-        self._staging = np.empty(nbytes, np.uint8)
-        spec = [self._staging, nbytes, MPI.PACKED]  # packed: this type matches every type of the sender
+    def __init__(
+        self, endpoint: Endpoint, capacity: int, rendezvous: Rendezvous, spec: list[Any] | None = None
+    ) -> None:
+        spec = spec or staging(capacity)
+        self._staging = spec[0]
         # NumPy's `ctypes` takes ten times as long.
         super().__init__(endpoint, capacity, rendezvous, spec, MPI.Get_address(self._staging))
 
+    @property
+    def _operand(self) -> Operand:
+        operand = self.endpoint.operand
+        assert operand is not None
+        return operand
+
 
 class DeviceReceive(StagedReceive):
-    """A receive into a device array of plain elements, in the order of its stream."""
+    """A receive into a flat device array, in the order of its stream."""
 
     def _deliver_eager(self, nbytes: int) -> Delivery | None:
         def copy(stream: int) -> None:
-            self.device.copy(self._operand.pointer, self.pointer, nbytes, stream)
+            self.device.copy(self.endpoint.pointer, self.pointer, nbytes, stream)
             self.device.synchronize(stream)  # because the staging memory goes with this object
 
         return Delivery(copy, blocks=True) if nbytes else None
 
     def _deliver_described(self, described: Description, source: int) -> Delivery:
-        return Delivery(lambda stream: self._rendezvous.receive(described, self._operand.pointer, source, stream))
+        return Delivery(lambda stream: self._rendezvous.receive(described, self.endpoint.pointer, source, stream))
 
 
 class StagedHostReceive(StagedReceive):
@@ -213,9 +219,18 @@ class DerivedDeviceReceive(DerivedReceive):
         return Delivery(unpack_part, blocks=True)
 
 
+def staging(capacity: int) -> list[Any]:
+    """Return memory for a description, or for data that fills a buffer, as MPI takes it."""
+    nbytes = max(capacity, DESCRIPTION_NBYTES)
+    # Packed: this type matches every type of the sender.
+    return [np.empty(nbytes, np.uint8), nbytes, MPI.PACKED]
+
+
 def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool = False) -> ReceiveBuffer:
     """Return the receive buffer of an endpoint. With ``replace`` the same call sends the content of the buffer."""
     operand = endpoint.operand
+    if endpoint.is_flat:
+        return DeviceReceive(endpoint, endpoint.nbytes, rendezvous)
     if operand is None:
         return HostReceive(endpoint, 0, rendezvous)
     if operand.dtype is not None:
@@ -226,8 +241,6 @@ def receive_buffer(endpoint: Endpoint, rendezvous: Rendezvous, *, replace: bool 
         return DerivedReceive(endpoint, operand.mpi_type.Pack_size(operand.total, MPI.COMM_SELF), rendezvous)
     else:  # a host array whose element type MPI may know, and NumPy does not; MPI.BYTE stands for it in a specification
         capacity = read(operand.owner, True, operand.name).nbytes
-    if operand.on_device:
-        return DeviceReceive(endpoint, capacity, rendezvous)
     staged = replace or rendezvous.exceeds(capacity)
     return (StagedHostReceive if staged else HostReceive)(endpoint, capacity, rendezvous)
 

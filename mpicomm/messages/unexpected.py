@@ -25,21 +25,14 @@ class UnexpectedQueue:
         self._receiver = receiver
         self._comm = comm
         self._secret = secret
-        self._queue: list[Matched] = []
-
-    def __bool__(self) -> bool:
-        """Return whether the queue holds messages."""
-        return bool(self._queue)
-
-    def posted(self, source: int, tag: int) -> Posted:
-        """Return the message that a receive of this source and tag receives."""
-        return Posted(self, self._comm, source, tag)
+        self.kept: list[Matched] = []
+        """The messages in order."""
 
     def take(self, source: int, tag: int) -> Matched | None:
         """Remove and return the first message that matches; None where none does."""
         found = self._find(source, tag)
         if found is not None:
-            self._queue = [matched for matched in self._queue if matched is not found]
+            self.kept = [matched for matched in self.kept if matched is not found]
         return found
 
     def probe(self, source: int, tag: int, status: MPI.Status | None, *, wait: bool) -> bool:
@@ -72,7 +65,7 @@ class UnexpectedQueue:
         return matched
 
     def _find(self, source: int, tag: int) -> Matched | None:
-        for matched in self._queue:
+        for matched in self.kept:
             if source in (matched.source, MPI.ANY_SOURCE) and tag in (matched.tag, MPI.ANY_TAG):
                 return matched
         return None
@@ -81,7 +74,7 @@ class UnexpectedQueue:
         """Take the messages of a source from MPI up to the first one with that tag."""
         seen = MPI.Status()
         while message := MPI.Intracomm.Improbe(self._comm, source, MPI.ANY_TAG, seen):
-            self._queue.append(Matched.of(self._receiver, message, seen, self._secret))
+            self.kept.append(Matched.of(self._receiver, message, seen, self._secret))
             if seen.tag == tag:
                 return
 
@@ -99,7 +92,7 @@ class Posted:
 
     def recv_into(self, spec: Any, status: MPI.Status) -> None:
         """Receive as MPI's Recv does."""
-        matched = self._queue.take(self._source, self._tag)
+        matched = self._queue.take(self._source, self._tag) if self._queue.kept else None
         if matched is None:
             recv(self._comm, spec, self._source, self._tag, status)
         else:

@@ -164,17 +164,34 @@ def _on_stream(method: Callable[..., None]) -> Callable[..., None]:
     return enqueue
 
 
-def _message_step(method: Callable[..., Any]) -> Callable[..., Any]:
-    def message_step(self: Any, *, repeated: bool = False) -> Any:
-        step, work = method(self, repeated=repeated), self._work
+class _RecordedSteps:
+    """The `MessageSteps` of a backend, as recorded work."""
 
-        def enqueue(stream: int, *arguments: int) -> None:
-            with work.enqueued(stream, "described", "the receiver's GPU copies it"):
-                step(stream, *arguments)
+    def __init__(self, steps: Any, work: Any) -> None:
+        self._steps, self._work = steps, work
+
+    def copy_in(self, place: int, **words: int) -> Callable[..., None]:
+        return self._recorded(self._steps.copy_in(place, **words))
+
+    def copy_out(self, place: int, **words: int) -> Callable[..., None]:
+        return self._recorded(self._steps.copy_out(place, **words))
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return self._recorded(getattr(self._steps, name))
+
+    def _recorded(self, step: Callable[..., None]) -> Callable[..., None]:
+        def enqueue(stream: int, *arguments: int, **words: int) -> None:
+            with self._work.enqueued(stream, "described", "the receiver's GPU copies it"):
+                step(stream, *arguments, **words)
 
         return enqueue
 
-    return message_step
+
+def _message_steps(method: Callable[..., Any]) -> Callable[..., Any]:
+    def message_steps(self: Any) -> Any:
+        return _RecordedSteps(method(self), self._work)
+
+    return message_steps
 
 
 _Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -184,7 +201,7 @@ _BACKEND_METHODS: tuple[tuple[str, _Wrapper], ...] = (
     ("signal", _on_stream),
     ("wait_signal", _on_stream),
     ("pack", _on_stream),
-    ("message_step", _message_step),
+    ("message_steps", _message_steps),
 )
 
 

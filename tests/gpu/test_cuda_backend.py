@@ -22,7 +22,7 @@ import cupy
 from cuda.bindings import driver
 
 from mpicomm.devices.cuda.backend import CudaBackend
-from mpicomm.messages.in_flight import LINE_NBYTES
+from mpicomm.messages.place import LINE_NBYTES
 
 MIB = 1 << 20
 KINDS: list[Kind] = ["ipc", "fd", "staged"]
@@ -181,8 +181,8 @@ def test_a_wait_holds_its_stream(backend: CudaBackend, words: Words) -> None:
 def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
     streams, first = backend.side_streams, new_stream()
     waiting = streams.take(streams.mark(first.ptr))
-    step = backend.message_step()
-    step(waiting, 1, 0, 0, 0, words.lines, words.lines + LINE_NBYTES, 7, 0, 0, 0)
+    steps = backend.message_steps()
+    steps.wait(waiting, ready=words.lines, done=words.lines + LINE_NBYTES, count=7, blocks=1, peer=0)
     streams.give_back(waiting)
     other = streams.take()
     assert other != waiting  # which is still at work
@@ -190,11 +190,11 @@ def test_counts_and_side_streams(backend: CudaBackend, words: Words) -> None:
     streams.follow(first.ptr, first_waits)
     time.sleep(0.05)
     assert not first.done
-    step(other, 1, 0, 0, 0, words.lines, 0, 0, 6, 0, 0)
+    steps.announce(other, ready=words.lines, count=6)
     backend.synchronize(other)
     time.sleep(0.05)
     assert not first.done
-    step(other, 1, 0, 0, 0, words.lines, 0, 0, 1, 0, 0)
+    steps.announce(other, ready=words.lines, count=1)
     backend.synchronize(first.ptr)
     backend.check()
     streams.give_back(other)
@@ -216,14 +216,20 @@ def test_a_thread_without_a_device_asks_whether_work_is_done() -> None:
     backend.close()
 
 
-@pytest.mark.parametrize("repeated", [False, True])
-def test_a_message_that_does_not_come(repeated: bool) -> None:
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_message_that_does_not_come(copies: bool) -> None:
     backend = CudaBackend(0, timeout_s=0.2)
     words = Words(backend)
     stream = new_stream()
-    step = backend.message_step(repeated=repeated)
-    step(stream.ptr, 1, 0, 0, 0, words.lines, words.lines + LINE_NBYTES, 1, 0, 0, 3)
-    step(stream.ptr, 1, 0, 0, 0, words.lines, 0, 0, 5, 0, 0)  # is not said any more
+    steps = backend.message_steps()
+    line = {"ready": words.lines, "done": words.lines + LINE_NBYTES}
+    if copies:
+        steps.copy_out(backend.view(words.segment, (64,), np.dtype(np.uint8)).data.ptr, **line, peer=3)(
+            stream.ptr, words.segment.pointer + 64, 64
+        )
+    else:
+        steps.wait(stream.ptr, **line, count=1, blocks=1, peer=3)
+    steps.announce(stream.ptr, ready=words.lines, count=5)  # is not said any more
     backend.synchronize(stream.ptr)
     with pytest.raises(CollectiveTimeoutError, match=r"message: number 1 from rank 3 .* within 0\.2") as raised:
         backend.check()
@@ -231,6 +237,34 @@ def test_a_message_that_does_not_come(repeated: bool) -> None:
     assert not backend.view(words.segment, (words.segment.nbytes,), np.dtype(np.uint8)).any()
     words.segment.close()
     backend.close()
+
+
+def test_copies_through_one_place_again_and_again(backend: CudaBackend, words: Words) -> None:
+    """The same copy again and again becomes a graph; then others come between."""
+    stream, steps = new_stream(), backend.message_steps()
+    done, nbytes = words.lines + LINE_NBYTES, 300_000
+    with stream:
+        place = cupy.zeros(nbytes, np.uint8)
+        sent = [cupy.random.randint(0, 256, nbytes, np.uint8) for _ in range(3)]
+        received = [cupy.zeros(nbytes, np.uint8) for _ in range(2)]
+    copy_in = steps.copy_in(place.data.ptr, ready=words.lines)
+    copy_out = steps.copy_out(place.data.ptr, ready=words.lines, done=done, peer=0)
+    for number, (length, one, other) in enumerate(
+        [(nbytes, 0, 0)] * 8 + [(nbytes, 1, 1), (nbytes, 0, 0), (100, 2, 0), (nbytes, 2, 1)] * 3
+    ):
+        with stream:
+            received[other].fill(number)
+        copy_in(stream.ptr, sent[one].data.ptr, length)
+        copy_out(stream.ptr, received[other].data.ptr, length)
+        backend.synchronize(stream.ptr)
+        backend.check()
+        assert (received[other][:length] == sent[one][:length]).all()
+        assert (received[other][length:] == number).all()
+        for line in (words.lines, done):
+            found = np.empty(LINE_NBYTES // 8, np.uint64)
+            backend.copy(found.ctypes.data, line, LINE_NBYTES, stream.ptr)
+            backend.synchronize(stream.ptr)
+            assert (found == number + 1).all()
 
 
 def test_signals_in_a_graph(backend: CudaBackend, words: Words) -> None:

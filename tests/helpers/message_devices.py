@@ -26,15 +26,15 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.cluster.placement import Placement
-from mpicomm.devices.base import GpuBackend, MessageStep, Scratch
+from mpicomm.devices.base import GpuBackend, MessageCopy, MessageSteps, Scratch
 from mpicomm.devices.descriptor import Descriptor
 from mpicomm.devices.handle import KEY_NBYTES, Kind, MemoryHandle
 from mpicomm.devices.host import HostSegment, array_at, fence, map_shared, memfd_create
 from mpicomm.devices.stream_threads import StreamThreads, ThreadsOfStreams
 from mpicomm.errors import CollectiveTimeoutError, HandleError
-from mpicomm.kernels.message import MESSAGE_WORDS
+from mpicomm.kernels.message import MESSAGE_WORDS, blocks_of_message
 from mpicomm.kernels.packing import PackTable
-from mpicomm.messages import plain_array
+from mpicomm.mpi import plain_arrays
 from mpicomm.session import Session
 from tests.helpers import fake_driver
 from tests.helpers.reference_packing import runs_of
@@ -72,11 +72,11 @@ class DeviceArray:
         self._device.enqueue(stream, lambda: np.copyto(self.memory, value))
 
 
-def _read_plain(array: DeviceArray, ordinal: int | str) -> tuple[int, int]:
-    return array.memory.ctypes.data, array.memory.nbytes
+def _read_plain(array: DeviceArray) -> plain_arrays.PlainArray:
+    return array.memory.ctypes.data, array.memory.size, (array.dtype, 0)
 
 
-plain_array.READERS[DeviceArray] = _read_plain
+plain_arrays._readers[DeviceArray] = _read_plain
 
 
 class _Stream:
@@ -140,6 +140,72 @@ class _SideStreams:
         self._free.append(stream)
 
 
+class _Steps:
+    """The `MessageSteps` of a `ThreadDevice`."""
+
+    def __init__(self, device: ThreadDevice) -> None:
+        self._device = device
+
+    def copy_in(self, place: int, *, ready: int) -> MessageCopy:
+        def copy(stream: int, pointer: int, nbytes: int, /) -> None:
+            self._enqueue(stream, place, pointer, nbytes, ready, sent=1)
+
+        return copy
+
+    def copy_out(self, place: int, *, ready: int, done: int, peer: int) -> MessageCopy:
+        def copy(stream: int, pointer: int, nbytes: int, /) -> None:
+            blocks = blocks_of_message(nbytes)
+            self._enqueue(stream, pointer, place, nbytes, ready, done, awaits=1, taken=1, blocks=blocks, peer=peer)
+
+        return copy
+
+    def wait(self, stream: int, *, ready: int, done: int, count: int, blocks: int, peer: int) -> None:
+        self._enqueue(stream, ready=ready, done=done, awaits=count, blocks=blocks, peer=peer)
+
+    def announce(self, stream: int, *, ready: int, count: int) -> None:
+        self._enqueue(stream, ready=ready, sent=count)
+
+    def release(self, stream: int, *, done: int, count: int) -> None:
+        self._enqueue(stream, done=done, taken=count)
+
+    def _enqueue(
+        self,
+        stream: int,
+        target: int = 0,
+        source: int = 0,
+        nbytes: int = 0,
+        ready: int = 0,
+        done: int = 0,
+        *,
+        awaits: int = 0,
+        sent: int = 0,
+        taken: int = 0,
+        blocks: int = 1,
+        peer: int = 0,
+    ) -> None:
+        device = self._device
+        assert not nbytes or (device.owns(target) and device.owns(source)), "a kernel got memory of the host"
+        device.waits += awaits > 0
+
+        def step() -> None:
+            until = time.monotonic() + device.timeout_s
+            count = _words(done)[0] + np.uint64(awaits) if awaits else 0
+            while device.missed is None and awaits and (_words(ready)[:blocks] < count).any():
+                if time.monotonic() > until:
+                    device.missed = f"message: number {count} from rank {peer} did not come", peer
+                time.sleep(1e-4)
+            fence()
+            if device.missed is None:
+                ctypes.memmove(target, source, nbytes)
+                fence()
+                if sent:
+                    _words(ready)[:] += np.uint64(sent)
+                if taken:
+                    _words(done)[:] += np.uint64(taken)
+
+        device.enqueue(stream, step)
+
+
 class ThreadDevice:
     """A `mpicomm.messages.device.MessageDevice`, with counters and switches for tests."""
 
@@ -159,9 +225,9 @@ class ThreadDevice:
         self.refuses: str | None = None
         self._slowest_s = slowest_s
         self._rng = random.Random(rank)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._streams: dict[int, _Stream] = {}
-        self._missed: tuple[str, int] | None = None
+        self.missed: tuple[str, int] | None = None
         self._own: list[npt.NDArray[Any]] = []
         self._segments: list[HostSegment] = []
         self.closed = False
@@ -175,7 +241,7 @@ class ThreadDevice:
         """Count memory as the device's. Copies from other memory read it at once, as from pageable memory."""
         self._own.append(memory)
 
-    def _owns(self, pointer: int) -> bool:
+    def owns(self, pointer: int) -> bool:
         places = ((memory.ctypes.data, max(memory.nbytes, 1)) for memory in self._own)
         return any(begin <= pointer < begin + nbytes for begin, nbytes in places)
 
@@ -226,51 +292,15 @@ class ThreadDevice:
         array_at(pointer, nbytes, np.dtype(np.uint8))[:] = 0
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
-        if not self._owns(source):
+        if not self.owns(source):
             self.host_copies += 1
             staged = ctypes.create_string_buffer(ctypes.string_at(source, nbytes), nbytes)
             self.enqueue(stream, lambda: ctypes.memmove(target, staged, nbytes))
         else:
             self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
 
-    def message_step(self, *, repeated: bool = False) -> MessageStep:
-        return self._message_step
-
-    def _message_step(
-        self,
-        stream: int,
-        blocks: int,
-        target: int,
-        source: int,
-        nbytes: int,
-        ready: int,
-        done: int,
-        awaits: int,
-        sent: int,
-        taken: int,
-        peer: int,
-        /,
-    ) -> None:
-        assert not nbytes or (self._owns(target) and self._owns(source)), "a kernel got memory of the host"
-        self.waits += awaits > 0
-
-        def step() -> None:
-            until = time.monotonic() + self._timeout_s
-            count = _words(done)[0] + np.uint64(awaits) if awaits else 0
-            while self._missed is None and awaits and (_words(ready)[:blocks] < count).any():
-                if time.monotonic() > until:
-                    self._missed = f"message: number {count} from rank {peer} did not come", peer
-                time.sleep(1e-4)
-            fence()
-            if self._missed is None:
-                ctypes.memmove(target, source, nbytes)
-                fence()
-                if sent:
-                    _words(ready)[:] += np.uint64(sent)
-                if taken:
-                    _words(done)[:] += np.uint64(taken)
-
-        self.enqueue(stream, step)
+    def message_steps(self) -> MessageSteps:
+        return _Steps(self)
 
     def pack_table(self, table: PackTable) -> int:
         raise NotImplementedError
@@ -279,7 +309,7 @@ class ThreadDevice:
         self.packed += 1
 
         def move() -> None:
-            if unpacks and self._missed is not None:
+            if unpacks and self.missed is not None:
                 return
             for start, place, nbytes in runs_of(table):
                 mine, other = memory + start, packed + place
@@ -288,8 +318,8 @@ class ThreadDevice:
         self.enqueue(stream, move)
 
     def check(self) -> None:
-        if self._missed is not None:
-            raise CollectiveTimeoutError(self._missed[0], ranks=[self._missed[1]])
+        if self.missed is not None:
+            raise CollectiveTimeoutError(self.missed[0], ranks=[self.missed[1]])
 
     def is_capturing(self, stream: int) -> bool:
         return self.capturing

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from cuda.bindings import driver
 from cupy.cuda import get_current_stream, runtime
 
-from mpicomm.devices.base import Calls, Link, MessageStep, Scratch
+from mpicomm.devices.base import Calls, Link, Scratch
 from mpicomm.devices.cuda.arrays import allocation_of, as_cupy
 from mpicomm.devices.cuda.capture import relax, relaxed
 from mpicomm.devices.cuda.completion import Completions
@@ -26,7 +26,7 @@ from mpicomm.devices.cuda.event import EVENT_HANDLE_NBYTES, CudaEvent
 from mpicomm.devices.cuda.faults import FaultPage
 from mpicomm.devices.cuda.load import kernels_of
 from mpicomm.devices.cuda.memory import CudaSegment, IpcSegment, OpenedIpcSegment, StagedSegment, VirtualSegment
-from mpicomm.devices.cuda.message_steps import MessageSteps
+from mpicomm.devices.cuda.message_steps import CudaMessageSteps
 from mpicomm.devices.cuda.nvml_links import nvlink_gb_s, nvml_link, pcie_gb_s
 from mpicomm.devices.cuda.pack_tables import PackTables
 from mpicomm.devices.cuda.side_streams import SideStreams
@@ -63,7 +63,7 @@ class CudaBackend:
         self.calls: Calls | None = None
         self._lock = threading.Lock()
         self._kernels: SignalKernels | None = None
-        self._steps: MessageSteps | None = None
+        self._steps: CudaMessageSteps | None = None
         self._tables = PackTables(self)
         self._stream: Any = None
         self._completions = Completions()
@@ -237,14 +237,14 @@ class CudaBackend:
             wait = self._load_kernels().wait
             wait.launch(stream, expected, inbox, peer, self.timeout_ns, faults.record, faults.failed)
 
-    def message_step(self, *, repeated: bool = False) -> MessageStep:
-        """Return a function that enqueues steps of messages. The first call loads their kernel, which blocks."""
+    def message_steps(self) -> CudaMessageSteps:
+        """Return the steps of messages. The first call loads their kernel, which blocks."""
         if self._steps is None:
             with self.loading():
-                self._steps = self._steps or MessageSteps(
+                self._steps = self._steps or CudaMessageSteps(
                     self._context, kernels_of(self.info), self.faults, self.timeout_ns
                 )
-        return self._steps.repeated() if repeated else self._steps.step
+        return self._steps
 
     def pack_table(self, table: PackTable) -> int:
         """Return the address of a table on the device; see `PackTables.pointer_of`."""

@@ -15,13 +15,14 @@ from mpicomm.devices.host import array_at
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import outbox
-from mpicomm.messages.description import Description
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT
 from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
+from mpicomm.messages.place import Place
 from tests.helpers.message_devices import ThreadDevice
 
 MOST = 24 << 20
+SECRET = bytes(32)
 
 
 @pytest.fixture
@@ -34,31 +35,31 @@ def device(no_leaks: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadDe
 
 @pytest.fixture
 def box(device: ThreadDevice) -> Iterator[Outbox]:
-    box = Outbox(cast(MessageDevice, device))
+    box = Outbox(cast(MessageDevice, device), SECRET)
     yield box
     box.close()
 
 
-def places(box: Outbox, described: Description) -> list[tuple[int, int]]:
+def places(box: Outbox, place: Place) -> list[tuple[int, int]]:
     found = []
-    for extent in described.extents:
+    for extent in place.described.extents:
         segment = box.find(extent.packet)
         assert segment is not None and extent.offset + extent.nbytes <= segment.nbytes
         found.append((segment.pointer + extent.offset, segment.pointer + extent.offset + extent.nbytes))
     return found
 
 
-def finish(box: Outbox, described: Description) -> None:
+def finish(box: Outbox, place: Place) -> None:
     """Set the `done` words, as the receiver does when it has copied the message."""
-    words = box.find(described.words)
+    words = box.find(place.described.words)
     assert words is not None
-    done = array_at(words.pointer + described.line + DONE, MESSAGE_WORDS, np.dtype(np.uint64))
-    done += np.uint64(described.counts)
+    done = array_at(words.pointer + place.described.line + DONE, MESSAGE_WORDS, np.dtype(np.uint64))
+    done += np.uint64(place.described.counts)
 
 
 def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: ThreadDevice) -> None:
     rng = random.Random(5)
-    in_flight: list[Description] = []
+    in_flight: list[Place] = []
     for number in range(400):
         nbytes = rng.choice((1, 40_000, 70_000, 1 << 20, 3 << 20, (5 << 20) + 1))
         try:
@@ -78,7 +79,7 @@ def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: Thread
     for each in in_flight:
         finish(box, each)
     assert box.is_drained()
-    assert len(box.reserve(MOST).extents) <= 8  # the whole outbox is one range again
+    assert len(box.reserve(MOST).described.extents) <= 8  # the whole outbox is one range again
     assert device.allocated <= MOST + (1 << 20)
 
 
@@ -120,7 +121,7 @@ class LateDevice(ThreadDevice):
 def test_a_look_that_began_before_the_last_message_was_read_may_find_all_read(no_leaks: None, late: int) -> None:
     device = LateDevice(0, 5.0, total_nbytes=64 * MOST, slowest_s=0)
     device.late = late
-    box = Outbox(cast(MessageDevice, device), 8 << 20)
+    box = Outbox(cast(MessageDevice, device), SECRET, 8 << 20)
     for count in (3, 2, 3, 1, 3, 3):
         for described in [box.reserve(2 << 20) for _ in range(count)]:
             finish(box, described)
@@ -134,18 +135,38 @@ def test_a_place_that_is_put_back_serves_the_next_message(box: Outbox) -> None:
     finish(box, box.reserve(100_000))
     assert box.is_drained()
     for _ in range(3):
-        place = box.take_idle(100_000, bytes(32))
-        assert place is not None
+        place = box.reserve(100_000)
         box.put_back(place)
         assert box.is_drained()
-    assert place is not None and box.take_idle(100_000, bytes(32)) is place and not box.is_drained()
+    assert box.reserve(100_000) is place and not box.is_drained()
     array_at(place.ready + DONE, MESSAGE_WORDS, np.dtype(np.uint64))[:] += np.uint64(1)
     assert box.is_drained()
 
 
+@pytest.mark.parametrize("late", [0, 1, 5])
+def test_a_loop_of_many_lengths_takes_no_more_than_what_is_in_flight(no_leaks: None, late: int) -> None:
+    """The receivers copy each message when ``late`` more are sent. Two rounds of messages are of one length."""
+    double = ThreadDevice(0, 5.0, total_nbytes=64 * 512 << 20, slowest_s=0)
+    box = Outbox(cast(MessageDevice, double), SECRET)
+    lengths = [4, 16_384, 12_000_000, 68, 2_800_000, 6_000_004, 256, 12_000_000]
+    in_flight: list[Place] = []
+    most_nbytes = 0
+    for number in range(400):
+        in_flight.append(box.reserve(lengths[number // 2 % len(lengths)]))
+        most_nbytes = max(most_nbytes, sum(place.end - place.begin for place in in_flight))
+        while len(in_flight) > late:
+            finish(box, in_flight.pop(0))
+    assert box.memory_use().device_nbytes - 2 * DONE <= max(outbox.FIRST_BLOCK_NBYTES, 2 * most_nbytes)
+    for place in in_flight:
+        finish(box, place)
+    assert box.is_drained()
+    box.close()
+    double.close()
+
+
 def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
     device = ThreadDevice(0, 5.0, total_nbytes=PART * MOST_IN_FLIGHT * (128 << 10), slowest_s=0)
-    box = Outbox(cast(MessageDevice, device))
+    box = Outbox(cast(MessageDevice, device), SECRET)
     in_flight = [box.reserve(40_000) for _ in range(MOST_IN_FLIGHT)]
     with pytest.raises(OutboxFullError, match=f"{MOST_IN_FLIGHT} messages are in flight"):
         box.reserve(40_000)
@@ -156,7 +177,7 @@ def test_there_are_only_so_many_messages_in_flight(no_leaks: None) -> None:
 
 
 def test_an_outbox_stays_below_its_bound(no_leaks: None, device: ThreadDevice) -> None:
-    box = Outbox(cast(MessageDevice, device), 8 << 20)
+    box = Outbox(cast(MessageDevice, device), SECRET, 8 << 20)
     kept = [box.reserve(2 << 20) for _ in range(3)]
     assert box.memory_use() == MemoryUse("outbox", device_nbytes=device.allocated)
     assert device.allocated <= 8 << 20
@@ -170,7 +191,7 @@ def test_an_outbox_stays_below_its_bound(no_leaks: None, device: ThreadDevice) -
 
 @pytest.mark.parametrize("most_nbytes", [0, 1 << 20, 3 << 20])
 def test_an_outbox_without_room_for_a_block_takes_no_memory(device: ThreadDevice, most_nbytes: int) -> None:
-    box = Outbox(cast(MessageDevice, device), most_nbytes)
+    box = Outbox(cast(MessageDevice, device), SECRET, most_nbytes)
     with pytest.raises(OutboxFullError, match=f"MPICOMM_MEMORY leaves {most_nbytes} bytes"):
         box.reserve(40_000)
     assert device.allocated == 0

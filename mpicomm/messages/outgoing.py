@@ -1,0 +1,156 @@
+"""The sends of one communicator on GPUs. MPI gets a description of a device array, or a copy in host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.devices.base import Backend
+from mpicomm.errors import HandleError
+from mpicomm.log import logger, tell_slow_way
+from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.endpoint import Endpoint, refused_capture
+from mpicomm.messages.memory import MessageMemory
+from mpicomm.messages.outbox import OutboxFullError
+from mpicomm.messages.place import Place
+from mpicomm.mpi.host_copies import HostCopies, announce
+
+Send = Callable[..., Any]
+"""One of MPI's methods for sends: of a communicator, a buffer, a destination and a tag."""
+
+_BUFFERED = frozenset((MPI.Intracomm.Bsend, MPI.Intracomm.Ibsend))
+_NOTHING = np.empty(0, np.uint8)
+_warned: set[str] = set()
+
+
+@dataclass(slots=True)
+class SendBuffer:
+    """What MPI sends, and the ``owner`` of memory that has to live until the send is complete."""
+
+    spec: Any
+    owner: Any = None
+    withdraw: Callable[[], None] | None = None
+    """Gives back the place in the outbox of a message whose description MPI has not sent."""
+
+    def hand_over(self, send: Callable[..., Any], comm: MPI.Intracomm, dest: int, tag: int) -> Any:
+        """Let MPI send it, and return MPI's result. Where MPI refuses it, the message leaves the outbox."""
+        try:
+            return send(comm, self.spec, dest, tag)
+        except BaseException:
+            if self.withdraw is not None:
+                self.withdraw()
+            raise
+
+
+class Outgoing:
+    """Sends the messages of communicator ``comm``; ``near`` are the ranks whose memory this rank opens. Local.
+
+    ``refused`` is the kind of handles where messages cannot be described, else empty.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, near: Collection[int], memory: MessageMemory, refused: str) -> None:
+        self._comm = comm
+        self._near = near
+        self._memory = memory
+        self._refused = refused
+
+    def send(self, send: Send, sent: Endpoint, dest: int, tag: int) -> None:
+        """Send a device array as ``send`` does. Later work of the stream may overwrite the array."""
+        if sent.captured:
+            raise refused_capture(sent)
+        place, device, stream = self._place(send, sent, dest), sent.device, sent.stream
+        if place is None:
+            self._eager(sent, dest, stream).hand_over(send, self._comm, dest, tag)
+            return
+        assert device is not None and stream is not None
+        rendezvous = self._memory.made or self._memory.rendezvous(device)
+        # The copy is enqueued after MPI's call, so that the receiver works at the same time: its kernel waits for this
+        # one. Until then this thread owes it to the stream, because nothing of another thread may come before it.
+        threads = device.threads(stream)
+        threads.owe(rendezvous.fill, place, sent, stream)
+        try:
+            send(self._comm, place.message, dest, tag)
+        except Exception:  # MPI has refused the message
+            if threads.forgive():
+                rendezvous.put_back(place)
+            else:
+                rendezvous.withdraw(place, stream)
+            raise
+        except BaseException:
+            threads.settle()  # a Ctrl-C may come after MPI has sent the message
+            raise
+        threads.settle()
+        if sent.blocks:
+            wait_for_copies(sent)
+
+    def buffer(self, send: Send, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
+        """Copy a device array, on ``stream``, to where MPI or the receiver finds it; leave host memory to MPI."""
+        place = self._place(send, sent, dest)
+        if place is None or sent.device is None or stream is None:
+            return self._eager(sent, dest, stream)
+        rendezvous = self._memory.made or self._memory.rendezvous(sent.device)
+        rendezvous.fill(place, sent, stream)
+        return SendBuffer(place.message, sent, partial(rendezvous.withdraw, place, stream))
+
+    def _place(self, send: Send, sent: Endpoint, dest: int) -> Place | None:
+        """Return a place in the outbox for a message; None where MPI carries the data, or where there is none."""
+        nbytes, device = sent.nbytes, sent.device
+        if not nbytes or dest < 0 or device is None or sent.stream is None:
+            return None
+        if dest not in self._near:
+            announce("Send", "the ranks are on several nodes")
+        elif self._refused:
+            warn_once(f"memory is opened as {self._refused!r}, not by IPC handles")
+        # The user's buffer of a buffered send has room for the data, and may have none for a description.
+        elif nbytes >= DESCRIPTION_NBYTES or send not in _BUFFERED:
+            try:
+                return (self._memory.made or self._memory.rendezvous(device)).reserve(nbytes, whole=not sent.is_flat)
+            except (OutboxFullError, HandleError) as error:
+                warn_once(str(error))
+        return None
+
+    def _eager(self, sent: Endpoint, dest: int, stream: int | None) -> SendBuffer:
+        """Return the host memory from which MPI sends a message, for a device array a copy."""
+        if stream is None or sent.device is None:
+            return SendBuffer(sent.spec)
+        if dest < 0:  # MPI.PROC_NULL, or no rank, for which MPI raises
+            return SendBuffer([_NOTHING, 0, MPI.BYTE])
+        return _eager_copy(sent.device, sent, stream)
+
+
+def wait_for_copies(*endpoints: Endpoint) -> None:
+    """Wait for the copies of a blocking call where later work of its caller may be on any stream."""
+    for endpoint in endpoints:
+        if endpoint.blocks and endpoint.device is not None and endpoint.stream is not None:
+            endpoint.device.synchronize(endpoint.stream)
+
+
+def _eager_copy(backend: Backend, sent: Endpoint, stream: int) -> SendBuffer:
+    """Copy a device array to the host. Blocking."""
+    if not sent.is_flat:
+        return _eager_derived(backend, sent.spec, stream)
+    host = backend.pinned(sent.nbytes)
+    backend.copy(host.ctypes.data, sent.pointer, sent.nbytes, stream)
+    backend.synchronize(stream)
+    return SendBuffer([host, sent.nbytes, MPI.PACKED])  # packed: MPI lacks a type for some elements
+
+
+def _eager_derived(backend: Backend, spec: Any, stream: int) -> SendBuffer:
+    """Copy the memory that a derived datatype describes to the host. Blocking."""
+    copies = HostCopies(backend, stream)
+    host = copies.spec(spec, writable=False, name="buf")
+    copies.ready()
+    return SendBuffer(host, copies)
+
+
+def warn_once(reason: str) -> None:
+    """Warn, once per reason and process, that messages are eager."""
+    tell_slow_way(f"through pinned host memory and MPI: {reason}")
+    if reason not in _warned:
+        _warned.add(reason)
+        logger.warning("messages of GPU arrays go through pinned host memory and MPI, which is slower: %s", reason)
