@@ -75,12 +75,9 @@ def has_shortcut(row: Operation) -> bool:
 
 def shortcut(row: Operation) -> list[str]:
     """Return the lines that hand plain arrays to MPI."""
-    # `is_plain` takes last the buffer that every rank has, with the same number of bytes.
-    by_input = row.rooted == "receive" or (row.reduces and row.send != "one")
-    buffers = ", ".join(values(row)[1::-1] if by_input else values(row)[:2])
-    conditions = ["stream is None", 'algorithm == "auto"', *["type(op) is _Op"] * row.reduces]
-    conditions += ["recvcounts is not None"] * (row.send == "counted")
-    conditions.append(f'is_plain({buffers}, self._limits["{row}"])')
+    buffers = ", ".join([*values(row)[:2], *["op"] * row.reduces])
+    conditions = ["stream is None", 'algorithm == "auto"', *["recvcounts is not None"] * (row.send == "counted")]
+    conditions.append(f'self._plain["{row}"]({buffers})')
     condition = [f"        if {' and '.join(conditions)}:"]
     if len(condition[0]) > WIDTH:
         condition = [

@@ -22,9 +22,8 @@ from mpicomm.collectives.beside import PinnedCopies
 from mpicomm.collectives.call import Arguments, Call, is_in_place
 from mpicomm.collectives.engines import Engines
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.host import selection
-from mpicomm.collectives.host.crossover import measure
-from mpicomm.collectives.host.fast_path import is_plainly_mpis, plain_array
+from mpicomm.collectives.host import crossover, selection
+from mpicomm.collectives.host.fast_path import Judge, at_once, plain_calls
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import ALLREDUCE, Operation
 from mpicomm.collectives.place import Place
@@ -37,7 +36,7 @@ from mpicomm.mpi.buffers import BufferRefusedError, array_of
 from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.host_copies import announce, out_of_place, through_host
 from mpicomm.mpi.location import refuse_stream, require_here
-from mpicomm.mpi.ops import AVG, op_name
+from mpicomm.mpi.ops import AVG
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work, holding
 from mpicomm.session import Session
 
@@ -80,10 +79,20 @@ class Collectives:
         self._size = len(placement.places)
         self._nodes = len(placement.nodes)
         self._completer = Completer()
-        self._crossover = 0
+        self._processes = frozenset((place.host, place.pid) for place in placement.places)
+        self.at_once: dict[str, Judge] = {}
+        """The judges of the calls that methods hand to MPI themselves: see `fast_path.at_once`."""
         self._neighborhood: Neighborhood | None = None
         self.engines = Engines(session)
         self._witness = Witness(session, self.engines.board)
+        self._judge_with(crossover.known(self._processes) if self._size == 2 else 0)
+
+    def _judge_with(self, crossover: int) -> None:
+        """Take the crossover of two ranks, which is 0 while it is not measured. Local."""
+        self._crossover = crossover
+        facts = self._size, self._rank, self._nodes, crossover
+        self._plain = plain_calls(*facts)
+        self.at_once.update(at_once(*facts, on_gpus=self._witness.is_needed))
 
     def run(
         self,
@@ -107,9 +116,7 @@ class Collectives:
                 gpu.run(known, stream, send, receive)
                 return
         arguments = Arguments(send, receive, op, root, counts)
-        crossover = self._crossover and self._crossover_of(op)
-        automatic = algorithm == "auto" and stream is None
-        if automatic and is_plainly_mpis(operation, arguments, self._size, self._nodes, crossover):
+        if algorithm == "auto" and stream is None and self._is_plain(operation.name, operation, arguments):
             if operation.of_neighbors:
                 self._neighbors()
             if self._witness.is_needed:
@@ -126,7 +133,7 @@ class Collectives:
             copies.back()
             return
         refuse_stream(operation.name, stream)
-        if selection.is_mpis(call, algorithm, self._size, self._nodes, crossover):
+        if selection.is_mpis(call, algorithm, self._size, self._nodes, self._crossover):
             self._witness.tell(operation, on_host=True)
             self._mpi(operation, call.arguments)
         elif (
@@ -135,7 +142,8 @@ class Collectives:
             and self._nodes == 1
             and selection.depends_on_crossover(call, self._size)
         ):
-            self._crossover = measure(self._comm, self.engines.on_host(operation.name))
+            engine = self.engines.on_host(operation.name)
+            self._judge_with(crossover.learn(self._comm, engine, self._processes))
             self.run(operation, stream, algorithm, send, receive, op, root, counts)
         else:
             self._witness.tell(operation, on_host=True)
@@ -183,8 +191,8 @@ class Collectives:
     def start(self, operation: Operation, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
         """Start a nonblocking collective."""
         work = self._begin_known(operation, arguments, stream, algorithm)
-        automatic = algorithm == "auto" and stream is None and operation.in_mpi and arguments.epilogue is None
-        if work is None and automatic and plain_array(operation, arguments) is not None:
+        automatic = algorithm == "auto" and stream is None and arguments.epilogue is None
+        if work is None and automatic and self._is_plain(operation.nonblocking, operation, arguments):
             return self._start_mpis(operation, arguments)
         if work is None:
             call = self._read(operation, arguments, algorithm, stream)
@@ -195,6 +203,11 @@ class Collectives:
         if not work.over:  # else nothing reads the buffers any more
             work.kept = arguments
         return DeferredRequest(work)
+
+    def _is_plain(self, method: str, operation: Operation, given: Arguments) -> bool:
+        """Return whether a call is certainly MPI's, in which ranks exchange no counts before. Local."""
+        told = operation.send != "counted" or given.counts is not None
+        return told and self._plain[method](given.send, given.receive, given.op)
 
     def _start_mpis(self, operation: Operation, arguments: Arguments) -> MPI.Request:
         if operation.of_neighbors:
@@ -492,9 +505,6 @@ class Collectives:
             target = reduced
         self.run(call.operation, None, algorithm, given.send, target, given.op)
         epilogue.on_host(reduced, made)
-
-    def _crossover_of(self, op: MPI.Op | None) -> int:
-        return self._crossover if op is not None and op_name(op) in selection.OPS_OF_CROSSOVER else 0
 
 
 def _root_of(gpu: PlanCache, arguments: Arguments) -> Hashable:

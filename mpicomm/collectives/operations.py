@@ -136,6 +136,7 @@ BCAST = Operation(
     chain=patterns.chain_bcast,
     copies="two_shot",
 )
+"""Bring the root's ``buf`` to every rank's ``buf``."""
 EXSCAN = Operation("Exscan", "one", "one", patterns.exscan, reduces=True)
 """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
 GATHER = Operation("Gather", "one", "blocks", patterns.gather, rooted="receive", copies="one_shot")
