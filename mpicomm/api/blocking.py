@@ -10,10 +10,10 @@ from mpi4py import MPI
 from mpicomm.activity.layout import CALL, CALLS, by_mpi
 from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
-from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.dispatch import REFUSALS, Collectives
 from mpicomm.collectives.host.fast_path import Judge
 from mpicomm.epilogues import as_epilogue
+from mpicomm.ways.dispatch import Collectives
+from mpicomm.ways.reader import REFUSALS
 
 # MPI's methods, looked up once, because `super()` takes a tenth of the time of a small call.
 _allreduce = MPI.Intracomm.Allreduce
@@ -131,8 +131,8 @@ class BlockingCollectives(MPI.Intracomm):
         one_shot and two_shot on GPUs the kernel that reduces applies it; elsewhere a kernel behind, or NumPy.
         """
         if epilogue is not None or operands:
-            arguments = Arguments(sendbuf, recvbuf, op, epilogue=as_epilogue(epilogue, operands))
-            return self._collectives.run_with_epilogue(arguments, stream, algorithm)
+            finish = as_epilogue(epilogue, operands)
+            return self._collectives.run(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish)
         if stream is None and algorithm == "auto" and self._plain["Allreduce"](sendbuf, recvbuf, op):
             row = self._row
             row[CALLS] += 1

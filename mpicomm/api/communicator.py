@@ -27,7 +27,6 @@ from mpicomm.api.probes import Probes
 from mpicomm.cluster.agreement import forked
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
-from mpicomm.collectives.dispatch import Collectives
 from mpicomm.devices.base import Link
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
@@ -40,6 +39,7 @@ from mpicomm.session import Session
 from mpicomm.symmetric import create
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.symmetric.events import SharedEvent
+from mpicomm.ways.dispatch import Collectives
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -74,8 +74,9 @@ class Call:
         copies: beside.PinnedCopies | None = None,
     ) -> None:
         self.operation = operation
-        self.arguments = arguments
-        self._algorithm = algorithm
+        self.arguments = self.given = arguments
+        self.stream: Any = None
+        self.algorithm = algorithm
         self._rank = rank
         self._size = size
         self._neighborhood = neighborhood
@@ -142,7 +143,7 @@ class Call:
         if operation.counts == "same":
             count = self._most_units
         root = self.arguments.root if operation.rooted else None
-        asked = None if self._algorithm == "auto" else self._algorithm  # ranks with another algorithm never meet
+        asked = None if self.algorithm == "auto" else self.algorithm  # ranks with another algorithm never meet
         epilogue = None if self.epilogue is None else self.epilogue.text
         return Signature(operation.name, dtype, count, self.op, root, asked, epilogue)
 

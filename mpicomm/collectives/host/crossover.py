@@ -18,7 +18,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.collectives.host.selection import schedule
+from mpicomm.collectives.host.one_node import OneNode
 from mpicomm.collectives.operations import ALLREDUCE
 from mpicomm.log import logger
 from mpicomm.sizes import format_size
@@ -76,7 +76,7 @@ def _times(comm: MPI.Intracomm, engine: HostEngine, send: Array, receive: Array)
 
     def mapped() -> None:
         call = Call(ALLREDUCE, Arguments(send, receive, MPI.SUM), comm.rank, comm.size)
-        engine.run(schedule(call, "auto", comm.size, engine.scratch(call.scratch_nbytes)), call.signature)
+        OneNode(engine, comm.size).run(call, "auto")
 
     return _time(lambda: _allreduce(comm, send, receive, MPI.SUM)), _time(mapped)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.host.engine import HostEngine
+from mpicomm.collectives.host.one_node import OneNode
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.internode.host import HostCliques
 from mpicomm.internode.layout import Layout
@@ -91,8 +92,10 @@ class Engines:
                 ) from error
         return self._host
 
-    def between_hosts(self, operation: str) -> HostCliques:
-        """Return the engine for host arrays of several nodes. Collective the first time, else local."""
+    def of_hosts(self, operation: str) -> OneNode | HostCliques:
+        """Return the engine for host arrays of all ranks. Collective the first time, else local."""
+        if len(self._session.placement.nodes) == 1:
+            return OneNode(self.on_host(operation), len(self._session.placement.places))
         if self._host_cliques is None:
             session = self._session.set_up(operation)
             layout = Layout(session.placement.nodes, session.placement.rank)
