@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from mpi4py import MPI
 
+from mpicomm.activity.layout import by_mpi
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.patterns import Buffers, OneShot
@@ -83,6 +84,17 @@ class Operation:
     def mpi_class(self) -> type[MPI.Intracomm]:
         """mpi4py's class that has the collective, if MPI has it."""
         return MPI.Topocomm if self.of_neighbors else MPI.Intracomm
+
+    @cached_property
+    def begin(self) -> Callable[..., MPI.Request]:
+        """mpi4py's nonblocking method, if MPI has the collective."""
+        method: Callable[..., MPI.Request] = getattr(self.mpi_class, self.nonblocking)
+        return method
+
+    @cached_property
+    def number(self) -> int:
+        """The number by which the doctor names MPI's calls."""
+        return by_mpi(self.name)
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicomm.cluster.agreement import Group
@@ -39,7 +40,6 @@ class Engines:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._layout = Layout(session.placement.cliques, session.placement.rank)
         self._boards: dict[Group, Board] = {}
         self._host: HostEngine | None = None
         self._host_cliques: HostCliques | None = None
@@ -48,6 +48,10 @@ class Engines:
         self._internode: InternodeEngine | None = None
         self._transfers: list[Transfers] = []
         session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout(self._session.placement.cliques, self._session.placement.rank)
 
     def internode(self, operation: str) -> InternodeEngine | None:
         """Return the engine that moves memory of the device between cliques, None in one clique.
