@@ -31,6 +31,7 @@ Judge = Callable[..., bool]
 
 _Op = MPI.Op  # the class of MPI's operations; `AVG` and `Op`, which are not for MPI to carry out, are of others
 _Datatype = MPI.Datatype
+_LISTS = frozenset((list, tuple))
 _in_place = MPI.IN_PLACE
 _no_type = MPI.DATATYPE_NULL
 _OWN_TYPES = {
@@ -121,17 +122,18 @@ def _judge(row: Operation, size: int, rank: int, least: int, least_of_others: in
                 return False
             array = receive
         else:
-            return not (reduces and type(op) is not _Op) and judge_lists(send, receive, op)
+            return (type(send) in _LISTS or type(receive) in _LISTS) and judge_lists(send, receive, op)
         if not reduces:
             return array.dtype in MPI_TYPES
         nbytes = array.nbytes
         return array.dtype in MPI_TYPES and type(op) is _Op and (nbytes < always or is_small(nbytes, op))
 
     def judge_lists(send: Any, receive: Any, op: Any) -> bool:
-        if type(send) is list or type(receive) is list:
-            sent, received = _own(send), _own(receive)
-            if sent is not send or received is not receive:
-                return judge(sent, received, op)
+        if reduces and type(op) is not _Op:
+            return False
+        sent, received = _own(send), _own(receive)
+        if sent is not send or received is not receive:
+            return judge(sent, received, op)
         if arrays_alone:
             return False
         if receive is None or receive is _in_place:
@@ -186,7 +188,7 @@ def _listed(spec: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tup
 
     None unless the array certainly holds them all.
     """
-    if type(spec) is not list and type(spec) is not tuple:
+    if type(spec) not in _LISTS:
         return None
     counts = displs = datatype = None
     if len(spec) == 2:
