@@ -108,6 +108,7 @@ def test_the_count_of_a_list_decides_on_the_way() -> None:
     large, small = np.zeros(1 << 22), np.zeros(4)
     assert plain("Allreduce", [large, 4, MPI.DOUBLE], small) and plain("Allreduce", MPI.IN_PLACE, [large, 4])
     assert not plain("Allreduce", [large, MPI.DOUBLE], [large.copy(), MPI.DOUBLE])
+    assert not plain("Allreduce", MPI.IN_PLACE, [large, large.size, MPI.DOUBLE])
 
 
 def test_blocks_that_are_reduced_in_place_need_a_closer_look_in_a_list() -> None:
@@ -117,9 +118,15 @@ def test_blocks_that_are_reduced_in_place_need_a_closer_look_in_a_list() -> None
     assert not plain("Neighbor_alltoall", MPI.IN_PLACE, np.zeros(4))
 
 
+def test_lists_of_neighbours_have_blocks_for_neighbours() -> None:
+    assert plain("Neighbor_allgather", np.zeros(4), np.zeros(8))
+    assert not plain("Neighbor_allgather", [np.zeros(4), 4, MPI.DOUBLE], [np.zeros(8), 4, MPI.DOUBLE])
+
+
 @pytest.mark.parametrize("op", [mpicomm.AVG, mpicomm.Op("a + b"), None], ids=["avg", "own", "none"])
 def test_mpi_has_no_average_and_no_expression(op: Any) -> None:
     assert not plain("Allreduce", np.zeros(1), np.zeros(1), op)
+    assert not plain("Allreduce", MPI.IN_PLACE, [np.zeros(1), 1, MPI.DOUBLE], op)
 
 
 @EVERY
