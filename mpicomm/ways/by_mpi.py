@@ -47,12 +47,13 @@ class ByMpi:
         request: MPI.Request = self.call(operation, arguments, operation.nonblocking)
         return holding(request, arguments)  # MPI uses the buffers until the request is complete
 
-    def prepare(self, call: Call, info: MPI.Info) -> MPI.Prequest | None:
-        """Return MPI's persistent request, None for an input in place that MPI must get a copy of at each start."""
-        if call.operation.send == "counted" and call.in_place:
-            return None
-        prepared: MPI.Prequest = self.call(call.operation, call.arguments, call.operation.persistent, info)
-        return holding(prepared, call.arguments)
+    def prepare(self, operation: Operation, arguments: Arguments, info: MPI.Info) -> MPI.Prequest:
+        """Return MPI's persistent request. It must not be for an input in place that MPI must get a copy of."""
+        if operation.of_neighbors:
+            self._reader.neighbors()
+        self._witness.tell(operation, on_host=True)
+        prepared: MPI.Prequest = self.call(operation, arguments, operation.persistent, info)
+        return holding(prepared, arguments)
 
     def call(self, operation: Operation, arguments: Arguments, method: str, *more: MPI.Info) -> Any:
         """Call mpi4py's ``method``. The Communicator's own method has called this one."""

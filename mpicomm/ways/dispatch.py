@@ -122,16 +122,18 @@ class Collectives:
         self, operation: Operation, arguments: Arguments, info: MPI.Info, stream: Any, algorithm: str
     ) -> MPI.Prequest:
         """Return a persistent collective."""
+        if self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
+            return self._mpi.prepare(operation, arguments, info)
         call = self._reader.read(operation, arguments, algorithm, stream, only_to_check=True)
         way = self._way_of(call, blocking=False)
         if way is self._copies:
             return self._copies.prepare(call, info)
+        # MPI would get a copy of an input in place that recvcounts cut, as it is when the request is prepared.
+        if way is self._mpi and not (operation.send == "counted" and call.in_place):
+            return self._mpi.prepare(operation, call.arguments, info)
         self._witness.tell(operation, on_host=not call.on_device)
         if call.on_device:
             self._session.require_gpu(operation.name)
-        prepared = self._mpi.prepare(call, info) if way is self._mpi else None
-        if prepared is not None:
-            return prepared
 
         def begin() -> Work:
             known = self._begin_known(operation, arguments, stream, algorithm)
