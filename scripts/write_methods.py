@@ -73,24 +73,26 @@ def has_shortcut(row: Operation) -> bool:
     return row.in_mpi and not row.of_neighbors and row.send != "typed"
 
 
+def plainly(row: Operation, name: str) -> list[str]:
+    """Return the lines that ask whether a call of the method is certainly MPI's."""
+    buffers = ", ".join([*values(row)[:2], *["op"] * row.reduces])
+    conditions = ["stream is None", 'algorithm == "auto"', *["recvcounts is not None"] * (row.send == "counted")]
+    conditions.append(f'self._plain["{name}"]({buffers})')
+    condition = f"        if {' and '.join(conditions)}:"
+    if len(condition) <= WIDTH:
+        return [condition]
+    return [
+        "        if (",
+        f"            {conditions[0]}",
+        *(f"            and {each}" for each in conditions[1:]),
+        "        ):",
+    ]
+
+
 def shortcut(row: Operation) -> list[str]:
     """Return the lines that hand plain arrays to MPI."""
-    # `is_plain` takes last the buffer that every rank has, with the same number of bytes.
-    by_input = row.rooted == "receive" or (row.reduces and row.send != "one")
-    buffers = ", ".join(values(row)[1::-1] if by_input else values(row)[:2])
-    conditions = ["stream is None", 'algorithm == "auto"', *["type(op) is _Op"] * row.reduces]
-    conditions += ["recvcounts is not None"] * (row.send == "counted")
-    conditions.append(f'is_plain({buffers}, self._limits["{row}"])')
-    condition = [f"        if {' and '.join(conditions)}:"]
-    if len(condition[0]) > WIDTH:
-        condition = [
-            "        if (",
-            f"            {conditions[0]}",
-            *(f"            and {each}" for each in conditions[1:]),
-        ]
-        condition.append("        ):")
     return [
-        *condition,
+        *plainly(row, row.name),
         f"            begin_mpis(self._row, _{row.name.upper()})",
         "            try:",
         f"                return _{row.name.lower()}(self, {', '.join(row.arguments)})",
@@ -111,7 +113,9 @@ def blocking(row: Operation) -> str:
 def nonblocking(row: Operation) -> str:
     """Return the nonblocking method."""
     items = [row_of(row), f"Arguments({', '.join(values(row))})", "stream", "algorithm"]
-    body = fold("        return self._collectives.start(", items, ")")
+    start = fold("        return self._collectives.start(", items, ")")
+    begin = fold("            return begin(", ["self", row_of(row), *row.arguments], ")")
+    body = [*(plainly(row, row.nonblocking) + begin if has_shortcut(row) else []), *start]
     return method(row.nonblocking, row.arguments, "MPI.Request", f"Start `{row}`; return its request.", body)
 
 

@@ -6,26 +6,21 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpi4py import MPI
-from numpy import ndarray
 
 from mpicomm.activity.layout import CALL, CALLS, by_mpi
 from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
-from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.dispatch import REFUSALS, Collectives
-from mpicomm.collectives.host.fast_path import MPI_TYPES, are_apart, is_plain
+from mpicomm.collectives.host.fast_path import Judge
 from mpicomm.epilogues import as_epilogue
-from mpicomm.mpi.buffers import is_host_view
+from mpicomm.ways.dispatch import Collectives
+from mpicomm.ways.reader import REFUSALS
 
 # MPI's methods, looked up once, because `super()` takes a tenth of the time of a small call.
-_Op = MPI.Op  # the class of MPI's operations; `AVG` and `Op`, which are not for MPI to carry out, are of others
 _allreduce = MPI.Intracomm.Allreduce
 _barrier = MPI.Intracomm.Barrier
-_bcast = MPI.Intracomm.Bcast
 # The numbers by which the doctor names these calls.
 _ALLREDUCE = by_mpi("Allreduce")
 _BARRIER = by_mpi("Barrier")
-_BCAST = by_mpi("Bcast")
 
 
 class BlockingCollectives(MPI.Intracomm):
@@ -102,8 +97,8 @@ class BlockingCollectives(MPI.Intracomm):
     _collectives: Collectives
     _row: memoryview
     """The doctor reads this rank's calls here, in the words of `layout`."""
-    _limits: dict[str, int]
-    """The bytes below which a collective on plain arrays is MPI's: see `fast_path.limits`."""
+    _plain: dict[str, Judge]
+    """Which calls go to MPI at once: see `fast_path.at_once`."""
 
     def Barrier(self, *, stream: Any = None) -> None:
         """Block until all ranks have called it.
@@ -136,19 +131,10 @@ class BlockingCollectives(MPI.Intracomm):
         one_shot and two_shot on GPUs the kernel that reduces applies it; elsewhere a kernel behind, or NumPy.
         """
         if epilogue is not None or operands:
-            arguments = Arguments(sendbuf, recvbuf, op, epilogue=as_epilogue(epilogue, operands))
-            return self._collectives.run_with_epilogue(arguments, stream, algorithm)
-        # is_plain, spelled out as in Bcast.
-        if (
-            type(recvbuf) is type(sendbuf) is ndarray
-            and stream is None
-            and algorithm == "auto"
-            and type(op) is _Op
-            and recvbuf.nbytes < self._limits["Allreduce"]
-            and recvbuf.dtype in MPI_TYPES
-            and ((recvbuf.base is sendbuf.base is None and recvbuf is not sendbuf) or are_apart(sendbuf, recvbuf))
-        ):
-            row = self._row  # begin_mpis, spelled out as well
+            finish = as_epilogue(epilogue, operands)
+            return self._collectives.run(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish)
+        if stream is None and algorithm == "auto" and self._plain["Allreduce"](sendbuf, recvbuf, op):
+            row = self._row
             row[CALLS] += 1
             row[CALL] = _ALLREDUCE
             try:
@@ -157,31 +143,11 @@ class BlockingCollectives(MPI.Intracomm):
                 raise self._collectives.refused(error, rows.ALLREDUCE, sendbuf, recvbuf, op) from error
         return self._collectives.run(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op)
 
-    def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
-        """Bring the root's ``buf`` to every rank's ``buf``."""
-        # is_plain, spelled out here and in Allreduce, because a call takes a twentieth of MPI's time for 8 bytes.
-        if (
-            stream is None
-            and algorithm == "auto"
-            and type(buf) is ndarray
-            and buf.nbytes < self._limits["Bcast"]
-            and buf.dtype in MPI_TYPES
-            and (buf.base is None or is_host_view(buf))
-        ):
-            row = self._row  # begin_mpis, spelled out as well
-            row[CALLS] += 1
-            row[CALL] = _BCAST
-            try:
-                return _bcast(self, buf, root)
-            except REFUSALS as error:
-                raise self._collectives.refused(error, rows.BCAST, None, buf, root=root) from error
-        return self._collectives.run(rows.BCAST, stream, algorithm, None, buf, root=root)
-
     # scripts/write_methods.py writes all that follows, from the table of operations.
 
     def Allgather(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block r, the ``sendbuf`` of rank r, to every rank's ``recvbuf``, which holds a block for each rank."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgather"]):
+        if stream is None and algorithm == "auto" and self._plain["Allgather"](sendbuf, recvbuf):
             begin_mpis(self._row, _ALLGATHER)
             try:
                 return _allgather(self, sendbuf, recvbuf)
@@ -191,7 +157,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Allgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Allgather, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Allgatherv"]):
+        if stream is None and algorithm == "auto" and self._plain["Allgatherv"](sendbuf, recvbuf):
             begin_mpis(self._row, _ALLGATHERV)
             try:
                 return _allgatherv(self, sendbuf, recvbuf)
@@ -201,7 +167,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Alltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring block s of rank r's ``sendbuf`` to block r of rank s's ``recvbuf``, for all r and s."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoall"]):
+        if stream is None and algorithm == "auto" and self._plain["Alltoall"](sendbuf, recvbuf):
             begin_mpis(self._row, _ALLTOALL)
             try:
                 return _alltoall(self, sendbuf, recvbuf)
@@ -211,7 +177,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Alltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> None:
         """As Alltoall, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Alltoallv"]):
+        if stream is None and algorithm == "auto" and self._plain["Alltoallv"](sendbuf, recvbuf):
             begin_mpis(self._row, _ALLTOALLV)
             try:
                 return _alltoallv(self, sendbuf, recvbuf)
@@ -223,16 +189,21 @@ class BlockingCollectives(MPI.Intracomm):
         """As Alltoallv, with a datatype for each rank, and displacements in bytes."""
         return self._collectives.run(rows.ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
 
+    def Bcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
+        """Bring the root's ``buf`` to every rank's ``buf``."""
+        if stream is None and algorithm == "auto" and self._plain["Bcast"](None, buf):
+            begin_mpis(self._row, _BCAST)
+            try:
+                return _bcast(self, buf, root)
+            except REFUSALS as error:
+                raise self._collectives.refused(error, rows.BCAST, None, buf, root=root) from error
+        return self._collectives.run(rows.BCAST, stream, algorithm, None, buf, root=root)
+
     def Exscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
-        if (
-            stream is None
-            and algorithm == "auto"
-            and type(op) is _Op
-            and is_plain(sendbuf, recvbuf, self._limits["Exscan"])
-        ):
+        if stream is None and algorithm == "auto" and self._plain["Exscan"](sendbuf, recvbuf, op):
             begin_mpis(self._row, _EXSCAN)
             try:
                 return _exscan(self, sendbuf, recvbuf, op)
@@ -242,7 +213,7 @@ class BlockingCollectives(MPI.Intracomm):
 
     def Gather(self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> None:
         """Bring the ``sendbuf`` of rank r to block r of the root's ``recvbuf``."""
-        if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._limits["Gather"]):
+        if stream is None and algorithm == "auto" and self._plain["Gather"](sendbuf, recvbuf):
             begin_mpis(self._row, _GATHER)
             try:
                 return _gather(self, sendbuf, recvbuf, root)
@@ -254,7 +225,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Gather, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(recvbuf, sendbuf, self._limits["Gatherv"]):
+        if stream is None and algorithm == "auto" and self._plain["Gatherv"](sendbuf, recvbuf):
             begin_mpis(self._row, _GATHERV)
             try:
                 return _gatherv(self, sendbuf, recvbuf, root)
@@ -273,12 +244,7 @@ class BlockingCollectives(MPI.Intracomm):
         algorithm: str = "auto",
     ) -> None:
         """Reduce the ``sendbuf`` of all ranks with ``op`` into the root's ``recvbuf``, element by element."""
-        if (
-            stream is None
-            and algorithm == "auto"
-            and type(op) is _Op
-            and is_plain(recvbuf, sendbuf, self._limits["Reduce"])
-        ):
+        if stream is None and algorithm == "auto" and self._plain["Reduce"](sendbuf, recvbuf, op):
             begin_mpis(self._row, _REDUCE)
             try:
                 return _reduce(self, sendbuf, recvbuf, op, root)
@@ -304,9 +270,8 @@ class BlockingCollectives(MPI.Intracomm):
         if (
             stream is None
             and algorithm == "auto"
-            and type(op) is _Op
             and recvcounts is not None
-            and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter"])
+            and self._plain["Reduce_scatter"](sendbuf, recvbuf, op)
         ):
             begin_mpis(self._row, _REDUCE_SCATTER)
             try:
@@ -321,12 +286,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Reduce block r of all ranks' ``sendbuf`` with ``op`` into rank r's ``recvbuf``."""
-        if (
-            stream is None
-            and algorithm == "auto"
-            and type(op) is _Op
-            and is_plain(recvbuf, sendbuf, self._limits["Reduce_scatter_block"])
-        ):
+        if stream is None and algorithm == "auto" and self._plain["Reduce_scatter_block"](sendbuf, recvbuf, op):
             begin_mpis(self._row, _REDUCE_SCATTER_BLOCK)
             try:
                 return _reduce_scatter_block(self, sendbuf, recvbuf, op)
@@ -338,12 +298,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Reduce the ``sendbuf`` of the ranks up to and including r into rank r's ``recvbuf``."""
-        if (
-            stream is None
-            and algorithm == "auto"
-            and type(op) is _Op
-            and is_plain(sendbuf, recvbuf, self._limits["Scan"])
-        ):
+        if stream is None and algorithm == "auto" and self._plain["Scan"](sendbuf, recvbuf, op):
             begin_mpis(self._row, _SCAN)
             try:
                 return _scan(self, sendbuf, recvbuf, op)
@@ -355,7 +310,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """Bring block r of the root's ``sendbuf`` to rank r's ``recvbuf``."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatter"]):
+        if stream is None and algorithm == "auto" and self._plain["Scatter"](sendbuf, recvbuf):
             begin_mpis(self._row, _SCATTER)
             try:
                 return _scatter(self, sendbuf, recvbuf, root)
@@ -367,7 +322,7 @@ class BlockingCollectives(MPI.Intracomm):
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
     ) -> None:
         """As Scatter, with blocks of any counts and displacements."""
-        if stream is None and algorithm == "auto" and is_plain(sendbuf, recvbuf, self._limits["Scatterv"]):
+        if stream is None and algorithm == "auto" and self._plain["Scatterv"](sendbuf, recvbuf):
             begin_mpis(self._row, _SCATTERV)
             try:
                 return _scatterv(self, sendbuf, recvbuf, root)
@@ -384,6 +339,8 @@ _alltoall = MPI.Intracomm.Alltoall
 _ALLTOALL = by_mpi("Alltoall")
 _alltoallv = MPI.Intracomm.Alltoallv
 _ALLTOALLV = by_mpi("Alltoallv")
+_bcast = MPI.Intracomm.Bcast
+_BCAST = by_mpi("Bcast")
 _exscan = MPI.Intracomm.Exscan
 _EXSCAN = by_mpi("Exscan")
 _gather = MPI.Intracomm.Gather

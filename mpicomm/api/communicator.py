@@ -27,8 +27,6 @@ from mpicomm.api.probes import Probes
 from mpicomm.cluster.agreement import forked
 from mpicomm.cluster.placement import Placement
 from mpicomm.cluster.roll_call import duplicate
-from mpicomm.collectives.dispatch import Collectives
-from mpicomm.collectives.host.fast_path import limits
 from mpicomm.devices.base import Link
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import InvalidUsageError
@@ -41,6 +39,7 @@ from mpicomm.session import Session
 from mpicomm.symmetric import create
 from mpicomm.symmetric.array import SymmetricArray
 from mpicomm.symmetric.events import SharedEvent
+from mpicomm.ways.dispatch import Collectives
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -168,9 +167,7 @@ class Communicator(
         self._in_stream_order = InStreamOrder(self._collectives, session)
         # Peers open this rank's outbox as messages come, and only they know whether they have: Free waits for them.
         session.keep_beside(self._messages.memory, opened_by_peers=self._messages.described)
-        places = session.placement
-        on_gpus = isinstance(places.here.device, int) and len(places.places) > 1
-        self._limits = limits(len(places.nodes), on_gpus=on_gpus)
+        self._plain = self._collectives.at_once
         if session.channel is not None:
             record_inside(self._collectives, session)
             record_calls(self, session.channel)

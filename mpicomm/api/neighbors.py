@@ -8,7 +8,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.dispatch import Collectives
+from mpicomm.ways.dispatch import Collectives
 
 
 class NeighborCollectives(MPI.Topocomm):

@@ -9,8 +9,8 @@ from mpi4py import MPI
 
 from mpicomm.collectives import operations as rows
 from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.dispatch import Collectives
 from mpicomm.epilogues import as_epilogue
+from mpicomm.ways.dispatch import Collectives
 
 
 class PersistentCollectives(MPI.Intracomm):

@@ -149,7 +149,10 @@ class Placement:
 
     def subset(self, ranks: Sequence[int]) -> Placement:
         """Return the placement of a communicator of some of these ranks, this one among them; local."""
-        return Placement([self.places[rank] for rank in ranks], list(ranks).index(self.rank))
+        numbers = list(ranks)
+        if numbers == list(range(len(self.places))):
+            return self
+        return Placement([self.places[rank] for rank in numbers], numbers.index(self.rank))
 
     def parted(self, ranks: Set[int]) -> Placement | None:
         """Return the placement in which the nodes of ``ranks`` are parted by containers; the same on all ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -13,6 +12,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives import beside, patterns
 from mpicomm.collectives.by_rank import blocks_for_ranks, by_rank, cut_of
+from mpicomm.collectives.checks import read_counts, refuse_in_place, require_recvcounts, require_room, require_root
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
@@ -24,7 +24,6 @@ from mpicomm.finishes.base import BoundEpilogue, Epilogue
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.mpi.buffers import Memory, array_of
-from mpicomm.mpi.faults import RefusedByMpiError
 from mpicomm.mpi.host_calls import for_mpi
 from mpicomm.mpi.ops import check_legal, op_name
 from mpicomm.mpi.overlap import overlaps, require_separate
@@ -74,13 +73,14 @@ class Call:
         copies: beside.PinnedCopies | None = None,
     ) -> None:
         self.operation = operation
-        self.arguments = arguments
-        self._algorithm = algorithm
+        self.arguments = self.given = arguments
+        self.stream: Any = None
+        self.algorithm = algorithm
         self._rank = rank
         self._size = size
         self._neighborhood = neighborhood
         if operation.rooted:
-            _require_root(operation, arguments.root, size)
+            require_root(operation, arguments.root, size)
         self._cuts: list[tuple[int, int]] = []
         self.send, self.receive = self._read_buffers()
         self.place = place or place_of(operation, self.send, self.receive)
@@ -142,7 +142,7 @@ class Call:
         if operation.counts == "same":
             count = self._most_units
         root = self.arguments.root if operation.rooted else None
-        asked = None if self._algorithm == "auto" else self._algorithm  # ranks with another algorithm never meet
+        asked = None if self.algorithm == "auto" else self.algorithm  # ranks with another algorithm never meet
         epilogue = None if self.epilogue is None else self.epilogue.text
         return Signature(operation.name, dtype, count, self.op, root, asked, epilogue)
 
@@ -236,7 +236,7 @@ class Call:
         if self.operation.send != "counted":
             return [send.block(peer) for peer in range(self._size)]
         assert self.dtype is not None and self.arguments.counts is not None
-        counts = _read_counts(self.operation, self.arguments.counts)
+        counts = read_counts(self.operation, self.arguments.counts)
         starts = [sum(counts[:peer]) for peer in range(self._size)]
         return patterns.blocks(send.pointer, counts, starts, self.dtype.itemsize)
 
@@ -251,7 +251,7 @@ class Call:
         has_send = rooted != "send" or at_root
         has_receive = rooted != "receive" or at_root
         if operation.of_neighbors:
-            _refuse_in_place(operation, arguments)
+            refuse_in_place(operation, arguments.send, arguments.receive)
         send_in_place = has_send and not operation.of_neighbors and is_in_place(arguments.send)
         receive_in_place = rooted == "send" and at_root and is_in_place(arguments.receive)
         if send_in_place and rooted == "receive" and not at_root:
@@ -376,70 +376,17 @@ class Call:
 
     def _require_agreeing_counts(self) -> None:
         """Raise where this rank's two buffers contradict each other. The engines compare the counts of ranks."""
-        send, receive, operation = self.send, self.receive, self.operation
-        if operation.send == "counted" and self.arguments.counts is None:
+        send, receive, operation, said = self.send, self.receive, self.operation, self.arguments.counts
+        if operation.send == "counted" and said is None:
             raise InvalidUsageError(f"{operation}: recvcounts is needed with MPI.IN_PLACE: pass a count for each rank")
         if self.dtype is None or send is None or receive is None or operation.of_neighbors:
             return
-        if operation.send == "counted":
-            self._require_recvcounts(send, receive)
-            return
-        if self.in_place:
-            return
-        rank = self._rank
-        if operation.receive == "one":
-            sent, room = send.count if operation.send == "one" else send.block(rank).count, receive.total
-        else:
-            sent = send.total if operation.send == "one" else send.block(rank).count
-            room = receive.block(rank).count
-        unit, (sent_unit, room_unit) = "elements", (self._unit(send), self._unit(receive))
-        if sent_unit != room_unit:
-            unit, sent, room = "bytes", sent * sent_unit, room * room_unit
-        if sent != room:
-            raise InvalidUsageError(
-                f"{operation}: sendbuf holds {sent} {unit} where recvbuf has room for {room}: they must be equal"
-            )
-
-    def _require_recvcounts(self, send: Operand, receive: Operand) -> None:
-        operation = self.operation
-        assert self.arguments.counts is not None
-        counts = _read_counts(operation, self.arguments.counts)
-        if len(counts) != self._size or sum(counts) != send.total or min(counts) < 0:
-            raise InvalidUsageError(
-                f"{operation}: recvcounts={counts} must be {self._size} counts that add up to the "
-                f"{send.total} elements of the input"
-            )
-        if receive.total < counts[self._rank]:
-            raise InvalidUsageError(
-                f"{operation}: recvbuf has room for {receive.total} elements, this rank receives {counts[self._rank]}"
-            )
+        if said is not None and operation.send == "counted":
+            require_recvcounts(operation, said, send, receive, self._rank, self._size)
+        elif not self.in_place:
+            require_room(operation, send, receive, self._rank, (self._unit(send), self._unit(receive)))
 
 
 def is_in_place(buffer: Any) -> bool:
     """Return whether a buffer argument says that the data is in the other buffer."""
     return buffer is MPI.IN_PLACE or buffer is None  # None says the same in mpi4py
-
-
-def _refuse_in_place(operation: Operation, arguments: Arguments) -> None:
-    for name, buffer in (("sendbuf", arguments.send), ("recvbuf", arguments.receive)):
-        if buffer is MPI.IN_PLACE:
-            raise InvalidUsageError(
-                f"{operation}: {name}=MPI.IN_PLACE: neighbours exchange no data in place: pass a buffer"
-            )
-
-
-def _require_root(operation: Operation, root: Any, size: int) -> None:
-    try:
-        rank = operator.index(root)
-    except TypeError:
-        raise TypeError(f"{operation}: root={root!r} is no rank: pass an integer from 0 to {size - 1}") from None
-    if not 0 <= rank < size:
-        raise RefusedByMpiError(f"{operation}: root={root} is no rank: use 0 to {size - 1}", MPI.ERR_ROOT)
-
-
-def _read_counts(operation: Operation, counts: Any) -> list[int]:
-    """Return ``recvcounts`` as Python's integers: NumPy's have at most 64 bits, which addresses exceed."""
-    try:
-        return [operator.index(count) for count in counts]
-    except TypeError:
-        raise TypeError(f"{operation}: recvcounts={counts!r}: pass a sequence of integers, one per rank") from None

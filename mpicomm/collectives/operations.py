@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from mpi4py import MPI
 
+from mpicomm.activity.layout import by_mpi
 from mpicomm.collectives import patterns
 from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.patterns import Buffers, OneShot
@@ -85,6 +86,17 @@ class Operation:
         return MPI.Topocomm if self.of_neighbors else MPI.Intracomm
 
     @cached_property
+    def begin(self) -> Callable[..., MPI.Request]:
+        """mpi4py's nonblocking method, if MPI has the collective."""
+        method: Callable[..., MPI.Request] = getattr(self.mpi_class, self.nonblocking)
+        return method
+
+    @cached_property
+    def number(self) -> int:
+        """The number by which the doctor names MPI's calls."""
+        return by_mpi(self.name)
+
+    @cached_property
     def arguments(self) -> tuple[str, ...]:
         """The names of mpi4py's arguments, in order."""
         names = ["buf"] if self.rooted == "bcast" else ["sendbuf", "recvbuf"]
@@ -136,6 +148,7 @@ BCAST = Operation(
     chain=patterns.chain_bcast,
     copies="two_shot",
 )
+"""Bring the root's ``buf`` to every rank's ``buf``."""
 EXSCAN = Operation("Exscan", "one", "one", patterns.exscan, reduces=True)
 """Reduce the ``sendbuf`` of the ranks before r into rank r's ``recvbuf``; that of rank 0 stays as it is."""
 GATHER = Operation("Gather", "one", "blocks", patterns.gather, rooted="receive", copies="one_shot")

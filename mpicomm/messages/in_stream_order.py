@@ -6,7 +6,6 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.collectives.dispatch import Collectives, MessageCall
 from mpicomm.collectives.exchange import Message
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import Operand, parse
@@ -14,6 +13,7 @@ from mpicomm.mpi.location import require_here
 from mpicomm.mpi.overlap import require_separate
 from mpicomm.mpi.span import Span
 from mpicomm.session import Session
+from mpicomm.ways.dispatch import Collectives, MessageCall
 
 End = tuple[Any, int, int]
 """A buffer, the rank that it goes to or that fills it, and the tag; a plain tuple, because every message makes two."""

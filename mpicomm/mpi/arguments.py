@@ -9,7 +9,6 @@ OverflowError is `InvalidUsageError` alone.
 
 from __future__ import annotations
 
-import operator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +18,10 @@ from mpi4py import MPI
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.bottom import device_addressed
-from mpicomm.mpi.buffers import Memory, UnknownElementsError, no_buffer, read
+from mpicomm.mpi.buffers import Memory, no_buffer, read
 from mpicomm.mpi.derived import Elements, Room, elements_at, require_types
-from mpicomm.mpi.faults import RefusedByMpiError, UnknownTypeError
+from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.items import datatype_of, index_of, indices_of, is_sequence, items, no_type, pair, uneven
 from mpicomm.mpi.span import Span
 
 
@@ -112,22 +112,22 @@ def parse(
                 nowhere=memory.nowhere,
             )  # fmt: skip
         if not types.is_plain(dtype):
-            raise _no_type(memory, name)
+            raise no_type(memory, name)
         assert dtype is not None
         count, rest = divmod(memory.nbytes // dtype.itemsize, parts)
         if rest:
-            raise _uneven(memory.nbytes // dtype.itemsize, parts, name, peer)
+            raise uneven(memory.nbytes // dtype.itemsize, parts, name, peer)
         return Operand(
             name, memory.pointer, dtype, count, count * number, None, None, memory.on_device, memory.device,
             memory.owner, None, _for_mpi(spec, memory), memory.by_address, nowhere=memory.nowhere,
         )  # fmt: skip
-    buffer, count, displ, datatype = _items(spec, name)
+    buffer, count, displ, datatype = items(spec, name)
     if isinstance(count, (list, tuple)) and len(spec) < 4:
-        count, displ = _pair(count, name)
+        count, displ = pair(count, name)
     if buffer is MPI.BOTTOM:
         memory = _memory_of_bottom(spec)
     element = _Element(buffer, datatype, writable, name, memory)
-    start = 0 if displ is None else _index(displ, "displacement", name)
+    start = 0 if displ is None else index_of(displ, "displacement", name)
     entries = (element.entries if count is None else element.room) - start
     if start > 0:
         element.require_extent(name)
@@ -139,9 +139,9 @@ def parse(
         element.require_whole_elements(name)
         count, rest = divmod(entries, parts)
         if rest:
-            raise _uneven(entries, parts, name, peer)
+            raise uneven(entries, parts, name, peer)
     else:
-        count = _index(count, "count", name)
+        count = index_of(count, "count", name)
         element.require_room(count, 0, number * count, entries, name)
     return element.operand(spec, name, start, count, number * count, None, None)
 
@@ -158,9 +158,9 @@ def parse_vector(
     if spec is None:
         raise no_buffer(spec, name)  # in a list with a type, None is an empty buffer
     is_list = isinstance(spec, (list, tuple))
-    buffer, counts, displs, datatype = _items(spec, name) if is_list else (spec, None, None, None)
+    buffer, counts, displs, datatype = items(spec, name) if is_list else (spec, None, None, None)
     if isinstance(counts, tuple) and len(spec) < 4:  # a list means counts, as in mpi4py
-        counts, displs = _pair(counts, name)
+        counts, displs = pair(counts, name)
     if buffer is MPI.BOTTOM:
         memory = _memory_of_bottom(spec)
     element = _Element(buffer, datatype, writable, name, memory)
@@ -168,19 +168,19 @@ def parse_vector(
         element.require_whole_elements(name)
         share, more = divmod(element.entries, max(size, 1))
         each = tuple(share + (rank < more) for rank in range(size))
-    elif _is_sequence(counts):
-        each = _indices(counts, size, "counts", name, peer)
+    elif is_sequence(counts):
+        each = indices_of(counts, size, "counts", name, peer)
     else:
-        each = (_index(counts, "count", name),) * size
+        each = (index_of(counts, "count", name),) * size
     if displs is None:
         ends = [0]
         for n in each:
             ends.append(ends[-1] + n)
         places = tuple(ends[:-1])
-    elif _is_sequence(displs):
-        places = _indices(displs, size, "displacements", name, peer)
+    elif is_sequence(displs):
+        places = indices_of(displs, size, "displacements", name, peer)
     else:
-        distance = _index(displs, "displacement", name)
+        distance = index_of(displs, "displacement", name)
         places = tuple(distance * rank for rank in range(size))
     for n, place in zip(each, places, strict=True):
         element.require_room(n, place, place + n, element.room, name)
@@ -197,12 +197,12 @@ def parse_typed(
     """
     if not isinstance(spec, (list, tuple)):
         raise TypeError(f"{name}: {spec!r}: pass a list, [buffer, counts, displacements, datatypes]")
-    buffer, counts, displs, datatypes = _items(spec, name)
+    buffer, counts, displs, datatypes = items(spec, name)
     if len(spec) == 2:
         buffer, datatypes = spec
         counts = displs = None
     elif len(spec) == 3:
-        counts, displs = _pair(counts, name)
+        counts, displs = pair(counts, name)
     if buffer is MPI.BOTTOM:
         memory = _memory_of_bottom(spec)
     elif buffer is None:
@@ -213,8 +213,8 @@ def parse_typed(
         return Operand(
             name, memory.pointer, None, 0, 0, None, None, False, None, memory.owner, None, spec, nowhere=memory.nowhere
         )
-    each = (1,) * size if counts is None else _indices(counts, size, "counts", name, peer)
-    places = (0,) * size if displs is None else _indices(displs, size, "displacements", name, peer)
+    each = (1,) * size if counts is None else indices_of(counts, size, "counts", name, peer)
+    places = (0,) * size if displs is None else indices_of(displs, size, "displacements", name, peer)
     room = _room_of(memory, name, bottom=buffer is MPI.BOTTOM)
     found: list[Elements] = []
     for datatype, count, place in zip(require_types(datatypes, each, name, peer), each, places, strict=True):
@@ -248,10 +248,10 @@ def with_buffer(spec: Any, buffer: Any, dtype: np.dtype[Any] | None) -> Any:
     datatype = None if dtype is None else types.mpi_datatype(dtype)
     if datatype is None:
         raise InvalidUsageError(f"elements of type {dtype} have no type in MPI")
-    items = list(spec[1:]) if is_list else []
-    if items and items[-1] is None:  # it stands for the type, as in [array, (counts, displacements), None]
-        items.pop()
-    return [buffer, *items, datatype]
+    more = list(spec[1:]) if is_list else []
+    if more and more[-1] is None:  # it stands for the type, as in [array, (counts, displacements), None]
+        more.pop()
+    return [buffer, *more, datatype]
 
 
 def _first(item: Any) -> Any:
@@ -286,9 +286,9 @@ class _Element:
             if self.dtype is None and not self.memory.on_device:
                 self.mpi_type = MPI.BYTE  # a stand-in: MPI may know the type, and reads the argument itself
             elif not types.is_plain(self.dtype):
-                raise _no_type(self.memory, name)
+                raise no_type(self.memory, name)
         else:
-            self.dtype, self.mpi_type = _datatype(datatype, name)
+            self.dtype, self.mpi_type = datatype_of(datatype, name)
         self.extent = self.dtype.itemsize if self.dtype is not None else self._mpi_extent()
         self.entries, self.rest = divmod(self.memory.nbytes, self.extent) if self.extent > 0 else (0, 0)
         self.room = self.entries
@@ -353,86 +353,3 @@ class _Element:
             name, pointer, dtype, count, total, counts, displs, memory.on_device, memory.device,
             memory.owner, self.mpi_type, _for_mpi(spec, memory), memory.by_address, derived, memory.nowhere,
         )  # fmt: skip
-
-
-def _items(spec: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any, Any, Any]:
-    """Return the buffer, counts, displacements and datatype of a specification, None for each that is missing."""
-    if len(spec) == 2:
-        buffer, second = spec
-        if isinstance(second, (MPI.Datatype, str)):
-            return buffer, None, None, second
-        return buffer, second, None, None
-    if len(spec) == 3:
-        buffer, counts, datatype = spec
-        return buffer, counts, None, datatype
-    if len(spec) == 4:
-        buffer, counts, displs, datatype = spec
-        return buffer, counts, displs, datatype
-    raise InvalidUsageError(
-        f"{name} has {len(spec)} items: pass 2 to 4, [buffer, count], [buffer, type], [buffer, count, type] or "
-        "[buffer, count, displacement, type]"
-    )
-
-
-def _pair(counts: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any]:
-    if len(counts) != 2:
-        raise InvalidUsageError(f"{name}: {counts!r} has {len(counts)} items: pass (count, displacement)")
-    return counts[0], counts[1]
-
-
-def _datatype(datatype: Any, name: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:
-    if isinstance(datatype, MPI.Datatype):
-        if datatype == MPI.DATATYPE_NULL:
-            raise RefusedByMpiError(
-                f"{name}: the datatype is MPI.DATATYPE_NULL: pass another, such as MPI.FLOAT", MPI.ERR_TYPE
-            )
-        return types.numpy_dtype(datatype), datatype
-    if isinstance(datatype, str):
-        try:
-            return types.from_code(datatype)
-        except ValueError as error:
-            raise UnknownTypeError(
-                f"{name}: {error}: pass an MPI.Datatype or a typecode such as 'd' or 'i4'"
-            ) from error
-    raise UnknownTypeError(f"{name}: {datatype!r} is no datatype: pass an MPI.Datatype or a typecode such as 'd'")
-
-
-def _is_sequence(value: Any) -> bool:
-    try:
-        len(value)
-    except TypeError:  # a NumPy array without dimensions is one integer too
-        return False
-    return True
-
-
-def _index(value: Any, what: str, name: str) -> int:
-    try:
-        index = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}: {what} {value!r} is no integer: pass an integer") from None
-    if not -(2**63) <= index < 2**63:
-        raise InvalidUsageError(f"{name}: {what} {index} does not fit into 64 bits: pass a smaller one")
-    return index
-
-
-def _indices(values: Any, size: int, what: str, name: str, peer: str) -> tuple[int, ...]:
-    # Items before the length, as in mpi4py, so that of two errors the same one is raised.
-    indices = tuple(_index(values[i], what, name) for i in range(len(values)))
-    if len(indices) != size:
-        raise InvalidUsageError(f"{name}: {len(indices)} {what} for {size} {peer}s: pass one for each {peer}")
-    return indices
-
-
-def _uneven(entries: int, blocks: int, name: str, peer: str) -> InvalidUsageError:
-    return InvalidUsageError(
-        f"{name}: {entries} elements are no multiple of {blocks}, one block for each {peer}: pass a count, or use the "
-        "vector call (Allgatherv, Alltoallv, ...)"
-    )
-
-
-def _no_type(memory: Memory, name: str) -> UnknownElementsError:
-    what = "elements of unknown type" if memory.dtype is None else f"elements of type {memory.dtype}"
-    return UnknownElementsError(
-        f"{name} has {what}, for which neither MPI nor mpicomm has a type: convert it, or move it as bytes with "
-        "[buffer, MPI.BYTE]"
-    )

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.dispatch import Collectives
-from mpicomm.collectives.engines import Engines
 from mpicomm.collectives.host import selection
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.host import HostBackend
@@ -22,6 +20,9 @@ from mpicomm.recording.channel import Channel
 from mpicomm.recording.clocks import now_ns
 from mpicomm.recording.record import Interval, current, hear_of_slow_way
 from mpicomm.session import Session
+from mpicomm.ways.dispatch import Collectives
+from mpicomm.ways.engines import Engines
+from mpicomm.ways.on_host import InMappedMemory
 
 
 class AnyTimeline(Protocol):
@@ -109,25 +110,27 @@ class RecordedEngines(Engines):
         return cache
 
 
-class RecordedCollectives(Collectives):
-    """`Collectives` that note the algorithm of calls through mapped memory."""
+class RecordedMapped(InMappedMemory):
+    """`InMappedMemory` that notes the algorithm of calls."""
 
-    def _run_on_host(self, call: Call, algorithm: str) -> None:
-        record, channel = current(), self._session.channel
-        if record is not None and channel is not None:
-            name, why = algorithm, f'algorithm="{algorithm}"'
-            if algorithm == "auto":
+    def enqueue(self, call: Call, *, blocking: bool) -> None:
+        """Carry out a call; see `InMappedMemory.enqueue`."""
+        record = current()
+        session = self._engines._session
+        if record is not None and session.channel is not None:
+            name, why = call.algorithm, f'algorithm="{call.algorithm}"'
+            if name == "auto":
                 name, why = selection.best_mapped(call.operation, call.nbytes or 0), "by size, on mapped memory"
-            channel.choose(record, name if self._nodes == 1 else "groups, mpi", why)
-        super()._run_on_host(call, algorithm)
+            one_node = len(session.placement.nodes) == 1
+            session.channel.choose(record, name if one_node else "groups, mpi", why)
+        super().enqueue(call, blocking=blocking)
 
 
 def record_inside(collectives: Collectives, session: Session) -> None:
     """Let the parts of a communicator note algorithms and measure work from now on. Local."""
-    for part, cls in ((session, RecordedSession), (collectives, RecordedCollectives)):
+    parts: Any = (session, collectives._mapped, collectives.engines)
+    for part, cls in zip(parts, (RecordedSession, RecordedMapped, RecordedEngines), strict=True):
         part.__class__ = cls
-    engines: Any = collectives.engines
-    engines.__class__ = RecordedEngines
     assert isinstance(session, RecordedSession)
     session._work = None
     if session._has_device:

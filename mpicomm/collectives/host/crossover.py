@@ -1,7 +1,8 @@
 """The crossover: from how many bytes mapped memory is faster than MPI for collectives between two ranks.
 
 It lies at 256 KiB where the cores of both ranks share a cache, and at some MiB where the data passes from one cache to
-another. So two ranks measure it once, when they first use mapped memory. The choice changes no result, because a sum of
+another. So two processes measure it once, when they first use mapped memory; all communicators of the two have the
+same one, and both processes know it or neither does. The choice changes no result, because a sum of
 two numbers has one order. Between more ranks it could, so their sizes are fixed: see `selection`.
 """
 
@@ -17,7 +18,7 @@ from mpi4py import MPI
 
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.collectives.host.selection import schedule
+from mpicomm.collectives.host.one_node import OneNode
 from mpicomm.collectives.operations import ALLREDUCE
 from mpicomm.log import logger
 from mpicomm.sizes import format_size
@@ -29,7 +30,23 @@ _ROUNDS = 4
 _GAIN = 1.05
 """The least gain for mapped memory. In a program it starts later than here, where its code is in the cache."""
 
+Processes = frozenset[tuple[str, int]]
+"""The hosts and the numbers of the two processes."""
+
 _allreduce = MPI.Intracomm.Allreduce
+_known: dict[Processes, int] = {}
+
+
+def known(processes: Processes) -> int:
+    """Return the crossover that two processes have measured, 0 while they have not. Local."""
+    return _known.get(processes, 0)
+
+
+def learn(comm: MPI.Intracomm, engine: HostEngine, processes: Processes) -> int:
+    """Return the crossover of two processes, which they measure once. Collective over the two the first time."""
+    if processes not in _known:
+        _known[processes] = measure(comm, engine)
+    return _known[processes]
 
 
 def measure(comm: MPI.Intracomm, engine: HostEngine) -> int:
@@ -59,7 +76,7 @@ def _times(comm: MPI.Intracomm, engine: HostEngine, send: Array, receive: Array)
 
     def mapped() -> None:
         call = Call(ALLREDUCE, Arguments(send, receive, MPI.SUM), comm.rank, comm.size)
-        engine.run(schedule(call, "auto", comm.size, engine.scratch(call.scratch_nbytes)), call.signature)
+        OneNode(engine, comm.size).run(call, "auto")
 
     return _time(lambda: _allreduce(comm, send, receive, MPI.SUM)), _time(mapped)
 

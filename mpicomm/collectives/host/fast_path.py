@@ -1,67 +1,77 @@
-"""Plain calls: collectives on NumPy arrays that are certainly MPI's: small ones, and all between nodes.
+"""Plain calls: collectives on NumPy arrays that are certainly MPI's, in every form of a buffer argument.
 
+They are the small ones, those that only move data, and all between nodes.
 They are recognised in a fraction of a microsecond, because MPI takes about a microsecond for 8 bytes. `Call` would take
 longer to read the arguments than MPI takes for the call.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from operator import add
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 from numpy import may_share_memory, ndarray
 
-from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.host.selection import least_mapped, use_mapped
-from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.collectives.host.selection import NEVER, OPS_OF_CROSSOVER, mapped_from
+from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
+from mpicomm.devices.where import has_driver
 from mpicomm.mpi.buffers import is_host_view
+from mpicomm.mpi.ops import op_name
 from mpicomm.mpi.types import numpy_dtype
 
 MPI_TYPES = frozenset(np.dtype(code) for code in "?bBhHiIlLqQfdFD")
 """Element types for which MPI keeps all promises of mpicomm."""
 
-_FACTS = {row: (row.send == "counted", row.rooted == "send", row.counts == "vector") for row in OPERATIONS.values()}
-"""Of each collective: whether ``recvcounts`` cuts its input; whether its input is the root's alone; whether its blocks
-differ."""
+Judge = Callable[..., bool]
+"""Returns whether a call with these buffers, and this operation if it reduces, is certainly MPI's. Local."""
+
+_Op = MPI.Op  # the class of MPI's operations; `AVG` and `Op`, which are not for MPI to carry out, are of others
+_Datatype = MPI.Datatype
+_LISTS = frozenset((list, tuple))
+_in_place = MPI.IN_PLACE
+_no_type = MPI.DATATYPE_NULL
+_OWN_TYPES = {
+    datatype.handle: dtype
+    for datatype in vars(MPI).values()
+    if type(datatype) is _Datatype and (dtype := numpy_dtype(datatype)) is not None and dtype in MPI_TYPES
+}
 
 
-def limits(nodes: int, *, on_gpus: bool) -> dict[str, int]:
-    """Return the bytes below which a collective of `MPI_TYPES` is MPI's without further ado, by its name; local.
+@lru_cache(maxsize=64)
+def plain_calls(size: int, rank: int, nodes: int, crossover: int = 0) -> dict[str, Judge]:
+    """Return the judges of the blocking and the nonblocking collectives, by mpi4py's names of the methods. Local.
 
-    On GPUs no call is in which ranks may have no data: there a rank tells such ranks where the call is, see `witness`.
+    ``crossover`` is 0 while it is not measured. The answers agree with `selection.is_mpis`, which decides on ranks that
+    pass their buffers in other forms.
     """
-    return {
-        name: 0 if on_gpus and operation.counts != "same" else least_mapped(operation, nodes)
-        for name, operation in OPERATIONS.items()
+    judges: dict[str, Judge] = {}
+    for name, row in OPERATIONS.items():
+        least, of_others = (mapped_from(row, op, size, nodes, crossover) for op in (OPS_OF_CROSSOVER[0], None))
+        judges[name] = _judge(row, size, rank, least, of_others)
+        judges[row.nonblocking] = _judge(row, size, rank, NEVER, NEVER)
+    return judges
+
+
+@lru_cache(maxsize=64)
+def at_once(size: int, rank: int, nodes: int, crossover: int = 0, *, on_gpus: bool = False) -> dict[str, Judge]:
+    """Return the judges of `plain_calls` for calls that go to MPI without further ado. Local.
+
+    On GPUs no call does in which ranks may have no data: there a rank tells such ranks where the call is, see
+    `witness`. Nor does a collective of neighbours, whose topology the first call checks.
+    """
+    told = {
+        name
+        for row in OPERATIONS.values()
+        if row.of_neighbors or (on_gpus and row.counts != "same")
+        for name in row.methods
     }
-
-
-def is_plain(other: Any, buffer: Any, limit: int) -> bool:
-    """Return whether a call with these buffers is certainly MPI's; local.
-
-    ``buffer`` is the buffer that every rank has, with the same number of bytes on all. ``limit`` is from `limits`.
-    """
-    return (
-        type(buffer) is ndarray
-        and buffer.nbytes < limit
-        and buffer.dtype in MPI_TYPES
-        and (
-            # The first half of are_apart comes first, because it nearly always answers.
-            (
-                type(other) is ndarray
-                and ((other.base is buffer.base is None and other is not buffer) or are_apart(other, buffer))
-            )
-            or (
-                (other is None or other is MPI.IN_PLACE)
-                and (
-                    (base := buffer.base) is None
-                    or (type(base) is ndarray and base.base is None)
-                    or is_host_view(buffer)
-                )
-            )
-        )
-    )
+    return {
+        name: _never if name in told else judge for name, judge in plain_calls(size, rank, nodes, crossover).items()
+    }
 
 
 def are_apart(a: Any, b: Any) -> bool:
@@ -76,52 +86,166 @@ def are_apart(a: Any, b: Any) -> bool:
         y = b
     if type(x) is type(y) is ndarray and x.base is y.base is None:  # x and y own the memory of a and b
         return x is not y or not may_share_memory(a, b)
-    return (x is a or is_host_view(a)) and (y is b or is_host_view(b)) and not may_share_memory(a, b)
+    if has_driver() and not ((x is a or is_host_view(a)) and (y is b or is_host_view(b))):
+        return False
+    return not may_share_memory(a, b)
 
 
-def is_plainly_mpis(operation: Operation, arguments: Arguments, size: int, nodes: int, crossover: int) -> bool:
-    """Return whether a call on NumPy arrays is certainly MPI's, also of more bytes than `is_plain` decides; local.
+def _never(send: Any, receive: Any, op: Any = None) -> bool:
+    return False
 
-    The answer agrees with `selection.is_mpis`, which decides on ranks that pass their buffers in other forms.
+
+def _judge(row: Operation, size: int, rank: int, least: int, least_of_others: int) -> Judge:
+    """Return the judge of a collective that goes through mapped memory from ``least`` bytes on.
+
+    ``least_of_others`` is for the operations on which the crossover has no influence.
     """
-    array = plain_array(operation, arguments)
-    return array is not None and not use_mapped(operation, array.nbytes, size, nodes, crossover)
+    if row.send == "typed" or not row.in_mpi:
+        return _never
+    reduces, sent_shape, received_shape = row.reduces, row.send, row.receive
+    # MPI must get a copy of an input in place that recvcounts cut, and it may take MPI.IN_PLACE of neighbours for one.
+    arrays_alone = row.send == "counted" or row.of_neighbors
+    in_place_alone = not reduces or row.send == "one"  # else a list counts the blocks of its buffer in another way
+    always = min(least, least_of_others)
+
+    def is_small(nbytes: int, op: Any) -> bool:
+        return nbytes < (least if op_name(op) in OPS_OF_CROSSOVER else least_of_others)
+
+    def judge(send: Any, receive: Any, op: Any = None) -> bool:
+        if type(send) is type(receive) is ndarray:
+            # The first half of are_apart comes first, because it nearly always answers.
+            if not ((send.base is receive.base is None and send is not receive) or are_apart(send, receive)):
+                return False
+            array = send  # the input decides, because a root's output may be anything on other ranks
+        elif type(receive) is ndarray and (send is None or send is _in_place):
+            if arrays_alone or not (receive.base is None or is_host_view(receive)):
+                return False
+            array = receive
+        else:
+            return (type(send) in _LISTS or type(receive) in _LISTS) and judge_lists(send, receive, op)
+        if not reduces:
+            return array.dtype in MPI_TYPES
+        nbytes = array.nbytes
+        return array.dtype in MPI_TYPES and type(op) is _Op and (nbytes < always or is_small(nbytes, op))
+
+    def judge_lists(send: Any, receive: Any, op: Any) -> bool:
+        if reduces and type(op) is not _Op:
+            return False
+        sent, received = _own(send), _own(receive)
+        if sent is not send or received is not receive:
+            return judge(sent, received, op)
+        if arrays_alone:
+            return False
+        if receive is None or receive is _in_place:
+            found = one = _read(send, sent_shape, size, rank, reduces)
+        else:
+            found = one = _read(receive, received_shape, size, rank, reduces)
+            if send is None or send is _in_place:
+                if not in_place_alone:
+                    return False
+            else:
+                found = _read(send, sent_shape, size, rank, reduces)
+        if found is None or one is None:
+            return False
+        if found is one:
+            apart = one[0].base is None or is_host_view(one[0])
+        else:  # MPI need not notice that a rank sends more to itself than it receives
+            apart = found[2] == one[2] and are_apart(found[0], one[0])
+        return apart and (not reduces or found[1] < always or is_small(found[1], op))
+
+    return judge
 
 
-def plain_array(operation: Operation, arguments: Arguments) -> ndarray[Any, Any] | None:
-    """Return the buffer that every rank has if all buffers are NumPy arrays that MPI certainly takes; else None. Local.
-
-    MPI starts such a call of any size as a request.
-    """
-    send, receive = _array(arguments.send), _array(arguments.receive)
-    if arguments.op is not None and type(arguments.op) is not MPI.Op:
-        return None  # `AVG`, or an operation of the user
-    counted, of_root, is_vector = _FACTS[operation]
-    if counted and (arguments.counts is None or type(send) is not ndarray):
-        return None  # the ranks have to exchange their counts, or MPI must get a copy of an input in place
-    if operation.of_neighbors and not (type(send) is type(receive) is ndarray):
-        return None  # it has to be refused, because MPI may take MPI.IN_PLACE for an address
-    for buffer in (send, receive):
-        if type(buffer) is ndarray:
-            if buffer.base is not None and not is_host_view(buffer):
-                return None
-        elif buffer is not MPI.IN_PLACE and buffer is not None:
-            return None
-    if type(send) is type(receive) is ndarray and not are_apart(send, receive):
-        return None
-    # A buffer that every rank has decides, because a root's buffer may be anything on other ranks.
-    array = send
-    if is_vector or type(send) is not ndarray or (of_root and type(receive) is ndarray):
-        array = receive
-    return array if type(array) is ndarray and array.dtype in MPI_TYPES else None
-
-
-def _array(spec: Any) -> Any:
+def _own(spec: Any) -> Any:
     """Return the array of ``[array, type]`` if the type is the array's own, which adds nothing; else ``spec``."""
-    if type(spec) is ndarray or not isinstance(spec, (list, tuple)) or len(spec) != 2:
-        return spec
-    array, datatype = spec
-    if type(array) is not ndarray or not isinstance(datatype, MPI.Datatype):
-        return spec
-    dtype = numpy_dtype(datatype)
-    return array if dtype is not None and dtype == array.dtype else spec  # NumPy takes None for float64
+    if (
+        type(spec) is list
+        and len(spec) == 2
+        and type(array := spec[0]) is ndarray
+        and type(datatype := spec[1]) is _Datatype
+    ):
+        return array if _is_own(datatype, array.dtype) else spec
+    return spec
+
+
+def _is_own(datatype: MPI.Datatype, dtype: np.dtype[Any]) -> bool:
+    own = _OWN_TYPES.get(datatype.handle)
+    return own is dtype or (own is not None and own == dtype)  # NumPy takes None for float64
+
+
+def _read(buffer: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tuple[Any, int, int] | None:
+    """As `_listed`, also for an array by itself."""
+    if type(buffer) is not ndarray:
+        return _listed(buffer, shape, size, rank, reduces)
+    if shape == "vector" or buffer.dtype not in MPI_TYPES:
+        return None
+    nbytes = buffer.nbytes
+    return buffer, nbytes, nbytes if shape == "one" else nbytes // size
+
+
+def _listed(spec: Any, shape: Shape, size: int, rank: int, reduces: bool) -> tuple[Any, int, int] | None:
+    """Return the array of a list, the bytes that the list names, and those of the block of ``rank``.
+
+    None unless the array certainly holds them all.
+    """
+    if type(spec) not in _LISTS:
+        return None
+    counts = displs = datatype = None
+    if len(spec) == 2:
+        array, counts = spec
+        if isinstance(counts, _Datatype):
+            counts, datatype = None, counts
+    elif len(spec) == 3:
+        array, counts, datatype = spec
+    elif len(spec) == 4:
+        array, counts, displs, datatype = spec
+    else:
+        return None
+    if type(counts) is tuple and len(counts) == 2 and len(spec) < 4:
+        counts, displs = counts
+    if type(array) is not ndarray:
+        return None
+    itemsize = _itemsize(array, datatype, reduces)
+    room = array.nbytes
+    if not itemsize:
+        return None
+    if shape == "vector":
+        reach, count = _reach(counts, displs, size, rank)
+        return (array, room, count * itemsize) if 0 <= reach * itemsize <= room else None
+    blocks = size if shape == "blocks" else 1
+    if displs is not None:
+        return None
+    if counts is None:
+        return (array, room, room // blocks) if room % (itemsize * blocks) == 0 else None
+    if type(counts) is not int or counts < 0 or counts * blocks * itemsize > room:
+        return None
+    return array, counts * blocks * itemsize, counts * itemsize
+
+
+def _itemsize(array: Any, datatype: Any, reduces: bool) -> int:
+    """Return the bytes from one element to the next one, 0 for elements that need a closer look."""
+    if datatype is None:
+        return int(array.itemsize) if array.dtype in MPI_TYPES else 0
+    if type(datatype) is not _Datatype or datatype == _no_type:
+        return 0
+    if reduces:
+        return int(array.itemsize) if _is_own(datatype, array.dtype) else 0
+    return max(datatype.extent, 0)  # MPI moves elements of every type
+
+
+def _reach(counts: Any, displs: Any, size: int, rank: int) -> tuple[int, int]:
+    """Return the elements up to the end of the last block, and those of this rank's block; -1 where that is unsure."""
+    if type(counts) is ndarray:
+        counts = counts.tolist()
+    if type(displs) is ndarray:
+        displs = displs.tolist()
+    if type(counts) is not list or len(counts) != size:
+        return -1, 0
+    total = sum(counts)
+    if type(total) is not int or min(counts) < 0:
+        return -1, 0
+    if displs is None:
+        return total, counts[rank]
+    if type(displs) not in (list, tuple) or len(displs) != size or type(sum(displs)) is not int or min(displs) < 0:
+        return -1, 0
+    return max(map(add, displs, counts)), counts[rank]

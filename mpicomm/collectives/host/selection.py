@@ -23,7 +23,8 @@ from mpicomm.mpi.span import Span
 
 _KIB = 1024
 _MIB = 1024 * _KIB
-_NEVER = 1 << 63
+NEVER = 1 << 63
+"""More bytes than a call has."""
 
 _MAPPED_FROM = {
     "Allreduce": (256 * _KIB, _MIB),
@@ -41,6 +42,8 @@ _CROSSOVERS = {"Allreduce": 1, "Reduce_scatter": 4, "Reduce_scatter_block": 4}
 """The collectives whose least bytes between two ranks depend on the caches, as multiples of the crossover of
 `crossover`. The bytes above are those of cores that share a cache."""
 _LARGEST_CROSSOVER = 8 * _MIB
+_FIXED_CROSSOVER = _MIB
+"""The crossover of other operations than `OPS_OF_CROSSOVER`."""
 
 OPS_OF_CROSSOVER = ("sum", "prod")
 """The operations whose calls depend on the crossover. The result of others would depend on the machine with it, because
@@ -50,27 +53,28 @@ _TWO_SHOT_FROM = {"Allreduce": _MIB}
 _SHARD_NBYTES = _MIB
 
 
-def least_mapped(operation: Operation, nodes: int) -> int:
-    """Return the fewest bytes with which a collective may go through mapped memory, with any number of ranks; local."""
-    if not operation.in_mpi:
-        return 0
-    return _NEVER if nodes > 1 else min(_MAPPED_FROM.get(operation.name, (_NEVER,)))
+def mapped_from(operation: Operation, op: str | None, size: int, nodes: int, crossover: int) -> int:
+    """Return the fewest bytes with which a collective goes through mapped memory, `NEVER` where it does not; local.
 
-
-def use_mapped(operation: Operation, nbytes: int, size: int, nodes: int, crossover: int) -> bool:
-    """Return whether mapped memory is faster than MPI for a collective that MPI can carry out; local.
-
-    ``nbytes`` is `Call.nbytes`, the same number on all ranks. ``crossover`` is 0 while it is not measured. Ranks of
-    several nodes map no memory of each other.
+    ``crossover`` is 0 while it is not measured. Ranks of several nodes map no memory of each other.
     """
     if not operation.in_mpi:
-        return True
-    if nodes > 1:
-        return False
-    few, many = _MAPPED_FROM.get(operation.name, (_NEVER, _NEVER))
-    if size == 2:
-        return nbytes >= max(few, crossover * _CROSSOVERS.get(operation.name, 0))
-    return size > 2 and nbytes >= many
+        return 0
+    if nodes > 1 or size == 1:
+        return NEVER
+    few, many = _MAPPED_FROM.get(operation.name, (NEVER, NEVER))
+    if size > 2:
+        return many
+    factor = _CROSSOVERS.get(operation.name, 0)
+    return max(few, factor * (crossover if op in OPS_OF_CROSSOVER else _FIXED_CROSSOVER))
+
+
+def use_mapped(operation: Operation, op: str | None, nbytes: int, size: int, nodes: int, crossover: int) -> bool:
+    """Return whether mapped memory is faster than MPI for a collective that MPI can carry out; local.
+
+    ``nbytes`` is `Call.nbytes`, the same number on all ranks.
+    """
+    return nbytes >= mapped_from(operation, op, size, nodes, crossover)
 
 
 def depends_on_crossover(call: Call, size: int) -> bool:
@@ -97,7 +101,7 @@ def is_mpis(call: Call, algorithm: str, size: int, nodes: int, crossover: int) -
     if call.dtype is None or algorithm == "mpi":
         return True
     if algorithm == "auto" and mpi_has(call.operation, call.dtype, call.op):
-        return call.nbytes is None or not use_mapped(call.operation, call.nbytes, size, nodes, crossover)
+        return call.nbytes is None or not use_mapped(call.operation, call.op, call.nbytes, size, nodes, crossover)
     return False
 
 
@@ -117,7 +121,7 @@ def algorithms_for(operation: Operation) -> tuple[str, ...]:
 
 def best_mapped(operation: Operation, nbytes: int) -> str:
     """Return the algorithm for a collective of ``nbytes`` on mapped memory; local."""
-    return "two_shot" if nbytes >= _TWO_SHOT_FROM.get(operation.name, _NEVER) else "one_shot"
+    return "two_shot" if nbytes >= _TWO_SHOT_FROM.get(operation.name, NEVER) else "one_shot"
 
 
 def schedule(call: Call, algorithm: str, size: int, scratch: Span | None) -> list[Exchange]:

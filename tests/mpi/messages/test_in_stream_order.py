@@ -11,8 +11,8 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
-from mpicomm.collectives.dispatch import Collectives, MessageCall
 from mpicomm.collectives.exchange import Message
+from mpicomm.ways.dispatch import Collectives, MessageCall
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.message_rigs import Rig
 

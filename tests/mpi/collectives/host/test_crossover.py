@@ -10,7 +10,6 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives import dispatch
 from mpicomm.collectives.host import crossover
 from mpicomm.collectives.host.engine import HostEngine
 from tests.helpers.host_engines import engine_of
@@ -53,7 +52,8 @@ def test_calls_go_by_what_was_measured_once(
         measured.append(comm.size)
         return least_nbytes
 
-    monkeypatch.setattr(dispatch, "measure", measure)
+    monkeypatch.setattr(crossover, "measure", measure)
+    monkeypatch.setattr(crossover, "_known", {})
     monkeypatch.setattr(HostEngine, "run", counted)
     if pair.size == 2:
         with mpicomm.Communicator(pair, device="cpu", timeout_s=20) as comm:
@@ -65,5 +65,7 @@ def test_calls_go_by_what_was_measured_once(
                 assert bool(mapped) == (nbytes >= least_nbytes)
                 mapped.clear()
                 comm.Allreduce(MPI.IN_PLACE, received, MPI.MAX)  # its NaNs do not depend on the machine
-                assert mapped
+                assert bool(mapped) == (nbytes >= 1024 * KIB)
+            with comm.Dup() as other:
+                other.Allreduce(MPI.IN_PLACE, np.zeros(1024 * KIB // 4, np.float32))
         assert measured == [2]

@@ -9,12 +9,14 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.call import Arguments
-from mpicomm.collectives.host.fast_path import is_plain, is_plainly_mpis, limits
+from mpicomm.collectives.host.fast_path import at_once, plain_calls
 from mpicomm.collectives.host.selection import use_mapped
-from mpicomm.collectives.operations import ALLREDUCE, OPERATIONS, Operation
+from mpicomm.collectives.operations import OPERATIONS, Operation
 
 SIZES = (2, 3, 8)
+RANK = 1
+MIB = 1 << 20
+EVERY = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
 
 
 class OnDevice:
@@ -26,75 +28,109 @@ class OnDevice:
     base = None
 
 
-LIMIT = 1000
+def plain(method: str, send: Any, receive: Any, op: Any = MPI.SUM, size: int = 2, nodes: int = 1, **facts: int) -> bool:
+    return plain_calls(size, RANK, nodes, **facts)[method](send, receive, op)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
+@EVERY
+@pytest.mark.parametrize("op", [MPI.SUM, MPI.MAX], ids=["sum", "max"])
+@pytest.mark.parametrize("crossover", [0, MIB, 8 * MIB])
 @pytest.mark.parametrize("size", SIZES)
-def test_what_is_below_the_limit_is_never_for_mapped_memory(operation: Operation, size: int) -> None:
-    assert not use_mapped(operation, limits(1, on_gpus=False)[operation.name] - 1, size, 1, 0)
+def test_no_call_is_for_mapped_memory(operation: Operation, op: MPI.Op, crossover: int, size: int) -> None:
+    if operation.send == "typed" or not operation.in_mpi:
+        assert not plain(operation.name, np.zeros(1), np.zeros(1))
+        return
+    name = "sum" if op == MPI.SUM else "max"
+    for nbytes in (8, 1 << 10, 1 << 17, MIB - 8, MIB, 1 << 22, 1 << 25):
+        mapped = use_mapped(operation, name, nbytes, size, 1, crossover)
+        send, receive = np.empty(nbytes // 8), np.empty(nbytes // 8)
+        assert plain(operation.name, send, receive, op, size, crossover=crossover) == (not mapped)
+        assert plain(operation.nonblocking, send, receive, op, size, crossover=crossover)
+        assert plain(operation.name, send, receive, op, size, 2)
 
 
 @pytest.mark.parametrize(
     "buffer",
     [
         OnDevice(),
-        None,
-        MPI.IN_PLACE,
-        [np.zeros(1), MPI.DOUBLE],
-        np.zeros(1, np.float16),
-        np.zeros(1, ">f8"),
-        np.zeros(1, "f4,f4"),
-        np.ma.zeros(1),
-        np.zeros(LIMIT // 8),
+        np.zeros(4, np.float16),
+        np.zeros(4, ">f8"),
+        np.zeros(4, "f4,f4"),
+        np.ma.zeros(4),
+        [OnDevice(), MPI.DOUBLE],
+        [np.zeros(4), 5],
+        [np.zeros(4), -1],
+        [np.zeros(4), (4, 1), MPI.DOUBLE],
+        [np.zeros(4), "d"],
+        [np.zeros(4), MPI.DATATYPE_NULL],
+        [np.zeros(4), 4, 0, MPI.DOUBLE],
+        [None, 0, MPI.DOUBLE],
+        [],
     ],
-    ids=lambda buffer: type(buffer).__name__,
+    ids=repr,
 )
 def test_buffers_that_need_a_closer_look(buffer: Any) -> None:
-    assert not is_plain(None, buffer, LIMIT)
-    assert not is_plain(np.zeros(1), buffer, LIMIT)
+    for method in ("Allreduce", "Allgather", "Bcast", "Iallreduce"):
+        assert not plain(method, None, buffer)
+        assert not plain(method, buffer, np.zeros(8))
 
 
-def test_the_other_buffer_counts_too() -> None:
+@pytest.mark.parametrize("datatype", [MPI.FLOAT, MPI.BYTE, MPI.DOUBLE_INT])
+def test_a_reduction_of_another_type_than_the_arrays_needs_a_closer_look(datatype: MPI.Datatype) -> None:
+    assert not plain("Allreduce", np.zeros(4), [np.zeros(4), datatype])
+    assert not plain("Allreduce", MPI.IN_PLACE, [np.zeros(4), 1, datatype])
+
+
+def test_buffers_that_may_overlap_need_a_closer_look() -> None:
     both = np.zeros(4)
-    assert is_plain(None, both, LIMIT) and is_plain(MPI.IN_PLACE, both, LIMIT)
-    assert is_plain(both[:2], both[2:], LIMIT)
-    for other in (OnDevice(), [both, MPI.DOUBLE], both, both[:], both[1:3]):
-        assert not is_plain(other, both[:2], LIMIT)
+    assert plain("Allreduce", both[:2], both[2:]) and plain("Allreduce", MPI.IN_PLACE, both)
+    for other in (OnDevice(), both, both[:], both[1:3], [both, MPI.DOUBLE], [both, 2, MPI.DOUBLE]):
+        assert not plain("Allreduce", other, both[:2])
+        assert not plain("Allreduce", both[:2], other)
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
-@pytest.mark.parametrize("nbytes", [8, 1 << 10, 1 << 17, 1 << 20, 1 << 25])
-@pytest.mark.parametrize("size", SIZES)
-def test_an_array_with_its_own_type_is_that_array(operation: Operation, nbytes: int, size: int) -> None:
-    send, receive = np.empty(nbytes // 8), np.empty(nbytes // 8)
-
-    def decided(send: Any, receive: Any) -> bool:
-        arguments = Arguments(send=send, receive=receive, op=MPI.SUM, counts=[1] * size)
-        return is_plainly_mpis(operation, arguments, size, 1, 0)
-
-    plain = decided(send, receive)
-    assert decided([send, MPI.DOUBLE], (receive, MPI.DOUBLE)) == decided(send, [receive, MPI.DOUBLE]) == plain
-    assert plain or not is_plain(send, receive, limits(1, on_gpus=False)[operation.name] // size)
-    for other in (MPI.FLOAT, MPI.BYTE, MPI.DOUBLE_INT, "d", 1, None):
-        assert not decided(send, [receive, other])
-    assert not decided([OnDevice(), MPI.DOUBLE], receive) and not decided(send, [OnDevice(), MPI.DOUBLE])
-    assert not decided([send, MPI.DOUBLE], [send, MPI.DOUBLE])
+def test_lists_are_plain_if_the_array_holds_what_they_name() -> None:
+    four, eight, nine = np.zeros(4), np.zeros(8), np.zeros(9)
+    column = MPI.DOUBLE.Create_vector(2, 1, 2).Commit()
+    for spec in ([four, MPI.DOUBLE], (four, MPI.DOUBLE), [four, 4, MPI.DOUBLE], [eight, 4], [nine, column]):
+        assert plain("Bcast", None, spec)
+    for spec in ([four, column], [four, 3, column], [four, 5, MPI.DOUBLE], [four, 9, MPI.FLOAT]):
+        assert not plain("Bcast", None, spec)
+    assert plain("Allgather", [four, 4], [eight, 4]) and not plain("Allgather", [four, 4], [eight, 3])
+    for spec in ([nine, [5, 4]], [nine, (np.array([5, 4]), [0, 5])], [nine, [5, 4], [4, 0], MPI.DOUBLE]):
+        assert plain("Allgatherv", four, spec) and plain("Scatterv", spec, four) and plain("Gatherv", four, spec)
+    for counts in ([6, 4], [4, 5], [5], [5.0, 4], [-1, 4], ([5, 4], [0, 6]), ([5, 4], [-1, 4]), 4):
+        assert not plain("Allgatherv", four, [nine, counts])
+    column.Free()
 
 
-def test_mpi_has_no_average() -> None:
-    arguments = Arguments(send=np.zeros(1), receive=np.zeros(1), op=mpicomm.AVG)
-    assert not is_plainly_mpis(ALLREDUCE, arguments, 2, 1, 0)
+def test_the_count_of_a_list_decides_on_the_way() -> None:
+    large, small = np.zeros(1 << 22), np.zeros(4)
+    assert plain("Allreduce", [large, 4, MPI.DOUBLE], small) and plain("Allreduce", MPI.IN_PLACE, [large, 4])
+    assert not plain("Allreduce", [large, MPI.DOUBLE], [large.copy(), MPI.DOUBLE])
+    assert not plain("Allreduce", MPI.IN_PLACE, [large, large.size, MPI.DOUBLE])
 
 
-@pytest.mark.parametrize("operation", OPERATIONS.values(), ids=str)
-def test_between_nodes_mpi_carries_what_it_has_at_any_size(operation: Operation) -> None:
-    assert not operation.in_mpi or not use_mapped(operation, 1 << 40, 4, 2, 0)
-    assert limits(2, on_gpus=False)[operation.name] > 1 << 40 or not operation.in_mpi
+def test_blocks_that_are_reduced_in_place_need_a_closer_look_in_a_list() -> None:
+    assert plain("Reduce_scatter_block", MPI.IN_PLACE, np.zeros(4))
+    assert not plain("Reduce_scatter_block", MPI.IN_PLACE, [np.zeros(4), 2])
+    assert not plain("Reduce_scatter", MPI.IN_PLACE, np.zeros(4))
+    assert not plain("Neighbor_alltoall", MPI.IN_PLACE, np.zeros(4))
 
 
-def test_large_arrays_of_several_nodes_are_plainly_mpis() -> None:
-    array, result = np.zeros(1 << 20), np.zeros(1 << 20)
-    arguments = Arguments(send=array, receive=result, op=MPI.SUM)
-    assert is_plainly_mpis(ALLREDUCE, arguments, 2, 2, 0)
-    assert not is_plainly_mpis(ALLREDUCE, arguments, 2, 1, 0)
+def test_lists_of_neighbours_have_blocks_for_neighbours() -> None:
+    assert plain("Neighbor_allgather", np.zeros(4), np.zeros(8))
+    assert not plain("Neighbor_allgather", [np.zeros(4), 4, MPI.DOUBLE], [np.zeros(8), 4, MPI.DOUBLE])
+
+
+@pytest.mark.parametrize("op", [mpicomm.AVG, mpicomm.Op("a + b"), None], ids=["avg", "own", "none"])
+def test_mpi_has_no_average_and_no_expression(op: Any) -> None:
+    assert not plain("Allreduce", np.zeros(1), np.zeros(1), op)
+    assert not plain("Allreduce", MPI.IN_PLACE, [np.zeros(1), 1, MPI.DOUBLE], op)
+
+
+@EVERY
+def test_ranks_without_data_are_told_where_a_call_is(operation: Operation) -> None:
+    if operation.counts != "same" or operation.of_neighbors:
+        judge = at_once(2, RANK, 1, on_gpus=True)[operation.name]
+        assert not judge(np.zeros(2), np.zeros(2), MPI.SUM)

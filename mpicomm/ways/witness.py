@@ -17,26 +17,24 @@ there are other cliques, nobody here can know: that is an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.place import Place
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.session import Session
 from mpicomm.waiting import wait_until
+from mpicomm.ways.engines import Engines
 
 _WAY_OUT = "in place of address 0 pass an empty array of the GPU's library or of NumPy"
 
 
 class Witness:
-    """Tells the ranks of one communicator where each other's calls are. ``board`` is `Engines.board`."""
+    """Tells the ranks of one communicator where each other's calls are."""
 
-    def __init__(self, session: Session, board: Callable[..., Board]) -> None:
+    def __init__(self, session: Session, engines: Engines) -> None:
         placement = session.placement
         self._session = session
-        self._board = board
+        self._engines = engines
         self._is_one_clique = len(placement.cliques) == 1
         self.is_needed = isinstance(placement.here.device, int) and len(placement.places) > 1
         """Whether calls may be on GPUs, and there are other ranks."""
@@ -47,27 +45,25 @@ class Witness:
         A rank whose call is on the host waits for this set-up as long as MPI would.
         """
         if self.is_needed and operation.counts != "same":
-            board = self._board(operation.name, patient=on_host)
+            board = self._engines.board(operation.name, patient=on_host)
             if on_host:
                 board.post_on_host(f"{operation} on the host")
             else:
                 board.post(f"{operation}: set-up")
 
-    def learn(self, call: Call, algorithm: str, *, kernels: bool) -> Place:
+    def learn(self, call: Call) -> Place:
         """Return where a call is in which this rank is undecided. Local but for the set-up of the board, blocking.
-
-        ``kernels`` is whether the communicator has carried out a call on GPUs: a fact that is the same on all ranks.
 
         Raises `CollectiveTimeoutError` where no rank comes in time to say so, and `InvalidUsageError` where no rank of
         the clique knows and those of others may.
         """
         operation = call.operation
-        mpis = algorithm == "mpi" or (operation.reduces and call.dtype is None)
+        mpis = call.algorithm == "mpi" or (operation.reduces and call.dtype is None)
         if mpis or not self.is_needed:
             return "host"  # MPI carries it out, wherever it is
         if operation.counts == "same":
-            return "gpu" if kernels else "host"
-        board = self._board(operation.name, patient=True)
+            return "gpu" if self._engines.gpu else "host"  # whether there was a call on GPUs is the same on all ranks
+        board = self._engines.board(operation.name, patient=True)
         clique, number, found = self._session.clique, board.ask(), list[bool]()
 
         def known() -> bool:

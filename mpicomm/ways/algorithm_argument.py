@@ -22,9 +22,9 @@ def require_known(operation: Operation, algorithm: str) -> None:
         raise InvalidUsageError(f'algorithm="{algorithm}" is for {possible}, not {operation}: use "one_shot"')
 
 
-def require_possible(call: Call, algorithm: str) -> None:
+def require_possible(call: Call) -> None:
     """Raise where the algorithm that the caller names lacks the type, the operation, or the place of the buffers."""
-    operation = call.operation
+    operation, algorithm = call.operation, call.algorithm
     if algorithm == "mpi":
         if call.op == "avg":
             raise InvalidUsageError(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.host.engine import HostEngine
+from mpicomm.collectives.host.one_node import OneNode
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.internode.host import HostCliques
 from mpicomm.internode.layout import Layout
@@ -38,7 +40,6 @@ class Engines:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._layout = Layout(session.placement.cliques, session.placement.rank)
         self._boards: dict[Group, Board] = {}
         self._host: HostEngine | None = None
         self._host_cliques: HostCliques | None = None
@@ -47,6 +48,10 @@ class Engines:
         self._internode: InternodeEngine | None = None
         self._transfers: list[Transfers] = []
         session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return Layout(self._session.placement.cliques, self._session.placement.rank)
 
     def internode(self, operation: str) -> InternodeEngine | None:
         """Return the engine that moves memory of the device between cliques, None in one clique.
@@ -91,8 +96,10 @@ class Engines:
                 ) from error
         return self._host
 
-    def between_hosts(self, operation: str) -> HostCliques:
-        """Return the engine for host arrays of several nodes. Collective the first time, else local."""
+    def of_hosts(self, operation: str) -> OneNode | HostCliques:
+        """Return the engine for host arrays of all ranks. Collective the first time, else local."""
+        if len(self._session.placement.nodes) == 1:
+            return OneNode(self.on_host(operation), len(self._session.placement.places))
         if self._host_cliques is None:
             session = self._session.set_up(operation)
             layout = Layout(session.placement.nodes, session.placement.rank)

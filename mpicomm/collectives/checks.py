@@ -1,0 +1,73 @@
+"""Checks of one rank's call: its root, what ``recvcounts`` says, and whether the two buffers fit each other."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.collectives.operations import Operation
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.arguments import Operand
+from mpicomm.mpi.faults import RefusedByMpiError
+
+
+def require_root(operation: Operation, root: Any, size: int) -> None:
+    """Raise unless ``root`` is a rank."""
+    try:
+        rank = operator.index(root)
+    except TypeError:
+        raise TypeError(f"{operation}: root={root!r} is no rank: pass an integer from 0 to {size - 1}") from None
+    if not 0 <= rank < size:
+        raise RefusedByMpiError(f"{operation}: root={root} is no rank: use 0 to {size - 1}", MPI.ERR_ROOT)
+
+
+def refuse_in_place(operation: Operation, send: Any, receive: Any) -> None:
+    """Raise for data in place, which collectives of neighbours do not have."""
+    for name, buffer in (("sendbuf", send), ("recvbuf", receive)):
+        if buffer is MPI.IN_PLACE:
+            raise InvalidUsageError(
+                f"{operation}: {name}=MPI.IN_PLACE: neighbours exchange no data in place: pass a buffer"
+            )
+
+
+def read_counts(operation: Operation, counts: Any) -> list[int]:
+    """Return ``recvcounts`` as Python's integers: NumPy's have at most 64 bits, which addresses exceed."""
+    try:
+        return [operator.index(count) for count in counts]
+    except TypeError:
+        raise TypeError(f"{operation}: recvcounts={counts!r}: pass a sequence of integers, one per rank") from None
+
+
+def require_recvcounts(
+    operation: Operation, said: Sequence[int], send: Operand, receive: Operand, rank: int, size: int
+) -> None:
+    """Raise unless ``recvcounts`` cuts the input into a block for each rank, and this rank has room for its own."""
+    counts = read_counts(operation, said)
+    if len(counts) != size or sum(counts) != send.total or min(counts) < 0:
+        raise InvalidUsageError(
+            f"{operation}: recvcounts={counts} must be {size} counts that add up to the {send.total} elements of the "
+            "input"
+        )
+    if receive.total < counts[rank]:
+        raise InvalidUsageError(
+            f"{operation}: recvbuf has room for {receive.total} elements, this rank receives {counts[rank]}"
+        )
+
+
+def require_room(operation: Operation, send: Operand, receive: Operand, rank: int, units: tuple[int, int]) -> None:
+    """Raise unless this rank's blocks of the two buffers are as long. ``units`` are the bytes of their elements."""
+    if operation.receive == "one":
+        sent, room = send.count if operation.send == "one" else send.block(rank).count, receive.total
+    else:
+        sent = send.total if operation.send == "one" else send.block(rank).count
+        room = receive.block(rank).count
+    unit = "elements"
+    if units[0] != units[1]:
+        unit, sent, room = "bytes", sent * units[0], room * units[1]
+    if sent != room:
+        raise InvalidUsageError(
+            f"{operation}: sendbuf holds {sent} {unit} where recvbuf has room for {room}: they must be equal"
+        )

@@ -1,0 +1,100 @@
+"""The ways of calls that MPI carries out: on host arrays, and on pinned copies of device arrays."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.activity.page import begin_mpis
+from mpicomm.collectives.call import Arguments, Call, is_in_place
+from mpicomm.collectives.operations import Operation
+from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.mpi.host_copies import announce, out_of_place, through_host
+from mpicomm.mpi.ops import AVG
+from mpicomm.mpi.requests import holding
+from mpicomm.session import Session
+from mpicomm.ways.on_gpus import ready
+from mpicomm.ways.reader import REFUSALS, Reader
+from mpicomm.ways.witness import Witness
+
+
+class ByMpi:
+    """MPI itself, for host arrays: its calls, its requests, and its persistent requests."""
+
+    def __init__(self, comm: MPI.Intracomm, session: Session, reader: Reader, witness: Witness) -> None:
+        self._comm = comm
+        self._session = session
+        self._reader = reader
+        self._witness = witness
+
+    def enqueue(self, call: Call, *, blocking: bool) -> MPI.Request | None:
+        """See `Way.enqueue`."""
+        return self.carry_out(call.operation, call.arguments, blocking=blocking)
+
+    def carry_out(self, operation: Operation, arguments: Arguments, *, blocking: bool) -> MPI.Request | None:
+        """As `enqueue`, for a call that is certainly MPI's, so that nobody reads its arguments but MPI."""
+        if operation.of_neighbors:
+            self._reader.neighbors()
+        if self._witness.is_needed:
+            self._witness.tell(operation, on_host=True)
+        if operation.send == "counted":
+            arguments = self._out_of_place(arguments)
+        if blocking:
+            self.call(operation, arguments, operation.name)
+            return None
+        request: MPI.Request = self.call(operation, arguments, operation.nonblocking)
+        return holding(request, arguments)  # MPI uses the buffers until the request is complete
+
+    def prepare(self, operation: Operation, arguments: Arguments, info: MPI.Info) -> MPI.Prequest:
+        """Return MPI's persistent request. It must not be for an input in place that MPI must get a copy of."""
+        if operation.of_neighbors:
+            self._reader.neighbors()
+        self._witness.tell(operation, on_host=True)
+        prepared: MPI.Prequest = self.call(operation, arguments, operation.persistent, info)
+        return holding(prepared, arguments)
+
+    def call(self, operation: Operation, arguments: Arguments, method: str, *more: MPI.Info) -> Any:
+        """Call mpi4py's ``method``. The Communicator's own method has called this one."""
+        if arguments.op is AVG:
+            raise RefusedByMpiError(
+                f"{operation}: MPI, which carries out calls of this element type, has no AVG: use MPI.SUM and divide",
+                MPI.ERR_OP,
+            )
+        begin_mpis(self._session.row.words, operation.number)
+        try:
+            return getattr(operation.mpi_class, method)(self._comm, *operation.passed(arguments), *more)
+        except REFUSALS as error:
+            raise self._reader.refused(error, operation, arguments) from error
+
+    def _out_of_place(self, arguments: Arguments) -> Arguments:
+        """Return the arguments for MPI: an input in place that ``recvcounts`` cuts is copied.
+
+        MPICH 5 ends the program where a block overlaps its result. Ranks that receive nothing need not be in place, so
+        all ranks must still take MPI's way.
+        """
+        if arguments.counts is None or not is_in_place(arguments.send):
+            return arguments
+        send, receive = out_of_place(arguments.receive, arguments.counts, self._comm.rank)
+        return replace(arguments, send=send, receive=receive)
+
+
+class OnPinnedCopies:
+    """MPI, for device arrays: on copies in pinned host memory. It blocks."""
+
+    def __init__(self, session: Session, mpi: ByMpi) -> None:
+        self._session = session
+        self._mpi = mpi
+
+    def enqueue(self, call: Call, *, blocking: bool) -> None:
+        """See `Way.enqueue`."""
+        session, given = ready(self._session, call), call.arguments
+        stream = session.backend.stream(call.stream, call.device_array)
+        announce(call.operation.name, "only MPI can carry it out, or algorithm= asks for it")
+
+        def carry_out(send: Any, receive: Any) -> None:
+            self._mpi.carry_out(call.operation, replace(given, send=send, receive=receive), blocking=True)
+
+        buffers = [(given.send, False, "sendbuf"), (given.receive, True, "recvbuf")]
+        through_host(session.backend, stream, carry_out, buffers)  # host arrays beside them stay themselves

@@ -1,0 +1,87 @@
+"""The way of calls on device arrays that kernels carry out, in one clique or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+from mpicomm.collectives.beside import PinnedCopies
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.mpi.buffers import array_of
+from mpicomm.mpi.location import require_here
+from mpicomm.mpi.requests import Completer, Work
+from mpicomm.session import Session
+from mpicomm.ways.engines import Engines
+from mpicomm.ways.witness import Witness
+
+if TYPE_CHECKING:
+    from mpicomm.collectives.gpu.plan_cache import PlanCache
+
+
+def ready(session: Session, call: Call) -> Session:
+    """Return the session of a call on device arrays, which must be on this rank's GPU. Collective the first time."""
+    operation = call.operation.name
+    session.require_gpu(operation)  # before device memory is looked at
+    session.set_up(operation)
+    for operand in call.operands:
+        require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
+    session.require_usable(operation)
+    return session
+
+
+def root_of(gpu: PlanCache, arguments: Arguments) -> Hashable:
+    """Return the root of a call as a key of plans; of a call with an epilogue, which has no root, the epilogue.
+
+    None where the epilogue has an array that cannot be recognised.
+    """
+    return arguments.root if arguments.epilogue is None else arguments.epilogue.key(gpu.identity_of)
+
+
+class OnGpus:
+    """The engine of kernels: it plans a call, enqueues the plan in a stream, and keeps it for calls alike."""
+
+    def __init__(self, session: Session, engines: Engines, completer: Completer, witness: Witness) -> None:
+        self._session = session
+        self._engines = engines
+        self._completer = completer
+        self._witness = witness
+
+    def enqueue(self, call: Call, *, blocking: bool) -> Work | None:
+        """See `Way.enqueue`."""
+        operation, given, session = call.operation, call.given, ready(self._session, call)
+        if self._engines.gpu is None:  # an undecided rank takes part in the set-up, so it has to know of it before
+            self._witness.tell(operation, on_host=False)
+        gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
+        plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
+        root = root_of(gpu, given)
+        # Other ranks may pass other memory the next time, and this rank would not ask.
+        if root is not None and not call.was_undecided:
+            key = (operation, call.algorithm, given.send, given.receive, given.op, root, given.counts)
+            gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
+        stream = backend.stream(call.stream, call.device_array)
+        if blocking:
+            gpu.carry_out(plan, stream, call.device_array)
+        else:
+            gpu.engine.enqueue(plan, stream)
+        # The caller's later work on memory of no library may be on any stream, because no library says on which.
+        by_address = call.stream is None and any(operand.by_address for operand in call.operands)
+        if by_address and not backend.is_capturing(stream):
+            backend.synchronize(stream)
+        if not blocking:
+            return self.until(backend.completion(stream), call.copies)
+        if call.copies:
+            backend.synchronize(stream)
+            backend.check()
+            call.copies.back()
+        return None
+
+    def until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> Work:
+        """Return a call that was enqueued as work, which is over when ``done`` says so and ``copies`` are back."""
+        backend = self._session.backend
+
+        def finish() -> None:
+            backend.check()
+            if copies:
+                copies.back()
+
+        return self._completer.add(Work(done, finish), backend.prepare_thread)

@@ -1,0 +1,114 @@
+"""The ways of calls on host arrays that are not MPI's alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mpicomm.collectives.beside import require_no_graph, warn_of_host_array
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.operations import Operation
+from mpicomm.devices.host import array_at
+from mpicomm.mpi.host_copies import HostCopies
+from mpicomm.mpi.location import require_here
+from mpicomm.mpi.requests import Completer, PersistentRequest, Work
+from mpicomm.session import Session
+from mpicomm.ways.engines import Engines
+from mpicomm.ways.reader import Reader
+from mpicomm.ways.way import Carry
+from mpicomm.ways.witness import Witness
+
+_BYTE = np.dtype(np.uint8)
+Prepare = Callable[[Operation, Arguments, MPI.Info, Any, str], MPI.Prequest]
+
+
+class InMappedMemory:
+    """The engine of the ranks' mapped memory, on one node or several. It blocks, because it has no thread."""
+
+    def __init__(self, engines: Engines, witness: Witness) -> None:
+        self._engines = engines
+        self._witness = witness
+
+    def enqueue(self, call: Call, *, blocking: bool) -> None:
+        """See `Way.enqueue`."""
+        self._witness.tell(call.operation, on_host=True)
+        self._engines.of_hosts(call.operation.name).run(call, call.algorithm)
+
+
+class WithEpilogue:
+    """An all-reduce by another way, then its epilogue. It blocks."""
+
+    def __init__(self, reader: Reader, carry: Carry) -> None:
+        self._reader = reader
+        self._carry = carry
+
+    def enqueue(self, call: Call, *, blocking: bool) -> None:
+        """See `Way.enqueue`."""
+        epilogue, receive, given = call.epilogue, call.receive, call.arguments
+        assert epilogue is not None and receive is not None
+        made = array_at(receive.pointer, receive.nbytes, _BYTE).view(epilogue.result)
+        reduced, target = made, given.receive
+        if epilogue.converts:
+            reduced = target = np.empty(receive.total, epilogue.dtype)
+        arguments = Arguments(given.send, target, given.op)
+        self._carry(self._reader.read(call.operation, arguments, call.algorithm, None), blocking=True)
+        epilogue.on_host(reduced, made)
+
+
+class OnCopies:
+    """Another way, on a copy of the root's device array in pinned memory.
+
+    The other ranks do not see it. They pass host arrays, so the call is on the host: see `place`.
+    """
+
+    def __init__(self, session: Session, reader: Reader, completer: Completer, carry: Carry, prepare: Prepare) -> None:
+        self._session = session
+        self._reader = reader
+        self._completer = completer
+        self._carry = carry
+        self._prepare = prepare
+
+    def enqueue(self, call: Call, *, blocking: bool) -> Work | None:
+        """See `Way.enqueue`."""
+        copies, given = self._copies(call)
+        begun = self._carry(self._reader.read(call.operation, given, call.algorithm, None), blocking=blocking)
+        if isinstance(begun, MPI.Request):
+            return self._completer.add(Work(begun.Test, copies.back), self._session.backend.prepare_thread)
+        copies.back()
+        return None
+
+    def prepare(self, call: Call, info: MPI.Info) -> MPI.Prequest:
+        """Return a persistent call, whose copies are made at each start; the other ranks have MPI's request."""
+        copies, given = self._copies(call)
+        prepared = self._prepare(call.operation, given, info, None, call.algorithm)
+        backend = self._session.backend
+
+        def begin() -> Work:
+            copies.again(backend.stream(call.stream, call.device_array))
+            copies.ready()
+            prepared.Start()
+            return self._completer.add(Work(prepared.Test, copies.back), backend.prepare_thread)
+
+        return PersistentRequest.of(begin, prepared.Free)
+
+    def _copies(self, call: Call) -> tuple[HostCopies, Arguments]:
+        """Return copies of the device array, and the arguments with them. Local, blocking.
+
+        Raises `InvalidUsageError` in a capture, and for an array of another GPU.
+        """
+        operation, given = call.operation.name, call.arguments
+        backend = self._session.gpu(operation)
+        for operand in call.operands:
+            require_here(f"{operation}: {operand.name}", operand.device, backend.device)
+        stream = backend.stream(call.stream, call.device_array)
+        require_no_graph(operation, backend, stream)
+        warn_of_host_array(operation)
+        copies = HostCopies(backend, stream)
+        send = copies.spec(given.send, writable=False, name="sendbuf")
+        receive = copies.spec(given.receive, writable=True, name="recvbuf")
+        copies.ready()
+        return copies, replace(given, send=send, receive=receive)

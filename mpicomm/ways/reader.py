@@ -1,0 +1,115 @@
+"""Reader: reads and checks the calls of one communicator, and puts in words why MPI has refused one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from mpi4py import MPI
+
+from mpicomm.collectives.beside import PinnedCopies
+from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
+from mpicomm.collectives.operations import Operation
+from mpicomm.collectives.place import Place
+from mpicomm.errors import InvalidUsageError
+from mpicomm.mpi.arguments import parse
+from mpicomm.mpi.buffers import BufferRefusedError
+from mpicomm.mpi.faults import RefusedByMpiError
+from mpicomm.session import Session
+from mpicomm.ways.algorithm_argument import require_known, require_possible
+from mpicomm.ways.witness import Witness
+
+REFUSALS = (BufferError, KeyError, ValueError, MPI.Exception)
+"""The errors with which mpi4py and MPI refuse the arguments of a call, and which `Reader.refused` puts in words."""
+_FAULTS_OF_ARGUMENTS = (MPI.ERR_ARG, MPI.ERR_BUFFER, MPI.ERR_COUNT, MPI.ERR_OP, MPI.ERR_ROOT, MPI.ERR_TYPE)
+
+
+class Reader:
+    """Reads the calls of the communicator ``comm``."""
+
+    def __init__(self, comm: MPI.Intracomm, session: Session, witness: Witness) -> None:
+        self._comm = comm
+        self._session = session
+        self._witness = witness
+        self._neighborhood: Neighborhood | None = None
+
+    def read(
+        self,
+        operation: Operation,
+        arguments: Arguments,
+        algorithm: str,
+        stream: Any,
+        *,
+        place: Place | None = None,
+        only_to_check: bool = False,
+    ) -> Call:
+        """Return a call that was read and checked, with pinned copies of host arrays beside device arrays.
+
+        ``place`` is where the call is, if that is known. A call that is read ``only_to_check`` it copies nothing.
+        """
+        given = arguments
+        if algorithm != "auto":
+            require_known(operation, algorithm)
+        if operation.send == "counted" and arguments.counts is None and arguments.send is not MPI.IN_PLACE:
+            mine = parse(arguments.receive, writable=True, name="recvbuf").total
+            arguments = replace(arguments, counts=MPI.Intracomm.allgather(self._comm, mine))  # as mpi4py does
+        copies = None
+        if self._witness.is_needed and algorithm != "mpi" and not only_to_check:
+            copies = PinnedCopies(self._session, operation.name, (arguments.send, arguments.receive), stream)
+        try:
+            call = self._call(operation, arguments, algorithm, place, copies)
+        except RefusedByMpiError as error:
+            self._comm.Call_errhandler(error.Get_error_class())  # as MPI does, which may end the program
+            raise
+        if call.place == "anywhere":
+            where = self._witness.learn(call)
+            call = self._call(operation, arguments, algorithm, where, copies)
+            call.was_undecided = True
+        if algorithm != "auto":
+            require_possible(call)
+        if not operation.in_mpi and (call.dtype is None or algorithm == "mpi"):
+            raise InvalidUsageError(
+                f"{operation} is not MPI's: it takes plain element types and predefined operations, and no "
+                'algorithm="mpi"'
+            )
+        call.given, call.stream = given, stream
+        return call
+
+    def refused(
+        self, error: BufferError | KeyError | ValueError | MPI.Exception, operation: Operation, arguments: Arguments
+    ) -> InvalidUsageError:
+        """Return the error for arguments that mpi4py has refused with ``error``: the one that larger buffers get.
+
+        Local. mpi4py looks at the buffers of small calls alone, because that takes least time. Raises ``error`` itself
+        if it is MPI's and no fault of this rank's arguments.
+        """
+        try:
+            self._call(operation, arguments, "auto")
+        except InvalidUsageError as named:
+            return named
+        if isinstance(error, MPI.Exception):
+            if error.Get_error_class() not in _FAULTS_OF_ARGUMENTS:
+                raise error
+            return RefusedByMpiError(f"{operation}: MPI refuses an argument: {error}", error.Get_error_class())
+        cls = BufferRefusedError if isinstance(error, BufferError) else InvalidUsageError
+        return cls(f"{operation}: MPI refuses an argument: {error}")
+
+    def neighbors(self) -> Neighborhood:
+        """Return the neighbours of this rank, which the first call checks. Raises as `neighborhood_of`."""
+        if self._neighborhood is None:
+            assert isinstance(self._comm, MPI.Topocomm)
+            self._neighborhood = neighborhood_of(self._comm)
+        return self._neighborhood
+
+    def _call(
+        self,
+        operation: Operation,
+        arguments: Arguments,
+        algorithm: str,
+        place: Place | None = None,
+        copies: PinnedCopies | None = None,
+    ) -> Call:
+        neighborhood, places = self.neighbors() if operation.of_neighbors else None, self._session.placement
+        rank, size = places.rank, len(places.places)
+        return Call(operation, arguments, rank, size, algorithm, neighborhood, place=place, copies=copies)
