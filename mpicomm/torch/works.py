@@ -15,7 +15,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.devices.base import SideStreams
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.current_stream import CurrentStream, current_stream
-from mpicomm.torch.failures import AsExpected, GroupTimeoutError
+from mpicomm.torch.failures import GroupTimeoutError, as_expected
 from mpicomm.waiting import wait_until
 
 FOREVER = timedelta(0)
@@ -25,17 +25,17 @@ _making_a_future = threading.Lock()  # so that threads which ask a work for its 
 
 
 class Work(c10d.Work):
-    """A call that has ended, or that is enqueued on the current stream. The classes below may still be under way."""
+    """A call that has ended, or that is enqueued on the current stream: see `ended`.
+
+    The classes below may still be under way.
+    """
 
     _error: BaseException | None = None
     _future: torch.futures.Future[Any] | None = None
     _source = -1
-
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._outputs = list(outputs)
-        self.value: Any = self._outputs
-        """The value of the future."""
+    _outputs: Sequence[torch.Tensor]
+    value: Any
+    """The value of the future."""
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """Wait until the outputs may be used; raise the error of the call.
@@ -70,7 +70,7 @@ class Work(c10d.Work):
     def result(self) -> list[torch.Tensor]:
         """Return the outputs, after the call has ended."""
         self.wait()
-        return self._outputs
+        return list(self._outputs)
 
     def source_rank(self) -> int:
         """Return the rank in the group whose message was received."""
@@ -117,11 +117,25 @@ class Work(c10d.Work):
         return int(c10d.WorkResult.TIMEOUT if timed_out else c10d.WorkResult.COMM_ERROR)
 
 
+def ended(outputs: Sequence[torch.Tensor]) -> Work:
+    """Return the work of a call that has ended, or that is enqueued on the current stream. Local.
+
+    With an ``__init__`` in Python, PyTorch's class would take half as long again to make a work.
+    """
+    work = Work()
+    work._outputs = work.value = outputs
+    return work
+
+
 class PendingWork(Work):
     """A call that may be under way when its future is made."""
 
     _failure: BaseException | None = None
     """Why the future has no value, after it is complete."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._outputs = self.value = list(outputs)
 
     def get_future(self) -> torch.futures.Future[Any]:
         """See `Work.get_future`."""
@@ -186,7 +200,7 @@ class HostWork(PendingWork):
         try:
             self._call()
         except BaseException as error:
-            self._error = error
+            self._error = as_expected(error, self._name)
         self._call = None  # it keeps the tensors
         self._over.set()
 
@@ -221,51 +235,47 @@ class HostWork(PendingWork):
         super()._settle(ended)
 
 
+class Side(Protocol):
+    """The streams of a group: see `Streams`."""
+
+    comm: Communicator
+    gpu: int
+    marks: SideStreams
+
+
 class StreamWork(Work):
-    """A call of ``comm`` that is enqueued on ``stream``, which may capture a graph.
+    """A call that is enqueued on a stream, which may capture a graph: see `enqueued`."""
 
-    The call ends at ``mark``, a place in the work of the stream that ``marks`` has made. With a ``limit`` the host
-    waits for the call, too, so long at most; `FOREVER` is no limit.
-    """
-
-    def __init__(
-        self,
-        outputs: Sequence[torch.Tensor],
-        stream: torch.cuda.Stream,
-        marks: SideStreams,
-        mark: Any,
-        name: str,
-        comm: Communicator,
-        limit: timedelta | None = None,
-    ) -> None:
-        super().__init__(outputs)
-        self._name = name
-        self._stream = stream
-        self._comm = comm
-        self._marks = marks
-        self._mark = mark
-        self._limit = limit
+    _side: Side
+    _stream: torch.cuda.Stream
+    _mark: Any
+    _name: str
+    _limit: timedelta | None
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        self._marks.follow(current_stream(self._stream.device_index), self._mark)
+        side = self._side
+        side.marks.follow(current_stream(side.gpu), self._mark)
         limit = timeout or self._limit
-        if limit is None or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
-            return super().wait()
-        if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
+        if (
+            limit is not None
+            and not torch.cuda.is_current_stream_capturing()  # a capture runs nothing
+            and not wait_until(self.is_completed, limit.total_seconds() or math.inf)
+        ):
             raise too_late(self._name, limit)
-        return super().wait()
+        if self._error is not None:
+            raise self._error
+        return True
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self._marks.passed(self._mark):
+        if not self._side.marks.passed(self._mark):
             return False
         if self._error is None:
             try:
-                with AsExpected(self._name):
-                    self._comm._check_at_once()
+                self._side.comm._check_at_once()
             except Exception as error:
-                self._error = error
+                self._error = as_expected(error, self._name)
         return True
 
     def _complete(self) -> torch.futures.Future[Any]:
@@ -277,7 +287,7 @@ class StreamWork(Work):
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def settle() -> None:
-            self._comm._prepare_thread()
+            self._side.comm._prepare_thread()
             try:
                 wait_until(self.is_completed, math.inf)
             except Exception as error:  # of a device that has failed
@@ -286,6 +296,24 @@ class StreamWork(Work):
 
         threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
         return future
+
+
+def enqueued(
+    outputs: Sequence[torch.Tensor],
+    side: Side,
+    stream: torch.cuda.Stream,
+    mark: Any,
+    name: str,
+    limit: timedelta | None = None,
+) -> StreamWork:
+    """Return the work of the call ``name`` that ends at ``mark``, a place in the work of ``stream``. Local.
+
+    With a ``limit`` a wait waits on the host, too, so long at most; `FOREVER` is no limit. See `ended`.
+    """
+    work = StreamWork()
+    work._outputs = work.value = outputs
+    work._side, work._stream, work._mark, work._name, work._limit = side, stream, mark, name, limit
+    return work
 
 
 class JoinedWork(PendingWork):
