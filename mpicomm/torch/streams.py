@@ -36,7 +36,7 @@ class Streams:
         self._on_side = CurrentStream(self._side)
         address = int(self._side.cuda_stream)
         self._address = address
-        self._end = partial(self.marks.mark_here, address)
+        self._end = partial(self.marks.mark, address)
         self._devices = [torch.device("cuda", comm.device)]
 
     def begin(
