@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -245,4 +244,4 @@ def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:
     moved = movable(memory)
     if moved.dtype != memory.dtype:
         counts = [count * memory.element_size() for count in counts]
-    return [moved, (counts, [0, *accumulate(counts[:-1])])]
+    return [moved, counts]

@@ -37,7 +37,7 @@ class Streams:
         address = int(self._side.cuda_stream)
         self._address = address
         self._end = partial(self.marks.mark, address)
-        self._devices = [torch.device("cuda", comm.device)]
+        self.devices = [torch.device("cuda", comm.device)]
 
     def begin(
         self,
@@ -84,7 +84,7 @@ class Streams:
         In a capture it is PyTorch's own memory, because that belongs to the graph as long as there is the graph.
         """
         if self.capture():
-            return torch.empty(size, dtype=dtype, device=self._devices[0])
+            return torch.empty(size, dtype=dtype, device=self.devices[0])
         return self._pool.allocate((size,), dtype, current_stream(self.gpu))
 
     def capture(self) -> bool:
@@ -121,7 +121,7 @@ class Streams:
             raise
 
     def _future(self, output: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=self._devices)
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=self.devices)
         # PyTorch records an event on the current stream, and the streams of those who take the value wait for it.
         future.set_result(output)
         return future

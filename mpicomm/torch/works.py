@@ -21,7 +21,6 @@ from mpicomm.waiting import wait_until
 FOREVER = timedelta(0)
 """PyTorch's word for a wait without a limit."""
 _then = torch._C.Future.then  # without the place of `callbacks`, because the callback makes no calls
-_making_a_future = threading.Lock()  # so that threads which ask a work for its future get the same one
 
 
 class Work(c10d.Work):
@@ -84,10 +83,7 @@ class Work(c10d.Work):
         For tensors of a GPU it is complete: the streams of those who take its value wait for the call. Where the call
         has an error, the future's is RuntimeError with its text.
         """
-        with _making_a_future:
-            if self._future is None:
-                self._future = self._complete()
-            return self._future
+        return self._future or self._keep(self._complete())
 
     def get_future_result(self) -> torch.futures.Future[Any]:
         """Return a future whose value says how the call has ended."""
@@ -106,6 +102,10 @@ class Work(c10d.Work):
         # For tensors of a GPU PyTorch records events on the current streams, which those who take the value wait for.
         future.set_result(self.value)
         return future
+
+    def _keep(self, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+        """Return the future of the work: ``future``, or the one of another thread that was faster."""
+        return self.__dict__.setdefault("_future", future)
 
     def _new_future(self) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=list({output.device for output in self._outputs if output.is_cuda}))
@@ -139,15 +139,16 @@ class PendingWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """See `Work.get_future`."""
-        with _making_a_future:
-            if self._future is not None:
-                return self._future
-            ended = self._new_future()
-            # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors.
-            # An exception of a callback is an error there, too.
-            self._future = _then(ended, self._outcome)
-        self._settle(ended)
-        return self._future
+        if self._future is not None:
+            return self._future
+        ended = self._new_future()
+        # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors. An
+        # exception of a callback is an error there, too.
+        future = _then(ended, self._outcome)
+        kept = self._keep(future)
+        if kept is future:
+            self._settle(ended)
+        return kept
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
         self._settle_with(ended, self._error)
@@ -239,6 +240,8 @@ class Side(Protocol):
     """The streams of a group: see `Streams`."""
 
     comm: Communicator
+    devices: list[torch.device]
+    """Its GPU alone."""
     gpu: int
     marks: SideStreams
 
@@ -279,8 +282,10 @@ class StreamWork(Work):
         return True
 
     def _complete(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=self._side.devices if self._outputs else None)
         with CurrentStream(self._stream):
-            return super()._complete()
+            future.set_result(self.value)
+        return future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
         """See `Work.get_future_result`."""
