@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
 from mpicomm.torch.collectives import Collectives
-from mpicomm.torch.works import Work
+from mpicomm.torch.works import Tensors, Work
 
-Tensors = Sequence[torch.Tensor]
+Call = Callable[..., None]
+Given = tuple[Any, ...]
+"""The arguments of a `Call`."""
 
 
 class CollectiveCalls(c10d.ProcessGroup):
@@ -21,16 +23,19 @@ class CollectiveCalls(c10d.ProcessGroup):
     collectives: Collectives
 
     @abstractmethod
-    def _run(
-        self,
-        name: str,
-        opts: Any,
-        call: Callable[..., None],
-        arguments: tuple[Any, ...],
-        outputs: Tensors,
-        inputs: Tensors = (),
+    def _run(self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()) -> Work:
+        """Carry out or begin ``call(*given)``, as ``opts`` say; it writes ``outputs`` and reads ``inputs``."""
+
+    def _run_each(
+        self, name: str, opts: Any, call: Call, each: Iterable[Given], outputs: Tensors, inputs: Tensors = ()
     ) -> Work:
-        """Carry out or begin ``call(*arguments)``, as ``opts`` say; it writes ``outputs`` and reads ``inputs``."""
+        """As `_run`, for several calls in one."""
+
+        def calls() -> None:
+            for given in each:
+                call(*given)
+
+        return self._run(name, opts, calls, (), outputs, inputs)
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work:
         """See `torch.distributed.all_reduce`. ``DistributedDataParallel.join`` passes a tensor in place of a list."""
@@ -41,12 +46,8 @@ class CollectiveCalls(c10d.ProcessGroup):
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """See `torch.distributed.all_reduce_coalesced`."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-
-        def call() -> None:
-            for index, tensor in enumerate(tensors):
-                self.collectives.all_reduce(tensor, opts.reduceOp, f"tensors[{index}]")
-
-        return self._run("all_reduce_coalesced", opts, call, (), tensors)
+        each = [(tensor, opts.reduceOp, f"tensors[{index}]") for index, tensor in enumerate(tensors)]
+        return self._run_each("all_reduce_coalesced", opts, self.collectives.all_reduce, each, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """See `torch.distributed.reduce`."""
@@ -65,14 +66,11 @@ class CollectiveCalls(c10d.ProcessGroup):
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """See `torch.distributed.all_gather_coalesced`: ``outputs[r][i]`` receives ``inputs[i]`` of rank r."""
-
-        def call() -> None:
-            for given, *received in zip(inputs, *outputs, strict=True):
-                self.collectives.all_gather_list(received, given)
-
-        flattened = [tensor for each in outputs for tensor in each]
-        work = self._run("all_gather_coalesced", opts, call, (), flattened, inputs)
-        work.value = [list(each) for each in outputs]
+        each = ((received, given) for given, *received in zip(inputs, *outputs, strict=True))
+        flattened = [tensor for received in outputs for tensor in received]
+        call = self.collectives.all_gather_list
+        work = self._run_each("all_gather_coalesced", opts, call, each, flattened, inputs)
+        work.value = [list(received) for received in outputs]
         return work
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
@@ -82,12 +80,8 @@ class CollectiveCalls(c10d.ProcessGroup):
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Do what `torch.distributed.all_gather_into_tensor` does, for several tensors."""
-
-        def call() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
-                self.collectives.all_gather(output, given)
-
-        return self._run("all_gather_into_tensor_coalesced", opts, call, (), outputs, inputs)
+        call, each = self.collectives.all_gather, zip(outputs, inputs, strict=True)
+        return self._run_each("all_gather_into_tensor_coalesced", opts, call, each, outputs, inputs)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """See `torch.distributed.gather`."""
@@ -123,12 +117,9 @@ class CollectiveCalls(c10d.ProcessGroup):
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Do what `torch.distributed.reduce_scatter_tensor` does, for several tensors."""
         opts = opts or c10d.ReduceScatterOptions()
-
-        def call() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
-                self.collectives.reduce_scatter(output, given, opts.reduceOp)
-
-        return self._run("reduce_scatter_tensor_coalesced", opts, call, (), outputs, inputs)
+        call = self.collectives.reduce_scatter
+        each = ((output, given, opts.reduceOp) for output, given in zip(outputs, inputs, strict=True))
+        return self._run_each("reduce_scatter_tensor_coalesced", opts, call, each, outputs, inputs)
 
     def alltoall_base(
         self,

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
 from mpicomm.api.communicator import Communicator
+from mpicomm.torch.collective_calls import Call, Given
 from mpicomm.torch.current_stream import CurrentStream, current_stream
 from mpicomm.torch.symmetric_pool import SymmetricPool
-from mpicomm.torch.works import StreamWork, enqueued
+from mpicomm.torch.works import StreamWork, Tensors, enqueued
 
 T = TypeVar("T")
 
@@ -40,37 +41,25 @@ class Streams:
         self.devices = [torch.device("cuda", comm.device)]
 
     def begin(
-        self,
-        call: Callable[..., None],
-        arguments: tuple[Any, ...],
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        name: str,
-        limit: timedelta | None,
+        self, call: Call, given: Given, outputs: Tensors, inputs: Tensors, name: str, limit: timedelta | None
     ) -> StreamWork:
         """Enqueue a call beside the current stream, which does not wait for it."""
-        mark = self._beside(call, arguments, outputs, inputs, self._end)
+        mark = self._beside(call, given, outputs, inputs, self._end)
         return enqueued(outputs, self, self._side, mark, name, limit)
 
-    def here(self, outputs: Sequence[torch.Tensor], name: str, limit: timedelta) -> StreamWork:
+    def here(self, outputs: Tensors, name: str, limit: timedelta) -> StreamWork:
         """Return a work of what the current stream has been given; a wait for it waits on the host. Local."""
         stream = torch.cuda.current_stream(self.gpu)
         return enqueued(outputs, self, stream, self.marks.mark(stream.cuda_stream), name, limit)
 
     def future(
-        self,
-        call: Callable[..., None],
-        arguments: tuple[Any, ...],
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        *,
-        beside: bool,
+        self, call: Call, given: Given, output: torch.Tensor, inputs: Tensors, *, beside: bool
     ) -> torch.futures.Future[torch.Tensor]:
         """Enqueue a call, ``beside`` the current stream or on it, and return the complete future of its output."""
         if beside:
             # There is no work, because to make it and its mark would take the host half as long as the call.
-            return self._beside(call, arguments, [output], inputs, partial(self._future, output))
-        call(*arguments)
+            return self._beside(call, given, [output], inputs, partial(self._future, output))
+        call(*given)
         return self._future(output)
 
     def barrier(self, limit: timedelta) -> StreamWork:
@@ -92,14 +81,7 @@ class Streams:
         with torch.cuda.device(self.gpu):
             return bool(torch.cuda.is_current_stream_capturing())
 
-    def _beside(
-        self,
-        call: Callable[..., None],
-        arguments: tuple[Any, ...],
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        end: Callable[[], T],
-    ) -> T:
+    def _beside(self, call: Call, given: Given, outputs: Tensors, inputs: Tensors, end: Callable[[], T]) -> T:
         """Enqueue a call beside the current stream, and return what ``end`` makes of the end of the group's stream."""
         marks, side, current = self.marks, self._side, current_stream(self.gpu)
         # This orders the call behind earlier work of the caller's stream. It pairs with the mark or event that `end`
@@ -107,7 +89,7 @@ class Streams:
         marks.wait_stream(self._address, current)
         try:
             with self._on_side:
-                call(*arguments)
+                call(*given)
                 for tensor in outputs:
                     tensor.record_stream(side)  # or PyTorch gives the memory away when the caller drops it
                 for tensor in inputs:

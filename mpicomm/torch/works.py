@@ -18,6 +18,7 @@ from mpicomm.torch.current_stream import CurrentStream, current_stream
 from mpicomm.torch.failures import GroupTimeoutError, as_expected
 from mpicomm.waiting import wait_until
 
+Tensors = Sequence[torch.Tensor]
 FOREVER = timedelta(0)
 """PyTorch's word for a wait without a limit."""
 _then = torch._C.Future.then  # without the place of `callbacks`, because the callback makes no calls
@@ -32,7 +33,7 @@ class Work(c10d.Work):
     _error: BaseException | None = None
     _future: torch.futures.Future[Any] | None = None
     _source = -1
-    _outputs: Sequence[torch.Tensor]
+    _outputs: Tensors
     value: Any
     """The value of the future."""
 
@@ -117,7 +118,7 @@ class Work(c10d.Work):
         return int(c10d.WorkResult.TIMEOUT if timed_out else c10d.WorkResult.COMM_ERROR)
 
 
-def ended(outputs: Sequence[torch.Tensor]) -> Work:
+def ended(outputs: Tensors) -> Work:
     """Return the work of a call that has ended, or that is enqueued on the current stream. Local.
 
     With an ``__init__`` in Python, PyTorch's class would take half as long again to make a work.
@@ -133,7 +134,7 @@ class PendingWork(Work):
     _failure: BaseException | None = None
     """Why the future has no value, after it is complete."""
 
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
+    def __init__(self, outputs: Tensors) -> None:
         super().__init__()
         self._outputs = self.value = list(outputs)
 
@@ -182,7 +183,7 @@ class HostWork(PendingWork):
         self,
         order: Order,
         call: Callable[[], None],
-        outputs: Sequence[torch.Tensor],
+        outputs: Tensors,
         name: str,
         limit: timedelta | None = None,
     ) -> None:
@@ -304,12 +305,12 @@ class StreamWork(Work):
 
 
 def enqueued(
-    outputs: Sequence[torch.Tensor],
+    outputs: Tensors,
     side: Side,
     stream: torch.cuda.Stream,
     mark: Any,
     name: str,
-    limit: timedelta | None = None,
+    limit: timedelta | None,
 ) -> StreamWork:
     """Return the work of the call ``name`` that ends at ``mark``, a place in the work of ``stream``. Local.
 
