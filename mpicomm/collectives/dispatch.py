@@ -358,7 +358,7 @@ class Collectives:
         gpu, found = self.engines.gpu, self._find(operation, given, algorithm)
         if gpu is None or found is None:
             return None
-        return self._until(gpu.begin(found, stream, given.send, given.receive))
+        return self._until(operation, gpu.begin(found, stream, given.send, given.receive))
 
     def _begin(self, call: Call, arguments: Arguments, stream: Any, algorithm: str) -> Work:
         """Begin a call that is not MPI's and was made with ``arguments``."""
@@ -366,7 +366,7 @@ class Collectives:
         if call.on_device:
             resolved = self._enqueue(call, arguments, stream, algorithm, blocking=False)
             done = self._session.set_up(operation.name).backend.completion(resolved)
-            return self._until(done, call.copies)
+            return self._until(operation, done, call.copies)
         if call.device_array is not None:
             copies, given = copies_on_host(self._session, call, stream)
             request = self.start(operation, given, None, algorithm)
@@ -385,15 +385,14 @@ class Collectives:
         work.advance()
         return work
 
-    def _until(self, done: Callable[[], bool], copies: PinnedCopies | None = None) -> Work:
+    def _until(self, operation: Operation, done: Callable[[], bool], copies: PinnedCopies | None = None) -> Work:
         """Return a call that was begun as work, which is over when ``done`` says so and ``copies`` are back."""
-        backend = self._session.backend
-        if copies is None:
-            return self._completer.add(Work(done, backend.check), backend.prepare_thread)
+        backend = self._session.set_up(operation.name).backend
 
         def finish() -> None:
             backend.check()
-            copies.back()
+            if copies:
+                copies.back()
 
         return self._completer.add(Work(done, finish), backend.prepare_thread)
 
