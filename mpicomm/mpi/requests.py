@@ -35,20 +35,6 @@ class Work:
     ``cancel``, never while ``done`` runs; ``done`` then returns true if the message is cancelled.
     """
 
-    __slots__ = (
-        "_cancel",
-        "_done",
-        "_error",
-        "_finish",
-        "_raised_by_caller",
-        "_status",
-        "_turn",
-        "driven",
-        "kept",
-        "over",
-        "request",
-    )
-
     def __init__(
         self,
         done: Callable[[], bool],

@@ -67,8 +67,7 @@ class Collectives:
         sent = apart(send, receive, self._rank * send.numel())
         sent = sent if sent is MPI.IN_PLACE else movable(sent)
         self._comm.Allgather(sent, movable(receive), algorithm=self._way("Allgather", receive))
-        if receive is not output:
-            put_back(receive, output)
+        put_back(receive, output)
 
     def all_gather_list(self, outputs: Sequence[torch.Tensor], given: torch.Tensor) -> None:
         """Put each rank's ``given`` tensor into the output of that number; sizes may differ."""
@@ -128,8 +127,7 @@ class Collectives:
         self._comm.Reduce_scatter_block(send, receive, reduction.op, algorithm=way)
         if reduction.averages_whole:
             reduction.finish(receive, self._size)
-        if receive is not output:
-            put_back(receive, output)
+        put_back(receive, output)
 
     def reduce_scatter_list(self, output: torch.Tensor, given: Sequence[torch.Tensor], op: Any) -> None:
         """Reduce the given tensors over all ranks, and put the one of this rank's number into ``output``."""
@@ -160,8 +158,7 @@ class Collectives:
         receive_counts = self._counts(output, output_splits, "output")
         send_counts = self._counts(given, input_splits, "input")
         self._alltoallv(receive, receive_counts, send, send_counts, "{}_split_sizes")
-        if receive is not output:
-            put_back(receive, output)
+        put_back(receive, output)
 
     def all_to_all_list(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> None:
         """Send each given tensor to the rank of its number, and receive the outputs likewise."""

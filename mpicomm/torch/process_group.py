@@ -278,21 +278,14 @@ class ProcessGroup(CollectiveCalls):
             work = self._lane.run(partial(call, *given), outputs, name, begin=begin, limit=limit)
         else:
             streams = self._streams or self._gpu_streams(name, first)
-            # As `_in_turn`, spelled out, because nearly every call comes here.
-            try:
-                with self._lane:
-                    if begin:
-                        work = streams.begin(call, given, outputs, inputs, name, limit)
-                    else:
-                        call(*given)
-                        work = ended(outputs) if limit is None else streams.here(outputs, name, limit)
-            except WAITS as error:
-                raise as_expected(error, name) from error
+            if begin:
+                work = self._in_turn(name, streams.begin, call, given, outputs, inputs, name, limit)
+            else:
+                self._in_turn(name, call, *given)
+                work = ended(outputs) if limit is None else streams.here(outputs, name, limit)
             if limit is not None and not begin:
                 work.wait()
-        if self._coalesced.works is not None:
-            self._coalesced.works.append(work)
-        return work
+        return self._joined(work)
 
     def _in_turn(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
         """Carry out what does not wait for a GPU in the order of the group's calls."""

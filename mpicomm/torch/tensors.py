@@ -72,7 +72,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 def put_back(memory: torch.Tensor, tensor: torch.Tensor) -> None:
     """Give what a call has received into `flat` ordered ``memory`` to ``tensor``. Local; on a GPU stream-ordered."""
-    if not tensor.is_contiguous():
+    if memory is not tensor and not tensor.is_contiguous():
         tensor.detach().copy_(memory)
 
 
@@ -90,22 +90,14 @@ def apart(send: torch.Tensor, receive: torch.Tensor, place: int | None = None) -
 
 
 @cache
-def _moves(dtype: torch.dtype) -> bool:
+def is_known(dtype: torch.dtype) -> bool:
+    """Return whether mpicomm has the type of these elements. Local."""
     return types.torch_dtype(dtype) is not None
 
 
 def movable(memory: torch.Tensor) -> torch.Tensor:
     """Return a tensor of `flat` as elements that collectives move: bytes where mpicomm lacks the type. Local."""
-    return memory if _moves(memory.dtype) else memory.view(-1).view(torch.uint8)
-
-
-def require_reducible(memory: torch.Tensor, name: str) -> None:
-    """Raise `ElementTypeError` for elements that mpicomm cannot reduce. Local."""
-    if not _moves(memory.dtype):
-        raise ElementTypeError(
-            f"{name} has elements of {memory.dtype}, which mpicomm cannot reduce: convert it, for example to "
-            "torch.bfloat16"
-        )
+    return memory if is_known(memory.dtype) else memory.view(-1).view(torch.uint8)
 
 
 class Pieces:

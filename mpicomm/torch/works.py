@@ -33,7 +33,7 @@ class Work(c10d.Work):
     _error: BaseException | None = None
     _future: torch.futures.Future[Any] | None = None
     _source = -1
-    _outputs: Tensors
+    _outputs: list[torch.Tensor]
     value: Any
     """The value of the future."""
 
@@ -70,7 +70,7 @@ class Work(c10d.Work):
     def result(self) -> list[torch.Tensor]:
         """Return the outputs, after the call has ended."""
         self.wait()
-        return list(self._outputs)
+        return self._outputs
 
     def source_rank(self) -> int:
         """Return the rank in the group whose message was received."""
@@ -124,7 +124,7 @@ def ended(outputs: Tensors) -> Work:
     With an ``__init__`` in Python, PyTorch's class would take half as long again to make a work.
     """
     work = Work()
-    work._outputs = work.value = outputs
+    work._outputs = work.value = list(outputs)
     return work
 
 
@@ -261,15 +261,11 @@ class StreamWork(Work):
         side = self._side
         side.marks.follow(current_stream(side.gpu), self._mark)
         limit = timeout or self._limit
-        if (
-            limit is not None
-            and not torch.cuda.is_current_stream_capturing()  # a capture runs nothing
-            and not wait_until(self.is_completed, limit.total_seconds() or math.inf)
-        ):
+        if limit is None or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
+            return super().wait()
+        if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
             raise too_late(self._name, limit)
-        if self._error is not None:
-            raise self._error
-        return True
+        return super().wait()
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
@@ -304,20 +300,13 @@ class StreamWork(Work):
         return future
 
 
-def enqueued(
-    outputs: Tensors,
-    side: Side,
-    stream: torch.cuda.Stream,
-    mark: Any,
-    name: str,
-    limit: timedelta | None,
-) -> StreamWork:
+def enqueued(outputs: Tensors, side: Side, stream: Any, mark: Any, name: str, limit: timedelta | None) -> StreamWork:
     """Return the work of the call ``name`` that ends at ``mark``, a place in the work of ``stream``. Local.
 
     With a ``limit`` a wait waits on the host, too, so long at most; `FOREVER` is no limit. See `ended`.
     """
     work = StreamWork()
-    work._outputs = work.value = outputs
+    work._outputs = work.value = list(outputs)
     work._side, work._stream, work._mark, work._name, work._limit = side, stream, mark, name, limit
     return work
 
