@@ -191,9 +191,6 @@ class SideStreams(Protocol):
     def mark(self, stream: int) -> Any:
         """Return a mark behind the work that ``stream`` has been given so far."""
 
-    def mark_here(self, stream: int) -> Any:
-        """As `mark`; the device must be current."""
-
     def wait_stream(self, stream: int, other: int) -> None:
         """Let later work on ``stream`` wait for the work that the stream ``other`` has been given so far."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import time
 from collections import deque
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from mpi4py import MPI
 
 from mpicomm.mpi.faults import RefusedByMpiError
-from mpicomm.mpi.request_lists import PAUSE_S, Driven, pauses, replace_list_calls
+from mpicomm.mpi.request_lists import PAUSE_S, SPIN_S, Driven, replace_list_calls
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -63,21 +64,29 @@ class Work:
         """Whether a thread drives the work, so that the completer leaves it alone. A completer that misses a change may
         complete the work, too."""
 
-    def advance(self) -> bool:
-        """Return whether the work is done, and complete the request if it is."""
+    def advance(self, until_s: float = 0.0) -> bool:
+        """Return whether the work is done, and complete the request if it is. Look until the clock shows ``until_s``.
+
+        The clock is `time.perf_counter`.
+        """
         with self._turn:
-            if self.over:
-                return True
-            try:
-                if not self._done():
+            while not (self.over or self._look()):
+                if time.perf_counter() >= until_s:
                     return False
-                self._finish()
-            except BaseException as error:
-                self._error = error
-            self.over = True
-            self.kept = None
-            self.request.Complete()
-            return True
+                os.sched_yield()  # to the rank that this one waits for, where ranks share cores
+        return True
+
+    def _look(self) -> bool:
+        try:
+            if not self._done():
+                return False
+            self._finish()
+        except BaseException as error:
+            self._error = error
+        self.over = True
+        self.kept = None
+        self.request.Complete()
+        return True
 
     def test(self) -> bool:
         """As `advance`, for a caller that calls `require_success` when the work is done."""
@@ -88,15 +97,15 @@ class Work:
     def drive(self) -> None:
         """Wait for the work in this thread. A wait in MPI would keep the completer's thread out for milliseconds.
 
-        The pauses are shorter than those of `wait_until`, which could make a collective of a millisecond late.
+        Most device collectives take less than `SPIN_S`. The pauses after that are shorter than those of `wait_until`,
+        which could make a collective of a millisecond late.
         """
-        if self.test():
-            return
         self.driven = True
         try:
-            for _ in pauses():
-                if self.test():
-                    return
+            until_s = time.perf_counter() + SPIN_S
+            while not self.advance(until_s):
+                time.sleep(PAUSE_S)
+            self._raised_by_caller = True
         finally:
             self.driven = False  # after a Ctrl-C the program may wait in MPI
 
@@ -195,9 +204,11 @@ class DeferredRequest(Driven, MPI.Grequest):
 
     def Wait(self, status: MPI.Status | None = None) -> Literal[True]:
         """Block until the work is done. Raises the error of the work."""
-        self.work.drive()
+        work = self.work
+        work.drive()
         super().Wait(status)
-        self.work.require_success()
+        if work._error is not None:
+            raise work._error
         return True
 
     def Test(self, status: MPI.Status | None = None) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch._C import _distributed_c10d as c10d
 
 from mpicomm.torch.collectives import Collectives
-from mpicomm.torch.works import Work
+from mpicomm.torch.works import Tensors, Work
 
-Tensors = Sequence[torch.Tensor]
+Call = Callable[..., None]
+Given = tuple[Any, ...]
+"""The arguments of a `Call`."""
 
 
 class CollectiveCalls(c10d.ProcessGroup):
@@ -21,107 +23,103 @@ class CollectiveCalls(c10d.ProcessGroup):
     collectives: Collectives
 
     @abstractmethod
-    def _run(self, name: str, opts: Any, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
-        """Carry out or begin ``call``, as ``opts`` say, which writes ``outputs`` and reads ``inputs``."""
+    def _run(self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()) -> Work:
+        """Carry out or begin ``call(*given)``, as ``opts`` say; it writes ``outputs`` and reads ``inputs``."""
+
+    def _run_each(
+        self, name: str, opts: Any, call: Call, each: Iterable[Given], outputs: Tensors, inputs: Tensors = ()
+    ) -> Work:
+        """As `_run`, for several calls in one."""
+
+        def calls() -> None:
+            for given in each:
+                call(*given)
+
+        return self._run(name, opts, calls, (), outputs, inputs)
 
     def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work:
         """See `torch.distributed.all_reduce`. ``DistributedDataParallel.join`` passes a tensor in place of a list."""
         opts = opts or c10d.AllreduceOptions()
         (tensor,) = tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        return self._run("all_reduce", opts, lambda: self.collectives.all_reduce(tensor, opts.reduceOp), tensors)
+        return self._run("all_reduce", opts, self.collectives.all_reduce, (tensor, opts.reduceOp), tensors)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """See `torch.distributed.all_reduce_coalesced`."""
         opts = opts or c10d.AllreduceCoalescedOptions()
-
-        def call() -> None:
-            for index, tensor in enumerate(tensors):
-                self.collectives.all_reduce(tensor, opts.reduceOp, f"tensors[{index}]")
-
-        return self._run("all_reduce_coalesced", opts, call, tensors)
+        each = [(tensor, opts.reduceOp, f"tensors[{index}]") for index, tensor in enumerate(tensors)]
+        return self._run_each("all_reduce_coalesced", opts, self.collectives.all_reduce, each, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """See `torch.distributed.reduce`."""
         (tensor,) = tensors
-        return self._run("reduce", opts, lambda: self.collectives.reduce(tensor, opts.reduceOp, opts.rootRank), tensors)
+        return self._run("reduce", opts, self.collectives.reduce, (tensor, opts.reduceOp, opts.rootRank), tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> Work:
         """See `torch.distributed.broadcast`."""
         (tensor,) = tensors
-        return self._run("broadcast", opts, lambda: self.collectives.broadcast(tensor, opts.rootRank), tensors)
+        return self._run("broadcast", opts, self.collectives.broadcast, (tensor, opts.rootRank), tensors)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """See `torch.distributed.all_gather`."""
         (given,), (received,) = inputs, outputs
-        return self._run(
-            "all_gather", opts, lambda: self.collectives.all_gather_list(received, given), received, inputs
-        )
+        return self._run("all_gather", opts, self.collectives.all_gather_list, (received, given), received, inputs)
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """See `torch.distributed.all_gather_coalesced`: ``outputs[r][i]`` receives ``inputs[i]`` of rank r."""
-
-        def call() -> None:
-            for given, *received in zip(inputs, *outputs, strict=True):
-                self.collectives.all_gather_list(received, given)
-
-        work = self._run("all_gather_coalesced", opts, call, [tensor for each in outputs for tensor in each], inputs)
-        work.value = [list(each) for each in outputs]
+        each = ((received, given) for given, *received in zip(inputs, *outputs, strict=True))
+        flattened = [tensor for received in outputs for tensor in received]
+        call = self.collectives.all_gather_list
+        work = self._run_each("all_gather_coalesced", opts, call, each, flattened, inputs)
+        work.value = [list(received) for received in outputs]
         return work
 
     def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         """See `torch.distributed.all_gather_into_tensor`."""
         call = self.collectives.all_gather
-        return self._run("all_gather_into_tensor", opts, lambda: call(output, given), [output], [given])
+        return self._run("all_gather_into_tensor", opts, call, (output, given), [output], [given])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Do what `torch.distributed.all_gather_into_tensor` does, for several tensors."""
-
-        def call() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
-                self.collectives.all_gather(output, given)
-
-        return self._run("all_gather_into_tensor_coalesced", opts, call, outputs, inputs)
+        call, each = self.collectives.all_gather, zip(outputs, inputs, strict=True)
+        return self._run_each("all_gather_into_tensor_coalesced", opts, call, each, outputs, inputs)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """See `torch.distributed.gather`."""
         (given,), received = inputs, outputs[0] if outputs else None
         call = self.collectives.gather
-        return self._run("gather", opts, lambda: call(received, given, opts.rootRank), received or (), inputs)
+        return self._run("gather", opts, call, (received, given, opts.rootRank), received or (), inputs)
 
     def gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
         """See `torch.distributed.gather_single`."""
-        call, root = self.collectives.gather_into, opts.rootRank
+        root = opts.rootRank
         outputs = [output] if self.rank() == root else ()
-        return self._run("gather_single", opts, lambda: call(output, given, root), outputs, [given])
+        return self._run("gather_single", opts, self.collectives.gather_into, (output, given, root), outputs, [given])
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """See `torch.distributed.scatter`."""
         (output,), given = outputs, inputs[0] if inputs else None
         call = self.collectives.scatter
-        return self._run("scatter", opts, lambda: call(output, given, opts.rootRank), outputs, given or ())
+        return self._run("scatter", opts, call, (output, given, opts.rootRank), outputs, given or ())
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         """See `torch.distributed.reduce_scatter`."""
         opts = opts or c10d.ReduceScatterOptions()
         (output,), (given,) = outputs, inputs
         call = self.collectives.reduce_scatter_list
-        return self._run("reduce_scatter", opts, lambda: call(output, given, opts.reduceOp), outputs, given)
+        return self._run("reduce_scatter", opts, call, (output, given, opts.reduceOp), outputs, given)
 
     def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
         """See `torch.distributed.reduce_scatter_tensor`."""
         opts = opts or c10d.ReduceScatterOptions()
         call = self.collectives.reduce_scatter
-        return self._run("reduce_scatter_tensor", opts, lambda: call(output, given, opts.reduceOp), [output], [given])
+        return self._run("reduce_scatter_tensor", opts, call, (output, given, opts.reduceOp), [output], [given])
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Do what `torch.distributed.reduce_scatter_tensor` does, for several tensors."""
         opts = opts or c10d.ReduceScatterOptions()
-
-        def call() -> None:
-            for output, given in zip(outputs, inputs, strict=True):
-                self.collectives.reduce_scatter(output, given, opts.reduceOp)
-
-        return self._run("reduce_scatter_tensor_coalesced", opts, call, outputs, inputs)
+        call = self.collectives.reduce_scatter
+        each = ((output, given, opts.reduceOp) for output, given in zip(outputs, inputs, strict=True))
+        return self._run_each("reduce_scatter_tensor_coalesced", opts, call, each, outputs, inputs)
 
     def alltoall_base(
         self,
@@ -132,14 +130,12 @@ class CollectiveCalls(c10d.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """See `torch.distributed.all_to_all_single`."""
-        call = self.collectives.all_to_all
-        return self._run(
-            "all_to_all_single", opts, lambda: call(output, given, output_splits, input_splits), [output], [given]
-        )
+        arguments = output, given, output_splits, input_splits
+        return self._run("all_to_all_single", opts, self.collectives.all_to_all, arguments, [output], [given])
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """See `torch.distributed.all_to_all`."""
-        return self._run("all_to_all", opts, lambda: self.collectives.all_to_all_list(outputs, inputs), outputs, inputs)
+        return self._run("all_to_all", opts, self.collectives.all_to_all_list, (outputs, inputs), outputs, inputs)
 
     # Later versions of PyTorch call these names.
     all_gather_single = _allgather_base

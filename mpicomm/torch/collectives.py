@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from mpicomm.torch.tensors import (
     SplitSizesError,
     apart,
     flat,
-    in_order,
     movable,
     put_back,
 )
@@ -35,26 +33,27 @@ class Collectives:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
+        self._rank, self._size = comm.rank, comm.size
 
     def all_reduce(self, tensor: torch.Tensor, op: Any, name: str = "tensor") -> None:
         """Reduce ``tensor`` over all ranks, in place."""
         memory = flat(tensor, name)
         reduction = reduction_of(op, memory, name)
-        given = reduction.given(memory)
-        send = MPI.IN_PLACE if given is memory else given
+        send = MPI.IN_PLACE if reduction.factor is None else reduction.given(memory)
         self._comm.Allreduce(send, memory, reduction.op, algorithm=self._way("Allreduce", memory))
-        reduction.finish(memory, self._comm.size)
+        if reduction.averages_whole:
+            reduction.finish(memory, self._size)
 
     def reduce(self, tensor: torch.Tensor, op: Any, root: int) -> None:
         """Reduce ``tensor`` over all ranks into the root's ``tensor``."""
         memory = flat(tensor, "tensor")
         reduction = reduction_of(op, memory, "tensor")
         given = reduction.given(memory)
-        send = MPI.IN_PLACE if given is memory and self._comm.rank == root else given
-        receive = memory if self._comm.rank == root else None
+        send = MPI.IN_PLACE if given is memory and self._rank == root else given
+        receive = memory if self._rank == root else None
         self._comm.Reduce(send, receive, reduction.op, root, algorithm=self._way("Reduce", memory))
         if receive is not None:
-            reduction.finish(receive, self._comm.size)
+            reduction.finish(receive, self._size)
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Give the root's ``tensor`` to all ranks."""
@@ -63,27 +62,28 @@ class Collectives:
 
     def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> None:
         """Put the ``given`` tensors of all ranks one after the other into ``output``."""
-        received, send = in_order(output, "output_tensor"), in_order(given, "input_tensor")
-        self._require_blocks(received, send, "output_tensor", "input_tensor")
-        receive, send = movable(received), movable(send)
-        sent = _in_place_if_there(send, receive, self._comm.rank * send.numel())
-        self._comm.Allgather(sent, receive, algorithm=self._way("Allgather", receive))
-        put_back(received, output)
+        receive, send = flat(output, "output_tensor", ordered=True), flat(given, "input_tensor", ordered=True)
+        self._require_blocks(receive, send, "output_tensor", "input_tensor")
+        sent = apart(send, receive, self._rank * send.numel())
+        sent = sent if sent is MPI.IN_PLACE else movable(sent)
+        self._comm.Allgather(sent, movable(receive), algorithm=self._way("Allgather", receive))
+        put_back(receive, output)
 
     def all_gather_list(self, outputs: Sequence[torch.Tensor], given: torch.Tensor) -> None:
         """Put each rank's ``given`` tensor into the output of that number; sizes may differ."""
         pieces = self._pieces(outputs, "tensor_list")
-        send = in_order(given, "tensor")
-        self._require_size(send, pieces.counts[self._comm.rank], f"tensor_list[{self._comm.rank}]", "tensor")
+        send = flat(given, "tensor", ordered=True)
+        self._require_size(send, pieces.counts[self._rank], f"tensor_list[{self._rank}]", "tensor")
         self._require_type(send, pieces.memory, "tensor", "tensor_list")
         receive = _of_counts(pieces.memory, pieces.counts)
-        sent = _in_place_if_there(send, pieces.memory, sum(pieces.counts[: self._comm.rank]))
+        sent = apart(send, pieces.memory, sum(pieces.counts[: self._rank]))
+        sent = sent if sent is MPI.IN_PLACE else movable(sent)
         self._comm.Allgatherv(sent, receive, algorithm=self._way("Allgatherv", pieces.memory))
         pieces.scatter()
 
     def gather(self, outputs: Sequence[torch.Tensor] | None, given: torch.Tensor, root: int) -> None:
         """Put each rank's ``given`` tensor into the root's output of that number; sizes may differ."""
-        send = in_order(given, "tensor")
+        send = flat(given, "tensor", ordered=True)
         if outputs is None:
             self._comm.Gatherv(movable(send), None, root, algorithm=self._way("Gatherv", send))
             return
@@ -95,9 +95,9 @@ class Collectives:
 
     def gather_into(self, output: torch.Tensor, given: torch.Tensor, root: int) -> None:
         """Put the ``given`` tensors of all ranks one after the other into the root's ``output``."""
-        send, receive = in_order(given, "tensor"), None
-        if self._comm.rank == root:
-            receive = in_order(output, "gather_tensor")
+        send, receive = flat(given, "tensor", ordered=True), None
+        if self._rank == root:
+            receive = flat(output, "gather_tensor", ordered=True)
             self._require_blocks(receive, send, "gather_tensor", "tensor")
             send = apart(send, receive)
         sent, received = movable(send), None if receive is None else movable(receive)
@@ -107,7 +107,7 @@ class Collectives:
 
     def scatter(self, output: torch.Tensor, given: Sequence[torch.Tensor] | None, root: int) -> None:
         """Put the root's given tensor of this rank's number into ``output``; sizes may differ."""
-        receive, send = in_order(output, "tensor"), None
+        receive, send = flat(output, "tensor", ordered=True), None
         if given is not None:
             pieces = self._pieces(given, "scatter_list")
             self._require_type(receive, pieces.memory, "tensor", "scatter_list")
@@ -117,26 +117,29 @@ class Collectives:
 
     def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, op: Any) -> None:
         """Reduce ``given`` over all ranks, and put this rank's block of the result into ``output``."""
-        receive, send = in_order(output, "output"), in_order(given, "input")
+        receive, send = flat(output, "output", ordered=True), flat(given, "input", ordered=True)
         self._require_blocks(send, receive, "input", "output")
         reduction = reduction_of(op, receive, "output")
-        send = apart(reduction.given(send), receive)
+        if reduction.factor is not None:
+            send = reduction.given(send)
+        send = apart(send, receive)
         way = self._way("Reduce_scatter_block", send)
         self._comm.Reduce_scatter_block(send, receive, reduction.op, algorithm=way)
-        reduction.finish(receive, self._comm.size)
+        if reduction.averages_whole:
+            reduction.finish(receive, self._size)
         put_back(receive, output)
 
     def reduce_scatter_list(self, output: torch.Tensor, given: Sequence[torch.Tensor], op: Any) -> None:
         """Reduce the given tensors over all ranks, and put the one of this rank's number into ``output``."""
         pieces = self._pieces(given, "input_list")
-        receive = in_order(output, "output")
+        receive = flat(output, "output", ordered=True)
         reduction = reduction_of(op, receive, "output")
-        self._require_size(receive, pieces.counts[self._comm.rank], f"input_list[{self._comm.rank}]", "output")
+        self._require_size(receive, pieces.counts[self._rank], f"input_list[{self._rank}]", "output")
         self._require_type(receive, pieces.memory, "output", "input_list")
         send = apart(reduction.given(pieces.gather()), receive)
         way = self._way("Reduce_scatter", send)
         self._comm.Reduce_scatter(send, receive, pieces.counts, reduction.op, algorithm=way)
-        reduction.finish(receive, self._comm.size)
+        reduction.finish(receive, self._size)
         put_back(receive, output)
 
     def all_to_all(
@@ -150,7 +153,7 @@ class Collectives:
 
         Splits count rows, which are the elements along the first dimension. Without them all parts are equal.
         """
-        receive, send = in_order(output, "output"), in_order(given, "input")
+        receive, send = flat(output, "output", ordered=True), flat(given, "input", ordered=True)
         self._require_type(receive, send, "output", "input")
         receive_counts = self._counts(output, output_splits, "output")
         send_counts = self._counts(given, input_splits, "input")
@@ -177,7 +180,7 @@ class Collectives:
         argument: str,
     ) -> None:
         """Exchange parts; ``argument`` names the two arguments that say the counts, with {} for input and output."""
-        rank = self._comm.rank
+        rank = self._rank
         if receive_counts[rank] != send_counts[rank]:
             raise SplitSizesError(
                 f"{argument.format('output')}[{rank}] stands for {receive_counts[rank]} elements, but "
@@ -191,16 +194,17 @@ class Collectives:
         return "auto" if memory.is_cuda else best_mapped(OPERATIONS[name], memory.nbytes)
 
     def _pieces(self, tensors: Sequence[torch.Tensor], name: str) -> Pieces:
-        if len(tensors) != self._comm.size:
-            raise InvalidUsageError(f"{name} has {len(tensors)} tensors for {self._comm.size} ranks: pass one for each")
+        if len(tensors) != self._size:
+            raise InvalidUsageError(f"{name} has {len(tensors)} tensors for {self._size} ranks: pass one for each")
         return Pieces(tensors, name)
 
     def _require_blocks(self, whole: torch.Tensor, block: torch.Tensor, name: str, block_name: str) -> None:
-        self._require_type(whole, block, name, block_name)
-        if whole.numel() != block.numel() * self._comm.size:
+        if whole.dtype is not block.dtype or whole.get_device() != block.get_device():
+            self._require_type(whole, block, name, block_name)
+        if whole.numel() != block.numel() * self._size:
             raise InvalidUsageError(
-                f"{name} has {whole.numel()} elements and {block_name} {block.numel()}: for {self._comm.size} ranks "
-                f"{name} needs {block.numel() * self._comm.size}"
+                f"{name} has {whole.numel()} elements and {block_name} {block.numel()}: for {self._size} ranks "
+                f"{name} needs {block.numel() * self._size}"
             )
 
     def _require_size(self, memory: torch.Tensor, count: int, other: str, name: str) -> None:
@@ -216,26 +220,20 @@ class Collectives:
 
     def _counts(self, tensor: torch.Tensor, splits: Sequence[int], name: str) -> list[int]:
         """Return the elements of each rank's part of ``tensor``."""
-        size, rows = self._comm.size, tensor.size(0) if tensor.dim() else 1
+        size, rows, total = self._size, tensor.size(0) if tensor.dim() else 1, tensor.numel()
         if not splits:
             if rows % size:
                 raise SplitSizesError(
                     f"{name} has {rows} rows, which {size} ranks cannot share equally: pass {name}_split_sizes"
                 )
-            splits = [rows // size] * size
-        elif len(splits) != size or sum(splits) != rows or min(splits) < 0:
+            return [total // size] * size
+        if len(splits) != size or sum(splits) != rows or min(splits) < 0:
             raise SplitSizesError(
                 f"{name}_split_sizes={list(splits)} must be {size} numbers of rows, one for each rank, which add up to "
                 f"the {rows} rows of {name}"
             )
-        of_row = tensor.numel() // rows if rows else 0
-        return [split * of_row for split in splits]
-
-
-def _in_place_if_there(send: torch.Tensor, receive: torch.Tensor, offset: int) -> Any:
-    """Return the send buffer of an all-gather: MPI.IN_PLACE for data in its place in ``receive``. Local."""
-    is_there = send.data_ptr() == receive.data_ptr() + offset * receive.element_size()
-    return MPI.IN_PLACE if is_there else movable(apart(send, receive))
+        of_row = total // rows if rows else 0
+        return list(splits) if of_row == 1 else [split * of_row for split in splits]
 
 
 def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:
@@ -243,4 +241,4 @@ def _of_counts(memory: torch.Tensor, counts: list[int]) -> list[Any]:
     moved = movable(memory)
     if moved.dtype != memory.dtype:
         counts = [count * memory.element_size() for count in counts]
-    return [moved, (counts, [0, *accumulate(counts[:-1])])]
+    return [moved, counts]

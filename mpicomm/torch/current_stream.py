@@ -18,21 +18,18 @@ class CurrentStream(AbstractContextManager[None]):
     One thread at a time uses it.
     """
 
+    __slots__ = ("_before", "_device", "_gpu", "_stream")
+
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = self._before = stream.stream_id, stream.device_index, stream.device_type
-        self._device = stream.device_index
+        self._device = self._gpu = stream.device_index
 
     def __enter__(self) -> None:
-        _, gpu, _ = self._stream
         self._device = torch._C._cuda_getDevice()
-        self._before = torch._C._cuda_getCurrentStream(gpu)
-        _set_current(*self._stream)
+        self._before = torch._C._cuda_getCurrentStream(self._gpu)
+        torch._C._cuda_setStream(*self._stream)
 
     def __exit__(self, *_: object) -> None:
-        _set_current(*self._before)
-        if self._device != self._stream[1]:  # the line above has made the GPU of the streams the current device
+        torch._C._cuda_setStream(*self._before)
+        if self._device != self._gpu:  # the line above has made the GPU of the streams the current device
             torch._C._cuda_setDevice(self._device)
-
-
-def _set_current(stream: int, gpu: int, kind: int) -> None:
-    torch._C._cuda_setStream(stream_id=stream, device_index=gpu, device_type=kind)

@@ -1,6 +1,6 @@
 """The communication hook for PyTorch's DistributedDataParallel, which reads the annotations of the hook as objects."""
 
-from functools import partial, wraps
+from functools import wraps
 
 import torch
 import torch.distributed as dist
@@ -32,8 +32,7 @@ class AllreduceState:
         # Behind the last bucket the backward pass is over, so a call beside its stream would have nothing to overlap.
         beside = not bucket.is_last()
         if self.wire_dtype is None or gradients.dtype == self.wire_dtype:
-            call = partial(all_reduce, gradients, dist.ReduceOp.AVG)
-            return self.group.future("average", call, gradients, beside=beside)
+            return self.group.future("average", all_reduce, (gradients, dist.ReduceOp.AVG), gradients, beside=beside)
         wire = self._wire(bucket.index(), gradients)
 
         def average_wire() -> None:
@@ -41,7 +40,7 @@ class AllreduceState:
             all_reduce(wire, dist.ReduceOp.AVG)
             gradients.copy_(wire)
 
-        return self.group.future("average", average_wire, gradients, [wire], beside=beside)
+        return self.group.future("average", average_wire, (), gradients, [wire], beside=beside)
 
     def _wire(self, index: int, gradients: torch.Tensor) -> torch.Tensor:
         """Return memory for the gradients of a bucket as they travel; on GPUs collective for a new size."""

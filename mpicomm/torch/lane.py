@@ -14,7 +14,8 @@ from weakref import WeakSet
 
 import torch
 
-from mpicomm.torch.works import HostWork, Work
+from mpicomm.torch.failures import WAITS, as_expected
+from mpicomm.torch.works import HostWork, Work, ended
 
 T = TypeVar("T")
 
@@ -56,8 +57,7 @@ class Lane:
         self._queue: SimpleQueue[HostWork | Place | None] | None = None
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
-        # Held during a call, because the engine of a group carries out one call at a time. A caller takes it while it
-        # holds `_lock`, so no call of another thread comes between its look at `_waiting` and its own call.
+        # Held during a call, because the engine of a group carries out one call at a time.
         self._turn = threading.Lock()
         # Only the thread uses the attributes below.
         self._take: Callable[[], HostWork | Place | None] = lambda: None  # takes the next, also when `_queue` is closed
@@ -74,7 +74,7 @@ class Lane:
         begin: bool,
         limit: timedelta | None = None,
     ) -> Work:
-        """Carry out a call, or begin it; its errors are raised here, or by the work. Local.
+        """Carry out a call, or begin it; its errors are raised here, or by the work, as `as_expected`. Local.
 
         Each wait for the call ends after ``limit``, and the call goes on.
         """
@@ -84,20 +84,25 @@ class Lane:
                 work.wait()
             return work
         with self:
-            call()
-        return Work(outputs)
+            try:
+                call()
+            except WAITS as error:
+                raise as_expected(error, name) from error
+        return ended(outputs)
 
     def __enter__(self) -> None:
         """Wait until all calls before are over: the ``with`` block is the turn of a call of the calling thread."""
+        # The look comes after the turn is taken: a call that another thread begins later waits for the turn. While the
+        # thread of the lane calls callbacks, their call is still among `_waiting`.
+        if self._turn.acquire(blocking=False):
+            if not self._waiting:
+                return
+            self._turn.release()
         if threading.get_ident() == self._thread_id:
             self.hurry(self._place)
-            self._turn.acquire()  # for a callback of a call, which comes before all that is in the queue now
-            return
-        with self._lock:
-            is_first = self._waiting == 0 and self._turn.acquire(blocking=False)
-        if not is_first:
+        else:
             self._begin(HostWork(self, lambda: None, (), "turn")).wait()
-            self._turn.acquire()
+        self._turn.acquire()  # in a callback the call comes before all that is in the queue now
 
     def __exit__(self, *exception: object) -> None:
         self._turn.release()

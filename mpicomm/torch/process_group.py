@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,16 +17,18 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.mpi.requests import DeferredRequest
-from mpicomm.torch.collective_calls import CollectiveCalls, Tensors
+from mpicomm.torch.collective_calls import Call, CollectiveCalls, Given
 from mpicomm.torch.collectives import Collectives
-from mpicomm.torch.failures import AsExpected, expected
+from mpicomm.torch.failures import WAITS, as_expected
 from mpicomm.torch.lane import Lane
 from mpicomm.torch.message_works import MOVER, MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
 from mpicomm.torch.parts import part_of
 from mpicomm.torch.streams import Streams
 from mpicomm.torch.tensors import DeviceError, flat, movable
-from mpicomm.torch.works import FOREVER, JoinedWork, Work
+from mpicomm.torch.works import FOREVER, JoinedWork, Tensors, Work, ended
+
+T = TypeVar("T")
 
 _FREE_S = 30.0
 """So long a group that is destroyed waits for its other ranks, because they may have ended without destroying it."""
@@ -77,10 +80,8 @@ class ProcessGroup(CollectiveCalls):
         self._require_open("barrier")
         begin, limit = getattr(opts, "asyncOp", False), _limit(opts)
         if self._streams is None:
-            call = expected("barrier", self.collectives.barrier)
-            return self._lane.run(call, (), "barrier", begin=begin, limit=limit)
-        with self._lane, AsExpected("barrier"):
-            work = self._streams.barrier(limit or FOREVER)
+            return self._lane.run(self.collectives.barrier, (), "barrier", begin=begin, limit=limit)
+        work = self._in_turn("barrier", self._streams.barrier, limit or FOREVER)
         if not begin:
             work.wait()
         return work
@@ -103,33 +104,20 @@ class ProcessGroup(CollectiveCalls):
 
         In a capture the kernels of the two ranks match messages by their order.
         """
-        (tensor,) = tensors
-        memory = self._message_memory("send", tensor)
         self._require_rank("send", "dst", rank)
-        if self._is_captured(memory):
-            return self._enqueue_message("send", tensor, lambda: self.communicator.Send(memory, rank, tag))
-        with AsExpected("send"):
-            request = self.communicator.Isend(memory, rank, tag)
-        return self._message(request, tensor, f"send to rank {rank}", receives=False)
+        comm = self.communicator
+        return self._message("send", f"to rank {rank}", tensors, rank, tag, comm.Isend, comm.Send)
 
     def recv(self, tensors: Tensors, rank: int, tag: int) -> Work:
         """See `torch.distributed.irecv`, and `send`. Does not block."""
-        (tensor,) = tensors
-        memory = self._message_memory("recv", tensor)
         self._require_rank("recv", "src", rank)
-        if self._is_captured(memory):
-            return self._enqueue_message("recv", tensor, lambda: self.communicator.Recv(memory, rank, tag))
-        with AsExpected("recv"):
-            request = self.communicator.Irecv(memory, rank, tag)
-        return self._message(request, tensor, f"recv from rank {rank}", receives=True)
+        comm = self.communicator
+        return self._message("recv", f"from rank {rank}", tensors, rank, tag, comm.Irecv, comm.Recv)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """See `torch.distributed.irecv` without ``src``. Does not block."""
-        (tensor,) = tensors
-        memory = self._message_memory("recv", tensor)
-        with AsExpected("recv"):
-            request = self.communicator.Irecv(memory, MPI.ANY_SOURCE, tag)
-        return self._message(request, tensor, "recv from any rank", receives=True)
+        comm = self.communicator
+        return self._message("recv", "from any rank", tensors, MPI.ANY_SOURCE, tag, comm.Irecv, comm.Recv)
 
     def _start_coalescing(self, device: Any = None) -> None:
         """Join the works of this thread's calls up to `_end_coalescing`. Local."""
@@ -259,15 +247,9 @@ class ProcessGroup(CollectiveCalls):
         self.communicator._unfreed = False  # else Python warns that the program has left it
 
     def future(
-        self,
-        name: str,
-        call: Callable[[], None],
-        output: torch.Tensor,
-        inputs: Tensors = (),
-        *,
-        beside: bool,
+        self, name: str, call: Call, given: Given, output: torch.Tensor, inputs: Tensors = (), *, beside: bool
     ) -> torch.futures.Future[Any]:
-        """Begin ``call``, which is collectives and operations on tensors; return a future of ``output``. Collective.
+        """Begin ``call(*given)``: collectives and operations on tensors; return a future of ``output``. Collective.
 
         On a GPU the future is complete: the streams of those who take its value wait for the call. The call is enqueued
         on the stream of the group, after the work of the current stream; without ``beside`` on the current stream.
@@ -275,56 +257,74 @@ class ProcessGroup(CollectiveCalls):
         self._require_open(name)
         self._sequence += 1
         if not output.is_cuda:
-            work = self._lane.run(expected(name, call), [output], name, begin=True)
+            work = self._lane.run(partial(call, *given), [output], name, begin=True)
             work.value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
-        with self._lane, AsExpected(name):
-            return streams.future(call, output, inputs, beside=beside)
+        return self._in_turn(name, partial(streams.future, beside=beside), call, given, output, inputs)
 
-    def _run(self, name: str, opts: Any, call: Callable[[], None], outputs: Tensors, inputs: Tensors = ()) -> Work:
-        self._require_open(name)
+    def _run(self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()) -> Work:
+        if not self._open:
+            self._require_open(name)
         self._sequence += 1
-        begin, limit = getattr(opts, "asyncOp", True), _limit(opts)
-        given = (*outputs, *inputs)
-        if not given:
+        begin, limit = getattr(opts, "asyncOp", True), getattr(opts, "timeout", FOREVER)
+        if limit <= FOREVER:
+            limit = None
+        if not (outputs or inputs):
             raise InvalidUsageError(f"{name}: the list of tensors is empty: pass one or more")
-        if not given[0].is_cuda:
-            return self._joined(self._lane.run(expected(name, call), outputs, name, begin=begin, limit=limit))
-        streams = self._gpu_streams(name, given[0])
-        with self._lane, AsExpected(name):
-            work = streams.run(name, call, outputs, given, begin=begin, limit=limit)
-        if limit is not None and not begin:
-            work.wait()
+        first = outputs[0] if outputs else inputs[0]
+        work: Work
+        if not first.is_cuda:
+            work = self._lane.run(partial(call, *given), outputs, name, begin=begin, limit=limit)
+        else:
+            streams = self._streams or self._gpu_streams(name, first)
+            if begin:
+                work = self._in_turn(name, streams.begin, call, given, outputs, inputs, name, limit)
+            else:
+                self._in_turn(name, call, *given)
+                work = ended(outputs) if limit is None else streams.here(outputs, name, limit)
+            if limit is not None and not begin:
+                work.wait()
         return self._joined(work)
+
+    def _in_turn(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
+        """Carry out what does not wait for a GPU in the order of the group's calls."""
+        try:
+            with self._lane:
+                return call(*arguments)
+        except WAITS as error:
+            raise as_expected(error, name) from error
 
     def _gpu_streams(self, name: str, tensor: torch.Tensor) -> Streams:
         if self._streams is None:
             raise DeviceError(f"{name}: a tensor is on {tensor.device}, but this group has no GPU: pass tensor.cpu()")
         return self._streams
 
-    def _message_memory(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        self._require_open(name)
-        return movable(flat(tensor, "tensor"))
-
     def _require_rank(self, name: str, argument: str, rank: int) -> None:
+        self._require_open(name)
         size = self.communicator.size
         if not 0 <= rank < size:
             raise InvalidUsageError(
                 f"{name}: {argument}={rank} is no rank of this group of {size}: use 0 to {size - 1}"
             )
 
-    def _is_captured(self, memory: torch.Tensor) -> bool:
-        return memory.is_cuda and self._streams is not None and self._streams.capture()
-
-    def _enqueue_message(self, name: str, tensor: torch.Tensor, call: Callable[[], None]) -> Work:
-        with self._lane, AsExpected(name):
-            call()
-        return self._joined(Work([tensor]))
-
-    def _message(self, request: MPI.Request, tensor: torch.Tensor, name: str, *, receives: bool) -> Work:
-        prepare_thread = self.communicator._prepare_thread
-        work = MessageWork(request, tensor, name, self._timeout_s, prepare_thread, receives=receives)
+    def _message(
+        self, name: str, other: str, tensors: Tensors, rank: int, tag: int, begin: Callable[..., Any], call: Call
+    ) -> Work:
+        """Begin a message to or from the ``other`` rank; in a capture enqueue it by ``call``."""
+        self._require_open(name)
+        (tensor,) = tensors
+        # Autograd may make the tensor require a gradient while a message comes into it.
+        memory = movable(flat(tensor.detach(), "tensor"))
+        if memory.is_cuda and self._streams is not None and self._streams.capture():
+            self._in_turn(name, call, memory, rank, tag)
+            return self._joined(ended([tensor]))
+        try:
+            request = begin(memory, rank, tag)
+        except WAITS as error:
+            raise as_expected(error, name) from error
+        receives, prepare_thread = name == "recv", self.communicator._prepare_thread
+        work = MessageWork(request, tensor, f"{name} {other}", self._timeout_s, prepare_thread, receives=receives)
         if not isinstance(request, DeferredRequest):
             MOVER.add(work)
         return self._joined(work)

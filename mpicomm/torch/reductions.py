@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.ops import AVG
-from mpicomm.torch.tensors import ElementTypeError, require_reducible
+from mpicomm.torch.tensors import ElementTypeError, is_known
 
 _Kind = dist.ReduceOp.RedOpType
 _PREMUL_SUM = int(_Kind.PREMUL_SUM)
@@ -72,7 +72,11 @@ def reduction_of(op: Any, memory: torch.Tensor, name: str) -> Reduction:
     reduction = _reductions.get(key)
     if reduction is None:
         kind = op if isinstance(op, _Kind) else op.op
-        require_reducible(memory, name)
+        if not is_known(memory.dtype):
+            raise ElementTypeError(
+                f"{name} has elements of {memory.dtype}, which mpicomm cannot reduce: convert it, for example to "
+                "torch.bfloat16"
+            )
         whole = kind == _Kind.AVG and memory.dtype in _WHOLE
         if whole and memory.dtype in _WITHOUT_DIVISION:
             raise ElementTypeError(

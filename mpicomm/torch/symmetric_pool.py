@@ -33,11 +33,8 @@ class SymmetricPool:
         self._comm = comm
         self._blocks: dict[tuple[int, int], list[_Block]] = {}
         self._by_address: dict[int, _Block] = {}
-
-    @property
-    def is_in_use(self) -> bool:
+        self.is_in_use = False
         """Whether there may be tensors in memory of the pool."""
-        return bool(self._by_address)
 
     def allocate(self, shape: Sequence[int], dtype: torch.dtype, stream: int | None = None) -> torch.Tensor:
         """Return a tensor of undefined contents for work on ``stream``, an address; None on the host.
@@ -55,6 +52,7 @@ class SymmetricPool:
         user = StorageWeakRef(memory.untyped_storage())
         if block is None:
             block = self._by_address[memory.data_ptr()] = _Block(array, user)
+            self.is_in_use = True
             blocks.append(block)
         block.user = user
         if stream is not None and block.follow is not None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import Any
 
 import torch
+from mpi4py import MPI
 
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
@@ -26,8 +29,11 @@ class SplitSizesError(InvalidUsageError, RuntimeError):
     """Split sizes do not fit a tensor or the group. PyTorch's own backends raise RuntimeError for it."""
 
 
-def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
+def flat(tensor: torch.Tensor, name: str, *, ordered: bool = False) -> torch.Tensor:
     """Return a view of ``tensor`` without gradient, whose elements follow each other in memory. Local.
+
+    With ``ordered`` they have the order of their indices: the view is a copy, made in stream order on a GPU, where the
+    memory has another order, because the other tensors of the call may have a third one. `put_back` copies it back.
 
     Raises `InvalidUsageError` for a tensor that has gaps, more than one piece of memory, or another device.
     """
@@ -35,13 +41,18 @@ def flat(tensor: torch.Tensor, name: str) -> torch.Tensor:
         raise InvalidUsageError(
             f"{name} is a sparse tensor ({tensor.layout}), but tensors must be dense: pass to_dense()"
         )
-    if not (tensor.is_cuda or tensor.is_cpu):
+    if tensor.is_cuda:
+        # The usual tensor is its own view, because to make one takes as long as all else here.
+        if type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.is_contiguous():
+            return tensor
+    elif not tensor.is_cpu:
         raise DeviceError(f"{name} is on {tensor.device}: pass one on cpu or cuda")
-    tensor = tensor.detach()  # always: autograd may make an output require a gradient while a thread receives into it
+    # On the host always: autograd may make an output require a gradient while a thread receives into it.
+    tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor
     if _is_dense(tensor):
-        return tensor.as_strided((tensor.numel(),), (1,))
+        return tensor.contiguous() if ordered else tensor.as_strided((tensor.numel(),), (1,))
     raise InvalidUsageError(
         f"{name} of shape {tuple(tensor.shape)} with strides {tensor.stride()} is not contiguous: pass "
         "tensor.contiguous(), and copy the result back if it receives"
@@ -59,43 +70,34 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def in_order(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return `flat` memory with the elements in the order of their indices. Local; on a GPU stream-ordered.
-
-    It is a copy of a tensor whose memory has another order, because the other tensors of the call may have a third one.
-    """
-    memory = flat(tensor, name)
-    return memory if tensor.is_contiguous() else tensor.detach().contiguous()
-
-
 def put_back(memory: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Give what a call has received into `in_order` ``memory`` to ``tensor``. Local; on a GPU stream-ordered."""
-    if not tensor.is_contiguous():
+    """Give what a call has received into `flat` ordered ``memory`` to ``tensor``. Local; on a GPU stream-ordered."""
+    if memory is not tensor and not tensor.is_contiguous():
         tensor.detach().copy_(memory)
 
 
-def apart(send: torch.Tensor, receive: torch.Tensor) -> torch.Tensor:
+def apart(send: torch.Tensor, receive: torch.Tensor, place: int | None = None) -> Any:
     """Return flat ``send``, or a copy where it shares memory with flat ``receive``. Local; on a GPU stream-ordered.
 
-    MPI forbids such calls, and PyTorch's own backends allow them.
+    MPI forbids such calls, and PyTorch's own backends allow them. Data that is in its ``place`` in ``receive``, which
+    counts elements, is MPI.IN_PLACE.
     """
     begins, received = send.data_ptr(), receive.data_ptr()
+    if place is not None and begins == received + place * receive.element_size():
+        return MPI.IN_PLACE
     overlap = begins < received + receive.nbytes and received < begins + send.nbytes
     return send.clone() if overlap else send
 
 
+@cache
+def is_known(dtype: torch.dtype) -> bool:
+    """Return whether mpicomm has the type of these elements. Local."""
+    return types.torch_dtype(dtype) is not None
+
+
 def movable(memory: torch.Tensor) -> torch.Tensor:
     """Return a tensor of `flat` as elements that collectives move: bytes where mpicomm lacks the type. Local."""
-    return memory if types.torch_dtype(memory.dtype) is not None else memory.view(-1).view(torch.uint8)
-
-
-def require_reducible(memory: torch.Tensor, name: str) -> None:
-    """Raise `ElementTypeError` for elements that mpicomm cannot reduce. Local."""
-    if types.torch_dtype(memory.dtype) is None:
-        raise ElementTypeError(
-            f"{name} has elements of {memory.dtype}, which mpicomm cannot reduce: convert it, for example to "
-            "torch.bfloat16"
-        )
+    return memory if is_known(memory.dtype) else memory.view(-1).view(torch.uint8)
 
 
 class Pieces:

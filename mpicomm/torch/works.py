@@ -15,27 +15,27 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.devices.base import SideStreams
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.current_stream import CurrentStream, current_stream
-from mpicomm.torch.failures import AsExpected, GroupTimeoutError
+from mpicomm.torch.failures import GroupTimeoutError, as_expected
 from mpicomm.waiting import wait_until
 
+Tensors = Sequence[torch.Tensor]
 FOREVER = timedelta(0)
 """PyTorch's word for a wait without a limit."""
 _then = torch._C.Future.then  # without the place of `callbacks`, because the callback makes no calls
-_making_a_future = threading.Lock()  # so that threads which ask a work for its future get the same one
 
 
 class Work(c10d.Work):
-    """A call that has ended, or that is enqueued on the current stream. The classes below may still be under way."""
+    """A call that has ended, or that is enqueued on the current stream: see `ended`.
+
+    The classes below may still be under way.
+    """
 
     _error: BaseException | None = None
     _future: torch.futures.Future[Any] | None = None
     _source = -1
-
-    def __init__(self, outputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self._outputs = list(outputs)
-        self.value: Any = self._outputs
-        """The value of the future."""
+    _outputs: list[torch.Tensor]
+    value: Any
+    """The value of the future."""
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """Wait until the outputs may be used; raise the error of the call.
@@ -84,10 +84,7 @@ class Work(c10d.Work):
         For tensors of a GPU it is complete: the streams of those who take its value wait for the call. Where the call
         has an error, the future's is RuntimeError with its text.
         """
-        with _making_a_future:
-            if self._future is None:
-                self._future = self._complete()
-            return self._future
+        return self._future or self._keep(self._complete())
 
     def get_future_result(self) -> torch.futures.Future[Any]:
         """Return a future whose value says how the call has ended."""
@@ -107,6 +104,10 @@ class Work(c10d.Work):
         future.set_result(self.value)
         return future
 
+    def _keep(self, future: torch.futures.Future[Any]) -> torch.futures.Future[Any]:
+        """Return the future of the work: ``future``, or the one of another thread that was faster."""
+        return self.__dict__.setdefault("_future", future)
+
     def _new_future(self) -> torch.futures.Future[Any]:
         return torch.futures.Future(devices=list({output.device for output in self._outputs if output.is_cuda}))
 
@@ -117,23 +118,38 @@ class Work(c10d.Work):
         return int(c10d.WorkResult.TIMEOUT if timed_out else c10d.WorkResult.COMM_ERROR)
 
 
+def ended(outputs: Tensors) -> Work:
+    """Return the work of a call that has ended, or that is enqueued on the current stream. Local.
+
+    With an ``__init__`` in Python, PyTorch's class would take half as long again to make a work.
+    """
+    work = Work()
+    work._outputs = work.value = list(outputs)
+    return work
+
+
 class PendingWork(Work):
     """A call that may be under way when its future is made."""
 
     _failure: BaseException | None = None
     """Why the future has no value, after it is complete."""
 
+    def __init__(self, outputs: Tensors) -> None:
+        super().__init__()
+        self._outputs = self.value = list(outputs)
+
     def get_future(self) -> torch.futures.Future[Any]:
         """See `Work.get_future`."""
-        with _making_a_future:
-            if self._future is not None:
-                return self._future
-            ended = self._new_future()
-            # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors.
-            # An exception of a callback is an error there, too.
-            self._future = _then(ended, self._outcome)
-        self._settle(ended)
-        return self._future
+        if self._future is not None:
+            return self._future
+        ended = self._new_future()
+        # An exception of `set_exception` would be a value for PyTorch's code in C++, which DDP takes for tensors. An
+        # exception of a callback is an error there, too.
+        future = _then(ended, self._outcome)
+        kept = self._keep(future)
+        if kept is future:
+            self._settle(ended)
+        return kept
 
     def _settle(self, ended: torch.futures.Future[Any]) -> None:
         self._settle_with(ended, self._error)
@@ -167,7 +183,7 @@ class HostWork(PendingWork):
         self,
         order: Order,
         call: Callable[[], None],
-        outputs: Sequence[torch.Tensor],
+        outputs: Tensors,
         name: str,
         limit: timedelta | None = None,
     ) -> None:
@@ -186,7 +202,7 @@ class HostWork(PendingWork):
         try:
             self._call()
         except BaseException as error:
-            self._error = error
+            self._error = as_expected(error, self._name)
         self._call = None  # it keeps the tensors
         self._over.set()
 
@@ -221,34 +237,29 @@ class HostWork(PendingWork):
         super()._settle(ended)
 
 
+class Side(Protocol):
+    """The streams of a group: see `Streams`."""
+
+    comm: Communicator
+    devices: list[torch.device]
+    """Its GPU alone."""
+    gpu: int
+    marks: SideStreams
+
+
 class StreamWork(Work):
-    """A call of ``comm`` that is enqueued on ``stream``, which may capture a graph.
+    """A call that is enqueued on a stream, which may capture a graph: see `enqueued`."""
 
-    The call ends at ``mark``, a place in the work of the stream that ``marks`` has made. With a ``limit`` the host
-    waits for the call, too, so long at most; `FOREVER` is no limit.
-    """
-
-    def __init__(
-        self,
-        outputs: Sequence[torch.Tensor],
-        stream: torch.cuda.Stream,
-        marks: SideStreams,
-        mark: Any,
-        name: str,
-        comm: Communicator,
-        limit: timedelta | None = None,
-    ) -> None:
-        super().__init__(outputs)
-        self._name = name
-        self._stream = stream
-        self._comm = comm
-        self._marks = marks
-        self._mark = mark
-        self._limit = limit
+    _side: Side
+    _stream: torch.cuda.Stream
+    _mark: Any
+    _name: str
+    _limit: timedelta | None
 
     def wait(self, timeout: timedelta = FOREVER) -> bool:
         """See `Work.wait`; raises `CollectiveTimeoutError` after ``timeout``, and the call goes on."""
-        self._marks.follow(current_stream(self._stream.device_index), self._mark)
+        side = self._side
+        side.marks.follow(current_stream(side.gpu), self._mark)
         limit = timeout or self._limit
         if limit is None or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
             return super().wait()
@@ -258,26 +269,27 @@ class StreamWork(Work):
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""
-        if not self._marks.passed(self._mark):
+        if not self._side.marks.passed(self._mark):
             return False
         if self._error is None:
             try:
-                with AsExpected(self._name):
-                    self._comm._check_at_once()
+                self._side.comm._check_at_once()
             except Exception as error:
-                self._error = error
+                self._error = as_expected(error, self._name)
         return True
 
     def _complete(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=self._side.devices if self._outputs else None)
         with CurrentStream(self._stream):
-            return super()._complete()
+            future.set_result(self.value)
+        return future
 
     def get_future_result(self) -> torch.futures.Future[Any]:
         """See `Work.get_future_result`."""
         future: torch.futures.Future[Any] = torch.futures.Future()
 
         def settle() -> None:
-            self._comm._prepare_thread()
+            self._side.comm._prepare_thread()
             try:
                 wait_until(self.is_completed, math.inf)
             except Exception as error:  # of a device that has failed
@@ -286,6 +298,17 @@ class StreamWork(Work):
 
         threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
         return future
+
+
+def enqueued(outputs: Tensors, side: Side, stream: Any, mark: Any, name: str, limit: timedelta | None) -> StreamWork:
+    """Return the work of the call ``name`` that ends at ``mark``, a place in the work of ``stream``. Local.
+
+    With a ``limit`` a wait waits on the host, too, so long at most; `FOREVER` is no limit. See `ended`.
+    """
+    work = StreamWork()
+    work._outputs = work.value = list(outputs)
+    work._side, work._stream, work._mark, work._name, work._limit = side, stream, mark, name, limit
+    return work
 
 
 class JoinedWork(PendingWork):

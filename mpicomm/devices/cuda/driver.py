@@ -54,9 +54,11 @@ def is_over(query: Callable[[Any], Any], handle: int) -> bool:
     compute-sanitizer, let a query wait for a launch of another thread, and that thread may wait for the lock: for ever.
     """
     (status,) = query(handle)
-    if int(status) == _NOT_READY:
+    code = int(status)
+    if code == _NOT_READY:
         return False
-    check(query.__name__, status)
+    if code != 0:
+        check(query.__name__, status)
     return True
 
 

@@ -34,6 +34,7 @@ class SideStreams:
 
     def __init__(self, context: PrimaryContext) -> None:
         self._context = context
+        self._ordinal = context.device.ordinal
         self._lock = threading.Lock()
         self._free: list[int] = []
         self._streams: list[Any] = []
@@ -41,22 +42,20 @@ class SideStreams:
 
     def mark(self, stream: int) -> Mark:
         """Return a mark behind the work that ``stream`` has been given so far."""
+        # This look is cheaper than a change of context, and the device is nearly always this one, because the creation
+        # of a Communicator makes its GPU current.
+        if runtime.getDevice() == self._ordinal:
+            return Mark(self._recorded(stream), self._events)
         with self._context.current():
-            return self.mark_here(stream)
-
-    def mark_here(self, stream: int) -> Mark:
-        """As `mark`; the device must be current, so this does not look for it."""
-        mark = Mark(self._event(), self._events)
-        runtime.eventRecord(mark.ptr, stream)
-        return mark
+            return Mark(self._recorded(stream), self._events)
 
     def wait_stream(self, stream: int, other: int) -> None:
         """Let later work on ``stream`` wait for the work that the stream ``other`` has been given so far."""
-        with self._context.current():
-            event = self._event()
-            runtime.eventRecord(event.ptr, other)
-            runtime.streamWaitEvent(stream, event.ptr)
-            self._events.append(event)  # the stream waits for the record of now, whatever is recorded later
+        if runtime.getDevice() == self._ordinal:
+            self._wait_stream(stream, other)
+        else:
+            with self._context.current():
+                self._wait_stream(stream, other)
 
     def passed(self, mark: Mark) -> bool:
         """Return whether the work before a mark is done."""
@@ -70,8 +69,11 @@ class SideStreams:
 
     def follow(self, stream: int, mark: Mark) -> None:
         """Let later work on ``stream`` wait for a mark."""
-        with self._context.current():
+        if runtime.getDevice() == self._ordinal:
             runtime.streamWaitEvent(stream, mark.ptr)
+        else:
+            with self._context.current():
+                runtime.streamWaitEvent(stream, mark.ptr)
 
     def take(self, after: Mark | None = None) -> int:
         """Return an idle stream for the caller alone, until `give_back`. Its work follows the mark ``after``."""
@@ -103,8 +105,15 @@ class SideStreams:
             with contextlib.suppress(DriverShutDownError):
                 call(driver.cuStreamDestroy, self._streams.pop())
 
-    def _event(self) -> LocalEvent:
+    def _wait_stream(self, stream: int, other: int) -> None:
+        event = self._recorded(other)
+        runtime.streamWaitEvent(stream, event.ptr)
+        self._events.append(event)  # the stream waits for the record of now, whatever is recorded later
+
+    def _recorded(self, stream: int) -> LocalEvent:
         try:
-            return self._events.pop()
+            event = self._events.pop()
         except IndexError:  # a test before could be overtaken: another thread may take the last one
-            return LocalEvent()
+            event = LocalEvent()
+        runtime.eventRecord(event.ptr, stream)
+        return event

@@ -108,3 +108,18 @@ def test_the_error_of_a_work_reaches_those_who_keep_it(world: dist.ProcessGroup)
     with pytest.raises(RuntimeError, match=r"op=AVG is not defined for torch\.bool"):
         c10d.Work.unbox(boxed).get_future().wait()
     dist.barrier()
+
+
+@pytest.mark.host_alone
+def test_the_tensors_in_the_value_of_a_future_are_found_whatever_it_is() -> None:
+    one, two = torch.ones(1), torch.ones(2)
+    found: list[tuple[object, list[torch.Tensor]]] = [
+        (one, [one]),
+        ([one, two], [one, two]),
+        ([], []),
+        ([one, {"other": two}], [one, two]),
+        ((one, [two, one]), [one, two, one]),
+        ("no tensor", []),
+    ]
+    for value, tensors in found:
+        assert [id(each) for each in torch._jit_internal._extract_tensors(value)] == [id(each) for each in tensors]

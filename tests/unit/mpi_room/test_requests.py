@@ -120,7 +120,7 @@ def test_who_drives_work_says_so_for_as_long() -> None:
 
     work = Work(ask, nothing)
     work.drive()
-    assert said == [False, True, True]
+    assert said == [True, True, True]
     assert not work.driven
     with pytest.raises(KeyboardInterrupt):
         work.require_success()
