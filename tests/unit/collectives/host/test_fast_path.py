@@ -67,7 +67,6 @@ def test_no_call_is_for_mapped_memory(operation: Operation, op: MPI.Op, crossove
         [None, 0, MPI.DOUBLE],
         [],
     ],
-    ids=repr,
 )
 def test_buffers_that_need_a_closer_look(buffer: Any) -> None:
     for method in ("Allreduce", "Allgather", "Bcast", "Iallreduce"):
