@@ -15,7 +15,7 @@ from weakref import WeakSet
 import torch
 
 from mpicomm.torch.failures import WAITS, as_expected
-from mpicomm.torch.works import HostWork, Work, ended
+from mpicomm.torch.works import HostWork, Tensors, Work, ended
 
 T = TypeVar("T")
 
@@ -66,13 +66,7 @@ class Lane:
         self._place = 0  # of the callback that it calls now
 
     def run(
-        self,
-        call: Callable[[], None],
-        outputs: Sequence[torch.Tensor],
-        name: str,
-        *,
-        begin: bool,
-        limit: timedelta | None = None,
+        self, call: Callable[[], None], outputs: Tensors, name: str, *, begin: bool, limit: timedelta | None = None
     ) -> Work:
         """Carry out a call, or begin it; its errors are raised here, or by the work, as `as_expected`. Local.
 

@@ -264,8 +264,7 @@ class ProcessGroup(CollectiveCalls):
         return self._in_turn(name, partial(streams.future, beside=beside), call, given, output, inputs)
 
     def _run(self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()) -> Work:
-        if not self._open:
-            self._require_open(name)
+        self._require_open(name)
         self._sequence += 1
         begin, limit = getattr(opts, "asyncOp", True), getattr(opts, "timeout", FOREVER)
         if limit <= FOREVER:

@@ -35,9 +35,8 @@ class Streams:
         # Not at the first call, because that one may be in a capture.
         self._side = torch.cuda.Stream(comm.device)
         self._on_side = CurrentStream(self._side)
-        address = int(self._side.cuda_stream)
-        self._address = address
-        self._end = partial(self.marks.mark, address)
+        self._address = int(self._side.cuda_stream)
+        self._end = partial(self.marks.mark, self._address)
         self.devices = [torch.device("cuda", comm.device)]
 
     def begin(

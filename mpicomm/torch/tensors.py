@@ -115,8 +115,9 @@ class Pieces:
             if tensor.layout is not torch.strided:
                 flat(tensor, f"{name}[{index}]")
         self.counts = [tensor.numel() for tensor in self._tensors]
-        self.memory = self._view() if self._are_adjacent() else first.new_empty(sum(self.counts))
         self._is_copy = not self._are_adjacent()
+        total = sum(self.counts)
+        self.memory = first.new_empty(total) if self._is_copy else first.as_strided((total,), (1,))
 
     def gather(self) -> torch.Tensor:
         """Return the flat tensor with the elements of all tensors. Local; on a GPU stream-ordered."""
@@ -145,6 +146,3 @@ class Pieces:
                 return False
             following += tensor.numel() * tensor.element_size()
         return True
-
-    def _view(self) -> torch.Tensor:
-        return self._tensors[0].as_strided((sum(self.counts),), (1,))
