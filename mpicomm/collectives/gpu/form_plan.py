@@ -10,9 +10,9 @@ from operator import add
 from typing import Any
 
 from mpicomm.activity.layout import COUNT_IN_TEXT
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, Node
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
+from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
 from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.collectives.gpu.choose import Choice
 from mpicomm.collectives.gpu.tuning import Tuning
@@ -47,6 +47,9 @@ class FormPlan(ABC):
         self._why = "by the table" if asked == "auto" else f'algorithm="{asked}"'
         choices = [(0, asked)]
         if asked == "auto":
+            for name in names_for(form.operation):
+                if not _taking(name, form):
+                    tuning = tuning.without(name)  # as `choose` does
             choices = tuning.choices(form.operation.name, node.size, registered=False)
         self._begins = [begin for begin, _ in choices]
         self._choices = [_Algorithm(name, form, node) for _, name in choices]
@@ -219,10 +222,13 @@ class _Algorithm:
         self.template: Any = None
         """An `EvenTemplate` or a `BlocksTemplate`, as the form is; None where each call is planned."""
         self.launchers: dict[Any, Launcher] = {}
-        for algorithm in ALGORITHMS:
-            if algorithm.name == name and algorithm.serves(form.operation) and algorithm.takes(form):
-                self.template = algorithm.template(form, node)
-                break
+        for algorithm in _taking(name, form)[:1]:
+            self.template = algorithm.template(form, node)
+
+
+def _taking(name: str, form: Form) -> list[Algorithm]:
+    """Return the algorithms of that name that carry out calls of a form, the first choice first."""
+    return [each for each in ALGORITHMS if each.name == name and each.serves(form.operation) and each.takes(form)]
 
 
 def form_plan(form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> FormPlan:
