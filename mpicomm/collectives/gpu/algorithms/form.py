@@ -85,6 +85,11 @@ class Form:
         return self._blocks_in(self.receives)
 
     @property
+    def has_common_output(self) -> bool:
+        """Whether all ranks receive into output of one form: see `Call.common_output`."""
+        return self.operation.into_all and not (self._in_place and self.operation.send == "blocks")
+
+    @property
     def parts(self) -> tuple[int, int]:
         """The number of blocks in the send buffer and in the receive buffer, where blocks have any lengths."""
         send, receive = (

@@ -112,11 +112,12 @@ def plan_of(call: Call, device: Device, asked: str) -> FormPlan:
     return form_plan(form, call.signature, asked, BUILT_IN, node, device.launcher)
 
 
-def fill(plan: FormPlan, call: Call) -> bool:
+def fill(plan: FormPlan, call: Call, *, registered: bool = False) -> bool:
     (send, sent), (receive, received) = (
         (0, 0) if operand is None else (operand.pointer, operand.total) for operand in (call.send, call.receive)
     )
-    return plan.fill((0, 0, None) if call.in_place else (send, sent, None), (receive, received, None))
+    first = (0, 0, None) if call.in_place else (send, sent, None)
+    return plan.fill(first, (receive, received, None), registered=registered)
 
 
 @given(data=st.data())
@@ -139,11 +140,14 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
     first = call_of(operation, rank, size, data.draw(counts, "first"), dtype, root, in_place=in_place, at=0)
     assume(has_form(first))
     plan = plan_of(first, device, asked)
+    symmetric, mappings = data.draw(st.booleans(), "symmetric"), Mappings()
+    if symmetric:
+        mappings.add([(1 << 51) + (abs(each - rank) << 48) for each in range(size)], rank, 1 << 45)
     for number in range(1, 4):  # later calls follow earlier ones in the same memory
         count = data.draw(counts, "count")
         call = call_of(operation, rank, size, count, dtype, root, in_place=in_place, at=number)
-        planned = GpuCall.of(call, Mappings(), None)
-        filled = fill(plan, call)
+        planned = GpuCall.of(call, mappings, None)
+        filled = fill(plan, call, registered=symmetric and operation.into_all)
         try:
             algorithm = choose(planned, asked, BUILT_IN, device.node)
         except InvalidUsageError:
@@ -160,6 +164,35 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
             assert device.launched == expected
             assert plan.text == planned.text(into_memory=False)
             assert plan.choice.algorithm == algorithm.name
+
+
+@pytest.mark.parametrize("name", ["Allreduce", "Allgather", "Alltoall", "Bcast"])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_call_is_filled_in_where_its_algorithm_has_a_template(name: str, symmetric: bool) -> None:
+    device, mappings, operation = (
+        Device(regions=True, size=4, rank=1, blocks=132, link_speed=1.0),
+        Mappings(),
+        OPERATIONS[name],
+    )
+    if symmetric:
+        mappings.add([1 << 52, 1 << 51, 1 << 53, 1 << 54], 1, 1 << 45)
+    calls = [
+        call_of(operation, 1, 4, kib << 8, np.dtype("f4"), 0, in_place=False, at=0)
+        for kib in (1, 64, 400, 600, 3000, 4097, 40_000, 50_000, 70_000, 100_000, 200_000)
+    ]
+    plan = plan_of(calls[0], device, "auto")
+    ways = []
+    for call in calls:
+        planned = GpuCall.of(call, mappings, None)
+        algorithm = choose(planned, "auto", BUILT_IN, device.node)
+        filled = fill(plan, call, registered=symmetric)
+        assert filled == (algorithm.template(Form(call, 1, 4), device.node) is not None)
+        ways.append(filled)
+        if filled:
+            plan.launch(7)
+            (launch,) = cast(list[Launch], [*algorithm.plan(planned, device.node)])
+            assert device.launched[:2] == (launch.variant, bytes(launch.arguments))
+    assert True in ways and (False in ways or name == "Bcast")
 
 
 @pytest.mark.parametrize(("name", "asked"), [("Allreduce", "one_shot"), ("Allreduce", "two_shot"), ("Bcast", "chain")])
