@@ -5,14 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Callable
+from functools import cache, partial
 from itertools import accumulate
+from math import inf
 from operator import add
 from typing import Any
 
 from mpicomm.activity.layout import COUNT_IN_TEXT
-from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.base import Algorithm, Node
+from mpicomm.collectives.gpu.algorithms.direct.plan import most_copied_nbytes
 from mpicomm.collectives.gpu.algorithms.form import Form
-from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS
+from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
 from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.collectives.gpu.choose import Choice
 from mpicomm.collectives.gpu.tuning import Tuning
@@ -45,11 +48,23 @@ class FormPlan(ABC):
         self._hash = signature.hash_without_count
         self._load = load
         self._why = "by the table" if asked == "auto" else f'algorithm="{asked}"'
-        choices = [(0, asked)]
         if asked == "auto":
-            choices = tuning.choices(form.operation.name, node.size, registered=False)
-        self._begins = [begin for begin, _ in choices]
-        self._choices = [_Algorithm(name, form, node) for _, name in choices]
+            for name in names_for(form.operation):
+                if not _taking(name, form):
+                    tuning = tuning.without(name)  # as `choose` does
+        algorithm = cache(partial(_Algorithm, form=form, node=node))
+
+        def table(*, registered: bool) -> tuple[list[int], list[_Algorithm]]:
+            choices = [(0, asked)]
+            if asked == "auto":
+                choices = tuning.choices(form.operation.name, node.size, registered=registered)
+            return [begin for begin, _ in choices], [algorithm(name) for _, name in choices]
+
+        self._into_any = self._begins, self._choices = table(registered=False)
+        self._into_memory = table(registered=True) if form.has_common_output else self._into_any
+        # Longer messages go straight into symmetric memory, whose place is a fact of the call.
+        straight = form.has_common_output and not form.operation.reduces
+        self._most_nbytes = most_copied_nbytes(form.operation, node) if straight else inf
         self._chosen = self._choices[0]
         self._blocks = self._threads = 0
         self._launcher: Launcher | None = None
@@ -59,9 +74,10 @@ class FormPlan(ABC):
         """Return whether buffers of these kinds are read as the form needs them."""
 
     @abstractmethod
-    def fill(self, sent: Any, received: Any) -> bool:
+    def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
         """Fill in a call with these buffers, as `plain_array` reads them; return whether it is possible. Local.
 
+        ``registered`` is whether the output of all ranks is symmetric memory.
         A call that the form does not know is planned, and raises there what it has to.
         """
 
@@ -109,7 +125,7 @@ class EvenPlan(FormPlan):
         """See `FormPlan`."""
         return not (self._sent and len(sent) > 3) and not (self._received and len(received) > 3)
 
-    def fill(self, sent: Any, received: Any) -> bool:
+    def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
         """See `FormPlan`."""
         send, receive = sent[0], received[0]
         send_nbytes, receive_nbytes = sent[1] * self._send_nbytes, received[1] * self._receive_nbytes
@@ -127,8 +143,9 @@ class EvenPlan(FormPlan):
         # Buffers that overlap are refused, and the same memory given twice is another form.
         if self._sent and send < receive + receive_nbytes and receive < send + send_nbytes:
             return False
-        chosen = self._choices[bisect_right(self._begins, nbytes * self._blocks_counted) - 1]
-        if chosen.template is None:
+        begins, choices = self._into_memory if registered else self._into_any
+        chosen = choices[bisect_right(begins, nbytes * self._blocks_counted) - 1]
+        if chosen.template is None or (registered and chosen.name == "one_shot" and nbytes > self._most_nbytes):
             return False
         filled = chosen.template.fill(send, receive, nbytes, counted_hash(self._hash, count))
         if filled is None:
@@ -163,7 +180,7 @@ class BlocksPlan(FormPlan):
             if vector or single
         )
 
-    def fill(self, sent: Any, received: Any) -> bool:
+    def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
         """See `FormPlan`."""
         chosen = self._choices[0]
         if chosen.template is None or not self._is_apart(sent, received):
@@ -219,10 +236,13 @@ class _Algorithm:
         self.template: Any = None
         """An `EvenTemplate` or a `BlocksTemplate`, as the form is; None where each call is planned."""
         self.launchers: dict[Any, Launcher] = {}
-        for algorithm in ALGORITHMS:
-            if algorithm.name == name and algorithm.serves(form.operation) and algorithm.takes(form):
-                self.template = algorithm.template(form, node)
-                break
+        for algorithm in _taking(name, form)[:1]:
+            self.template = algorithm.template(form, node)
+
+
+def _taking(name: str, form: Form) -> list[Algorithm]:
+    """Return the algorithms of that name that carry out calls of a form, the first choice first."""
+    return [each for each in ALGORITHMS if each.name == name and each.serves(form.operation) and each.takes(form)]
 
 
 def form_plan(form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> FormPlan:

@@ -76,16 +76,13 @@ class KnownCall(NamedTuple):
     """Whether the receive buffer says which library's stream is meant. MPI ignores the other buffer then."""
 
 
-Fill = Callable[[Any, Any], bool]
-
-
 class AnyFormPlan(AnyPlan, Protocol):
     """Calls of one form that an engine can enqueue."""
 
     def takes(self, sent: Any, received: Any) -> bool:
         """See `FormPlan.takes`."""
 
-    def fill(self, sent: Any, received: Any) -> bool:
+    def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
         """See `FormPlan.fill`."""
 
 
@@ -97,7 +94,7 @@ class _Form:
     def __init__(self, op: MPI.Op | None) -> None:
         self.op = op
         """It is kept as `KnownCall.op` is."""
-        self.fill: Fill | None = None
+        self.fill: Callable[..., bool] | None = None
         """See `FormPlan.fill`; None where each call is planned."""
         self.filled: KnownCall | None = None
         """The call that was filled in last; None before the first call, any call where each is planned."""
@@ -170,7 +167,7 @@ class PlanCache:
         known = self._calls.get(key)
         if known is not None:
             return None if known.plan.is_old else known
-        if form.fill is None or (self._any_mapped and self._into_memory(operation, receive, received[0])):
+        if form.fill is None:
             return None
         times = self._times.get(key, 0)
         if times >= _TIMES:
@@ -178,7 +175,8 @@ class PlanCache:
         if len(self._times) >= _MOST:
             self._times.clear()
         self._times[key] = times + 1
-        return form.filled if form.fill(sent, received) else None
+        registered = self._any_mapped and self._into_memory(operation, receive, received[0])
+        return form.filled if form.fill(sent, received, registered=registered) else None
 
     def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.

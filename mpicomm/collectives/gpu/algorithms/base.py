@@ -148,7 +148,7 @@ class Algorithm(ABC):
         """Return whether it is for this collective at all."""
 
     def takes(self, form: Form) -> bool:
-        """Return whether `accepts` depends on the length of a call of this form, or is None for each length."""
+        """Return whether `accepts` is None for some or all lengths of calls of this form, which are not symmetric."""
         return True
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.exchange import Exchange, TwoShot
+from mpicomm.collectives.exchange import Chain, Exchange, TwoShot
 from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.kernels.reductions import Reduction, reduction_of
@@ -57,10 +57,11 @@ class Form:
         """The bytes of the elements that `Call.buffers` counts: bytes are moved."""
         self.element_nbytes = tuple(_element_nbytes(operand) for operand in (call.send, call.receive))
         """The bytes of an element of the send buffer and of the receive buffer."""
+        self.dtype = call.dtype
         self.op = call.op or ""
         self.reduction: Reduction | None = reduction_of(call.dtype, self.op) if operation.reduces else None
         self._rank = rank
-        self._root = call.arguments.root
+        self.root = call.arguments.root
         self._in_place = call.in_place
         # In place a reduction has its input in the receive buffer, in the shape of an input.
         self.sends: Shape | None = operation.send if call.send is not None and not self._in_place else None
@@ -82,6 +83,11 @@ class Form:
     def blocks_received(self) -> int:
         """The number of equal blocks in the receive buffer; 0 where this rank has none."""
         return self._blocks_in(self.receives)
+
+    @property
+    def has_common_output(self) -> bool:
+        """Whether all ranks receive into output of one form: see `Call.common_output`."""
+        return self.operation.into_all and not (self._in_place and self.operation.send == "blocks")
 
     @property
     def parts(self) -> tuple[int, int]:
@@ -112,6 +118,12 @@ class Form:
         assert self.operation.two_shot is not None
         return self.operation.two_shot(self._units(self.size * (self.size - 1)))
 
+    @cached_property
+    def chain(self) -> Chain:
+        """The call as a chain of a unit."""
+        assert self.operation.chain is not None
+        return self.operation.chain(self._units(1))
+
     def piece(self, span: Span | None, alike: Span | None = None) -> Piece:
         """Return the piece that a span of `one_shot` or `two_shot` stands for.
 
@@ -139,7 +151,7 @@ class Form:
                 output = Span(2 * _BUFFER, count)
             else:
                 blocks = self._blocks(2, count)
-        return Buffers(self._rank, self.size, _UNIT, send, send_blocks, output, blocks, self.op, self._root)
+        return Buffers(self._rank, self.size, _UNIT, send, send_blocks, output, blocks, self.op, self.root)
 
     def _blocks_in(self, shape: Shape | None) -> int:
         return 0 if shape is None else self.size if shape == "blocks" else 1

@@ -16,12 +16,14 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.form import Form, has_form
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.longest_message import longest_with_peers
 from mpicomm.collectives.operations import OPERATIONS, Operation
+from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings
@@ -110,21 +112,23 @@ def plan_of(call: Call, device: Device, asked: str) -> FormPlan:
     return form_plan(form, call.signature, asked, BUILT_IN, node, device.launcher)
 
 
-def fill(plan: FormPlan, call: Call) -> bool:
+def fill(plan: FormPlan, call: Call, *, registered: bool = False) -> bool:
     (send, sent), (receive, received) = (
         (0, 0) if operand is None else (operand.pointer, operand.total) for operand in (call.send, call.receive)
     )
-    return plan.fill((0, 0, None) if call.in_place else (send, sent, None), (receive, received, None))
+    first = (0, 0, None) if call.in_place else (send, sent, None)
+    return plan.fill(first, (receive, received, None), registered=registered)
 
 
 @given(data=st.data())
 def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject) -> None:
     size = data.draw(st.integers(2, 8), "size")
     rank, root = data.draw(st.integers(0, size - 1), "rank"), data.draw(st.integers(0, size - 1), "root")
-    operation = data.draw(st.sampled_from(OPERATIONS_OF_FORMS), "operation")
+    asked = data.draw(st.sampled_from(["auto", "one_shot", "two_shot", "chain"]), "asked")
+    serving = [row for row in OPERATIONS_OF_FORMS if asked == "auto" or asked in names_for(row)]
+    operation = data.draw(st.sampled_from(serving), "operation")
     dtype = np.dtype(data.draw(st.sampled_from(["f4", "f8", "i2", "u1", "c16", *["g"] * (not operation.reduces)])))
     in_place = data.draw(st.booleans(), "in place")
-    asked = data.draw(st.sampled_from(["auto", "one_shot", *["two_shot"] * bool(operation.two_shot)]), "asked")
     counts = st.integers(1, 40) | st.integers(1, 40_000) | st.integers(1, 40_000_000)
     device = Device(
         regions=data.draw(st.booleans(), "regions"),
@@ -136,20 +140,23 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
     first = call_of(operation, rank, size, data.draw(counts, "first"), dtype, root, in_place=in_place, at=0)
     assume(has_form(first))
     plan = plan_of(first, device, asked)
+    symmetric, mappings = data.draw(st.booleans(), "symmetric"), Mappings()
+    if symmetric:
+        mappings.add([(1 << 51) + (abs(each - rank) << 48) for each in range(size)], rank, 1 << 45)
     for number in range(1, 4):  # later calls follow earlier ones in the same memory
         count = data.draw(counts, "count")
         call = call_of(operation, rank, size, count, dtype, root, in_place=in_place, at=number)
-        planned = GpuCall.of(call, Mappings(), None)
-        algorithm = choose(planned, asked, BUILT_IN, device.node)
+        planned = GpuCall.of(call, mappings, None)
+        filled = fill(plan, call, registered=symmetric and operation.into_all)
+        try:
+            algorithm = choose(planned, asked, BUILT_IN, device.node)
+        except InvalidUsageError:
+            assert not filled
+            return
         requests = algorithm.memory(planned, device.node)
         steps = list(algorithm.plan(planned, device.node))
-        filled = fill(plan, call)
-        wanted = (
-            BUILT_IN.algorithm(operation.name, planned.nbytes, size, registered=False) if asked == "auto" else asked
-        )
-        in_packets = algorithm.template(Form(call, rank, size), device.node) is not None
-        there = all(map(device.node.arena.has, requests))
-        assert filled == (in_packets and there and algorithm.name == wanted)
+        has_template = algorithm.template(Form(call, rank, size), device.node) is not None
+        assert filled == (has_template and all(map(device.node.arena.has, requests)))
         if filled:
             plan.launch(7)
             (launch,) = cast(list[Launch], steps)
@@ -157,6 +164,50 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
             assert device.launched == expected
             assert plan.text == planned.text(into_memory=False)
             assert plan.choice.algorithm == algorithm.name
+
+
+@pytest.mark.parametrize("name", ["Allreduce", "Allgather", "Alltoall", "Bcast"])
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_call_is_filled_in_where_its_algorithm_has_a_template(name: str, symmetric: bool) -> None:
+    device, mappings, operation = (
+        Device(regions=True, size=4, rank=1, blocks=132, link_speed=1.0),
+        Mappings(),
+        OPERATIONS[name],
+    )
+    if symmetric:
+        mappings.add([1 << 52, 1 << 51, 1 << 53, 1 << 54], 1, 1 << 45)
+    calls = [
+        call_of(operation, 1, 4, kib << 8, np.dtype("f4"), 0, in_place=False, at=0)
+        for kib in (1, 64, 400, 600, 3000, 4097, 40_000, 50_000, 70_000, 100_000, 200_000)
+    ]
+    plan = plan_of(calls[0], device, "auto")
+    ways = []
+    for call in calls:
+        planned = GpuCall.of(call, mappings, None)
+        algorithm = choose(planned, "auto", BUILT_IN, device.node)
+        filled = fill(plan, call, registered=symmetric)
+        assert filled == (algorithm.template(Form(call, 1, 4), device.node) is not None)
+        ways.append(filled)
+        if filled:
+            plan.launch(7)
+            (launch,) = cast(list[Launch], [*algorithm.plan(planned, device.node)])
+            assert device.launched[:2] == (launch.variant, bytes(launch.arguments))
+    assert True in ways and (False in ways or name == "Bcast")
+
+
+@pytest.mark.parametrize(("name", "asked"), [("Allreduce", "one_shot"), ("Allreduce", "two_shot"), ("Bcast", "chain")])
+def test_the_launch_of_another_call_is_another_one(name: str, asked: str) -> None:
+    """A stale address or count would be noticed above."""
+    operation, dtype = OPERATIONS[name], np.dtype("f4")
+    device = Device(regions=True, size=3, rank=1, blocks=132, link_speed=1.0)
+    launched = set()
+    for count, at in ((40_000, 1), (40_000, 2), (44_000, 1), (4_000_000, 1)):
+        call = call_of(operation, 1, 3, count, dtype, 0, in_place=False, at=at)
+        plan = plan_of(call, device, asked)
+        assert fill(plan, call)
+        plan.launch(7)
+        launched.add(device.launched[:2])
+    assert len(launched) == 4
 
 
 def blocks_of(counts: list[int], gaps: list[int]) -> tuple[list[int], list[int]]:

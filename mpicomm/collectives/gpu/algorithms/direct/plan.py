@@ -42,9 +42,7 @@ class IntoMemory(Algorithm):
             return "the output is not symmetric memory on all ranks"
         if node.size == 1:
             return "there is one rank"
-        most_copied = _most_copied_nbytes(node.size) * node.link_speed
-        if call.operation.traffic == "one-way":  # `packets` refuses longer messages of such calls
-            most_copied = min(most_copied, node.arena.layout.most_inbox_nbytes)
+        most_copied = most_copied_nbytes(call.operation, node)
         return None if call.one_shot.longest_nbytes > most_copied else "packets are faster for so few bytes"
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
@@ -52,6 +50,14 @@ class IntoMemory(Algorithm):
         assert call.memory is not None
         exchange, tag = call.one_shot, call.tag(into_memory=True)
         yield DirectPlanner.of(node).launch(exchange, call.memory, tag, nbytes=exchange.longest_nbytes)
+
+
+def most_copied_nbytes(operation: Operation, node: Node) -> float:
+    """Return up to how many bytes of one message packets carry, also into symmetric output."""
+    most_copied = _most_copied_nbytes(node.size) * node.link_speed
+    if operation.traffic == "one-way":  # `packets` refuses longer messages of such calls
+        return min(most_copied, node.arena.layout.most_inbox_nbytes)
+    return most_copied
 
 
 def _most_copied_nbytes(size: int) -> int:
