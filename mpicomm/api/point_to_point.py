@@ -8,7 +8,6 @@ from typing import Any
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.activity.layout import DEST, NOBODY, RECEIVES, SEND_TAG, SENDS, SOURCE, TAG
 from mpicomm.api.walls import read_end
 from mpicomm.errors import InvalidUsageError
 from mpicomm.messages.calls import Messages
@@ -30,10 +29,7 @@ _isendrecv_replace = MPI.Intracomm.Isendrecv_replace
 _issend = MPI.Intracomm.Issend
 _rsend = sending(MPI.Intracomm.Rsend)
 _ssend = sending(MPI.Intracomm.Ssend)
-_mpi_recv = MPI.Intracomm.Recv
-_mpi_send = MPI.Intracomm.Send
-_mpi_sendrecv = MPI.Intracomm.Sendrecv
-_send = sending(_mpi_send)
+_send = sending(MPI.Intracomm.Send)
 
 _ALGORITHMS = ("auto", "one_shot", "copy_engine")
 
@@ -74,7 +70,6 @@ class PointToPoint(MPI.Intracomm):
     a generalized request.
     """
 
-    _row: memoryview
     _messages: Messages
     _in_stream_order: InStreamOrder
 
@@ -87,16 +82,10 @@ class PointToPoint(MPI.Intracomm):
             and stream is None
             and algorithm == "auto"
         ):
-            row = self._row
             try:
-                row[SENDS] += 1
-                row[SEND_TAG] = tag
-                row[DEST] = dest
-                return _mpi_send(self, buf, dest, tag)
+                return _send(self, buf, dest, tag)
             except host_calls.REFUSALS:  # MPI has no type for the elements
-                return _mpi_send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
-            finally:
-                row[DEST] = NOBODY
+                return _send(self, host_calls.as_bytes(buf, False, "buf"), dest, tag)
         if algorithm != "auto" and self._is_one_shot("Send", algorithm):
             return self._in_stream_order.exchange("Send", stream, send=(buf, dest, tag))
         buf, sent = read_end(self._messages, "Send", buf, stream, dest)
@@ -143,16 +132,10 @@ class PointToPoint(MPI.Intracomm):
         ):
             if messages.described:
                 return messages.receive_array("Recv", buf, messages.posted(source, tag), status)
-            row = self._row
             try:
-                row[RECEIVES] += 1
-                row[TAG] = tag
-                row[SOURCE] = source
-                return _mpi_recv(self, buf, source, tag, status)
+                return recv(self, buf, source, tag, status)
             except host_calls.REFUSALS:
-                return _mpi_recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
-            finally:
-                row[SOURCE] = NOBODY
+                return recv(self, host_calls.as_bytes(buf, True, "buf"), source, tag, status)
         if algorithm != "auto" and self._is_one_shot("Recv", algorithm):
             return self._in_stream_order.exchange("Recv", stream, receive=(buf, source, tag), status=status)
         buf, received = read_end(messages, "Recv", buf, stream, source, receives=True)
@@ -187,17 +170,11 @@ class PointToPoint(MPI.Intracomm):
             and algorithm == "auto"
             and not messages.described
         ):
-            row = self._row
             try:
-                row[RECEIVES] += 1
-                row[TAG] = recvtag
-                row[SOURCE] = source
-                return _mpi_sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
+                return sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
             except host_calls.REFUSALS:
                 sendbuf, recvbuf = host_calls.both_as_bytes(sendbuf, dest, recvbuf, source)
-                return _mpi_sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
-            finally:
-                row[SOURCE] = NOBODY
+                return sendrecv(self, sendbuf, dest, sendtag, recvbuf, source, recvtag, status)
         if algorithm != "auto" and self._is_one_shot("Sendrecv", algorithm):
             return self._in_stream_order.exchange(
                 "Sendrecv", stream, (sendbuf, dest, sendtag), (recvbuf, source, recvtag), status

@@ -245,7 +245,7 @@ def test_copies_through_one_place_again_and_again(backend: CudaBackend, words: W
     done, nbytes = words.lines + LINE_NBYTES, 300_000
     with stream:
         place = cupy.zeros(nbytes, np.uint8)
-        sent = [cupy.random.randint(0, 256, nbytes, np.uint8) for _ in range(3)]
+        sent = [cupy.asarray(np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)) for seed in range(3)]
         received = [cupy.zeros(nbytes, np.uint8) for _ in range(2)]
     copy_in = steps.copy_in(place.data.ptr, ready=words.lines)
     copy_out = steps.copy_out(place.data.ptr, ready=words.lines, done=done, peer=0)
