@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -72,6 +73,10 @@ class _LaunchConfig(ctypes.Structure):
     ]
 
 
+_pack_config = struct.Struct("@7IQ").pack_into
+"""Writes the fields up to the stream, in less than half of the time that one by one takes."""
+
+
 class Launcher:
     """Launches the kernel at address ``function``, whose one parameter is a structure by value.
 
@@ -82,7 +87,7 @@ class Launcher:
     def __init__(self, function: int, arguments: ctypes.Structure, *, early: bool) -> None:
         self._arguments = arguments  # keeps the memory that the driver reads
         self._parameters = ctypes.c_void_p(ctypes.addressof(arguments))
-        self._config = _LaunchConfig(grid=(1, 1, 1), block=(1, 1, 1))
+        self._config = _LaunchConfig()
         if early:
             self._config.attributes, self._config.num_attributes = _early().getPtr(), 1
         pointers = ctypes.addressof(self._config), function, ctypes.addressof(self._parameters), None
@@ -91,8 +96,7 @@ class Launcher:
 
     def launch(self, stream: int, blocks: int, threads: int) -> None:
         """Enqueue the kernel on ``stream`` with a copy of its argument. Local, does not block; raises `HandleError`."""
-        config = self._config
-        config.grid[0], config.block[0], config.stream = blocks, threads, stream
+        _pack_config(self._config, 0, blocks, 1, 1, threads, 1, 1, 0, stream)
         status = self._launch(*self._passed)
         if status:
             check("cuLaunchKernelEx", driver.CUresult(status))

@@ -50,16 +50,16 @@ class PacketArguments(ctypes.Structure):
         ("own", ctypes.c_uint64),
         ("output", ctypes.c_uint64),
         ("output_nbytes", ctypes.c_uint64),
-        ("inboxes", ctypes.c_uint64 * MAX_RANKS),
-        ("inbox_nbytes", ctypes.c_uint64),
-        ("flagged", FlaggedInboxes),
-        ("fences", ctypes.c_uint64),
         ("steps", ctypes.c_uint32),
         ("laps", ctypes.c_uint32),
         ("sources", ctypes.c_uint32),
         ("targets", ctypes.c_uint32),
         ("paced", ctypes.c_uint32),
         ("unused", ctypes.c_uint32),
+        ("inboxes", ctypes.c_uint64 * MAX_RANKS),
+        ("inbox_nbytes", ctypes.c_uint64),
+        ("flagged", FlaggedInboxes),
+        ("fences", ctypes.c_uint64),
     ]
 
 

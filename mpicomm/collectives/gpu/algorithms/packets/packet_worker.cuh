@@ -30,16 +30,16 @@ struct Packets {
   const u8* own;  // this rank's contribution to the reduction, if it is one of the sources
   u8* output;     // where the result goes; null where this rank only sends it on
   u64 output_nbytes;
-  u8* inboxes[kMaxRanks];  // the inboxes of every rank, for the wire of this kernel
-  u64 inbox_nbytes;        // of one inbox
-  FlaggedInboxes flagged;
-  Fences* fences;  // one for each block
   u32 steps;  // the steps of this rank; with fan-out the same on all ranks
   u32 laps;   // the steps that an inbox holds
   u32 sources;  // the sources of the reduction or relay, bit r for rank r
   u32 targets;  // the targets of the fan-out, likewise
   u32 paced;    // the peers with messages longer than an inbox, of different lengths each way
   u32 unused;
+  u8* inboxes[kMaxRanks];  // the inboxes of every rank, for the wire of this kernel
+  u64 inbox_nbytes;        // of one inbox
+  FlaggedInboxes flagged;
+  Fences* fences;  // one for each block
 #if defined(MPICOMM_EPILOGUE) || defined(MPICOMM_WEIGHT)
   Finish finish;
 #endif

@@ -30,11 +30,9 @@ from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
 from mpicomm.mpi.span import Span
 
-# The fields of `PacketArguments` that a call fills in: the tags, which the messages follow; the inboxes; the steps.
+# The fields of `PacketArguments` that a call fills in: the tags, which the messages and the steps follow; the inboxes.
 _AT_TAGS: int = PacketArguments.team.offset + Team.tags.offset
 _AT_INBOXES: int = PacketArguments.inboxes.offset
-_AT_STEPS: int = PacketArguments.steps.offset
-_pack_steps = struct.Struct("=5I").pack_into
 _pack_pair = struct.Struct("<IQQQQ").pack
 
 
@@ -80,7 +78,7 @@ class PacketTemplate:
             cls = finished_packet_arguments(type(finish.arguments))
             self.arguments = cls(team=team, flagged=flagged, fences=fences, finish=finish.arguments)
         words, absent = f"{size}Q", f"{8 * (MAX_RANKS - size)}x"
-        self._messages = struct.Struct(f"={size}I{4 * (MAX_RANKS - size)}x{4 * (words + absent)}3Q")
+        self._messages = struct.Struct(f"={size}I{4 * (MAX_RANKS - size)}x{4 * (words + absent)}3Q5I")
         self._inboxes = struct.Struct(f"={words}{absent}Q")
         self._filled_inboxes: Inboxes | None = None
 
@@ -154,11 +152,11 @@ class PacketTemplate:
         pick, (sources, targets) = self._pick, self._bits
         if self._reduces and not values[self._output]:
             pick, sources, targets = self._pick_idle, 0, 0
-        self._messages.pack_into(arguments, _AT_TAGS, *pick([*values, *tags]))
+        messages = pick([*values, *tags])
+        self._messages.pack_into(arguments, _AT_TAGS, *messages, steps, laps, sources, targets, paced)
         if inboxes is not self._filled_inboxes:
             self._inboxes.pack_into(arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
-        _pack_steps(arguments, _AT_STEPS, steps, laps, sources, targets, paced)
         # A kernel for more steps has more to do in each of them.
         return wire, "one" if steps == 1 else "few" if steps <= laps else "paced" if paced else "laps"
 
