@@ -10,13 +10,13 @@ from typing import Any, cast
 import numpy as np
 
 from mpicomm.collectives.exchange import TwoShot
-from mpicomm.collectives.gpu.algorithms.base import Finish
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region
+from mpicomm.collectives.gpu.algorithms.base import Finish, Node
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
-from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner
 from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.signature import Signature
 from tests.helpers.launch_numbers import begin_behind, old_flags
 from tests.helpers.patterns import Pattern
@@ -36,7 +36,7 @@ class SmallLayout(ArenaLayout):
 
 
 class PacketRig:
-    """An arena and a planner for each rank, of one wire; ``inbox_nbytes`` is what each rank can send to another."""
+    """An arena for each rank, of one wire; ``inbox_nbytes`` is what each rank can send to another."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class PacketRig:
         machine.keep()
         for arena in self.arenas:
             arena.bytes[layout.sentinels : layout.escapes].view(np.uint32)[:] = ABSENT
-        self._planners = [self._planner(rank, layout, timeout_s) for rank in range(self.size)]
+        self._nodes = [self._node(rank, timeout_s) for rank in range(self.size)]
 
     def start_at(self, launch: int) -> None:
         """Let all ranks have begun and ended this launch."""
@@ -89,33 +89,27 @@ class PacketRig:
         rows = row_geometry(fused.rows, self._geometry.blocks, self.size) if fused and fused.rows else None
         for step in pattern.steps:
             exchange, fan_out = (step.first, step.second) if isinstance(step, TwoShot) else (step, None)
-            longest_nbytes = rows.nbytes if rows else step.longest_nbytes
-            launch = self._planners[rank].launch(
-                exchange,
-                call.reduction,
-                signature.hash32,
-                self._wire,
-                nbytes=_ANY_NBYTES if pattern.operation.counts == "private" else longest_nbytes,
-                fan_out=fan_out,
-                geometry=rows.threads if rows else self._geometry,
-                finish=fused,
-            )
+            nbytes = _ANY_NBYTES if pattern.operation.counts == "private" else step.longest_nbytes
+            node, geometry = self._nodes[rank], self._geometry
+            if rows:
+                geometry, nbytes = rows.threads, rows.nbytes
+            inboxes = node.arena.flagged if self._wire == "flagged" else node.arena.sentinels
+            template = PacketTemplate(node, exchange, call.reduction, fan_out=fan_out, finish=fused)
+            launch = template.launch(signature.hash32, (self._wire, inboxes, geometry, nbytes))
             kernel = kernel_of(self.machine.builds, launch.variant, self._changes)
             parameters = [launch.arguments]
             self.machine.launch(rank, kernel, parameters, blocks=launch.blocks, threads=launch.threads, nap_us=nap_us)
 
-    def _planner(self, rank: int, layout: ArenaLayout, timeout_s: float) -> PacketPlanner:
+    def _node(self, rank: int, timeout_s: float) -> Node:
         pointers = tuple(self.machine.address(owner, arena, rank) for owner, arena in enumerate(self.arenas))
-        team = self.machine.team(self.arenas, rank, timeout_s)
+        team, layout = self.machine.team(self.arenas, rank, timeout_s), self._layout
 
         def inboxes(offset: int, nbytes: int) -> Inboxes:
             return Inboxes(tuple(pointer + offset for pointer in pointers), nbytes)
 
-        sentinels = inboxes(layout.sentinels, layout.sentinel_inbox_nbytes)
         arena = SimpleNamespace(
             layout=layout,
             flagged=inboxes(layout.flagged, layout.flagged_inbox_nbytes),
-            sentinels=sentinels,
-            region=lambda request: Region(sentinels.pointers, 4 * self.size * sentinels.nbytes),
+            sentinels=inboxes(layout.sentinels, layout.sentinel_inbox_nbytes),
         )
-        return PacketPlanner(team, cast(Any, arena), most_blocks=self._geometry.blocks)
+        return Node(team, cast(Any, arena), self._geometry.blocks)

@@ -12,7 +12,7 @@ from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Inboxes, Region, Request, escapes_nbytes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
-from mpicomm.collectives.gpu.algorithms.packets.launches import large_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes
 from mpicomm.collectives.gpu.algorithms.registry import IN_THE_ARENA
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
@@ -94,7 +94,7 @@ class ProgramRig:
             arena.bytes[layout.sentinels : layout.escapes].view(np.uint32)[:] = ABSENT
         for place in places["collectives: chain"]:
             place.bytes[chain.slots : chain.nbytes].view(np.uint32)[:] = ABSENT
-        self._nodes = []
+        self.nodes = []
         for rank in range(self.size):
             regions = {
                 what: Region(tuple(machine.addresses(places[what], rank)), slots_nbytes)
@@ -102,7 +102,7 @@ class ProgramRig:
             }
             arena_here = SimulatedArena(layout, machine.addresses(arenas, rank), regions)
             team = machine.team(arenas, rank, timeout_s)
-            self._nodes.append(Node(team, arena_here, BLOCKS, most_staged_nbytes=MOST_STAGED_NBYTES))
+            self.nodes.append(Node(team, arena_here, BLOCKS, most_staged_nbytes=MOST_STAGED_NBYTES))
 
     def run(
         self,
@@ -117,7 +117,7 @@ class ProgramRig:
         """Enqueue a rank's part of a collective, all of it on one stream; ``symmetric`` if it is into `outputs`."""
         assert threads is None
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
-        call, node = pattern.call(signature, memory), self._nodes[rank]
+        call, node = pattern.call(signature, memory), self.nodes[rank]
         algorithm = IN_THE_ARENA if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)
         self.requests += algorithm.memory(call, node)
         for step in algorithm.plan(call, node):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,9 +26,10 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     flags_can_carry,
     most_workers,
 )
-from mpicomm.collectives.gpu.algorithms.packets.geometry import MAX_BLOCKS, geometry_of
-from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner
-from mpicomm.collectives.gpu.algorithms.packets.wires import packet_wire
+from mpicomm.collectives.gpu.algorithms.packets.geometry import MAX_BLOCKS, Geometry
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
+from mpicomm.collectives.gpu.algorithms.packets.ways import sized_ways
+from mpicomm.collectives.gpu.algorithms.packets.wires import WireLimits, one_shot_limits, packet_wire
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
@@ -48,15 +50,17 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @given(
-    nbytes=st.integers(0, 1 << 34),
+    nbytes=st.integers(0, 1 << 34) | st.integers(0, 1 << 17),
     dtype=st.sampled_from([None, *REDUCTIONS]),
-    flagged=st.floats(0, 1 << 34),
-    sentinel=st.floats(0, 1 << 34),
+    link_speed=st.floats(0.1, 10),
+    operation=st.sampled_from([operations.ALLREDUCE, operations.REDUCE]),
 )
 def test_a_wire_carries_the_type_and_as_much_as_it_may(
-    nbytes: int, dtype: str | None, flagged: float, sentinel: float
+    nbytes: int, dtype: str | None, link_speed: float, operation: Operation
 ) -> None:
-    wire = packet_wire(nbytes, (dtype, "sum") if dtype else None, flagged, sentinel)
+    reduction = (dtype, "sum") if dtype else None
+    limits = one_shot_limits(operation, reduction, node_of(0, 4, link_speed=link_speed))
+    wire, (flagged, sentinel) = packet_wire(nbytes, limits), limits
     if wire == "flagged":
         assert 0 < nbytes <= flagged
         assert dtype is None or flags_can_carry(dtype)
@@ -64,6 +68,14 @@ def test_a_wire_carries_the_type_and_as_much_as_it_may(
         assert 0 < nbytes <= sentinel
     if wire is None:
         assert nbytes == 0 or nbytes > sentinel
+
+
+def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
+    """The threads for messages of so many packets."""
+    node = replace(node_of(0, size), multiprocessors=most_blocks)
+    way = sized_ways(WireLimits(0, 1 << 62), node, fan_out=fan_out)(16 * units)
+    assert way is not None
+    return way[2]
 
 
 @pytest.mark.parametrize("size", range(2, 9))
@@ -119,12 +131,16 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
     layout, tag = ArenaLayout(2, 64), 1
     inboxes = Inboxes((4096, 8192), layout.sentinel_inbox_nbytes)
     region = Region((4096, 8192), 8 * layout.large_inbox_nbytes(64 * MIB))
-    arena = cast(Any, SimpleNamespace(layout=layout, sentinels=inboxes, region=lambda request: region))
-    planner = PacketPlanner(Team(size=2), arena, 8, host_slots=host_slots)
+    arena: Any = SimpleNamespace(
+        layout=layout, flagged=inboxes, sentinels=inboxes, has=lambda request: True, region=lambda request: region
+    )
+    node = Node(Team(size=2), arena, 8, host_slots=host_slots)
     for nbytes, again in ((KIB, False), (64 * MIB, True)):
         span = Span(4096, nbytes)
         (exchange,) = patterns.alltoall(0, 2, np.dtype(np.uint8), [span] * 2, [span] * 2)
-        options = planner.launch(exchange, None, tag, "sentinel", nbytes=nbytes).variant.options
+        way = sized_ways(WireLimits(0, 1 << 62), node)(nbytes)
+        assert way is not None
+        options = PacketTemplate(node, exchange, None).launch(tag, way).variant.options
         assert (HOST_SLOTS[0] in options) == (host_slots and again)
     chains = ChainPlanner(Team(size=2), 8, host_slots=host_slots)
     chain = patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").chain

@@ -27,8 +27,8 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings
+from tests.helpers.addresses import DeviceArray, read_device_arrays
 
-ORDINAL = 0
 OPERATIONS_OF_FORMS = [row for row in OPERATIONS.values() if row.counts == "same" and row.send != "counted"]
 
 OPERATIONS_OF_BLOCKS = [
@@ -70,23 +70,9 @@ class Device:
         return SimpleNamespace(launch=launch)
 
 
-class DeviceArray:
-    """An array on a GPU as CuPy's interface describes it; nothing reads its memory."""
-
-    def __init__(self, pointer: int, count: int, dtype: np.dtype[Any]) -> None:
-        self.pointer, self.size, self.dtype = pointer, count, dtype
-
-
 @pytest.fixture(autouse=True)
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpicomm.mpi import buffers, plain_arrays
-
-    def read(array: Any, writable: bool, name: str) -> buffers.Memory:
-        nbytes = array.size * array.dtype.itemsize
-        return buffers.Memory(array.pointer, nbytes, array.dtype, True, ORDINAL, array)
-
-    monkeypatch.setitem(buffers._readers, DeviceArray, read)
-    monkeypatch.setitem(plain_arrays._readers, DeviceArray, lambda array: (array.pointer, array.size, array.dtype))
+    read_device_arrays(monkeypatch)
 
 
 def call_of(
@@ -154,12 +140,11 @@ def test_a_filled_call_is_launched_as_if_it_had_been_planned(data: st.DataObject
             assert not filled
             return
         requests = algorithm.memory(planned, device.node)
-        steps = list(algorithm.plan(planned, device.node))
         has_template = algorithm.template(Form(call, rank, size), device.node) is not None
         assert filled == (has_template and all(map(device.node.arena.has, requests)))
         if filled:
             plan.launch(7)
-            (launch,) = cast(list[Launch], steps)
+            (launch,) = cast(list[Launch], [*algorithm.plan(planned, device.node)])
             expected = launch.variant, bytes(launch.arguments), launch.blocks, launch.threads, launch.early
             assert device.launched == expected
             assert plan.text == planned.text(into_memory=False)
@@ -258,7 +243,6 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: s
         planned = GpuCall.of(read, Mappings(), None)
         algorithm = choose(planned, "auto", BUILT_IN, device.node)
         requests = algorithm.memory(planned, device.node)
-        steps = list(algorithm.plan(planned, device.node))
         plan = plan or plan_of(read, device, "auto")
         sent, received = map(plain_array, arguments)
         assert sent is not None and received is not None and plan.takes(sent, received)
@@ -267,7 +251,7 @@ def test_a_filled_call_with_blocks_is_launched_as_if_it_had_been_planned(data: s
         assert filled == (packets and all(map(device.node.arena.has, requests)))
         if filled:
             plan.launch(7)
-            (launch,) = cast(list[Launch], steps)
+            (launch,) = cast(list[Launch], [*algorithm.plan(planned, device.node)])
             expected = launch.variant, bytes(launch.arguments), launch.blocks, launch.threads, launch.early
             assert device.launched == expected
             assert plan.text == planned.text(into_memory=False)

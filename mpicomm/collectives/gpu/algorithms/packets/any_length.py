@@ -12,15 +12,10 @@ from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, mo
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
-from mpicomm.collectives.gpu.algorithms.packets.block_calls import PacketBlocks
-from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within
-from mpicomm.collectives.gpu.algorithms.packets.launches import (
-    PacketPlanner,
-    inboxes_of,
-    large_inboxes,
-    most_blocks_of,
-)
-from mpicomm.collectives.gpu.algorithms.packets.ways import ANY_NBYTES, any_length_ways
+from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks
+from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within, most_blocks_of
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
+from mpicomm.collectives.gpu.algorithms.packets.ways import any_length_way, inboxes_of, large_inboxes
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
@@ -45,7 +40,7 @@ class OfAnyLength(Algorithm):
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
-        return PacketBlocks(form, node, any_length_ways(node))
+        return PacketBlocks(form, node, lambda nbytes: any_length_way(node, node.arena.any_length))
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """See `Algorithm`."""
@@ -56,15 +51,7 @@ class OfAnyLength(Algorithm):
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
         inboxes = node.arena.any_length if call.lengths_are_private else node.arena.sentinels
-        yield PacketPlanner.of(node).launch(
-            call.one_shot,
-            call.reduction,
-            call.tag(),
-            "sentinel",
-            nbytes=ANY_NBYTES,
-            geometry=geometry_within(inboxes.nbytes, most_blocks_of(node), node.size),
-            inboxes=inboxes,
-        )
+        yield PacketTemplate(node, call.one_shot, call.reduction).launch(call.tag(), any_length_way(node, inboxes))
         yield from moved(call.one_shot)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import NamedTuple
 
+from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES, most_workers
 from mpicomm.kernels.team import LANES
 
@@ -29,30 +30,21 @@ class Geometry(NamedTuple):
         return -(-units // (self.blocks * self.workers)) or 1
 
 
-def geometry_of(units: int, most_blocks: int, size: int, *, fan_out: bool) -> Geometry:
-    """Return the geometry for messages of ``units`` packets between ``size`` ranks; the same on all of them.
-
-    As measured on H200s: one step if that is possible, with as many blocks as there are, each as small as that allows.
-    """
-    for most_units, units_of_each, shapes in _rungs(most_blocks, size, fan_out):
-        if units <= most_units:
-            return shapes[-(-units // units_of_each) - 1]
-    return Geometry(most_blocks, most_workers(size, fan_out=fan_out, one_step=False))
-
-
-_Rung = tuple[int, int, list[Geometry]]
-"""The most packets of a rung. Packets of the given number lead to the next of its geometries."""
-
-
 @cache
-def _rungs(most_blocks: int, size: int, fan_out: bool) -> list[_Rung]:
-    """Return the geometries that move packets in one step: for each size of blocks a smaller block, or up to all."""
-    most, rungs = most_workers(size, fan_out=fan_out, one_step=True), list[_Rung]()
+def geometries_of(most_blocks: int, size: int, *, fan_out: bool) -> tuple[list[int], list[Geometry]]:
+    """Return the most packets that geometries between ``size`` ranks move in one step, and these geometries.
+
+    The last geometry, which has no such number, is for all messages of more packets. As measured on H200s: one step if
+    that is possible, with as many blocks as there are, each as small as that allows.
+    """
+    most, units, geometries = most_workers(size, fan_out=fan_out, one_step=True), [0], list[Geometry]()
     for workers in (*(each for each in _WORKERS if each < most), most):
-        smaller = [Geometry(1, few) for few in range(LANES, workers + 1, LANES)]
-        rungs.append((workers, LANES, smaller))
-        rungs.append((workers * most_blocks, workers, [Geometry(1 + more, workers) for more in range(most_blocks)]))
-    return rungs
+        of_one_block = [Geometry(1, few) for few in range(LANES, workers, LANES)]
+        for geometry in (*of_one_block, *[Geometry(1 + more, workers) for more in range(most_blocks)]):
+            if geometry.threads > units[-1]:
+                units.append(geometry.threads)
+                geometries.append(geometry)
+    return units[1:], [*geometries, Geometry(most_blocks, most_workers(size, fan_out=fan_out, one_step=False))]
 
 
 @cache
@@ -63,3 +55,8 @@ def geometry_within(inbox_nbytes: int, most_blocks: int, size: int) -> Geometry:
     """
     room = inbox_nbytes // SLOT_NBYTES // (FEWEST_LAPS * most_blocks) // LANES * LANES
     return Geometry(most_blocks, min(room, most_workers(size, fan_out=False, one_step=False)))
+
+
+def most_blocks_of(node: Node) -> int:
+    """Return the most blocks of a launch between the ranks of a node."""
+    return min(MAX_BLOCKS, node.multiprocessors)

@@ -7,17 +7,23 @@ takes it and sends the result on, in the same kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import inf
 
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire
-from mpicomm.collectives.gpu.algorithms.packets.block_calls import PacketBlocks
-from mpicomm.collectives.gpu.algorithms.packets.calls import PacketCalls
-from mpicomm.collectives.gpu.algorithms.packets.launches import PacketPlanner, large_inboxes, most_blocks_of
+from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks, PacketCalls
+from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
-from mpicomm.collectives.gpu.algorithms.packets.ways import sized_ways
-from mpicomm.collectives.gpu.algorithms.packets.wires import one_shot_limits, packet_wire, two_shot_limits
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
+from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes, sized_ways
+from mpicomm.collectives.gpu.algorithms.packets.wires import (
+    WireLimits,
+    one_shot_limits,
+    packet_wire,
+    two_shot_limits,
+)
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
@@ -50,24 +56,17 @@ class OneShot(Algorithm):
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        wire, rows = self._wire(call, node), _rows(call, node)
-        assert wire is not None
-        exchange, planner = call.one_shot, PacketPlanner.of(node)
-        yield planner.launch(
-            exchange,
-            call.reduction,
-            call.tag(),
-            wire,
-            nbytes=rows.nbytes if rows else exchange.longest_nbytes,
-            geometry=rows.threads if rows else None,
-            finish=self._fused(call, node),
-        )
+        exchange, rows = call.one_shot, _rows(call, node)
+        way = sized_ways(self._limits(call, node), node)(rows.nbytes if rows else exchange.longest_nbytes)
+        assert way is not None
+        if rows:
+            way = *way[:2], rows.threads, rows.nbytes
+        yield PacketTemplate(node, exchange, call.reduction, finish=self._fused(call, node)).launch(call.tag(), way)
         yield from moved(exchange)
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
-        limits = one_shot_limits(form.operation, form.reduction, node)
-        ways = sized_ways(limits, form.reduction, node, fan_out=False)
+        ways = sized_ways(one_shot_limits(form.operation, form.reduction, node), node)
         return PacketCalls(form, node, ways, two_shot=False) if form.is_even else PacketBlocks(form, node, ways)
 
     def _fused(self, call: GpuCall, node: Node) -> Fused | None:
@@ -75,10 +74,12 @@ class OneShot(Algorithm):
         return None if fused and fused.rows and not _rows(call, node) else fused
 
     def _wire(self, call: GpuCall, node: Node) -> Wire | None:
+        return packet_wire(call.one_shot.longest_nbytes, self._limits(call, node))
+
+    def _limits(self, call: GpuCall, node: Node) -> WireLimits:
         if _rows(call, node) is not None:
-            return "sentinel"  # the order in which squares are added is one of packets of 16 bytes
-        limits = one_shot_limits(call.operation, call.reduction, node)
-        return packet_wire(call.one_shot.longest_nbytes, call.reduction, *limits)
+            return WireLimits(0, inf)  # the order in which squares are added is one of packets of 16 bytes
+        return one_shot_limits(call.operation, call.reduction, node)
 
 
 class TwoShot(Algorithm):
@@ -100,21 +101,16 @@ class TwoShot(Algorithm):
 
     def plan(self, call: GpuCall, node: Node) -> Iterator[Step]:
         """See `Algorithm`."""
-        wire, schedule = self._wire(call, node), call.two_shot
-        assert wire is not None
-        yield PacketPlanner.of(node).launch(
-            schedule.first,
-            call.reduction,
-            call.tag(),
-            wire,
-            nbytes=schedule.longest_nbytes,
-            fan_out=schedule.second,
-            finish=self._fused(call),
-        )
+        schedule, limits = call.two_shot, two_shot_limits(call.reduction, node)
+        way = sized_ways(limits, node, fan_out=True)(schedule.longest_nbytes)
+        assert way is not None
+        finish = self._fused(call)
+        template = PacketTemplate(node, schedule.first, call.reduction, fan_out=schedule.second, finish=finish)
+        yield template.launch(call.tag(), way)
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
-        ways = sized_ways(two_shot_limits(form.reduction, node), form.reduction, node, fan_out=True)
+        ways = sized_ways(two_shot_limits(form.reduction, node), node, fan_out=True)
         return PacketCalls(form, node, ways, two_shot=True)
 
     def _fused(self, call: GpuCall) -> Fused | None:
@@ -122,7 +118,7 @@ class TwoShot(Algorithm):
         return None if fused and fused.rows else fused  # several ranks may reduce parts of a row
 
     def _wire(self, call: GpuCall, node: Node) -> Wire | None:
-        return packet_wire(call.two_shot.longest_nbytes, call.reduction, *two_shot_limits(call.reduction, node))
+        return packet_wire(call.two_shot.longest_nbytes, two_shot_limits(call.reduction, node))
 
 
 def fused_in(call: GpuCall) -> Fused | None:

@@ -10,9 +10,11 @@ from typing import NamedTuple
 from zlib import crc32
 
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.gpu.algorithms.base import Node
 from mpicomm.collectives.gpu.algorithms.memory import Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
+    OVERSEERS,
     SLOT_NBYTES,
     UNIT_NBYTES,
     PacketArguments,
@@ -21,10 +23,11 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     finished_packet_arguments,
     packet_kernel,
 )
-from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
+from mpicomm.collectives.gpu.algorithms.packets.ways import Way
+from mpicomm.collectives.gpu.algorithms.steps import Launch
+from mpicomm.collectives.gpu.algorithms.template import Filled
 from mpicomm.errors import InvalidUsageError
 from mpicomm.finishes.base import Fused
-from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant
@@ -48,35 +51,35 @@ class PacketTemplate:
     The form is ``exchange`` and, with ``fan_out``, the exchange after it, in which ranks send on the data that they
     have reduced or received. `places` are the pieces of memory in them, each once. With ``alike`` all of them have the
     same length in each call. ``reduction`` is (dtype, op) if any rank reduces. ``finish`` is applied to the result.
-    ``host_slots`` is whether inboxes lie in memory of the host.
 
-    `fill` writes one call into `arguments`. The next `fill` overwrites it, so a caller launches the kernel in between.
+    `write` writes one call into `arguments`. The next one overwrites it, so a caller launches the kernel in between.
     """
 
     def __init__(
         self,
-        team: Team,
-        flagged: FlaggedInboxes,
-        fences: int,
+        node: Node,
         exchange: Exchange,
         reduction: Reduction | None,
         *,
         fan_out: Exchange | None = None,
         finish: Fused | None = None,
-        host_slots: bool = False,
         alike: bool = False,
     ) -> None:
+        self._itemsize = exchange.dtype.itemsize
         self._reduction = reduction
-        self._host_slots = host_slots
+        self._host_slots = node.host_slots
         self._fans = fan_out is not None
         self._rows = finish is not None and finish.rows is not None
         self._options = finish.options if finish else ()
-        self._size, self._rank = size, rank = int(team.size), int(team.rank)
+        self._size, self._rank = size, rank = node.size, node.rank
+        team, layout = node.team, node.arena.layout
+        own = team.arenas[rank]
+        given = {"team": team, "flagged": layout.flagged_inboxes(own), "fences": own + layout.fences}
         if finish is None:
-            self.arguments = PacketArguments(team=team, flagged=flagged, fences=fences)
+            self.arguments = PacketArguments(**given)
         else:
-            cls = finished_packet_arguments(type(finish.arguments))
-            self.arguments = cls(team=team, flagged=flagged, fences=fences, finish=finish.arguments)
+            self.arguments = finished_packet_arguments(type(finish.arguments))(**given, finish=finish.arguments)
+        self.early = node.early
         words, absent = f"{size}Q", f"{8 * (MAX_RANKS - size)}x"
         self._messages = struct.Struct(f"={size}I{4 * (MAX_RANKS - size)}x{4 * (words + absent)}3Q5I")
         self._inboxes = struct.Struct(f"={words}{absent}Q")
@@ -99,7 +102,7 @@ class PacketTemplate:
         """The pieces of memory of the form; the first one is no memory."""
 
     def bind(self, addresses: Sequence[int], lengths: Sequence[int], number: int) -> None:
-        """Let `fill` take ``number`` values, in which the address and the length of each place have these indices."""
+        """Let `write` take ``number`` values, in which the address and the length of each place have these indices."""
         tags, ends = [number + tag for tag in self._tags], self._ends
 
         def picked(own: int, output: int) -> Callable[[list[int]], tuple[int, ...]]:
@@ -116,17 +119,14 @@ class PacketTemplate:
         indices = [*chain.from_iterable(others)]
         self._of_others: Callable[[list[int]], tuple[int, ...]] = itemgetter(*indices)
 
-    def fill(
-        self, values: list[int], longest: int, tag: int, wire: Wire, inboxes: Inboxes, geometry: Geometry, nbytes: int
-    ) -> Kernel:
-        """Write a call into `arguments`, and return the kernel to launch.
+    def write(self, values: list[int], longest: int, tag: int, way: Way) -> Filled:
+        """Write a call into `arguments`.
 
         ``values`` are those of `bind`. Lengths are in bytes, and a place without bytes has address 0. ``longest`` is
-        the longest length. ``tag`` says the facts in which all ranks must agree. ``nbytes`` is the most bytes that one
-        rank sends to another, or a larger number; with rows, whose threads need not have a unit in each step, the bytes
-        of all slots. ``tag``, ``wire``, ``inboxes``, ``geometry`` and ``nbytes`` are the same on all ranks.
+        the longest length. ``tag`` says the facts in which all ranks must agree. ``tag`` and ``way`` are the same on
+        all ranks.
         """
-        blocks, workers = geometry
+        wire, inboxes, (blocks, workers), nbytes = way
         threads, unit_nbytes = blocks * workers, UNIT_NBYTES[wire]
         units, slots = -(-nbytes // unit_nbytes), inboxes.nbytes // SLOT_NBYTES
         steps = -(-units // threads) or 1
@@ -158,7 +158,18 @@ class PacketTemplate:
             self._inboxes.pack_into(arguments, _AT_INBOXES, *inboxes.pointers, inboxes.nbytes)
             self._filled_inboxes = inboxes
         # A kernel for more steps has more to do in each of them.
-        return wire, "one" if steps == 1 else "few" if steps <= laps else "paced" if paced else "laps"
+        of_steps: Steps = "one" if steps == 1 else "few" if steps <= laps else "paced" if paced else "laps"
+        return (wire, of_steps), blocks, workers + OVERSEERS
+
+    def launch(self, tag: int, way: Way) -> Launch:
+        """Return the launch of the exchange itself, whose spans say the addresses and the lengths of its places."""
+        itemsize = self._itemsize
+        lengths = [0 if span is None else span.count * itemsize for span in self.places]
+        addresses = [span.pointer if span is not None and span.count else 0 for span in self.places]
+        number = len(lengths)
+        self.bind(range(number), range(number, 2 * number), 2 * number)
+        kernel, blocks, threads = self.write([*addresses, *lengths], max(lengths), tag, way)
+        return Launch(self.variant(kernel), self.arguments, blocks, threads, self.early)
 
     def variant(self, kernel: Kernel) -> Variant:
         """Return the source and options of a kernel; raises `InvalidUsageError` for an undefined reduction."""

@@ -2,51 +2,70 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 from mpicomm.collectives.gpu.algorithms.base import Node
-from mpicomm.collectives.gpu.algorithms.memory import Inboxes
-from mpicomm.collectives.gpu.algorithms.packets.arguments import UNIT_NBYTES, Wire
-from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry, geometry_of, geometry_within
-from mpicomm.collectives.gpu.algorithms.packets.launches import inboxes_of, large_inboxes, most_blocks_of
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.packets.arguments import STAGES, UNIT_NBYTES, Wire
+from mpicomm.collectives.gpu.algorithms.packets.geometry import (
+    Geometry,
+    geometries_of,
+    geometry_within,
+    most_blocks_of,
+)
 from mpicomm.collectives.gpu.algorithms.packets.wires import WireLimits, packet_wire
-from mpicomm.kernels.reductions import Reduction
 
 Way = tuple[Wire, Inboxes, Geometry, int]
-"""The wire, the inboxes, the threads, and the most bytes from one rank to another, as all ranks take them to be."""
-WayOf = Callable[[int], Way | None]
+"""The wire, the inboxes, the threads, and the most bytes from one rank to another, as all ranks take them to be.
+
+With rows, whose threads need not have a unit in each step, the bytes are those of all slots.
+"""
+WayOf = Callable[[int], "Way | None"]
 """Returns the way for messages of so many bytes at most, None where a call has to be planned: alike on all ranks."""
 
 ANY_NBYTES = 1 << 62
 """The length that all ranks take messages for whose length only two ranks know."""
 
 
-def sized_ways(limits: WireLimits, reduction: Reduction | None, node: Node, *, fan_out: bool) -> WayOf:
-    """Return the ways of calls in which all ranks know the longest message."""
-    arena, layout, size, most_blocks = node.arena, node.arena.layout, node.size, most_blocks_of(node)
-    flagged, sentinels = arena.flagged, arena.sentinels
+def sized_ways(limits: WireLimits, node: Node, *, fan_out: bool = False) -> WayOf:
+    """Return the ways of calls in which all ranks know the longest message, as far as the arena has inboxes."""
+    most_units, geometries = geometries_of(most_blocks_of(node), node.size, fan_out=fan_out)
+    arena, flagged, sentinels = node.arena, node.arena.flagged, node.arena.sentinels
 
     def way_of(nbytes: int) -> Way | None:
-        wire = packet_wire(nbytes, reduction, *limits)
+        wire = packet_wire(nbytes, limits)
         if wire is None:
             return None
-        inboxes = flagged if wire == "flagged" else sentinels
-        if nbytes > sentinels.nbytes:
-            request = large_inboxes(layout, nbytes)
+        if wire == "flagged":
+            inboxes = flagged
+        elif nbytes <= sentinels.nbytes:
+            inboxes = sentinels
+        else:
+            request = large_inboxes(arena.layout, nbytes)
             if not arena.has(request):
                 return None  # the ranks set memory up when they plan a call
-            inboxes = inboxes_of(layout, arena.region(request))
-        return wire, inboxes, geometry_of(-(-nbytes // UNIT_NBYTES[wire]), most_blocks, size, fan_out=fan_out), nbytes
+            inboxes = inboxes_of(arena.layout, arena.region(request))
+        return wire, inboxes, geometries[bisect_left(most_units, -(-nbytes // UNIT_NBYTES[wire]))], nbytes
 
     return way_of
 
 
-def any_length_ways(node: Node) -> WayOf:
+def any_length_way(node: Node, inboxes: Inboxes) -> Way:
     """Return the way of calls in which only two ranks know the length of a message, whatever the length."""
-    arena, size, most_blocks = node.arena, node.size, most_blocks_of(node)
-    return lambda nbytes: (
-        "sentinel",
-        arena.any_length,
-        geometry_within(arena.any_length.nbytes, most_blocks, size),
-        ANY_NBYTES,
-    )
+    return "sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size), ANY_NBYTES
+
+
+def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:
+    """Return the request for inboxes of the sentinel wire that hold ``nbytes`` from each rank, or a part of that."""
+    slots_nbytes = _number_of_inboxes(layout) * layout.large_inbox_nbytes(nbytes)
+    return Request("collectives: large messages", slots_nbytes, sentinel=True)
+
+
+def inboxes_of(layout: ArenaLayout, region: Region) -> Inboxes:
+    """Return the inboxes in a region that was set up for `large_inboxes`."""
+    return Inboxes(region.pointers, region.slots_nbytes // _number_of_inboxes(layout))
+
+
+def _number_of_inboxes(layout: ArenaLayout) -> int:
+    return PARITIES * STAGES * layout.size

@@ -12,24 +12,18 @@ from mpicomm.kernels.reductions import Reduction
 
 
 class WireLimits(NamedTuple):
-    """The most bytes from one rank to another for which LL packets and sentinel packets are taken."""
+    """The most bytes from one rank to another for which LL packets and sentinel packets are the fastest."""
 
     flagged: float
     sentinel: float
 
 
-def packet_wire(
-    nbytes: int, reduction: Reduction | None, most_flagged_nbytes: float, most_sentinel_nbytes: float
-) -> Wire | None:
-    """Return the wire for an exchange in which a rank sends another at most ``nbytes``; None if no wire fits.
-
-    LL packets are the fastest up to ``most_flagged_nbytes``, sentinel packets up to ``most_sentinel_nbytes``.
-    """
-    if nbytes == 0:
-        return None
-    if nbytes <= most_flagged_nbytes and (reduction is None or flags_can_carry(reduction[0])):
-        return "flagged"
-    return "sentinel" if nbytes <= most_sentinel_nbytes else None
+def packet_wire(nbytes: int, limits: WireLimits) -> Wire | None:
+    """Return the wire for an exchange in which a rank sends another at most ``nbytes``; None if no wire fits."""
+    most_flagged, most_sentinel = limits
+    if nbytes <= most_flagged:
+        return "flagged" if nbytes else None
+    return "sentinel" if nbytes <= most_sentinel else None
 
 
 def one_shot_limits(operation: Operation, reduction: Reduction | None, node: Node) -> WireLimits:
@@ -45,6 +39,8 @@ def two_shot_limits(reduction: Reduction | None, node: Node) -> WireLimits:
 
 
 def _limits(reduction: Reduction | None, node: Node, *, to_all: bool, sentinel: float) -> WireLimits:
+    if reduction is not None and not flags_can_carry(reduction[0]):
+        return WireLimits(0, sentinel)
     fastest = _most_flagged_nbytes(node.size, to_all, reduces=reduction is not None) * node.link_speed
     return WireLimits(min(carried_nbytes(node.arena.flagged.nbytes, "flagged"), fastest), sentinel)
 
