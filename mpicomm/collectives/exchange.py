@@ -83,11 +83,6 @@ class Exchange:
         sent, received = (span.count if span else 0 for span in (self.sends[peer], place))
         return sent * self.dtype.itemsize, received * self.dtype.itemsize
 
-    def agreed_with(self, peer: int) -> tuple[int, int, int, int]:
-        """Return two numbers for the way to ``peer`` and two for the way back, on which both ranks must agree."""
-        (sent, received), (sent_cut, received_cut) = self.nbytes_with(peer), self.cuts[peer] if self.cuts else (0, 0)
-        return sent, sent_cut, received, received_cut
-
 
 @dataclass(frozen=True)
 class TwoShot:

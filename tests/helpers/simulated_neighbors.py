@@ -76,8 +76,8 @@ def exchange(parts: Sequence[Part]) -> None:
     found: list[tuple[Span | None, npt.NDArray[np.uint8]]] = []
     for rank, part in enumerate(parts):
         for peer, other in enumerate(parts):
-            sent, cut, *_ = part.exchange.agreed_with(peer)
-            *_, received, expected_cut = other.exchange.agreed_with(rank)
+            (sent, _), (_, received) = part.exchange.nbytes_with(peer), other.exchange.nbytes_with(rank)
+            (cut, _), (_, expected_cut) = part.exchange.cuts[peer], other.exchange.cuts[rank]
             assert sent == received, f"rank {rank} sends {sent} bytes where rank {peer} expects {received}"
             assert cut == expected_cut, f"rank {rank} sends other blocks than rank {peer} expects"
             source = part.exchange.sends[peer]
