@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
-from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
-from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory
+from mpicomm.collectives.gpu.algorithms.base import Node
+from mpicomm.collectives.gpu.algorithms.chain.plan import ChainTemplate, layout_of
+from mpicomm.collectives.gpu.algorithms.memory import ChannelMemory, Region
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
@@ -16,7 +19,7 @@ from tests.kernels.build import Builds, Change
 from tests.kernels.memory_rig import MemoryRig
 
 
-class ChainRig(MemoryRig[ChainPlanner]):
+class ChainRig(MemoryRig[Node]):
     """``blocks`` is how many a kernel has for one place at most; slots are those for messages of ``nbytes``."""
 
     def __init__(
@@ -29,11 +32,15 @@ class ChainRig(MemoryRig[ChainPlanner]):
         changes: Sequence[Change] = (),
         timeout_s: float = 20,
     ) -> None:
-        def planner(team: Team, layout: ChannelMemory) -> ChainPlanner:
-            return ChainPlanner(team, blocks)
+        def node(team: Team, layout: ChannelMemory) -> Node:
+            memory = tuple(self.machine.addresses(self.memory, team.rank))
+            region = Region(memory, layout.nbytes - layout.slots)
+            arena: Any = SimpleNamespace(has=lambda request: True, region=lambda request: region)
+            return Node(team, arena, blocks)
 
-        layout = ChainPlanner(Team(), blocks).layout(nbytes, hops=1)
-        super().__init__(builds, size, layout, planner, changes=changes, timeout_s=timeout_s)
+        nowhere: Any = None
+        layout = layout_of(nbytes, 1, Node(Team(), nowhere, blocks))
+        super().__init__(builds, size, layout, node, changes=changes, timeout_s=timeout_s)
         for place in self.memory:
             place.bytes[layout.slots : layout.nbytes].view(np.uint32)[:] = ABSENT
 
@@ -48,6 +55,6 @@ class ChainRig(MemoryRig[ChainPlanner]):
     ) -> None:
         """Enqueue a rank's part of a chain."""
         assert threads is None
-        call, memory = pattern.call(signature), self.machine.addresses(self.memory, rank)
-        launch = self.planners[rank].launch(pattern.chain, call.reduction, call.tag(), self.layout, memory)
+        call = pattern.call(signature)
+        launch = ChainTemplate(self.planners[rank], pattern.chain, call.reduction).launch(call.tag())
         self.launch(rank, launch, threads=None, nap_us=nap_us)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from mpicomm.collectives.gpu.algorithms.base import Node
-from mpicomm.collectives.gpu.algorithms.chain.plan import ChainPlanner
+from mpicomm.collectives.gpu.algorithms.chain.plan import layout_of
 from mpicomm.collectives.gpu.algorithms.copies.plan import local_reduction
 from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Inboxes, Region, Request, escapes_nbytes
@@ -74,7 +75,8 @@ class ProgramRig:
         """The memory that algorithms have asked for."""
         layout = Layout(self.size, CHANNELS, INBOX_NBYTES, INBOX_NBYTES)
         # The largest slots of a chain; smaller ones of a message fit into them.
-        chain = ChainPlanner(Team(), BLOCKS).layout(1 << 30, hops=1)
+        nowhere: Any = None
+        chain = layout_of(1 << 30, 1, Node(Team(), nowhere, BLOCKS))
         sizes = {
             "collectives: slots": layout.slots_nbytes,
             "collectives: copies": STAGING_NBYTES,

@@ -18,7 +18,7 @@ from mpicomm.collectives import operations
 from mpicomm.collectives.gpu.algorithms import registry
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
-from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainPlanner
+from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainTemplate, cut, layout_of
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
@@ -105,21 +105,19 @@ def test_a_launch_keeps_its_limits(units: int, blocks: int, size: int, fan_out: 
 
 @given(nbytes=st.integers(1, 1 << 30), multiprocessors=st.sampled_from([1, 16, 60, 100, 132]), hops=st.integers(2, 3))
 def test_a_slot_of_a_chain_holds_what_a_channel_carries(nbytes: int, multiprocessors: int, hops: int) -> None:
-    planner = ChainPlanner(Team(size=3), multiprocessors)
-    layout = planner.layout(nbytes, hops)
+    node = replace(node_of(0, 3), multiprocessors=multiprocessors)
+    layout = layout_of(nbytes, hops, node)
     slot_nbytes = layout.channel_nbytes // CHAIN_SLOTS
     assert slot_nbytes in (BATCH_NBYTES, 4 * BATCH_NBYTES, 32 * KIB)
-    blocks, batch_nbytes = planner._cut(nbytes, hops)
+    blocks, batch_nbytes = cut(nbytes, hops, node)
     carried = -(-nbytes // (blocks * CHAIN_THREADS // LANES * batch_nbytes)) * BATCH_NBYTES
     assert slot_nbytes >= min(carried, 32 * KIB)
     assert slot_nbytes < 4 * carried
 
 
 def test_slots_of_a_chain_grow_with_its_messages() -> None:
-    planner = ChainPlanner(Team(size=4), 132)
-
     def nbytes_of(nbytes: int, hops: int) -> int:
-        layout = planner.layout(nbytes, hops)
+        layout = layout_of(nbytes, hops, node_of(0, 4))
         return layout.nbytes - layout.slots
 
     assert [nbytes_of(size * MIB, 3) // MIB for size in (1, 2, 3, 8, 9, 1024)] == [4, 4, 16, 16, 64, 64]
@@ -142,9 +140,8 @@ def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_ho
         assert way is not None
         options = PacketTemplate(node, exchange, None).launch(tag, way).variant.options
         assert (HOST_SLOTS[0] in options) == (host_slots and again)
-    chains = ChainPlanner(Team(size=2), 8, host_slots=host_slots)
     chain = patterns.bcast(0, 2, np.dtype(np.uint8), Span(4096, MIB), 0, "chain").chain
-    options = chains.launch(chain, None, tag, chains.layout(MIB, 1), [4096, 8192]).variant.options
+    options = ChainTemplate(node, chain, None).launch(tag).variant.options
     assert (HOST_SLOTS[0] in options) == host_slots
 
 
