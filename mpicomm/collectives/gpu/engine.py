@@ -281,9 +281,9 @@ class DeviceEngine:
         """
         if not self._open:
             self._require_open(plan.text)
-        if again and plan.collective:
-            self._board.post(plan.words, plan.count)
         if plan.collective:
+            if again:
+                self._board.post(plan.words, plan.count)
             self._board.ready()  # pairs with `meet` on the other ranks: nothing holds this thread up before its launch
             if meets:
                 self._calls.meet()

@@ -117,7 +117,9 @@ class PlanCache:
         self.engine = engine
         self._forms: dict[Hashable, _Form] = {}
         self._calls: dict[Hashable, KnownCall] = {}
-        self._times: dict[Hashable, int] = {}  # how often a call was filled into the plan of its form
+        # How often a call was filled into the plan of its form, by the hash of its key: new calls leave no objects to
+        # the garbage collector. Calls of one hash count together, so they get plans by themselves earlier.
+        self._times: dict[int, int] = {}
         self._version, self._any_mapped = session.mappings.version, session.mappings.any
         self._cupy = _of_library("cupy", "ndarray")
         self._identify: dict[type, Callable[[Any], Hashable]] = {
@@ -169,12 +171,13 @@ class PlanCache:
             return None if known.plan.is_old else known
         if form.fill is None:
             return None
-        times = self._times.get(key, 0)
+        digest = hash(key)
+        times = self._times.get(digest, 0)
         if times >= _TIMES:
             return None  # a call that is repeated gets a plan by itself, because a graph is launched faster
         if len(self._times) >= _MOST:
             self._times.clear()
-        self._times[key] = times + 1
+        self._times[digest] = times + 1
         registered = self._any_mapped and self._into_memory(operation, receive, received[0])
         return form.filled if form.fill(sent, received, registered=registered) else None
 

@@ -15,7 +15,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import packets_of
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within, most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import any_length_way, inboxes_of, large_inboxes
+from mpicomm.collectives.gpu.algorithms.packets.ways import any_length_way, any_length_ways, inboxes_of, large_inboxes
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
@@ -40,7 +40,7 @@ class OfAnyLength(Algorithm):
 
     def template(self, form: Form, node: Node) -> Template:
         """See `Algorithm`."""
-        return PacketBlocks(form, node, lambda nbytes: any_length_way(node, node.arena.any_length))
+        return PacketBlocks(form, node, any_length_ways(node))
 
     def accepts(self, call: GpuCall, node: Node) -> str | None:
         """See `Algorithm`."""

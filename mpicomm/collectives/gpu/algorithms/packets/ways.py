@@ -51,8 +51,21 @@ def sized_ways(limits: WireLimits, node: Node, *, fan_out: bool = False) -> WayO
     return way_of
 
 
-def any_length_way(node: Node, inboxes: Inboxes) -> Way:
+def any_length_ways(node: Node) -> WayOf:
     """Return the way of calls in which only two ranks know the length of a message, whatever the length."""
+    arena, way = node.arena, any_length_way(node, node.arena.any_length)
+
+    def way_of(nbytes: int) -> Way:
+        nonlocal way
+        if way[1] is not arena.any_length:  # the ranks have set up larger ones
+            way = any_length_way(node, arena.any_length)
+        return way
+
+    return way_of
+
+
+def any_length_way(node: Node, inboxes: Inboxes) -> Way:
+    """Return the way of messages of any length in these inboxes."""
     return "sentinel", inboxes, geometry_within(inboxes.nbytes, most_blocks_of(node), node.size), ANY_NBYTES
 
 
