@@ -12,7 +12,6 @@ from math import inf
 from mpicomm.collectives.gpu.algorithms.base import Algorithm, GpuCall, Node, moved
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks, PacketCalls
 from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
@@ -43,12 +42,13 @@ class OneShot(Algorithm):
         """See `Algorithm`."""
         if node.size == 1:
             return "there is one rank"
-        return None if self._wire(call, node) else "the inboxes are smaller than the data that goes one way"
+        wire = packet_wire(call.one_shot.longest_nbytes, self._limits(call, node))
+        return None if wire else "the inboxes are smaller than the data that goes one way"
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
         rows = _rows(call, node)
-        return _memory(node, self._wire(call, node), rows.nbytes if rows else call.one_shot.longest_nbytes)
+        return _memory(node, self._limits(call, node), rows.nbytes if rows else call.one_shot.longest_nbytes)
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
         """See `Algorithm`."""
@@ -73,9 +73,6 @@ class OneShot(Algorithm):
         fused = fused_in(call)
         return None if fused and fused.rows and not _rows(call, node) else fused
 
-    def _wire(self, call: GpuCall, node: Node) -> Wire | None:
-        return packet_wire(call.one_shot.longest_nbytes, self._limits(call, node))
-
     def _limits(self, call: GpuCall, node: Node) -> WireLimits:
         if _rows(call, node) is not None:
             return WireLimits(0, inf)  # the order in which squares are added is one of packets of 16 bytes
@@ -93,7 +90,7 @@ class TwoShot(Algorithm):
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
-        return _memory(node, self._wire(call, node), call.two_shot.longest_nbytes)
+        return _memory(node, two_shot_limits(call.reduction, node), call.two_shot.longest_nbytes)
 
     def finishes(self, call: GpuCall, node: Node) -> bool:
         """See `Algorithm`."""
@@ -117,9 +114,6 @@ class TwoShot(Algorithm):
         fused = fused_in(call)
         return None if fused and fused.rows else fused  # several ranks may reduce parts of a row
 
-    def _wire(self, call: GpuCall, node: Node) -> Wire | None:
-        return packet_wire(call.two_shot.longest_nbytes, two_shot_limits(call.reduction, node))
-
 
 def fused_in(call: GpuCall) -> Fused | None:
     """Return the epilogue of a call as a part of a kernel that reduces, None if the call has none."""
@@ -134,7 +128,7 @@ def _rows(call: GpuCall, node: Node) -> RowGeometry | None:
     return row_geometry(fused.rows, most_blocks_of(node), node.size) if fused and fused.rows else None
 
 
-def _memory(node: Node, wire: Wire | None, nbytes: int) -> Sequence[Request]:
-    if wire != "sentinel" or nbytes <= node.arena.sentinels.nbytes:
+def _memory(node: Node, limits: WireLimits, nbytes: int) -> Sequence[Request]:
+    if nbytes <= node.arena.sentinels.nbytes or packet_wire(nbytes, limits) != "sentinel":
         return ()
     return (large_inboxes(node.arena.layout, nbytes),)
