@@ -52,6 +52,7 @@ class DeviceArray:
         self._device = device
         self.memory: npt.NDArray[Any] = np.array(content)
         self.dtype = content.dtype
+        self.itemsize = content.itemsize
         device.own(self.memory)
         fake_driver.own(self.memory)
         self.__cuda_array_interface__ = {
