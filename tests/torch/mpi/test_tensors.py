@@ -182,8 +182,34 @@ def test_tensors_that_require_gradients(world: dist.ProcessGroup) -> None:
     assert leaf.requires_grad and leaf.is_leaf and leaf.grad_fn is None
 
 
+def test_autograd_may_want_a_gradient_of_an_output_while_its_call_is_under_way(world: dist.ProcessGroup) -> None:
+    """As after a functional collective has begun."""
+    case = Case(world, async_op=True)
+    given, sent = case.own(4), case.own(4 * case.size)
+    outputs = [case.empty(4 * case.size), case.own(4), case.empty(4), case.empty(4 * case.size), case.own(4)]
+    gathered, summed, scattered, swapped, shown = outputs
+    works = [
+        dist.all_gather_into_tensor(gathered, given, async_op=True),
+        dist.all_reduce(summed, async_op=True),
+        dist.reduce_scatter_tensor(scattered, sent, async_op=True),
+        dist.all_to_all_single(swapped, sent, async_op=True),
+        dist.broadcast(shown, 0, async_op=True),
+    ]
+    for output in outputs:
+        output.requires_grad_()
+    for work in works:
+        case.wait(work)
+    everyone, rows = case.all(4), [each.chunk(case.size)[case.rank] for each in case.all(4 * case.size)]
+    expected = [torch.cat(everyone), reduced(everyone, Op.SUM), reduced(rows, Op.SUM), torch.cat(rows), everyone[0]]
+    require_same(outputs, expected)
+
+
+@pytest.mark.host_alone
 def test_the_memory_of_a_call_needs_no_gradient_if_autograd_wants_one_of_the_tensor_meanwhile() -> None:
-    """As after a functional collective has begun; too rarely in the middle of a call for a test with calls."""
+    """Autograd comes too rarely in the middle of a call for a test with calls.
+
+    A call on tensors of a GPU is enqueued when the function returns, so autograd comes later.
+    """
     output = torch.ones(4)
     memory = flat(output, "output")
     output.requires_grad_()
