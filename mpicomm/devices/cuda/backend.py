@@ -184,11 +184,12 @@ class CudaBackend:
         """Return whether a blocking call on ``array`` waits for its peers beside ``stream``, and its thread with it."""
         # PyTorch itself calls from several threads: those of the program and of autograd. It keeps their order, and
         # expects that no call waits for the GPU.
-        return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
+        return not is_tensor(array) and self._threads.of(stream).are_several and not self.is_capturing(stream)
 
     def meets(self, stream: int, array: Any) -> bool:
         """Return whether the ranks meet on the host before a blocking collective on ``array`` begins."""
-        return self._threads.are_several and not (is_tensor(array) or self.is_capturing(stream))
+        # Tensors first: the backward pass of PyTorch has a thread of its own, and to count threads takes microseconds.
+        return not is_tensor(array) and self._threads.are_several and not self.is_capturing(stream)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses of any device or of the host. Local, stream-ordered."""
