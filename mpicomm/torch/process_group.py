@@ -280,8 +280,9 @@ class ProcessGroup(CollectiveCalls):
             streams = self._streams or self._gpu_streams(name, first)
         if not begin and limit is None:
             self._lane.call(name, call, *given)
-            # The caller is a function of PyTorch, which would only wait for a work.
-            return None if self._coalesced.works is None else self._joined(ended(outputs))
+            if self._coalesced.works is None:
+                return None  # the caller is a function of PyTorch, which would only wait for a work
+            return self._joined(ended(outputs))
         work: Work
         if streams is None:
             work = self._lane.run(partial(call, *given), outputs, name, begin=True, limit=limit)
@@ -292,7 +293,7 @@ class ProcessGroup(CollectiveCalls):
             work = streams.here(outputs, name, limit or FOREVER)
         if not begin:
             work.wait()
-        return self._joined(work)
+        return work if self._coalesced.works is None else self._joined(work)
 
     def _gpu_streams(self, name: str, tensor: torch.Tensor) -> Streams:
         if self._streams is None:
