@@ -239,12 +239,8 @@ def test_autograd_may_want_a_gradient_of_an_output_while_its_call_is_under_way(w
     require_same(outputs, expected)
 
 
-@pytest.mark.host_alone
 def test_the_memory_of_a_call_needs_no_gradient_if_autograd_wants_one_of_the_tensor_meanwhile() -> None:
-    """Autograd comes too rarely in the middle of a call for a test with calls.
-
-    A call on tensors of a GPU is enqueued when the function returns, so autograd comes later.
-    """
+    """As after a functional collective has begun; too rarely in the middle of a call for a test with calls."""
     output = torch.ones(4)
     memory = flat(output, "output")
     output.requires_grad_()
