@@ -184,12 +184,13 @@ class CudaBackend:
         """Return whether a blocking call on ``array`` waits for its peers beside ``stream``, and its thread with it."""
         # PyTorch itself calls from several threads: those of the program and of autograd. It keeps their order, and
         # expects that no call waits for the GPU.
-        return not is_tensor(array) and self._threads.of(stream).are_several and not self.is_capturing(stream)
+        return self._threads.of(stream).are_several and not (is_tensor(array) or self.is_capturing(stream))
 
     def meets(self, stream: int, array: Any) -> bool:
         """Return whether the ranks meet on the host before a blocking collective on ``array`` begins."""
-        # Tensors first: the backward pass of PyTorch has a thread of its own, and to count threads takes microseconds.
-        return not is_tensor(array) and self._threads.are_several and not self.is_capturing(stream)
+        # Not `are_several` for tensors: backward passes have a thread of their own, and a count of threads takes long.
+        several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
+        return several and not self.is_capturing(stream)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses of any device or of the host. Local, stream-ordered."""
