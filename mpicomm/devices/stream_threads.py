@@ -110,6 +110,11 @@ class ThreadsOfStreams:
         self._known: dict[int, StreamThreads] = {0: self._of_null}
 
     @property
+    def have_been_several(self) -> bool:
+        """Whether several threads have used streams of the device; some of them may have ended."""
+        return len(self._users) > 1
+
+    @property
     def are_several(self) -> bool:
         """Whether several threads use streams of the device. A thread that has ended does not count."""
         if len(self._users) < 2:

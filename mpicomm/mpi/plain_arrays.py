@@ -22,6 +22,18 @@ The displacements are None where each block begins behind the one before.
 """
 
 
+class ReadArray(tuple[Any, ...]):
+    """What `plain_array` has returned for an array, as an argument in place of the array. Both are equal as keys."""
+
+    __slots__ = ()
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the array."""
+        count, (dtype, _) = self[1:3]
+        return int(count * dtype.itemsize)
+
+
 def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     """Return a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None; None for all others. Local.
 
@@ -30,6 +42,10 @@ def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     """
     read = _readers.get(type(argument)) or _find(type(argument))
     return read(argument) if read else None
+
+
+def _itself(argument: Any) -> Any:
+    return argument
 
 
 def _nothing(argument: Any) -> PlainArray:
@@ -42,7 +58,8 @@ def _cupy(array: Any) -> PlainArray | None:
     return (data.ptr, array.size, (array.dtype, data.device_id)) if array._c_contiguous else None
 
 
-def _torch(tensor: Any) -> PlainArray | None:
+def plain_tensor(tensor: Any) -> PlainArray | None:
+    """As `plain_array`, for a ``torch.Tensor``."""
     if not tensor.is_cuda or not tensor.is_contiguous():
         return None
     if tensor.requires_grad or tensor.is_conj() or tensor.is_neg():
@@ -102,6 +119,7 @@ _Reader = Callable[[Any], "PlainArray | PlainBlocks | None"]
 _readers: dict[type, _Reader] = {
     list: _blocks,
     tuple: _blocks,
+    ReadArray: _itself,
     type(None): _nothing,
     type(MPI.IN_PLACE): _nothing,
 }
@@ -109,7 +127,7 @@ _readers: dict[type, _Reader] = {
 
 def _find(cls: type) -> _Reader | None:
     """Return the reader of a class, None where its objects are no plain arrays; those of subclasses may be none."""
-    for library, name, read in (("cupy", "ndarray", _cupy), ("torch", "Tensor", _torch)):
+    for library, name, read in (("cupy", "ndarray", _cupy), ("torch", "Tensor", plain_tensor)):
         if cls is getattr(sys.modules.get(library), name, None):
             return _readers.setdefault(cls, read)
     return None

@@ -24,6 +24,7 @@ _LONG_PAUSE_S = 1e-3  # its pauses later
 _LINGER_S = 0.05  # so long a completer without work lives: to start a thread takes longer than most collectives
 _Handle: Any = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[MPI._sizeof(MPI.Request)]
 _NULL = _Handle(MPI.REQUEST_NULL.handle).value
+_wait = MPI.Grequest.Wait  # looked up once, because a program waits for `super()` behind the device
 
 
 class Work:
@@ -70,22 +71,21 @@ class Work:
         The clock is `time.perf_counter`.
         """
         with self._turn:
-            while not (self.over or self._look()):
-                if time.perf_counter() >= until_s:
+            while not self.over:
+                try:
+                    over = self._done()
+                    if over:
+                        self._finish()
+                except BaseException as error:
+                    self._error, over = error, True
+                if over:
+                    self.over = True
+                    self.kept = None
+                    self.request.Complete()
+                elif time.perf_counter() >= until_s:
                     return False
-                os.sched_yield()  # to the rank that this one waits for, where ranks share cores
-        return True
-
-    def _look(self) -> bool:
-        try:
-            if not self._done():
-                return False
-            self._finish()
-        except BaseException as error:
-            self._error = error
-        self.over = True
-        self.kept = None
-        self.request.Complete()
+                else:
+                    os.sched_yield()  # to the rank that this one waits for, where ranks share cores
         return True
 
     def test(self) -> bool:
@@ -206,7 +206,7 @@ class DeferredRequest(Driven, MPI.Grequest):
         """Block until the work is done. Raises the error of the work."""
         work = self.work
         work.drive()
-        super().Wait(status)
+        _wait(self, status)
         if work._error is not None:
             raise work._error
         return True

@@ -23,12 +23,17 @@ class CollectiveCalls(c10d.ProcessGroup):
     collectives: Collectives
 
     @abstractmethod
-    def _run(self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()) -> Work:
-        """Carry out or begin ``call(*given)``, as ``opts`` say; it writes ``outputs`` and reads ``inputs``."""
+    def _run(
+        self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()
+    ) -> Work | None:
+        """Carry out or begin ``call(*given)``, as ``opts`` say; it writes ``outputs`` and reads ``inputs``.
+
+        There is a work, unless the options say that the call is not asynchronous: functions of PyTorch say so.
+        """
 
     def _run_each(
         self, name: str, opts: Any, call: Call, each: Iterable[Given], outputs: Tensors, inputs: Tensors = ()
-    ) -> Work:
+    ) -> Work | None:
         """As `_run`, for several calls in one."""
 
         def calls() -> None:
@@ -37,84 +42,85 @@ class CollectiveCalls(c10d.ProcessGroup):
 
         return self._run(name, opts, calls, (), outputs, inputs)
 
-    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work:
+    def allreduce(self, tensors: Tensors | torch.Tensor, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_reduce`. ``DistributedDataParallel.join`` passes a tensor in place of a list."""
         opts = opts or c10d.AllreduceOptions()
         (tensor,) = tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         return self._run("all_reduce", opts, self.collectives.all_reduce, (tensor, opts.reduceOp), tensors)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_reduce_coalesced`."""
         opts = opts or c10d.AllreduceCoalescedOptions()
         each = [(tensor, opts.reduceOp, f"tensors[{index}]") for index, tensor in enumerate(tensors)]
         return self._run_each("all_reduce_coalesced", opts, self.collectives.all_reduce, each, tensors)
 
-    def reduce(self, tensors: Tensors, opts: Any) -> Work:
+    def reduce(self, tensors: Tensors, opts: Any) -> Work | None:
         """See `torch.distributed.reduce`."""
         (tensor,) = tensors
         return self._run("reduce", opts, self.collectives.reduce, (tensor, opts.reduceOp, opts.rootRank), tensors)
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
+    def broadcast(self, tensors: Tensors, opts: Any) -> Work | None:
         """See `torch.distributed.broadcast`."""
         (tensor,) = tensors
         return self._run("broadcast", opts, self.collectives.broadcast, (tensor, opts.rootRank), tensors)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_gather`."""
         (given,), (received,) = inputs, outputs
         return self._run("all_gather", opts, self.collectives.all_gather_list, (received, given), received, inputs)
 
-    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_gather_coalesced`: ``outputs[r][i]`` receives ``inputs[i]`` of rank r."""
         each = ((received, given) for given, *received in zip(inputs, *outputs, strict=True))
         flattened = [tensor for received in outputs for tensor in received]
         call = self.collectives.all_gather_list
         work = self._run_each("all_gather_coalesced", opts, call, each, flattened, inputs)
-        work.value = [list(received) for received in outputs]
+        if work is not None:
+            work.value = [list(received) for received in outputs]
         return work
 
-    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_gather_into_tensor`."""
         call = self.collectives.all_gather
         return self._run("all_gather_into_tensor", opts, call, (output, given), [output], [given])
 
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """Do what `torch.distributed.all_gather_into_tensor` does, for several tensors."""
         call, each = self.collectives.all_gather, zip(outputs, inputs, strict=True)
         return self._run_each("all_gather_into_tensor_coalesced", opts, call, each, outputs, inputs)
 
-    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work | None:
         """See `torch.distributed.gather`."""
         (given,), received = inputs, outputs[0] if outputs else None
         call = self.collectives.gather
         return self._run("gather", opts, call, (received, given, opts.rootRank), received or (), inputs)
 
-    def gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work:
+    def gather_single(self, output: torch.Tensor, given: torch.Tensor, opts: Any) -> Work | None:
         """See `torch.distributed.gather_single`."""
         root = opts.rootRank
         outputs = [output] if self.rank() == root else ()
         return self._run("gather_single", opts, self.collectives.gather_into, (output, given, root), outputs, [given])
 
-    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work | None:
         """See `torch.distributed.scatter`."""
         (output,), given = outputs, inputs[0] if inputs else None
         call = self.collectives.scatter
         return self._run("scatter", opts, call, (output, given, opts.rootRank), outputs, given or ())
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work | None:
         """See `torch.distributed.reduce_scatter`."""
         opts = opts or c10d.ReduceScatterOptions()
         (output,), (given,) = outputs, inputs
         call = self.collectives.reduce_scatter_list
         return self._run("reduce_scatter", opts, call, (output, given, opts.reduceOp), outputs, given)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work:
+    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, opts: Any = None) -> Work | None:
         """See `torch.distributed.reduce_scatter_tensor`."""
         opts = opts or c10d.ReduceScatterOptions()
         call = self.collectives.reduce_scatter
         return self._run("reduce_scatter_tensor", opts, call, (output, given, opts.reduceOp), [output], [given])
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """Do what `torch.distributed.reduce_scatter_tensor` does, for several tensors."""
         opts = opts or c10d.ReduceScatterOptions()
         call = self.collectives.reduce_scatter
@@ -128,12 +134,12 @@ class CollectiveCalls(c10d.ProcessGroup):
         output_splits: Sequence[int],
         input_splits: Sequence[int],
         opts: Any = None,
-    ) -> Work:
+    ) -> Work | None:
         """See `torch.distributed.all_to_all_single`."""
         arguments = output, given, output_splits, input_splits
         return self._run("all_to_all_single", opts, self.collectives.all_to_all, arguments, [output], [given])
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work | None:
         """See `torch.distributed.all_to_all`."""
         return self._run("all_to_all", opts, self.collectives.all_to_all_list, (outputs, inputs), outputs, inputs)
 

@@ -10,8 +10,16 @@ from mpi4py import MPI
 
 from mpicomm.api.communicator import Communicator
 from mpicomm.collectives.host.selection import best_mapped
-from mpicomm.collectives.operations import OPERATIONS
+from mpicomm.collectives.operations import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALLV,
+    BCAST,
+    OPERATIONS,
+    REDUCE_SCATTER_BLOCK,
+)
 from mpicomm.errors import InvalidUsageError
+from mpicomm.torch.known_calls import KnownCalls, are_blocks, in_blocks, read, sent_of
 from mpicomm.torch.reductions import reduction_of
 from mpicomm.torch.tensors import (
     ElementTypeMismatchError,
@@ -34,9 +42,16 @@ class Collectives:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._rank, self._size = comm.rank, comm.size
+        self._known = KnownCalls(comm)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any, name: str = "tensor") -> None:
         """Reduce ``tensor`` over all ranks, in place."""
+        plain = read(tensor)
+        if plain is not None:
+            reduction = reduction_of(op, tensor, name)
+            of_one_call = reduction.factor is None and not reduction.averages_whole
+            if of_one_call and self._known.enqueue(ALLREDUCE, MPI.IN_PLACE, plain, tensor, reduction.op):
+                return
         memory = flat(tensor, name)
         reduction = reduction_of(op, memory, name)
         send = MPI.IN_PLACE if reduction.factor is None else reduction.given(memory)
@@ -57,11 +72,19 @@ class Collectives:
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> None:
         """Give the root's ``tensor`` to all ranks."""
+        plain = read(tensor)
+        if plain is not None and self._known.enqueue(BCAST, None, plain, tensor, root=root):
+            return
         memory = movable(flat(tensor, "tensor"))
         self._comm.Bcast(memory, root, algorithm=self._way("Bcast", memory))
 
     def all_gather(self, output: torch.Tensor, given: torch.Tensor) -> None:
         """Put the ``given`` tensors of all ranks one after the other into ``output``."""
+        received, block = read(output), read(given)
+        if received is not None and block is not None and are_blocks(received, block, self._size):
+            plain = sent_of(block, received, self._rank * block[1])
+            if plain is not None and self._known.enqueue(ALLGATHER, plain, received, output):
+                return
         receive, send = flat(output, "output_tensor", ordered=True), flat(given, "input_tensor", ordered=True)
         self._require_blocks(receive, send, "output_tensor", "input_tensor")
         sent = apart(send, receive, self._rank * send.numel())
@@ -117,6 +140,16 @@ class Collectives:
 
     def reduce_scatter(self, output: torch.Tensor, given: torch.Tensor, op: Any) -> None:
         """Reduce ``given`` over all ranks, and put this rank's block of the result into ``output``."""
+        block, sent = read(output), read(given)
+        if block is not None and sent is not None and are_blocks(sent, block, self._size):
+            reduction, plain = reduction_of(op, output, "output"), sent_of(sent, block)
+            of_one_call = reduction.factor is None and not reduction.averages_whole
+            if (
+                of_one_call
+                and plain is not None
+                and self._known.enqueue(REDUCE_SCATTER_BLOCK, plain, block, output, reduction.op)
+            ):
+                return
         receive, send = flat(output, "output", ordered=True), flat(given, "input", ordered=True)
         self._require_blocks(send, receive, "input", "output")
         reduction = reduction_of(op, receive, "output")
@@ -153,6 +186,12 @@ class Collectives:
 
         Splits count rows, which are the elements along the first dimension. Without them all parts are equal.
         """
+        received, sent = read(output), read(given)
+        if received is not None and sent is not None and received[2] == sent[2]:
+            into, out_of = self._counts(output, output_splits, "output"), self._counts(given, input_splits, "input")
+            fits = into[self._rank] == out_of[self._rank] and sent_of(sent, received) is not None
+            if fits and self._known.enqueue(ALLTOALLV, in_blocks(sent, out_of), in_blocks(received, into), output):
+                return
         receive, send = flat(output, "output", ordered=True), flat(given, "input", ordered=True)
         self._require_type(receive, send, "output", "input")
         receive_counts = self._counts(output, output_splits, "output")

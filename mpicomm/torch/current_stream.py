@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 
-
-def current_stream(gpu: int) -> int:
-    """Return the address of the current stream of a GPU. Local."""
-    return int(torch._C._cuda_getCurrentRawStream(gpu))
+current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda gpu: 0)
+"""Returns the address of the current stream of a GPU. Local. PyTorch without CUDA has no such function."""
 
 
 class CurrentStream(AbstractContextManager[None]):

@@ -77,12 +77,18 @@ class Lane:
             if not begin:
                 work.wait()
             return work
-        with self:
-            try:
-                call()
-            except WAITS as error:
-                raise as_expected(error, name) from error
+        self.call(name, call)
         return ended(outputs)
+
+    def call(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
+        """Carry out ``call(*arguments)`` in its turn in the calling thread; its errors are raised `as_expected`."""
+        self.__enter__()
+        try:
+            return call(*arguments)
+        except WAITS as error:
+            raise as_expected(error, name) from error
+        finally:
+            self._turn.release()
 
     def __enter__(self) -> None:
         """Wait until all calls before are over: the ``with`` block is the turn of a call of the calling thread."""

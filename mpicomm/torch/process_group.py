@@ -81,7 +81,7 @@ class ProcessGroup(CollectiveCalls):
         begin, limit = getattr(opts, "asyncOp", False), _limit(opts)
         if self._streams is None:
             return self._lane.run(self.collectives.barrier, (), "barrier", begin=begin, limit=limit)
-        work = self._in_turn("barrier", self._streams.barrier, limit or FOREVER)
+        work = self._lane.call("barrier", self._streams.barrier, limit or FOREVER)
         if not begin:
             work.wait()
         return work
@@ -261,10 +261,13 @@ class ProcessGroup(CollectiveCalls):
             work.value = output
             return work.get_future()
         streams = self._gpu_streams(name, output)
-        return self._in_turn(name, partial(streams.future, beside=beside), call, given, output, inputs)
+        return self._lane.call(name, partial(streams.future, beside=beside), call, given, output, inputs)
 
-    def _run(self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()) -> Work:
-        self._require_open(name)
+    def _run(
+        self, name: str, opts: Any, call: Call, given: Given, outputs: Tensors, inputs: Tensors = ()
+    ) -> Work | None:
+        if not self._open:
+            self._require_open(name)
         self._sequence += 1
         begin, limit = getattr(opts, "asyncOp", True), getattr(opts, "timeout", FOREVER)
         if limit <= FOREVER:
@@ -272,27 +275,25 @@ class ProcessGroup(CollectiveCalls):
         if not (outputs or inputs):
             raise InvalidUsageError(f"{name}: the list of tensors is empty: pass one or more")
         first = outputs[0] if outputs else inputs[0]
-        work: Work
-        if not first.is_cuda:
-            work = self._lane.run(partial(call, *given), outputs, name, begin=begin, limit=limit)
-        else:
+        streams = None
+        if first.is_cuda:
             streams = self._streams or self._gpu_streams(name, first)
-            if begin:
-                work = self._in_turn(name, streams.begin, call, given, outputs, inputs, name, limit)
-            else:
-                self._in_turn(name, call, *given)
-                work = ended(outputs) if limit is None else streams.here(outputs, name, limit)
-            if limit is not None and not begin:
-                work.wait()
-        return self._joined(work)
-
-    def _in_turn(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
-        """Carry out what does not wait for a GPU in the order of the group's calls."""
-        try:
-            with self._lane:
-                return call(*arguments)
-        except WAITS as error:
-            raise as_expected(error, name) from error
+        if not begin and limit is None:
+            self._lane.call(name, call, *given)
+            if self._coalesced.works is None:
+                return None  # the caller is a function of PyTorch, which would only wait for a work
+            return self._joined(ended(outputs))
+        work: Work
+        if streams is None:
+            work = self._lane.run(partial(call, *given), outputs, name, begin=True, limit=limit)
+        elif begin:
+            work = self._lane.call(name, streams.begin, call, given, outputs, inputs, name, limit)
+        else:
+            self._lane.call(name, call, *given)
+            work = streams.here(outputs, name, limit or FOREVER)
+        if not begin:
+            work.wait()
+        return work if self._coalesced.works is None else self._joined(work)
 
     def _gpu_streams(self, name: str, tensor: torch.Tensor) -> Streams:
         if self._streams is None:
@@ -316,7 +317,7 @@ class ProcessGroup(CollectiveCalls):
         # Autograd may make the tensor require a gradient while a message comes into it.
         memory = movable(flat(tensor.detach(), "tensor"))
         if memory.is_cuda and self._streams is not None and self._streams.capture():
-            self._in_turn(name, call, memory, rank, tag)
+            self._lane.call(name, call, memory, rank, tag)
             return self._joined(ended([tensor]))
         try:
             request = begin(memory, rank, tag)

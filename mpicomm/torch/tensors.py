@@ -41,13 +41,9 @@ def flat(tensor: torch.Tensor, name: str, *, ordered: bool = False) -> torch.Ten
         raise InvalidUsageError(
             f"{name} is a sparse tensor ({tensor.layout}), but tensors must be dense: pass to_dense()"
         )
-    if tensor.is_cuda:
-        # The usual tensor is its own view, because to make one takes as long as all else here.
-        if type(tensor) is torch.Tensor and not tensor.requires_grad and tensor.is_contiguous():
-            return tensor
-    elif not tensor.is_cpu:
+    if not (tensor.is_cuda or tensor.is_cpu):
         raise DeviceError(f"{name} is on {tensor.device}: pass one on cpu or cuda")
-    # On the host always: autograd may make an output require a gradient while a thread receives into it.
+    # Always: autograd may make an output require a gradient while a thread receives into it.
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor

@@ -261,11 +261,17 @@ class StreamWork(Work):
         side = self._side
         side.marks.follow(current_stream(side.gpu), self._mark)
         limit = timeout or self._limit
-        if limit is None or torch.cuda.is_current_stream_capturing():  # a capture runs nothing
-            return super().wait()
+        if limit is not None:
+            self._wait_on_host(limit)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _wait_on_host(self, limit: timedelta) -> None:
+        if torch.cuda.is_current_stream_capturing():  # a capture runs nothing
+            return
         if not wait_until(self.is_completed, limit.total_seconds() or math.inf):
             raise too_late(self._name, limit)
-        return super().wait()
 
     def is_completed(self) -> bool:
         """See `Work.is_completed`."""

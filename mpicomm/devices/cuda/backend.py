@@ -188,7 +188,9 @@ class CudaBackend:
 
     def meets(self, stream: int, array: Any) -> bool:
         """Return whether the ranks meet on the host before a blocking collective on ``array`` begins."""
-        return self._threads.are_several and not (is_tensor(array) or self.is_capturing(stream))
+        # Not `are_several` for tensors: backward passes have a thread of their own, and a count of threads takes long.
+        several = self._threads.have_been_several and not is_tensor(array) and self._threads.are_several
+        return several and not self.is_capturing(stream)
 
     def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
         """Copy between two addresses of any device or of the host. Local, stream-ordered."""

@@ -167,6 +167,41 @@ def test_tensors_that_share_memory(world: dist.ProcessGroup, async_op: bool) -> 
     require_same([swapped], [torch.stack([each[case.rank] for each in case.all(case.size, 3)])])
 
 
+@pytest.mark.parametrize("async_op", [False, True])
+def test_calls_that_are_repeated_and_calls_of_other_sizes_in_turns(world: dist.ProcessGroup, async_op: bool) -> None:
+    case = Case(world, async_op=async_op)
+    rank, size = case.rank, case.size
+    cases = []
+    for rows in (5, 3, 8):
+        parts = [[rows + sender * receiver for receiver in range(size)] for sender in range(size)]
+        sent, received = parts[rank], [each[rank] for each in parts]
+        tensors = [case.empty(*shape) for shape in ((rows,), (rows,), (size, rows), (size, rows), (rows,))]
+        tensors += [case.empty(size, rows), case.empty(sum(received), 2)]
+        cases.append((rows, parts, sent, received, tensors))
+    for turn in range(11):
+        for rows, parts, sent, received, tensors in cases:
+            summed, shown, gathered, in_place, scattered, swapped, split = tensors
+            summed.copy_(case.own(rows, salt=turn))
+            shown.copy_(case.own(rows, salt=turn))
+            in_place[rank] = case.own(rows, salt=turn)
+            blocks = case.own(size, rows, salt=turn)
+            case.wait(dist.all_reduce(summed, async_op=async_op))
+            case.wait(dist.broadcast(shown, size - 1, async_op=async_op))
+            case.wait(dist.all_gather_into_tensor(gathered, case.own(rows, salt=turn), async_op=async_op))
+            case.wait(dist.all_gather_into_tensor(in_place, in_place[rank], async_op=async_op))
+            case.wait(dist.reduce_scatter_tensor(scattered, blocks, async_op=async_op))
+            case.wait(dist.all_to_all_single(swapped, blocks, async_op=async_op))
+            given = case.own(sum(sent), 2, salt=turn)
+            case.wait(dist.all_to_all_single(split, given, received, sent, async_op=async_op))
+            everyone = case.all(rows, salt=turn)
+            of_this_rank = [each[rank] for each in case.all(size, rows, salt=turn)]
+            all_given = [case.of(sender, sum(part), 2, salt=turn).split(part) for sender, part in enumerate(parts)]
+            require_same([summed, shown], [reduced(everyone, Op.SUM), everyone[-1]])
+            require_same([gathered, in_place], [torch.stack(everyone)] * 2)
+            require_same([scattered, swapped], [reduced(of_this_rank, Op.SUM), torch.stack(of_this_rank)])
+            require_same([split], [torch.cat([each[rank] for each in all_given])])
+
+
 def test_tensors_that_require_gradients(world: dist.ProcessGroup) -> None:
     case = Case(world)
     leaf = case.own(4).requires_grad_()
@@ -180,6 +215,28 @@ def test_tensors_that_require_gradients(world: dist.ProcessGroup) -> None:
     dist.all_gather(outputs, case.own(4).requires_grad_())
     require_same(outputs, case.all(4))
     assert leaf.requires_grad and leaf.is_leaf and leaf.grad_fn is None
+
+
+def test_autograd_may_want_a_gradient_of_an_output_while_its_call_is_under_way(world: dist.ProcessGroup) -> None:
+    """As after a functional collective has begun."""
+    case = Case(world, async_op=True)
+    given, sent = case.own(4), case.own(4 * case.size)
+    outputs = [case.empty(4 * case.size), case.own(4), case.empty(4), case.empty(4 * case.size), case.own(4)]
+    gathered, summed, scattered, swapped, shown = outputs
+    works = [
+        dist.all_gather_into_tensor(gathered, given, async_op=True),
+        dist.all_reduce(summed, async_op=True),
+        dist.reduce_scatter_tensor(scattered, sent, async_op=True),
+        dist.all_to_all_single(swapped, sent, async_op=True),
+        dist.broadcast(shown, 0, async_op=True),
+    ]
+    for output in outputs:
+        output.requires_grad_()
+    for work in works:
+        case.wait(work)
+    everyone, rows = case.all(4), [each.chunk(case.size)[case.rank] for each in case.all(4 * case.size)]
+    expected = [torch.cat(everyone), reduced(everyone, Op.SUM), reduced(rows, Op.SUM), torch.cat(rows), everyone[0]]
+    require_same(outputs, expected)
 
 
 def test_the_memory_of_a_call_needs_no_gradient_if_autograd_wants_one_of_the_tensor_meanwhile() -> None:
