@@ -1,4 +1,4 @@
-"""PlainArray: contiguous arrays of CuPy and PyTorch on a GPU, read in less than a microsecond."""
+"""PlainArray: contiguous memory on a GPU, of CuPy, of PyTorch or at an address, read in about a microsecond."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 from mpi4py import MPI
 from numpy import ndarray
+
+from mpicomm.devices.where import place_of
 
 PlainArray = tuple[int, int, Hashable]
 """The address of a contiguous array on a GPU, its elements, and their type and device.
@@ -38,7 +40,8 @@ def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
     """Return a buffer argument that is a plain array, ``MPI.IN_PLACE`` or None; None for all others. Local.
 
     A list of a plain array, counts, displacements and perhaps a predefined datatype has its blocks. The values of
-    counts and displacements are not checked.
+    counts and displacements are not checked. A list with one count, or with a datatype alone, is a plain array of so
+    many elements. In lists with a datatype, an address of a GPU's memory may take the place of the array.
     """
     read = _readers.get(type(argument)) or _find(type(argument))
     return read(argument) if read else None
@@ -46,6 +49,11 @@ def plain_array(argument: Any) -> PlainArray | PlainBlocks | None:
 
 def _itself(argument: Any) -> Any:
     return argument
+
+
+def is_counted(plain: PlainArray | PlainBlocks) -> bool:
+    """Return whether a count says the elements of a plain array, or of one block where the buffer is cut in blocks."""
+    return type(plain[2]) is tuple and len(plain[2]) == 3
 
 
 def _nothing(argument: Any) -> PlainArray:
@@ -71,7 +79,7 @@ def plain_tensor(tensor: Any) -> PlainArray | None:
     return pointer, tensor.numel(), (tensor.dtype, tensor.get_device())
 
 
-def _blocks(spec: Any) -> PlainBlocks | None:
+def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
     """Return the blocks of a list as `parse_vector` reads it; None where the forms differ in what they mean."""
     if len(spec) == 4:
         array, counts, displs, datatype = spec
@@ -79,17 +87,28 @@ def _blocks(spec: Any) -> PlainBlocks | None:
         (array, counts, datatype), displs = spec, None
     elif len(spec) == 2:
         (array, counts), displs, datatype = spec, None, None
+        if type(counts) is MPI.Datatype:
+            counts, datatype = None, counts
     else:
         return None
     if type(counts) is tuple and len(spec) < 4:
         if len(counts) != 2:
             return None
         counts, displs = counts
-    read = None if isinstance(array, (list, tuple)) else plain_array(array)
+    read: PlainArray | PlainBlocks | None
+    if type(array) is MPI.buffer:
+        read = _at_address(array, datatype, all_of_it=counts is None)
+    else:
+        read = None if isinstance(array, (list, tuple)) else plain_array(array)
+        if datatype is not None and not (read and _is_of_size(datatype, array)):
+            return None
     if read is None or type(read[2]) is str:
         return None  # no array, or None, which is an empty buffer beside a datatype
-    if datatype is not None and not _is_of_size(datatype, array):
-        return None
+    if counts is None and displs is None:
+        return read[0], read[1], (read[2], datatype.handle)
+    if type(counts) is int and displs is None:
+        kind = read[2], datatype and datatype.handle, "count"
+        return (read[0], counts, kind) if 0 <= counts <= read[1] else None
     counts = _integers(counts)
     if counts is None:
         return None
@@ -98,6 +117,18 @@ def _blocks(spec: Any) -> PlainBlocks | None:
         if displs is None or len(counts) != len(displs):
             return None
     return read[0], read[1], (read[2], None if datatype is None else datatype.handle), counts, displs
+
+
+def _at_address(buffer: MPI.buffer, datatype: Any, *, all_of_it: bool) -> PlainArray | None:
+    """Return the elements of a datatype from an address on: as many as the buffer has, or its allocation from there."""
+    if type(datatype) is not MPI.Datatype or not datatype.is_predefined or datatype.extent != datatype.size:
+        return None
+    place = place_of(buffer.address)
+    if place is None or place.managed:
+        return None
+    nbytes = buffer.nbytes if all_of_it or buffer.obj is not None else place.nbytes
+    count, rest = divmod(nbytes, datatype.size)
+    return None if all_of_it and rest else (buffer.address, count, place.device)
 
 
 def _is_of_size(datatype: Any, array: Any) -> bool:

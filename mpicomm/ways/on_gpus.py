@@ -63,10 +63,8 @@ class OnGpus:
             gpu.carry_out(plan, stream, call.device_array)
         else:
             gpu.engine.enqueue(plan, stream)
-        # The caller's later work on memory of no library may be on any stream, because no library says on which.
-        by_address = call.stream is None and any(operand.by_address for operand in call.operands)
-        if by_address and not backend.is_capturing(stream):
-            backend.synchronize(stream)
+        if any(operand.by_address for operand in call.operands):
+            gpu.await_address(call.stream, stream)
         if not blocking:
             return self.until(backend.completion(stream), call.copies)
         if call.copies:

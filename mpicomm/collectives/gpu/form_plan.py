@@ -22,6 +22,7 @@ from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.devices.cuda.load import Launcher
 from mpicomm.kernels.variant import Variant
+from mpicomm.mpi.plain_arrays import is_counted
 
 Load = Callable[[Variant, Any, bool], Launcher]
 """Returns what launches a kernel with these arguments, early or not."""
@@ -123,7 +124,8 @@ class EvenPlan(FormPlan):
 
     def takes(self, sent: Any, received: Any) -> bool:
         """See `FormPlan`."""
-        return not (self._sent and len(sent) > 3) and not (self._received and len(received) > 3)
+        buffers = (self._sent, sent), (self._received, received)
+        return not any(blocks and (len(plain) > 3 or (blocks > 1 and is_counted(plain))) for blocks, plain in buffers)
 
     def fill(self, sent: Any, received: Any, *, registered: bool = False) -> bool:
         """See `FormPlan`."""

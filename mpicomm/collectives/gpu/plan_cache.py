@@ -74,6 +74,8 @@ class KnownCall(NamedTuple):
     """The operation. It is kept because its id is part of the key, and no other object has that id while it lives."""
     by_output: bool
     """Whether the receive buffer says which library's stream is meant. MPI ignores the other buffer then."""
+    by_address: bool = False
+    """Whether an address names a buffer. The caller's later work on it may be on any stream."""
 
 
 class AnyFormPlan(AnyPlan, Protocol):
@@ -189,14 +191,26 @@ class PlanCache:
         session, plan = self._session, call.plan
         session.require_usable(plan)
         resolved = session.backend.stream(stream, array_of(receive if call.by_output else send))
-        return self.engine.enqueue(plan, resolved, again=True)
+        pending = self.engine.enqueue(plan, resolved, again=True)
+        if call.by_address:
+            self.await_address(stream, resolved)
+        return pending
 
     def run(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> None:
         """As `enqueue`, for a blocking collective."""
         session, plan = self._session, call.plan
         session.require_usable(plan)
         array = array_of(receive if call.by_output else send)
-        self.carry_out(plan, session.backend.stream(stream, array), array, again=True)
+        resolved = session.backend.stream(stream, array)
+        self.carry_out(plan, resolved, array, again=True)
+        if call.by_address:
+            self.await_address(stream, resolved)
+
+    def await_address(self, stream: Any, resolved: int) -> None:
+        """Wait for a call on memory that an address names, because no library says which stream follows it."""
+        backend: Any = self._session.backend
+        if stream is None and not backend.is_capturing(resolved):
+            backend.synchronize(resolved)
 
     def carry_out(self, plan: AnyPlan, stream: int, array: Any, *, again: bool = False) -> None:
         """Enqueue the plan of a blocking collective on ``array``; wait beside a stream that several threads use.
@@ -230,6 +244,7 @@ class PlanCache:
         With ``read``, the same call, calls of its form are found from now on, too.
         """
         operation, algorithm, send, receive, op, root, counts = call
+        by_address = read is not None and any(operand.by_address for operand in read.operands)
         sent, received = _plain(operation, send, receive, counts)
         if received is None:
             key = self._key(*call)
@@ -246,11 +261,11 @@ class PlanCache:
                 plan_of_all = self.engine.form_plan(read, algorithm)
                 if plan_of_all is not None and plan_of_all.takes(sent, received):
                     form.fill = plan_of_all.fill
-                form.filled = KnownCall(plan_of_all or plan, op, by_output)
+                form.filled = KnownCall(plan_of_all or plan, op, by_output, by_address)
         if key is not None:
             if len(self._calls) >= _MOST:
                 self._calls.clear()
-            self._calls[key] = KnownCall(plan, op, by_output)
+            self._calls[key] = KnownCall(plan, op, by_output, by_address)
 
     def _usable(self, key: Hashable) -> KnownCall | None:
         known = None if key is None else self._calls.get(key)
