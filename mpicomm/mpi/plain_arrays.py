@@ -100,10 +100,10 @@ def _blocks(spec: Any) -> PlainArray | PlainBlocks | None:
         read = _at_address(array, datatype, all_of_it=counts is None)
     else:
         read = None if isinstance(array, (list, tuple)) else plain_array(array)
-        if datatype is not None and not (read and _is_of_size(datatype, array)):
-            return None
     if read is None or type(read[2]) is str:
         return None  # no array, or None, which is an empty buffer beside a datatype
+    if datatype is not None and type(array) is not MPI.buffer and not _is_of_size(datatype, array):
+        return None
     if counts is None and displs is None:
         return read[0], read[1], (read[2], datatype.handle)
     if type(counts) is int and displs is None:

@@ -281,6 +281,18 @@ def test_a_call_that_does_not_fit_its_form_is_left_to_planning() -> None:
     assert not plan("Allgather").fill((here, 6, None), (here - 44, 12, None))
 
 
+def test_counts_of_a_buffer_that_is_cut_in_blocks_are_left_to_planning() -> None:
+    """There a count says the elements of one block, and without a count the array has all blocks."""
+    device = Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0)
+    here, there = (DeviceArray(at, 10, np.dtype("f4")) for at in (1 << 50, 1 << 51))
+    for name, counted in (("Allreduce", True), ("Bcast", True), ("Allgather", False), ("Alltoall", False)):
+        send, receive = (None if name == "Bcast" else [here, 4, MPI.FLOAT]), [there, 4, MPI.FLOAT]
+        arguments = Arguments(send, receive, MPI.SUM if name == "Allreduce" else None)
+        plan = plan_of(Call(OPERATIONS[name], arguments, 0, 2), device, "auto")
+        assert plan.takes(plain_array(send), plain_array(receive)) == counted
+        assert plan.takes(plain_array(send and [here, MPI.FLOAT]), plain_array([there, MPI.FLOAT]))
+
+
 def test_blocks_that_do_not_fit_their_array_or_each_other_are_left_to_planning() -> None:
     device = Device(regions=True, size=2, rank=0, blocks=132, link_speed=1.0)
     here, there = (DeviceArray(at, 10, np.dtype("f4")) for at in (1 << 50, 1 << 51))
@@ -302,5 +314,12 @@ def test_blocks_that_do_not_fit_their_array_or_each_other_are_left_to_planning()
     for empty in (None, MPI.IN_PLACE):
         assert plain_array([empty, [0, 0], MPI.INT]) is None
         assert plain_array([empty, 0, MPI.INT]) is None
-    for spec in ([here, [4, 1.5]], [here, [4, True]], [here, 5], [here, [4, 1], [0]], [here, [4, 1], [0, 4], "f"]):
+    for spec in (
+        [here, [4, 1.5]],
+        [here, [4, True]],
+        [here, 11],
+        [here, -1],
+        [here, [4, 1], [0]],
+        [here, [4, 1], [0, 4], "f"],
+    ):
         assert plain_array(spec) is None

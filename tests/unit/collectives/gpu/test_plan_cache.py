@@ -265,6 +265,30 @@ def test_a_blocking_call_waits_beside_a_stream_that_several_threads_use(monkeypa
     assert known.enqueued[3:] == [(plan, 7, True)]  # a nonblocking call must not wait
 
 
+@pytest.mark.parametrize("by_address", [False, True])
+def test_a_known_call_on_an_address_waits_unless_a_stream_is_named(by_address: bool) -> None:
+    """No library says on which stream the caller's next work on that memory is."""
+    known, given = Known(), arguments(Array(16), Array(64))
+    waited: list[Any] = []
+    backend: Any = known._calls._session.backend
+    backend.is_capturing, backend.synchronize = (lambda stream: stream == "captures"), waited.append
+    backend.meets = lambda stream, array: False
+    known._calls.engine.form_plan = lambda call, asked: None  # type: ignore[method-assign]
+    read: Any = SimpleNamespace(operands=[SimpleNamespace(by_address=by_address)], in_place=False)
+    plan: Any = SimpleNamespace(text="Allreduce", is_old=False)
+    call = (OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None)
+    known._calls.add(plan, call, by_output=False, read=read)
+    found = known._calls.find(*call)
+    assert found is not None
+    backend.stream = lambda stream, array: stream or "current"
+    for carry_out in (known._calls.run, known._calls.enqueue):
+        for stream in (None, 7):
+            carry_out(found, stream, given.send, given.receive)
+    backend.stream = lambda stream, array: "captures"
+    known._calls.run(found, None, given.send, given.receive)
+    assert waited == ["current"] * 2 * by_address
+
+
 def test_a_known_call_is_refused_where_the_communicator_is_unusable() -> None:
     known, given = Known(), arguments(Array(16), Array(64))
     known.add("Allreduce", given)
