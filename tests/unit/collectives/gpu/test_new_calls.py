@@ -6,6 +6,7 @@ import gc
 import random
 import sys
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import mpicomm
 from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import buffers
@@ -21,6 +23,7 @@ from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.fake_engines import STREAM, Rig
 
 FLOAT = np.dtype("f4")
+PACKAGE = str(Path(mpicomm.__file__).parent)
 
 
 class Array:
@@ -94,7 +97,7 @@ def test_a_new_call_of_a_known_form_is_short(calls: Calls, name: str, most: int)
     entered, files = [], set()
 
     def note(frame: Any, event: str, argument: object) -> None:
-        if event == "call" and "/mpicomm/" in frame.f_code.co_filename:
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
             entered.append(frame.f_code.co_name)
             files.add(frame.f_code.co_filename)
 
