@@ -133,17 +133,17 @@ def wait_for_copies(*endpoints: Endpoint) -> None:
 def _eager_copy(backend: Backend, sent: Endpoint, stream: int) -> SendBuffer:
     """Copy a device array to the host. Blocking."""
     if not sent.is_flat:
-        return _eager_derived(backend, sent.spec, stream)
+        return _eager_derived(backend, sent, stream)
     host = backend.pinned(sent.nbytes)
     backend.copy(host.ctypes.data, sent.pointer, sent.nbytes, stream)
     backend.synchronize(stream)
     return SendBuffer([host, sent.nbytes, MPI.PACKED])  # packed: MPI lacks a type for some elements
 
 
-def _eager_derived(backend: Backend, spec: Any, stream: int) -> SendBuffer:
+def _eager_derived(backend: Backend, sent: Endpoint, stream: int) -> SendBuffer:
     """Copy the memory that a derived datatype describes to the host. Blocking."""
     copies = HostCopies(backend, stream)
-    host = copies.spec(spec, writable=False, name="buf")
+    host = copies.spec(sent.spec, writable=False, name="buf", operand=sent.operand)
     copies.ready()
     return SendBuffer(host, copies)
 

@@ -175,7 +175,8 @@ class DerivedReceive(StagedReceive):
 
     def _unpack(self, nbytes: int, stream: int) -> None:
         packed, operand = self._staging[:nbytes], self._operand
-        through_host(self.device, stream, lambda spec: unpack(packed, spec), [(operand.spec, True, operand.name)])
+        buffer = operand.spec, True, operand.name, operand
+        through_host(self.device, stream, lambda spec: unpack(packed, spec), [buffer])
 
 
 class DerivedDeviceReceive(DerivedReceive):

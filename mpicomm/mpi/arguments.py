@@ -69,6 +69,20 @@ class Operand:
         """Bytes of all elements, of derived datatypes, too, that kernels pack; 0 where only MPI knows."""
         return self.nbytes if self.derived is None else sum(block.layout.nbytes for block in self.derived)
 
+    def reach(self, start: int) -> int:
+        """Return the bytes from the address ``start`` of its buffer to the end of its last element."""
+        if self.derived is not None:
+            return max(
+                (each.address + each.layout.end - start for each in self.derived if each.layout.nbytes), default=0
+            )
+        if self.dtype is None:
+            return 0
+        if self.counts is None or self.displs is None:
+            end = self.total
+        else:
+            end = max((displ + n for displ, n in zip(self.displs, self.counts, strict=True) if n), default=0)
+        return self.pointer - start + end * self.dtype.itemsize
+
     def block(self, rank: int) -> Span:
         """Return the block for or from ``rank``; ``dtype`` must not be None."""
         assert self.dtype is not None

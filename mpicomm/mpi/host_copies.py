@@ -15,7 +15,7 @@ from mpicomm.devices.host import array_at
 from mpicomm.errors import InvalidUsageError
 from mpicomm.log import logger, tell_slow_way
 from mpicomm.mpi import types
-from mpicomm.mpi.arguments import parse, with_buffer
+from mpicomm.mpi.arguments import Operand, parse, with_buffer
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import Memory, array_of, read
 from mpicomm.mpi.location import require_here
@@ -33,13 +33,16 @@ class HostCopy:
     written: bool
 
 
-def host_copy(backend: Backend, spec: Any, *, writable: bool, name: str) -> HostCopy:
+def host_copy(backend: Backend, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> HostCopy:
     """Return pinned memory for the device array of the argument ``name``. It has no content yet. Local.
 
+    With ``operand``, the argument as it was read, it has all elements, which may reach beyond the bytes of an address.
     Raises `InvalidUsageError` where MPI has no type for the elements, and for an array of another GPU.
     """
     memory = read(array_of(spec), writable, name)
     require_here(name, memory.device, backend.device)
+    if operand is not None and memory.room is not None:
+        memory.nbytes = max(memory.nbytes, operand.reach(memory.pointer))
     host = backend.pinned(memory.nbytes)
     try:
         copied = with_buffer(spec, host, memory.dtype)
@@ -59,10 +62,10 @@ class HostCopies:
         self._stream = stream
         self._copies: list[HostCopy] = []
 
-    def spec(self, spec: Any, *, writable: bool, name: str) -> Any:
+    def spec(self, spec: Any, *, writable: bool, name: str, operand: Operand | None = None) -> Any:
         """Return the argument ``name`` for MPI: ``spec`` itself, or one with a pinned copy of its device array.
 
-        The copy is stream-ordered: it holds the data after `ready`.
+        The copy is stream-ordered: it holds the data after `ready`. ``operand`` as in `host_copy`.
         """
         array = array_of(spec)
         if array is None or array is MPI.IN_PLACE:
@@ -72,7 +75,7 @@ class HostCopies:
             return spec
         if not read(array, writable, name).on_device:
             return spec
-        copy = host_copy(self._backend, spec, writable=writable, name=name)
+        copy = host_copy(self._backend, spec, writable=writable, name=name, operand=operand)
         self._fill(copy)
         self._copies.append(copy)
         return copy.spec
@@ -109,11 +112,13 @@ def announce(operation: str, reason: str) -> None:
 
 
 def through_host(
-    backend: Backend, stream: int, call: Callable[..., Any], arguments: Sequence[tuple[Any, bool, str]]
+    backend: Backend, stream: int, call: Callable[..., Any], arguments: Sequence[tuple[Any, bool, str, Operand | None]]
 ) -> Any:
-    """Call ``call`` with host copies of ``arguments``, which are (argument, whether it is written, name); blocking."""
+    """Call ``call`` with host copies of ``arguments``: (argument, whether it is written, name, operand); blocking."""
     copies = HostCopies(backend, stream)
-    specs = [copies.spec(spec, writable=writable, name=name) for spec, writable, name in arguments]
+    specs = [
+        copies.spec(spec, writable=writable, name=name, operand=operand) for spec, writable, name, operand in arguments
+    ]
     copies.ready()
     result = call(*specs)
     copies.back()

@@ -96,5 +96,5 @@ class OnPinnedCopies:
         def carry_out(send: Any, receive: Any) -> None:
             self._mpi.carry_out(call.operation, replace(given, send=send, receive=receive), blocking=True)
 
-        buffers = [(given.send, False, "sendbuf"), (given.receive, True, "recvbuf")]
+        buffers = [(given.send, False, "sendbuf", call.send), (given.receive, True, "recvbuf", call.receive)]
         through_host(session.backend, stream, carry_out, buffers)  # host arrays beside them stay themselves

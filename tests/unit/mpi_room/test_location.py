@@ -7,6 +7,7 @@ import ctypes
 import gc
 import mmap
 import weakref
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -17,6 +18,7 @@ from mpi4py import MPI
 from mpicomm import InvalidUsageError
 from mpicomm.mpi.arguments import parse, parse_vector
 from mpicomm.mpi.buffers import is_host_view, read
+from mpicomm.mpi.host_copies import HostCopies
 from mpicomm.mpi.location import is_on_device, parse_on_device
 from tests.helpers import fake_driver
 
@@ -103,6 +105,37 @@ def test_elements_with_gaps_reach_to_the_end_of_the_allocation_of_an_address(mem
     assert derived is not None and [each.address for each in derived] == [memory.ctypes.data]
     with pytest.raises(InvalidUsageError, match="reach from byte 0 to byte 260 of a buffer of 256 bytes"):
         parse([bare, 17, gaps], writable=True, name="buf")
+    gaps.Free()
+
+
+def test_mpi_gets_a_copy_of_all_elements_that_an_address_has(memory: npt.NDArray[np.uint8]) -> None:
+    """The address says fewer bytes than MPI touches, or none."""
+    memory[:] = np.arange(256, dtype=np.uint8)
+    gaps = MPI.FLOAT.Create_vector(2, 1, 3).Commit()
+
+    def copy(target: int, source: int, nbytes: int, stream: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+    backend: Any = SimpleNamespace(
+        device=0, pinned=lambda nbytes: np.zeros(nbytes, np.uint8), copy=copy, synchronize=lambda stream: None
+    )
+    bare, short = (MPI.memory.fromaddress(memory.ctypes.data, nbytes) for nbytes in (0, 8))
+    operands = [
+        (parse([bare, 6, MPI.FLOAT], writable=True, name="buf"), 24),
+        (parse([bare, (6, 2), MPI.FLOAT], writable=True, name="buf"), 32),
+        (parse([bare, 3, MPI.FLOAT], writable=True, name="buf", blocks=4), 48),
+        (parse_vector([bare, ([2, 0, 3], [9, 60, 0]), MPI.FLOAT], size=3, writable=True, name="buf"), 44),
+        (parse([short, 2, gaps], writable=True, name="buf"), 2 * 4 * 4),
+        (parse([short, MPI.FLOAT], writable=True, name="buf"), 8),
+    ]
+    for operand, nbytes in operands:
+        copies = HostCopies(backend, 7)
+        host = copies.spec(operand.spec, writable=True, name="buf", operand=operand)[0]
+        assert np.array_equal(host, np.arange(nbytes, dtype=np.uint8))
+        host += 1
+        copies.back()
+        assert np.array_equal(memory[:nbytes], np.arange(1, nbytes + 1)) and memory[nbytes] == nbytes
+        memory[:] = np.arange(256, dtype=np.uint8)
     gaps.Free()
 
 
