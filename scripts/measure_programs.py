@@ -101,7 +101,7 @@ def run_pylops_mpi(folder: Path) -> None:
 
 
 def job(program: str, way: str, folder: Path, ranks: int) -> dict[str, Any]:
-    """Run a program as a job of its own; return what its first rank tells."""
+    """Run a program in a new job; return the times and the GPUs that its first rank prints."""
     words = ["mpirun", "-np", str(ranks), sys.executable, "-m", "mpi4py" if way == "staged" else "mpicomm", __file__]
     env = {**os.environ, **VARIABLES[program][way]}
     done = subprocess.run(

@@ -27,7 +27,7 @@ def private_copy(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intrac
     """Return a communicator of the ranks of ``comm`` in their order, after all ranks have come. Collective, blocking.
 
     It has none of the user's attributes, whose copy and delete functions a duplicate would call. Raises as `roll_call`
-    does.
+    does. A rank that dies after the roll call holds the others in MPI, which has no nonblocking `Split`.
     """
     roll_call(comm, step, timeout_s)
     with page().step(step, ranks_in_world(comm, range(comm.size))):

@@ -25,8 +25,8 @@ _NUMBERS_AT = _LINE_NBYTES
 _TEXTS_AT = _NUMBERS_AT + 8 * _TEXTS
 _MARKS_AT = _TEXTS_AT + _LINE_NBYTES * _TEXTS
 _NBYTES = _MARKS_AT + 8 * _MARKS
-# The words of calls: their number, the call of `ask`, that of `ready`, the longest messages, and the calls that are
-# kept.
+# The words of calls: the number of the latest call, the calls of `ask` and of `ready`, two longest messages, and the
+# latest calls.
 _CALLS, _ASKED, _READY, _LONGEST_AT, _KEPT_AT = 0, 1, 2, 3, 5
 _CHECKPOINT = (1 << 16) - 1  # the lowest bits of a longest message say at which checkpoint it was written
 
@@ -90,6 +90,7 @@ class Board:
 
     def ready(self) -> None:
         """Tell the other ranks that this one launches its latest call next, and waits for nothing before; local."""
+        # Pairs with `not_ready` of the peers. It needs no fence, because a peer that sees it reads nothing else for it.
         if self._own is not None:
             self._own[_READY] = self._calls
 

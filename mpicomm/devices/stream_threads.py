@@ -2,7 +2,7 @@
 
 MPI lets several threads call at once. On GPUs two of them may share a stream, which carries out their work in the order
 in which it was enqueued. F(m) is the copy of message m into the sender's outbox, R(m) the receiver's step, which waits
-for F(m), and C a collective's kernel, which waits for the kernels of all ranks. Three orders end in a circle:
+for F(m), and C a collective's kernel, which waits for the kernels of all ranks. Four orders end in a circle:
 
 1. Thread A tells MPI of m, thread B enqueues R(n) or C, and A enqueues F(m) behind it. The peer has enqueued R(m), and
    F(n) or its C behind that. So nothing of another thread may come between: A *owes* F(m) to the stream when it tells
@@ -15,12 +15,14 @@ Against 2 and 3, blocking calls that wait for peers wait beside a stream that se
 with them, as it does in MPI: see wait_beside.py. Then the stream itself holds no wait, and only the waits of threads
 are left, which MPI's rules keep free of circles.
 
-4. On rank 0 thread A's C runs, and B loads a kernel of the user, which waits for the whole device and holds the
-   driver's lock. On rank 1 B's C runs, and A loads that kernel. Neither rank launches the C that the other one waits
-   for, although each thread has a stream of its own.
+4. Each thread has another stream. On rank 0 thread A's C runs, and B loads a kernel, which waits for the whole device
+   and holds the driver's lock. On rank 1 B's C runs, and A loads that kernel. Neither rank launches the C for which the
+   other one waits.
 
-Against 4, the thread of a blocking collective waits for the ranks on the host, where several threads use the device.
-Then no kernel waits for a peer whose thread does anything else first. Messages are enqueued before MPI is told of them.
+Against 4, if several threads use the device, the thread of a blocking collective waits on the host until all ranks
+launch it next. Then its kernel waits for no peer whose thread loads a kernel first. Another thread of a peer may still
+load one between this meeting and the launch, a few microseconds later. Nonblocking collectives do not meet, because
+they must not wait. A message is enqueued before MPI is told of it.
 
 A thread that has a stream to itself keeps all of its work there. Its calls follow each other in the stream as they do
 in the program. Only a wait that was enqueued before the first call of a second thread stays in the stream.

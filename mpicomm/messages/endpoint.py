@@ -58,7 +58,7 @@ class Endpoint:
         self.is_flat = is_flat
         """Whether it is a device array whose bytes follow each other."""
         self.operand = operand
-        """What the buffer holds; None for what `read_plain` has read, and for host memory that MPI alone uses."""
+        """The elements of the buffer; None if `read_plain` has read it, or if it is host memory that only MPI uses."""
         self.captured = captured
         """Whether the stream captures a CUDA graph."""
         self.blocks = blocks

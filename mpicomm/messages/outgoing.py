@@ -30,7 +30,7 @@ _warned: set[str] = set()
 
 @dataclass(slots=True)
 class SendBuffer:
-    """What MPI sends, and the ``owner`` of memory that has to live until the send is complete."""
+    """The buffer that MPI sends. ``owner`` keeps its memory alive until the send is complete."""
 
     spec: Any
     owner: Any = None
@@ -98,7 +98,7 @@ class Outgoing:
         return SendBuffer(place.message, sent, partial(rendezvous.withdraw, place, stream))
 
     def _place(self, send: Send, sent: Endpoint, dest: int) -> Place | None:
-        """Return a place in the outbox for a message; None where MPI carries the data, or where there is none."""
+        """Return a place in the outbox for a message; None if MPI carries the data or the outbox has no room."""
         nbytes, device = sent.nbytes, sent.device
         if not nbytes or dest < 0 or device is None or sent.stream is None:
             return None

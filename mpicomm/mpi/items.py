@@ -41,7 +41,7 @@ def pair(counts: list[Any] | tuple[Any, ...], name: str) -> tuple[Any, Any]:
 
 
 def datatype_of(datatype: Any, name: str) -> tuple[np.dtype[Any] | None, MPI.Datatype | None]:
-    """Return a datatype, or a code of one, as NumPy's and as MPI's; None where there is none."""
+    """Return NumPy's type and MPI's datatype for a datatype or its type code; None for the one that is missing."""
     if isinstance(datatype, MPI.Datatype):
         if datatype == MPI.DATATYPE_NULL:
             raise RefusedByMpiError(

@@ -25,7 +25,7 @@ The displacements are None where each block begins behind the one before.
 
 
 class ReadArray(tuple[Any, ...]):
-    """What `plain_array` has returned for an array, as an argument in place of the array. Both are equal as keys."""
+    """The result of `plain_array` for an array. Callers pass it in place of the array, and it gives the same key."""
 
     __slots__ = ()
 
