@@ -7,6 +7,8 @@ from pathlib import Path
 from tests.helpers.mpiexec import run_job
 
 PROGRAM = """
+import sys
+from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 import mpicomm
@@ -15,13 +17,15 @@ count = 40_000 if comm.rank == 0 else 10
 try:
     comm.Allreduce(np.ones(count), np.zeros(count))
 except mpicomm.CollectiveTimeoutError as error:
-    print(error.ranks, error, flush=True)
-MPI.COMM_WORLD.Abort(3)
+    Path(sys.argv[1]).write_text(f"{error.ranks} {error}")
+MPI.COMM_WORLD.Abort(3)  # mpiexec may end before it has printed the output of an aborted job
 """
 
 
 def test_the_call_is_named_and_the_other_way_that_a_peer_may_have_taken(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    output = run_job(2, str(tmp_path / "program.py")).stdout
+    job = run_job(2, str(tmp_path / "program.py"), str(tmp_path / "error"))
+    assert (tmp_path / "error").exists(), job.stderr
+    output = (tmp_path / "error").read_text()
     assert output.startswith("(1,) Allreduce: ") and "rank 1 did not arrive within 1 s" in output
     assert "may be in MPI's Allreduce" in output
