@@ -24,8 +24,8 @@ from result_file import Table, add_tables, command, hardware
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call_log import Board
 from mpicomm.collectives.host import selection
 from mpicomm.collectives.host.engine import SLOT_NBYTES, SLOTS, HostEngine
 from mpicomm.collectives.operations import OPERATIONS, Operation

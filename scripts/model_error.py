@@ -17,7 +17,7 @@ from mpicomm.bench.model.accuracy import Run, compare, error_of
 from mpicomm.bench.model.group import Group, Times
 from mpicomm.bench.model.network import Network
 from mpicomm.bench.model.schedules import System, predict
-from mpicomm.internode.cuts import PIECE_NBYTES
+from mpicomm.domains.cuts import PIECE_NBYTES
 from mpicomm.sizes import nbytes_of
 
 FOLDER = Path(__file__).resolve().parent / "results"

@@ -14,9 +14,9 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.api.blocking import BlockingCollectives
 from mpicomm.api.by_handle import remember
-from mpicomm.api.by_mpi import ByMpi
+from mpicomm.api.constructors import Makers
 from mpicomm.api.freed import mark_freed
-from mpicomm.api.makers import Makers
+from mpicomm.api.host_staging import ByMpi
 from mpicomm.api.neighbors import NeighborCollectives
 from mpicomm.api.nonblocking import NonblockingCollectives
 from mpicomm.api.objects import ObjectCalls

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from mpi4py import MPI
 
-from mpicomm.api.by_mpi import ByMpi
+from mpicomm.api.host_staging import ByMpi
 from mpicomm.messages.calls import Messages
 from mpicomm.mpi.shown import probe, receiving, recv_object
 

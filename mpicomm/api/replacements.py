@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.api.by_handle import known_as
-from mpicomm.api.by_mpi import ByMpi, Wrapped, on_host_copies, wrap
+from mpicomm.api.host_staging import ByMpi, Wrapped, on_host_copies, wrap
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of, read
 from mpicomm.mpi.host_copies import announce

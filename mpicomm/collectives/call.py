@@ -12,15 +12,15 @@ from mpi4py import MPI
 
 from mpicomm.collectives import beside, patterns
 from mpicomm.collectives.by_rank import blocks_for_ranks, by_rank, cut_of
+from mpicomm.collectives.call_location import Place, place_of
 from mpicomm.collectives.checks import read_counts, refuse_in_place, require_recvcounts, require_room, require_root
 from mpicomm.collectives.neighborhood import Neighborhood
 from mpicomm.collectives.operations import Operation, Shape
 from mpicomm.collectives.packed import Packed
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.collectives.place import Place, place_of
 from mpicomm.collectives.signature import Signature
+from mpicomm.epilogues.base import BoundEpilogue, Epilogue
 from mpicomm.errors import InvalidUsageError
-from mpicomm.finishes.base import BoundEpilogue, Epilogue
 from mpicomm.mpi import types
 from mpicomm.mpi.arguments import Operand, parse, parse_typed, parse_vector
 from mpicomm.mpi.buffers import Memory, array_of

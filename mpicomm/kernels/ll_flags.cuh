@@ -1,4 +1,4 @@
-// The flags of the LL wire (packet_wires.cuh), and what keeps a receiver from taking an old flag for a new one. A flag
+// The flags of the LL wire (packet_protocols.cuh), and what keeps a receiver from taking an old flag for a new one. A flag
 // is the number of a launch. These numbers come again after 2^30 launches, and a flag of that long ago may still lie in
 // its slot. So at the start of each round of numbers every rank wipes the flags in its inboxes.
 #pragma once

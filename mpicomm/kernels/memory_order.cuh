@@ -282,7 +282,7 @@ MPICOMM_DEVICE u64 clock_ns() {
 
 // The fence between the reset of a slot and the news that the slot is free, for the slots of packets.cu and chain.cu
 // that are used again within a launch. A receiver that has taken a packet of the sentinel wire resets its slot to
-// "absent" (packet_wires.cuh). The sender may store the next packet there only when the reset has reached the slot: a
+// "absent" (packet_protocols.cuh). The sender may store the next packet there only when the reset has reached the slot: a
 // reset that arrives later would wipe the packet out, and the receiver would wait for it until time is up. The fence
 // orders the resets that this thread has made, or has seen other threads make, before all that it tells the sender
 // afterwards.

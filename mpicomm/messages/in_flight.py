@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages.device import MessageDevice
-from mpicomm.messages.place import LINE_NBYTES, Place
+from mpicomm.messages.outbox_slot import LINE_NBYTES, Place
 
 MOST_IN_FLIGHT = 1024
 DONE = MOST_IN_FLIGHT * LINE_NBYTES

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.messages.description import DESCRIPTION_NBYTES, Description
 from mpicomm.messages.incoming import Correct, Receiver
+from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES, Description
 from mpicomm.messages.self_messages import Content, match, start_unpickling
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from mpicomm.devices.base import Segment
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError
-from mpicomm.messages.description import MOST_EXTENTS, Extent, is_for_kernels
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT, InFlight
-from mpicomm.messages.place import LINE_NBYTES, Place
+from mpicomm.messages.outbox_slot import LINE_NBYTES, Place
+from mpicomm.messages.rendezvous_header import MOST_EXTENTS, Extent, is_for_kernels
 
 FIRST_BLOCK_NBYTES = 32 << 20
 BLOCK_NBYTES = 2 << 20

@@ -13,11 +13,11 @@ from mpi4py import MPI
 from mpicomm.devices.base import Backend
 from mpicomm.errors import HandleError
 from mpicomm.log import logger, tell_slow_way
-from mpicomm.messages.description import DESCRIPTION_NBYTES
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outbox import OutboxFullError
-from mpicomm.messages.place import Place
+from mpicomm.messages.outbox_slot import Place
+from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES
 from mpicomm.mpi.host_copies import HostCopies, announce
 
 Send = Callable[..., Any]

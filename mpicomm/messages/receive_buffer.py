@@ -17,10 +17,10 @@ import numpy as np
 from mpi4py import MPI
 
 from mpicomm.errors import HandleError
-from mpicomm.messages.description import DESCRIPTION_NBYTES, Description
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.rendezvous import Rendezvous
+from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES, Description
 from mpicomm.messages.self_messages import unpack
 from mpicomm.mpi.arguments import Operand
 from mpicomm.mpi.buffers import read
@@ -68,7 +68,7 @@ class ReceiveBuffer(abc.ABC):
         nbytes = status.Get_count(MPI.BYTE)
         described = None
         if nbytes == DESCRIPTION_NBYTES and not self.is_mpis:
-            described = self._rendezvous.description(self.pointer)
+            described = self._rendezvous.header(self.pointer)
         if described is None:
             # Staging memory may be longer than the buffer.
             return self._deliver_eager(nbytes) if nbytes <= self.capacity else Delivery(_refuse)

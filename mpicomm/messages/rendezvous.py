@@ -10,13 +10,13 @@ from mpicomm.devices.base import MessageCopy, Segment
 from mpicomm.devices.handle import MemoryHandle
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.errors import HandleError, InvalidUsageError
-from mpicomm.messages import description
-from mpicomm.messages.description import DESCRIPTION_NBYTES, Description, is_for_kernels
+from mpicomm.messages import rendezvous_header
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_flight import DONE
 from mpicomm.messages.outbox import Outbox
-from mpicomm.messages.place import LINE_NBYTES, Place
+from mpicomm.messages.outbox_slot import LINE_NBYTES, Place
+from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES, Description, is_for_kernels
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for
 
@@ -31,7 +31,7 @@ class Rendezvous:
     block in which its message lies; the receiver opens the block and keeps it open. A wait on the device that ran out
     of time is raised by the device's `check`.
 
-    The outbox has at most ``most_nbytes``. Without a ``secret`` no message is described, and `description` finds none.
+    The outbox has at most ``most_nbytes``. Without a ``secret`` no message is described, and `header` finds none.
     """
 
     def __init__(self, device: MessageDevice, rank: int, secret: bytes | None, most_nbytes: int | None = None) -> None:
@@ -57,7 +57,7 @@ class Rendezvous:
         """Return whether a description can arrive that exceeds a receive buffer of ``nbytes`` bytes."""
         return self.describes and nbytes < DESCRIPTION_NBYTES
 
-    def description(self, pointer: int) -> Description | None:
+    def header(self, pointer: int) -> Description | None:
         """Return the description that MPI has received to ``pointer``, None for data of the length of one."""
         if self._secret is None:
             return None
@@ -69,7 +69,7 @@ class Rendezvous:
             elements = sent.elements
             self.device.pack(table_for(elements.layout), elements.address, place.pointer, stream, unpacks=False)
             self._steps.announce(stream, ready=place.ready, count=place.counts)
-        elif place.nbytes <= description.KERNEL_NBYTES:
+        elif place.nbytes <= rendezvous_header.KERNEL_NBYTES:
             copy = place.copy_in
             if copy is None:
                 copy = place.copy_in = self._steps.copy_in(place.pointer, ready=place.ready)
@@ -107,7 +107,7 @@ class Rendezvous:
         known = self._known.get(packed)
         if known is None:
             described = None if self._secret is None else Description.unpack(packed, self._secret)
-            if described is None or described.nbytes > description.KERNEL_NBYTES:
+            if described is None or described.nbytes > rendezvous_header.KERNEL_NBYTES:
                 return 0
             if len(self._known) == _MOST_KNOWN:
                 self._known.clear()

@@ -6,9 +6,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from mpicomm.messages.description import DESCRIPTION_NBYTES
 from mpicomm.messages.incoming import Correct, Receiver
 from mpicomm.messages.matched import Matched
+from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES
 from mpicomm.mpi.shown import mprobe, probe, recv
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy import ndarray
 
-from mpicomm.devices import where
+from mpicomm.devices import memory_location
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi import types
 from mpicomm.mpi.dlpack import Unversioned, exported_dtype
@@ -92,18 +92,18 @@ def is_host_view(a: ndarray[Any, Any]) -> bool:
     A small host call asks this only for arrays whose ``base`` is not None, because NumPy has allocated all others.
     """
     base = a.base
-    if (type(base) is ndarray and base.base is None) or not where.has_driver():
+    if (type(base) is ndarray and base.base is None) or not memory_location.has_driver():
         return True
     return not _by_address(base, _get_address(a))
 
 
-def _by_address(owner: Any, pointer: int) -> where.Place | None:
+def _by_address(owner: Any, pointer: int) -> memory_location.Place | None:
     """Return where memory at ``pointer`` lies if that is device memory which MPI would take for host memory."""
     while isinstance(owner, (ndarray, memoryview)):
         owner = owner.base if isinstance(owner, ndarray) else owner.obj
     if owner is None or isinstance(owner, _HOST_CLASSES):
         return None
-    place = where.place_of(pointer)
+    place = memory_location.place_of(pointer)
     return None if place is None or place.managed else place
 
 
@@ -208,7 +208,7 @@ def is_host_export(array: Any) -> bool:
         kind, _ = array.__dlpack_device__()
     except Exception:  # `read` says why
         return False
-    return int(kind) in _DLPACK_HOST or (int(kind) in _DLPACK_GPU and not where.has_driver())
+    return int(kind) in _DLPACK_HOST or (int(kind) in _DLPACK_GPU and not memory_location.has_driver())
 
 
 def _read_view(array: Any, view: memoryview, writable: bool, name: str) -> Memory:
@@ -243,9 +243,9 @@ def _read_dlpack(array: Any, writable: bool, name: str) -> Memory:
         except Exception:
             raise refusal from refusal.__cause__
     # As for a CUDA array interface: the driver knows better, and empty memory has no address to ask for.
-    on_device = kind in _DLPACK_GPU and where.has_driver()
+    on_device = kind in _DLPACK_GPU and memory_location.has_driver()
     if on_device and buffer.nbytes:
-        on_device = where.place_of(buffer.address) is not None
+        on_device = memory_location.place_of(buffer.address) is not None
     ordinal = device if on_device else None
     dtype = _own_dtype(array, kind)
     return Memory(buffer.address, buffer.nbytes, dtype, on_device, ordinal, buffer, exported=buffer)
@@ -285,9 +285,9 @@ def _read_interface(array: Any, writable: bool, name: str) -> Memory:
     interface = array.__cuda_array_interface__
     dtype = types.interface_dtype(interface["typestr"], array)
     pointer = buffer.address
-    place = where.place_of(pointer) if pointer else None
+    place = memory_location.place_of(pointer) if pointer else None
     # Empty memory has no address to ask for, so the class decides: in a process with GPUs it is a device array.
-    on_device = place is not None or (not pointer and where.has_driver())
+    on_device = place is not None or (not pointer and memory_location.has_driver())
     device = None if place is None else place.device
     return Memory(pointer, buffer.nbytes, dtype, on_device, device, array, exported=buffer)
 

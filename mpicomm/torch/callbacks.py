@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mpicomm.torch.lane import LANES
+from mpicomm.torch.call_queue import LANES
 
 _Callback = Callable[[Any], Any]
 

@@ -13,8 +13,8 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.cluster.agreement import Group, node_key
 from mpicomm.cluster.roll_call import private_copy
 from mpicomm.errors import InvalidUsageError
-from mpicomm.torch.parts import members_of, part_of
 from mpicomm.torch.process_group import ProcessGroup
+from mpicomm.torch.subgroups import members_of, part_of
 
 _STEP = "init_process_group"
 

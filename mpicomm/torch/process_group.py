@@ -17,14 +17,14 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.errors import InvalidUsageError, MpicommError
 from mpicomm.log import logger
 from mpicomm.mpi.requests import DeferredRequest
+from mpicomm.torch.call_queue import Lane
 from mpicomm.torch.collective_calls import Call, CollectiveCalls, Given
 from mpicomm.torch.collectives import Collectives
 from mpicomm.torch.failures import WAITS, as_expected
-from mpicomm.torch.lane import Lane
 from mpicomm.torch.message_works import MOVER, MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
-from mpicomm.torch.parts import part_of
 from mpicomm.torch.streams import Streams
+from mpicomm.torch.subgroups import part_of
 from mpicomm.torch.tensors import DeviceError, flat, movable
 from mpicomm.torch.works import FOREVER, JoinedWork, Tensors, Work, ended
 

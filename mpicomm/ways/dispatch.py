@@ -18,8 +18,8 @@ from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.host import crossover, selection
 from mpicomm.collectives.host.fast_path import Judge, at_once, plain_calls
 from mpicomm.collectives.operations import Operation
+from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
-from mpicomm.finishes.base import Epilogue
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import refuse_stream
 from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work

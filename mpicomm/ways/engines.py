@@ -8,21 +8,21 @@ from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import Board
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.one_node import OneNode
+from mpicomm.domains.host import HostCliques
+from mpicomm.domains.layout import Layout
+from mpicomm.domains.mapped import MappedChannels
+from mpicomm.domains.mpi_transfers import Transfers
+from mpicomm.domains.network_waits import WireWaits
 from mpicomm.errors import CollectiveTimeoutError
-from mpicomm.internode.host import HostCliques
-from mpicomm.internode.layout import Layout
-from mpicomm.internode.mapped import MappedChannels
-from mpicomm.internode.mpi_transfers import Transfers
-from mpicomm.internode.wire_waits import WireWaits
 from mpicomm.session import Session
 
 if TYPE_CHECKING:
     from mpicomm.collectives.gpu.engine import DeviceEngine
     from mpicomm.collectives.gpu.plan_cache import PlanCache
-    from mpicomm.internode.gpu.engine import CliquesEngine
+    from mpicomm.domains.gpu.engine import CliquesEngine
 
 
 class InternodeEngine(NamedTuple):
@@ -140,8 +140,8 @@ class Engines:
 
     def _of_cliques(self, session: Session, make: Callable[[], DeviceEngine]) -> CliquesEngine:
         """Return an engine for all cliques, on top of one that ``make`` makes for this rank's clique. Collective."""
-        from mpicomm.internode.gpu.choose_carrier import choose_carrier
-        from mpicomm.internode.gpu.engine import CliquesEngine
+        from mpicomm.domains.gpu.choose_transport import choose_carrier
+        from mpicomm.domains.gpu.engine import CliquesEngine
 
         made: list[tuple[DeviceEngine, WireWaits]] = []
         # On all cliques together: where one fails, the others would wait for its parcels.

@@ -9,9 +9,9 @@ from mpi4py import MPI
 
 from mpicomm.collectives.beside import PinnedCopies
 from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call_location import Place
 from mpicomm.collectives.neighborhood import Neighborhood, neighborhood_of
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.place import Place
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.buffers import BufferRefusedError

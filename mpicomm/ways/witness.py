@@ -18,8 +18,8 @@ there are other cliques, nobody here can know: that is an error.
 from __future__ import annotations
 
 from mpicomm.collectives.call import Call
+from mpicomm.collectives.call_location import Place
 from mpicomm.collectives.operations import Operation
-from mpicomm.collectives.place import Place
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.session import Session
 from mpicomm.waiting import wait_until

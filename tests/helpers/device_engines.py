@@ -12,7 +12,7 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import Board
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
 from tests.helpers import patterns

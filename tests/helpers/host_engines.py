@@ -12,7 +12,7 @@ import numpy.typing as npt
 from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import Board
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span

@@ -392,11 +392,11 @@ def take_for_gpu(
 @contextlib.contextmanager
 def small_messages() -> Iterator[None]:
     """Let messages of some hundred KiB go in several pieces and lie in several blocks."""
-    from mpicomm.messages import description, outbox
+    from mpicomm.messages import outbox, rendezvous_header
 
     with (
-        mock.patch.object(description, "KERNEL_NBYTES", LONGEST_FOR_KERNELS),
-        mock.patch.object(description, "LEAST_PIECE_NBYTES", 48 << 10),
+        mock.patch.object(rendezvous_header, "KERNEL_NBYTES", LONGEST_FOR_KERNELS),
+        mock.patch.object(rendezvous_header, "LEAST_PIECE_NBYTES", 48 << 10),
         mock.patch.object(outbox, "FIRST_BLOCK_NBYTES", 2 << 20),
     ):
         yield

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import mpicomm
-from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.message_devices import LONGEST_FOR_KERNELS, DeviceArray, ThreadDevice, on_threads, small_messages
 

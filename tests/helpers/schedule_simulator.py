@@ -13,11 +13,11 @@ import numpy.typing as npt
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.internode.cuts import Schedule
-from mpicomm.internode.layout import Layout
-from mpicomm.internode.pipeline import DEPTH, carry_out
-from mpicomm.internode.schedules import steps_of
-from mpicomm.internode.steps import Combine, Local, Move, Pack, Step, Wire
+from mpicomm.domains.cuts import Schedule
+from mpicomm.domains.layout import Layout
+from mpicomm.domains.pipeline import DEPTH, carry_out
+from mpicomm.domains.schedules import steps_of
+from mpicomm.domains.steps import Combine, Local, Move, Pack, Step, Wire
 from mpicomm.mpi.span import Span
 from mpicomm.mpi.types import is_narrow
 

@@ -13,7 +13,7 @@ from mpicomm.collectives.gpu.algorithms.base import Finish
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire
 from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues import Epilogue
-from mpicomm.finishes.base import BoundEpilogue
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.span import Span
 from tests.helpers import patterns

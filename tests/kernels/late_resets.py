@@ -22,7 +22,7 @@ inline void put_back(bool (*arrives)(const Late&, u32), u32 who) {
 
 struct Fences {""",
     ),
-    Change("fences.cuh", '#include "memory_order.cuh"', '#include <vector>\n#include "packet_wires.cuh"'),
+    Change("fences.cuh", '#include "memory_order.cuh"', '#include <vector>\n#include "packet_protocols.cuh"'),
     Change(
         "fences.cuh",
         "void say(u32 worker, u32 turns) {",

@@ -148,7 +148,7 @@ def test_results_that_say_that_no_packet_has_come(builds: Builds) -> None:
 
 
 def test_results_that_lose_such_a_word_are_found(builds: Builds) -> None:
-    change = Change("packet_wires.cuh", "(defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))", "1")
+    change = Change("packet_protocols.cuh", "(defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))", "1")
     with pytest.raises(AssertionError, match=CAUGHT):
         run_fused(builds, "sentinel", WORDS, ("float32", "sum"), exact=True, changes=[change])
 

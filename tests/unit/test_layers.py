@@ -25,8 +25,8 @@ ROOMS = [
     {"devices", "activity"},
     {"devices.cuda"},
     {"mpi"},
-    {"finishes"},
-    {"cluster", "epilogues"},
+    {"epilogues"},
+    {"cluster"},
     {"recording"},
     {"sharing"},
     {"symmetric"},
@@ -34,7 +34,7 @@ ROOMS = [
     {"collectives"},
     {"collectives.host", "collectives.gpu.algorithms"},
     {"collectives.gpu"},
-    {"internode"},
+    {"domains"},
     {"ways"},
     {"messages"},
     {"observation"},
@@ -62,7 +62,7 @@ MPI_USERS = {
     "bench",
     "doctor",
     "p2p",
-} | {name for name in ROOM if name.startswith(("collectives", "internode"))}
+} | {name for name in ROOM if name.startswith(("collectives", "domains"))}
 CUDA_USERS = ("devices/cuda/", "collectives/gpu/", "bench/", "p2p/")
 # They are used as any user of the package would be.
 COMMAND_LINES = {"__main__", "cli", "ring", "info", "doctor", "bench", "p2p", "trace", "tune"}

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from mpicomm.bench.model.group import Group
 from mpicomm.bench.model.network import Network
+from mpicomm.domains.cuts import PIECE_NBYTES, cliques_at_once, piece_in_a_row
 from mpicomm.errors import InvalidUsageError
-from mpicomm.internode.cuts import PIECE_NBYTES, cliques_at_once, piece_in_a_row
 
 PACKING = Network(gb_s=1800, latency_us=1.5)
 """The cost of packing blocks in a GPU's memory, and of unpacking: an H200's in scripts/results/packing-h200.json."""

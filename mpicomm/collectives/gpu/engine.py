@@ -14,8 +14,8 @@ from cupy.cuda import runtime
 
 from mpicomm import environment
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.board import Board
 from mpicomm.collectives.call import Call
+from mpicomm.collectives.call_log import Board
 from mpicomm.collectives.exchange import Message
 from mpicomm.collectives.gpu import tuning_file
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node

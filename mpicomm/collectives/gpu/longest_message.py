@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 from weakref import WeakSet
 
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import Board
 from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import Board
 from mpicomm.collectives.gpu.arena import DeviceArena
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.faults import called_differently

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from mpicomm.cluster.agreement import Group
-from mpicomm.collectives.host.verdict import Verdict
+from mpicomm.collectives.host.agreed_error import Verdict
 from mpicomm.devices.host import HostBackend, fence
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.sharing.segments import share

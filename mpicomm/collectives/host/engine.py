@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mpicomm.cluster.agreement import Group, require_own_process
-from mpicomm.collectives.board import Board
+from mpicomm.collectives.call_log import Board
 from mpicomm.collectives.exchange import Exchange, Reduction
 from mpicomm.collectives.host.channels import Channels, DifferentCall, DifferentSize, GivenUp, LateRank
 from mpicomm.collectives.host.reduction import Reducer

@@ -18,7 +18,7 @@ from numpy import may_share_memory, ndarray
 
 from mpicomm.collectives.host.selection import NEVER, OPS_OF_CROSSOVER, mapped_from
 from mpicomm.collectives.operations import OPERATIONS, Operation, Shape
-from mpicomm.devices.where import has_driver
+from mpicomm.devices.memory_location import has_driver
 from mpicomm.mpi.buffers import is_host_view
 from mpicomm.mpi.ops import op_name
 from mpicomm.mpi.types import numpy_dtype

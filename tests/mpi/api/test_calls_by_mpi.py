@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.api.by_mpi import BUFFERS, MAKERS, wrap
+from mpicomm.api.host_staging import BUFFERS, MAKERS, wrap
 from tests.helpers import fake_driver
 from tests.helpers.communicators import array_module, communicator
 from tests.helpers.reductions import Array

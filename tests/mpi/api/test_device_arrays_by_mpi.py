@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.api.by_mpi import wrap
+from mpicomm.api.host_staging import wrap
 from tests.helpers.message_devices import DeviceArray, take_for_gpu
 from tests.helpers.message_rigs import Rig, content, same
 

@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES
 from mpicomm.mpi.buffers import read
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.message_devices import DeviceArray, on_threads, take_for_gpu

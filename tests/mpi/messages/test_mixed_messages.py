@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES
 from tests.helpers.message_devices import DeviceArray
 from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, same
 

@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from mpicomm.messages.description import DESCRIPTION_NBYTES, KERNEL_NBYTES
+from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES, KERNEL_NBYTES
 from tests.helpers.buffered_sends import room_for_buffered_sends
 from tests.helpers.buffers import Placed, values
 from tests.helpers.communicators import array_module, communicator

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from mpicomm.messages.description import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES
 from tests.helpers.message_rigs import Rig, content, same
 
 COUNTS = (1, 2, 7, DESCRIPTION_NBYTES // 4 - 1, DESCRIPTION_NBYTES // 4)

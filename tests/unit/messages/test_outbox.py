@@ -18,7 +18,7 @@ from mpicomm.messages import outbox
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT
 from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
-from mpicomm.messages.place import Place
+from mpicomm.messages.outbox_slot import Place
 from tests.helpers.message_devices import ThreadDevice
 
 MOST = 24 << 20

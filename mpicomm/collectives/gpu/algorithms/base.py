@@ -22,7 +22,7 @@ from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.collectives.signature import Signature
-from mpicomm.finishes.base import BoundEpilogue
+from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.kernels.reductions import Reduction, reduction_of
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span

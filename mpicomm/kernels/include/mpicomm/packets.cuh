@@ -3,7 +3,7 @@
 // It takes twice the bytes: packets are for messages of up to some KiB.
 #pragma once
 
-#include "../../flag_wire.cuh"
+#include "../../flag_protocol.cuh"
 #include "flags.cuh"
 
 namespace mpicomm {

@@ -15,9 +15,9 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.exchange import Exchange
+from mpicomm.collectives.host.agreed_error import Verdict
 from mpicomm.collectives.host.channels import Channels
 from mpicomm.collectives.host.engine import HostEngine
-from mpicomm.collectives.host.verdict import Verdict
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import HostBackend, fence
 from mpicomm.errors import CollectiveTimeoutError, PeerError
@@ -176,7 +176,7 @@ def test_ranks_that_give_up_at_once_give_the_same_verdict(
             time.sleep(2e-3 * rng.random())
         fence()
 
-    monkeypatch.setattr("mpicomm.collectives.host.verdict.fence", interrupted_fence)
+    monkeypatch.setattr("mpicomm.collectives.host.agreed_error.fence", interrupted_fence)
     for number in range(rounds):
         verdict = Verdict(node, memory[number * nbytes : (number + 1) * nbytes])
         assert not verdict.there() and verdict.read() is None

@@ -16,11 +16,11 @@ from mpicomm.bench.model.network import Network
 from mpicomm.bench.model.schedules import SCHEDULES, System, predict
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.collectives.patterns import Buffers
+from mpicomm.domains.cuts import PIECE_NBYTES
+from mpicomm.domains.layout import Layout
+from mpicomm.domains.schedules import schedule_of, steps_of
+from mpicomm.domains.steps import Local
 from mpicomm.errors import InvalidUsageError
-from mpicomm.internode.cuts import PIECE_NBYTES
-from mpicomm.internode.layout import Layout
-from mpicomm.internode.schedules import schedule_of, steps_of
-from mpicomm.internode.steps import Local
 from mpicomm.mpi.span import Span
 from tests.unit.bench.model.systems import NETWORK, SIZES, flat_system, recorded_system, timed
 

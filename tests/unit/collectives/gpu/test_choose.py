@@ -27,9 +27,9 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     most_workers,
 )
 from mpicomm.collectives.gpu.algorithms.packets.geometry import MAX_BLOCKS, Geometry
+from mpicomm.collectives.gpu.algorithms.packets.protocols import WireLimits, one_shot_limits, packet_wire
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.gpu.algorithms.packets.ways import sized_ways
-from mpicomm.collectives.gpu.algorithms.packets.wires import WireLimits, one_shot_limits, packet_wire
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose

@@ -4,7 +4,7 @@
 // several ranks send to one at a time.
 //
 // The message travels in packets that show by themselves whether they have come, on the sentinel wire
-// (packet_wires.cuh). So a rank passes on data without a release. The pieces can be small, and the first of them reach
+// (packet_protocols.cuh). So a rank passes on data without a release. The pieces can be small, and the first of them reach
 // the end of the chain soon after they were sent.
 //
 // Channels. A warp of a rank and the same warp of the next rank are a channel. Slots, epochs, flags and credit are
@@ -47,7 +47,7 @@
 #define MPICOMM_SENTINEL  // the wire
 
 #include "channel_words.cuh"
-#include "packet_wires.cuh"
+#include "packet_protocols.cuh"
 #if defined(MPICOMM_DTYPE)
 #include "reduce_packets.cuh"
 #endif

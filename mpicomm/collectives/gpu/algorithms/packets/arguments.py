@@ -20,7 +20,7 @@ FENCES_NBYTES = 3072  # for each block: see fences.cuh
 ABSENT = 0xFFF5A3C6
 """The words of a slot of the sentinel wire to which no packet has come."""
 UNIT_NBYTES = {"flagged": 8, "sentinel": 16}
-"""The bytes of data in a packet of each wire: see packet_wires.cuh."""
+"""The bytes of data in a packet of each wire: see packet_protocols.cuh."""
 _WIRES = {"flagged": (), "sentinel": ("-DMPICOMM_SENTINEL",)}
 _STEPS = {
     "one": ("-DMPICOMM_ONE_STEP",),
@@ -32,7 +32,7 @@ FEWEST_LAPS = 6
 """The fewest steps that an inbox must hold if a message has more, with rows one more: see packets.cu."""
 
 Wire = Literal["flagged", "sentinel"]
-"""LL, with flags, or sentinel, without: see packet_wires.cuh."""
+"""LL, with flags, or sentinel, without: see packet_protocols.cuh."""
 Steps = Literal["one", "few", "laps", "paced"]
 """How many steps a launch has: one; as many as inboxes hold; more; or more, where two ranks send each other different
 lengths. See packets.cu."""

@@ -5,7 +5,7 @@
 // packets carry elements of one size: each rank applies it to all units that it stores. Rows are normalised in rows.cuh.
 #pragma once
 
-#include "packet_wires.cuh"
+#include "packet_protocols.cuh"
 #if defined(MPICOMM_EPILOGUE)
 #include "epilogue.cuh"
 #include "reduce_packets.cuh"

@@ -5,7 +5,7 @@
 
 #include "fences.cuh"
 #include "ll_flags.cuh"
-#include "packet_wires.cuh"
+#include "packet_protocols.cuh"
 #include "rows.cuh"
 #include "team.cuh"
 #if defined(MPICOMM_DTYPE)

@@ -1,4 +1,4 @@
-// One exchange in packets of 16 bytes that show by themselves whether they have come (packet_wires.cuh). Every rank
+// One exchange in packets of 16 bytes that show by themselves whether they have come (packet_protocols.cuh). Every rank
 // stores its messages straight into the inboxes of the other ranks. A receiver loads each slot of its inboxes until
 // the packet is there. No flag, no fence and no barrier lies between the store of a packet and its use: that makes the
 // kernel fast, from 8 bytes up.

@@ -14,19 +14,19 @@ from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks, PacketCalls
 from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
-from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
-from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
-from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes, sized_ways
-from mpicomm.collectives.gpu.algorithms.packets.wires import (
+from mpicomm.collectives.gpu.algorithms.packets.protocols import (
     WireLimits,
     one_shot_limits,
     packet_wire,
     two_shot_limits,
 )
+from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
+from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
+from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes, sized_ways
 from mpicomm.collectives.gpu.algorithms.steps import Step
 from mpicomm.collectives.gpu.algorithms.template import Template
 from mpicomm.collectives.operations import Operation
-from mpicomm.finishes.base import Fused
+from mpicomm.epilogues.base import Fused
 
 
 class OneShot(Algorithm):

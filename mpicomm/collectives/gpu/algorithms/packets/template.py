@@ -26,8 +26,8 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import (
 from mpicomm.collectives.gpu.algorithms.packets.ways import Way
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.collectives.gpu.algorithms.template import Filled
+from mpicomm.epilogues.base import Fused
 from mpicomm.errors import InvalidUsageError
-from mpicomm.finishes.base import Fused
 from mpicomm.kernels.reductions import Reduction
 from mpicomm.kernels.team import MAX_RANKS, Team
 from mpicomm.kernels.variant import Variant

@@ -14,7 +14,7 @@ from mpicomm.collectives.gpu.algorithms.packets.geometry import (
     geometry_within,
     most_blocks_of,
 )
-from mpicomm.collectives.gpu.algorithms.packets.wires import WireLimits, packet_wire
+from mpicomm.collectives.gpu.algorithms.packets.protocols import WireLimits, packet_wire
 
 Way = tuple[Wire, Inboxes, Geometry, int]
 """The wire, the inboxes, the threads, and the most bytes from one rank to another, as all ranks take them to be.

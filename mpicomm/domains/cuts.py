@@ -1,0 +1,146 @@
+"""Cuts: how a call over several cliques becomes pieces. The network carries one while the clique works on another.
+
+All ranks cut a call alike. The functions are pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+
+from mpicomm.collectives.patterns import Buffers
+from mpicomm.domains.layout import Layout
+from mpicomm.domains.steps import Room, Step
+from mpicomm.mpi.span import Span
+
+PIECE_NBYTES = 16 << 20
+"""The bytes of each rank in one piece of a long call, which bound the scratch memory that it takes."""
+SHORTEST_NBYTES = 4 << 20
+"""A call without scratch memory has pieces of at least so many bytes; see `in_a_row`."""
+_LINE_NBYTES = 128
+
+Steps = Callable[[Buffers, Layout, Room], Iterator[Step]]
+StepsOfTwo = Callable[[Buffers, Buffers, Layout, Room], Iterator[Step]]
+StepsOfCliques = Callable[[Buffers, Layout, Sequence[int], Room], Iterator[Step]]
+Piece = Callable[[Room], Iterator[Step]]
+Part = Sequence[Piece]
+"""Pieces that share scratch memory."""
+Schedule = Callable[[Buffers, Layout], Sequence[Part]]
+
+
+def whole(steps: Steps) -> Schedule:
+    """Leave a call whole, because a rank does not know the counts of the others."""
+    return lambda b, layout: [[partial(steps, b, layout)]]
+
+
+def of_the_data(steps: Steps) -> Schedule:
+    """Cut the data, of which each rank has as much."""
+    return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES)
+
+
+def in_a_row(steps: StepsOfTwo) -> Schedule:
+    """Cut the data of a call without scratch memory; the steps of each piece go on with the piece before.
+
+    A piece goes through several levels, one after the other. So k pieces take k times as long as one on the slowest
+    level, and once as long on the others. Long pieces are good for the former, and short ones for the latter.
+    """
+
+    def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
+        length = _longest(b)
+        pieces = _cut(b, piece_in_a_row(length * b.dtype.itemsize))
+        pairs = pairwise([_part(b, 0, 0), *pieces, _part(b, length, length)])
+        return [[partial(steps, piece, before, layout)] for before, piece in pairs]
+
+    return schedule
+
+
+def piece_in_a_row(nbytes: float) -> int:
+    """Return the bytes of each piece that `in_a_row` cuts, the geometric mean of the call's and the shortest's."""
+    return math.isqrt(int(nbytes) * SHORTEST_NBYTES)
+
+
+def of_each_block(steps: Steps) -> Schedule:
+    """Cut the block of each rank."""
+    return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES // b.size)
+
+
+def cliques_that_send(steps: StepsOfCliques) -> Schedule:
+    """Cut the block of each rank; take the cliques one by one or several at once, this rank's first."""
+
+    def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
+        return [
+            [partial(steps, part, layout, distances)]
+            for part in _cut(b, PIECE_NBYTES)
+            for distances in (range(1), *_runs(part.blocks, part, layout))
+        ]
+
+    return schedule
+
+
+def cliques_that_receive(steps: StepsOfCliques) -> Schedule:
+    """Cut the block of each rank; take the cliques one by one or several at once, this rank's last.
+
+    The pieces of a part share the scratch memory that gathers the partial results of all cliques.
+    """
+
+    def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
+        largest = max(map(len, layout.cliques))
+        return [
+            [
+                partial(steps, part, layout, distances)
+                for distances in (*_runs(part.send_blocks, part, layout), range(1))
+            ]
+            for part in _cut(b, PIECE_NBYTES // max(largest, len(layout.cliques)))
+        ]
+
+    return schedule
+
+
+def cliques_at_once(largest_nbytes: float, cliques: int) -> int:
+    """Return how many of the other cliques a step takes at once, where the blocks of one have so many bytes."""
+    return max(1, min(cliques - 1, int(PIECE_NBYTES // max(1.0, largest_nbytes))))
+
+
+def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: Layout) -> Iterator[range]:
+    """Yield the distances of the other cliques, so many at once as have blocks for a piece together."""
+    assert blocks is not None
+    cliques = len(layout.cliques)
+    largest = max(sum(blocks[rank].count for rank in ranks) for ranks in layout.cliques)
+    step = cliques_at_once(largest * b.dtype.itemsize, cliques)
+    return (range(first, min(first + step, cliques)) for first in range(1, cliques, step))
+
+
+def _parts(steps: Steps, b: Buffers, layout: Layout, nbytes: int) -> Sequence[Part]:
+    return [[partial(steps, part, layout)] for part in _cut(b, nbytes)]
+
+
+def _cut(b: Buffers, nbytes: int) -> list[Buffers]:
+    """Cut a call into calls on parts of each block of at most so many bytes, equally many on all ranks."""
+    # Whole lines, because the elements of a movement are bytes, and kernels are slow at odd addresses.
+    step = max(1, (nbytes - nbytes % _LINE_NBYTES or nbytes) // b.dtype.itemsize)
+    return [_part(b, start, start + step) for start in range(0, _longest(b), step)] or [b]
+
+
+def _longest(b: Buffers) -> int:
+    spans = [b.send, b.output, *(b.send_blocks or ()), *(b.blocks or ())]
+    return max((span.count for span in spans if span is not None), default=0)
+
+
+def _part(b: Buffers, start: int, stop: int) -> Buffers:
+    """Return a call on the elements from ``start`` to ``stop`` of each block."""
+
+    def cut(span: Span | None) -> Span | None:
+        if span is None:
+            return None
+        first, end = min(start, span.count), min(stop, span.count)
+        return Span(span.pointer + first * b.dtype.itemsize, end - first)
+
+    def cut_all(blocks: Sequence[Span] | None) -> list[Span] | None:
+        return None if blocks is None else [part for span in blocks if (part := cut(span)) is not None]
+
+    return replace(
+        b, send=cut(b.send), output=cut(b.output), send_blocks=cut_all(b.send_blocks), blocks=cut_all(b.blocks)
+    )
