@@ -48,7 +48,7 @@ def tables() -> list[Table]:
         f"**Predicted, not measured.** Times in us by the model of `python -m mpicomm.bench --model`, from {sources}. "
         f"Assumed, not measured: each GPU has a network card of {NETWORK.gb_s:g} GB/s in each direction (400 Gb/s "
         f"InfiniBand NDR), a message takes {NETWORK.latency_us:g} us, and messages do not meet in switches. "
-        f"{'; '.join(group.described()[1:])}. To pack the blocks of several groups takes {PACKING.latency_us:g} us and "
+        f"{'; '.join(group.lines()[1:])}. To pack the blocks of several groups takes {PACKING.latency_us:g} us and "
         f"the time of the bytes at {PACKING.gb_s:g} GB/s. What the model leaves out, and the formulae, are in the "
         "docstrings of mpicomm/bench/model."
     )

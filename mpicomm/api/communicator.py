@@ -14,7 +14,7 @@ from mpi4py import MPI
 from mpicomm import environment
 from mpicomm.api.blocking import BlockingCollectives
 from mpicomm.api.by_handle import remember
-from mpicomm.api.constructors import Makers
+from mpicomm.api.constructors import Constructors
 from mpicomm.api.freed import mark_freed
 from mpicomm.api.host_staging import ByMpi
 from mpicomm.api.neighbors import NeighborCollectives
@@ -85,7 +85,7 @@ class Communicator(
     PersistentMessages,
     Probes,
     ObjectCalls,
-    Makers,
+    Constructors,
     ByMpi,
 ):
     """An ``MPI.Intracomm`` whose ranks can open each other's memory. Collective to create, like ``Dup``.
@@ -166,7 +166,7 @@ class Communicator(
         self._messages = Messages(self, session.placement, session.gpu)
         self._in_stream_order = InStreamOrder(self._collectives, session)
         # Peers open this rank's outbox as messages come, and only they know whether they have: Free waits for them.
-        session.keep_beside(self._messages.memory, opened_by_peers=self._messages.described)
+        session.keep_beside(self._messages.memory, opened_by_peers=self._messages.by_rendezvous)
         self._plain = self._collectives.at_once
         if session.channel is not None:
             record_inside(self._collectives, session)

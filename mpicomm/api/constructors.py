@@ -45,7 +45,7 @@ def _shown(method: Method) -> Method:
     return cast("Method", shown)
 
 
-class Makers(MPI.Intracomm):
+class Constructors(MPI.Intracomm):
     """mpi4py's calls that make communicators from one. All of them are *collective* and blocking, but for `Idup`.
 
     Where a rank does not come within ``timeout_s``, they raise `CollectiveTimeoutError` with its number, on all ranks

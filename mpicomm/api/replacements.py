@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mpicomm.api.by_handle import known_as
+from mpicomm.api.by_handle import communicator_of
 from mpicomm.api.host_staging import ByMpi, Wrapped, on_host_copies, wrap
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of, read
@@ -74,7 +74,7 @@ def _matched_probe(method: str, original: Callable[..., Any]) -> Callable[..., A
 def _from_number(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def made(cls: type[MPI.Comm], number: int) -> Any:
-        return known_as(original(number))
+        return communicator_of(original(number))
 
     return made
 

@@ -1,4 +1,4 @@
-"""Board: each rank of a node writes which collective it is in, and its peers read that when something is wrong."""
+"""CallLog: each rank of a node writes which collective it is in, and its peers read that when something is wrong."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _COUNT_AT = _CALL_BITS + _TEXT_BITS
 _NEVER_CALLED = "nothing yet"
 
 
-class Board:
+class CallLog:
     """The latest collectives of each rank of the node as texts with a count, in shared host memory for every device.
 
     Each rank writes its own memory: for each call a word, before it does anything else for the call, and each text
@@ -48,7 +48,9 @@ class Board:
 
     def __init__(self, node: Group, row: Row | None = None) -> None:
         backend = HostBackend(node.timeout_s)
-        self._segments = share(node, backend, "call board", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES)
+        self._segments = share(
+            node, backend, "call call log", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES
+        )
         self._node = node
         self._row = row or Row()
         self._memory = [
@@ -175,7 +177,7 @@ class Board:
         mine = self._own[0]
         return [index for index, counter in enumerate(self._counters) if counter[0] > mine]
 
-    def testimony(self) -> str:
+    def absence_reason(self) -> str:
         """Return which ranks are in calls that this rank has not made, and the way out; "" if none is. Local."""
         ranks = self._node.ranks
         calls = [f"rank {ranks[index]} is in {self._last(index)}, or has left it" for index in self.ahead()]
@@ -186,7 +188,7 @@ class Board:
 
     def memory_use(self) -> Iterable[MemoryUse]:
         """Return the memory of this rank's calls; local."""
-        return (MemoryUse("call board", host_nbytes=self._segments.own.nbytes),)
+        return (MemoryUse("call call log", host_nbytes=self._segments.own.nbytes),)
 
     def close_peers(self) -> None:
         """Unmap the peers' calls; local. `post` raises `InvalidUsageError` afterwards."""

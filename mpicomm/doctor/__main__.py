@@ -1,4 +1,4 @@
-"""``python -m mpicomm.doctor``: finds what keeps ranks from working, and says the mend. Exit code 1 for a fault."""
+"""``python -m mpicomm.doctor``: finds what keeps ranks from working, and says the fix. Exit code 1 for a fault."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _end_without(error: CollectiveTimeoutError) -> NoReturn:
 
     world = MPI.COMM_WORLD
     if world.rank == min({*range(world.size)} - {*error.ranks}):
-        sys.stdout.write(f"FAULT answer: {error}\n      mend: look at that process, with `py-spy dump --pid PID`\n")
+        sys.stdout.write(f"FAULT answer: {error}\n      fix: look at that process, with `py-spy dump --pid PID`\n")
         sys.stdout.flush()
         time.sleep(_FORWARD_S)
         world.Abort(1)
@@ -122,7 +122,7 @@ def _end_without(error: CollectiveTimeoutError) -> NoReturn:
 def _parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(
         prog="python -m mpicomm.doctor",
-        description="Find what keeps ranks from working, and say the mend. Exit code 1 for a fault. "
+        description="Find what keeps ranks from working, and say the fix. Exit code 1 for a fault. "
         "python -m mpicomm.info shows devices, paths and versions.",
         allow_abbrev=False,
     )

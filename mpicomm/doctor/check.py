@@ -20,7 +20,7 @@ class Check:
     """The fact that the check has found true where there is no fault."""
     symptom: str
     """The message or the behaviour that the user sees."""
-    mend: str
+    fix: str
     """A command or a setting."""
     find: Callable[[Job], list[str]]
     """Returns a sentence for each fault, with the ranks and values of this job."""

@@ -29,19 +29,19 @@ def lines(results: Sequence[tuple[Check, list[str]]]) -> list[str]:
     shown = []
     for check, faults in results:
         shown += [f"FAULT {check.name}: {fault}" for fault in faults]
-        shown.append(f"      mend: {check.mend}" if faults else f"ok    {check.name}: {check.title}")
+        shown.append(f"      fix: {check.fix}" if faults else f"ok    {check.name}: {check.title}")
     return shown
 
 
 def record(job: Job, results: Sequence[tuple[Check, list[str]]]) -> dict[str, Any]:
     """Return the JSON object."""
     return {
-        "checks": [{"name": check.name, "faults": faults, "mend": check.mend} for check, faults in results],
+        "checks": [{"name": check.name, "faults": faults, "fix": check.fix} for check, faults in results],
         "ranks": [dataclasses.asdict(one) for one in job],
     }
 
 
 def readme_table() -> str:
     """Return README's table of troubles: `_HANG`, and a row for each check."""
-    rows = [_HANG, *((check.symptom, check.mend) for check in CHECKS)]
-    return "\n".join(["| symptom | mend |", "|---|---|", *(f"| {symptom} | {mend} |" for symptom, mend in rows)])
+    rows = [_HANG, *((check.symptom, check.fix) for check in CHECKS)]
+    return "\n".join(["| symptom | fix |", "|---|---|", *(f"| {symptom} | {fix} |" for symptom, fix in rows)])

@@ -58,7 +58,7 @@ def _print(look: Look) -> None:
     if not look.waits():
         sys.stdout.write("no rank waits for another one, as far as calls of mpicomm show\n")
     for pid in dict.fromkeys(pid for wait in look.waits() for pid in wait.pids):
-        sys.stdout.write(f"      mend: `py-spy dump --pid {pid}` shows where that rank is\n")
+        sys.stdout.write(f"      fix: `py-spy dump --pid {pid}` shows where that rank is\n")
     table = Table()
     for title, side in _COLUMNS:
         table.add_column(title, justify="right" if side else "left", overflow="fold")

@@ -1,4 +1,4 @@
-"""Cuts: how a call over several cliques becomes pieces. The network carries one while the clique works on another.
+"""Cuts: how a call over several peer domains becomes pieces. The network carries one while the domain works on another.
 
 All ranks cut a call alike. The functions are pure.
 """
@@ -19,12 +19,12 @@ from mpicomm.mpi.span import Span
 PIECE_NBYTES = 16 << 20
 """The bytes of each rank in one piece of a long call, which bound the scratch memory that it takes."""
 SHORTEST_NBYTES = 4 << 20
-"""A call without scratch memory has pieces of at least so many bytes; see `in_a_row`."""
+"""A call without scratch memory has pieces of at least so many bytes; see `pipelined`."""
 _LINE_NBYTES = 128
 
 Steps = Callable[[Buffers, Layout, Room], Iterator[Step]]
 StepsOfTwo = Callable[[Buffers, Buffers, Layout, Room], Iterator[Step]]
-StepsOfCliques = Callable[[Buffers, Layout, Sequence[int], Room], Iterator[Step]]
+StepsOfDomains = Callable[[Buffers, Layout, Sequence[int], Room], Iterator[Step]]
 Piece = Callable[[Room], Iterator[Step]]
 Part = Sequence[Piece]
 """Pieces that share scratch memory."""
@@ -36,12 +36,12 @@ def whole(steps: Steps) -> Schedule:
     return lambda b, layout: [[partial(steps, b, layout)]]
 
 
-def of_the_data(steps: Steps) -> Schedule:
+def cut_data(steps: Steps) -> Schedule:
     """Cut the data, of which each rank has as much."""
     return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES)
 
 
-def in_a_row(steps: StepsOfTwo) -> Schedule:
+def pipelined(steps: StepsOfTwo) -> Schedule:
     """Cut the data of a call without scratch memory; the steps of each piece go on with the piece before.
 
     A piece goes through several levels, one after the other. So k pieces take k times as long as one on the slowest
@@ -50,25 +50,25 @@ def in_a_row(steps: StepsOfTwo) -> Schedule:
 
     def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
         length = _longest(b)
-        pieces = _cut(b, piece_in_a_row(length * b.dtype.itemsize))
+        pieces = _cut(b, pipelined_piece(length * b.dtype.itemsize))
         pairs = pairwise([_part(b, 0, 0), *pieces, _part(b, length, length)])
         return [[partial(steps, piece, before, layout)] for before, piece in pairs]
 
     return schedule
 
 
-def piece_in_a_row(nbytes: float) -> int:
-    """Return the bytes of each piece that `in_a_row` cuts, the geometric mean of the call's and the shortest's."""
+def pipelined_piece(nbytes: float) -> int:
+    """Return the bytes of each piece that `pipelined` cuts, the geometric mean of the call's and the shortest's."""
     return math.isqrt(int(nbytes) * SHORTEST_NBYTES)
 
 
-def of_each_block(steps: Steps) -> Schedule:
+def cut_blocks(steps: Steps) -> Schedule:
     """Cut the block of each rank."""
     return lambda b, layout: _parts(steps, b, layout, PIECE_NBYTES // b.size)
 
 
-def cliques_that_send(steps: StepsOfCliques) -> Schedule:
-    """Cut the block of each rank; take the cliques one by one or several at once, this rank's first."""
+def domains_that_send(steps: StepsOfDomains) -> Schedule:
+    """Cut the block of each rank; take the domains one by one or several at once, this rank's first."""
 
     def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
         return [
@@ -80,37 +80,37 @@ def cliques_that_send(steps: StepsOfCliques) -> Schedule:
     return schedule
 
 
-def cliques_that_receive(steps: StepsOfCliques) -> Schedule:
-    """Cut the block of each rank; take the cliques one by one or several at once, this rank's last.
+def domains_that_receive(steps: StepsOfDomains) -> Schedule:
+    """Cut the block of each rank; take the domains one by one or several at once, this rank's last.
 
-    The pieces of a part share the scratch memory that gathers the partial results of all cliques.
+    The pieces of a part share the scratch memory that gathers the partial results of all domains.
     """
 
     def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
-        largest = max(map(len, layout.cliques))
+        largest = max(map(len, layout.domains))
         return [
             [
                 partial(steps, part, layout, distances)
                 for distances in (*_runs(part.send_blocks, part, layout), range(1))
             ]
-            for part in _cut(b, PIECE_NBYTES // max(largest, len(layout.cliques)))
+            for part in _cut(b, PIECE_NBYTES // max(largest, len(layout.domains)))
         ]
 
     return schedule
 
 
-def cliques_at_once(largest_nbytes: float, cliques: int) -> int:
-    """Return how many of the other cliques a step takes at once, where the blocks of one have so many bytes."""
-    return max(1, min(cliques - 1, int(PIECE_NBYTES // max(1.0, largest_nbytes))))
+def domains_at_once(largest_nbytes: float, domains: int) -> int:
+    """Return how many of the other domains a step takes at once, where the blocks of one have so many bytes."""
+    return max(1, min(domains - 1, int(PIECE_NBYTES // max(1.0, largest_nbytes))))
 
 
 def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: Layout) -> Iterator[range]:
-    """Yield the distances of the other cliques, so many at once as have blocks for a piece together."""
+    """Yield the distances of the other domains, so many at once as have blocks for a piece together."""
     assert blocks is not None
-    cliques = len(layout.cliques)
-    largest = max(sum(blocks[rank].count for rank in ranks) for ranks in layout.cliques)
-    step = cliques_at_once(largest * b.dtype.itemsize, cliques)
-    return (range(first, min(first + step, cliques)) for first in range(1, cliques, step))
+    domains = len(layout.domains)
+    largest = max(sum(blocks[rank].count for rank in ranks) for ranks in layout.domains)
+    step = domains_at_once(largest * b.dtype.itemsize, domains)
+    return (range(first, min(first + step, domains)) for first in range(1, domains, step))
 
 
 def _parts(steps: Steps, b: Buffers, layout: Layout, nbytes: int) -> Sequence[Part]:

@@ -1,4 +1,4 @@
-"""HostCliques: collectives on host arrays over several cliques, by the host engine of this rank's clique and MPI."""
+"""HostDomains: collectives on host arrays over several peer domains, by the host engine of a domain and MPI."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from mpicomm.domains.layout import Layout
 from mpicomm.domains.mpi_transfers import Direct, Transfers
 from mpicomm.domains.pipeline import DEPTH, carry_out
 from mpicomm.domains.schedules import require_order, schedule_of, steps_of
-from mpicomm.domains.steps import Combine, Local, Move, Pack, Step, Wire
+from mpicomm.domains.steps import Combine, Local, Move, NetworkStep, Pack, Step
 from mpicomm.mpi.types import is_narrow
 
 _BYTE = np.dtype(np.uint8)
 _WIDE = np.dtype(np.float32)
 
 
-class HostCliques:
-    """Collectives on host arrays of all ranks; ``engine`` serves this rank's clique. Construction is local."""
+class HostDomains:
+    """Collectives on host arrays of all ranks; ``engine`` serves this rank's domain. Construction is local."""
 
     def __init__(self, layout: Layout, engine: HostEngine, transfers: Transfers) -> None:
         self._layout = layout
@@ -38,7 +38,7 @@ class HostCliques:
     def run(self, call: Call, algorithm: str) -> None:
         """Carry out a call that was read. Collective, blocking; raises as `HostEngine.run` does.
 
-        Where a rank of another clique does not come, or makes another call, all ranks of this clique raise the error of
+        Where a rank of another domain does not come, or makes another call, all ranks of this domain raise the error of
         the rank that has noticed.
         """
         require_order(call, self._layout)
@@ -54,8 +54,8 @@ class HostCliques:
         signature = call.signature
         comm = self._transfers.comm
 
-        def start(wire: Wire) -> Callable[[], None]:
-            return self._transfers.begin(lambda tag: Direct(comm, wire.without_empty(), tag), signature)
+        def start(network_step: NetworkStep) -> Callable[[], None]:
+            return self._transfers.begin(lambda tag: Direct(comm, network_step.without_empty(), tag), signature)
 
         try:
             self._engine.call(lambda: carry_out(planned(), self._work, start), signature)

@@ -1,7 +1,7 @@
-"""Layout: the cliques of a communicator, and which ranks of different cliques talk to each other. Pure functions.
+"""Layout: the peer domains of a communicator, and which ranks of different domains talk to each other. Pure functions.
 
-A *clique* is a set of ranks that map each other's memory and that one engine serves. A *rail* is made of the ranks with
-the same index in their cliques: each of them uses its own network card, so traffic along all rails uses all cards.
+A *domain* is a set of ranks that map each other's memory and that one engine serves. A *rail* is made of the ranks with
+the same index in their domains: each of them uses its own network card, so traffic along all rails uses all cards.
 """
 
 from __future__ import annotations
@@ -11,80 +11,80 @@ from functools import cached_property
 
 
 class Layout:
-    """The cliques of all ranks, and this rank among them. All ranks have the same one, but for ``rank``."""
+    """The domains of all ranks, and this rank among them. All ranks have the same one, but for ``rank``."""
 
-    def __init__(self, cliques: Sequence[Sequence[int]], rank: int) -> None:
-        self.cliques = tuple(tuple(ranks) for ranks in cliques)
+    def __init__(self, domains: Sequence[Sequence[int]], rank: int) -> None:
+        self.domains = tuple(tuple(ranks) for ranks in domains)
         self.rank = rank
         self._places = {
-            each: (number, index) for number, ranks in enumerate(self.cliques) for index, each in enumerate(ranks)
+            each: (number, index) for number, ranks in enumerate(self.domains) for index, each in enumerate(ranks)
         }
         self.size = len(self._places)
         """The number of ranks."""
         self.number, self.index = self._places[rank]
-        """The number of this rank's clique, and this rank's index in the clique."""
+        """The number of this rank's domain, and this rank's index in the domain."""
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of this rank's clique."""
-        return self.cliques[self.number]
+        """The ranks of this rank's domain."""
+        return self.domains[self.number]
 
     @cached_property
     def rails(self) -> int:
-        """The number of rails: the ranks of the smallest clique."""
-        return min(len(ranks) for ranks in self.cliques)
+        """The number of rails: the ranks of the smallest domain."""
+        return min(len(ranks) for ranks in self.domains)
 
     @cached_property
     def in_rank_order(self) -> bool:
-        """Whether the ranks of each clique, clique by clique, are in the order of ranks."""
-        return [rank for ranks in self.cliques for rank in ranks] == list(range(self.size))
+        """Whether the ranks of each domain, domain by domain, are in the order of ranks."""
+        return [rank for ranks in self.domains for rank in ranks] == list(range(self.size))
 
     @cached_property
     def others(self) -> tuple[int, ...]:
-        """The numbers of the other cliques, from the next one on, so that not all ranks begin with the same clique."""
-        return tuple(self.ahead(distance) for distance in range(1, len(self.cliques)))
+        """The numbers of the other domains, from the next one on, so that not all ranks begin with the same domain."""
+        return tuple(self.ahead(distance) for distance in range(1, len(self.domains)))
 
     @cached_property
     def elsewhere(self) -> tuple[int, ...]:
-        """The ranks of the other cliques, clique by clique."""
-        return tuple(rank for clique in self.others for rank in self.cliques[clique])
+        """The ranks of the other domains, domain by domain."""
+        return tuple(rank for domain in self.others for rank in self.domains[domain])
 
     def ahead(self, distance: int) -> int:
-        """Return the number of the clique ``distance`` places after this rank's, in a circle."""
-        return (self.number + distance) % len(self.cliques)
+        """Return the number of the domain ``distance`` places after this rank's, in a circle."""
+        return (self.number + distance) % len(self.domains)
 
-    def clique_of(self, rank: int) -> int:
-        """Return the number of a rank's clique."""
+    def domain_of(self, rank: int) -> int:
+        """Return the number of a rank's domain."""
         return self._places[rank][0]
 
     def index_of(self, rank: int) -> int:
-        """Return a rank's index in its clique."""
+        """Return a rank's index in its domain."""
         return self._places[rank][1]
 
-    def partner(self, rank: int, clique: int) -> int:
-        """Return the rank of a clique that exchanges data with ``rank`` on behalf of its clique.
+    def partner(self, rank: int, domain: int) -> int:
+        """Return the rank of a domain that exchanges data with ``rank`` on behalf of its domain.
 
-        It has the same index where the clique has so many ranks. In smaller cliques a rank serves several others.
+        It has the same index where the domain has so many ranks. In smaller domains a rank serves several others.
         """
-        ranks = self.cliques[clique]
+        ranks = self.domains[domain]
         return ranks[self.index_of(rank) % len(ranks)]
 
     @cached_property
     def contacts(self) -> tuple[int, ...]:
-        """The ranks of other cliques with which this rank exchanges data in most schedules."""
-        partners = {self.partner(self.rank, clique) for clique in self.others}
-        return tuple(sorted(partners.union(*(self.served(clique) for clique in self.others))))
+        """The ranks of other domains with which this rank exchanges data in most schedules."""
+        partners = {self.partner(self.rank, domain) for domain in self.others}
+        return tuple(sorted(partners.union(*(self.served(domain) for domain in self.others))))
 
-    def served(self, clique: int) -> tuple[int, ...]:
-        """Return the ranks of a clique that have this rank for their partner."""
-        return self.cliques[clique][self.index :: len(self.ranks)]
+    def served(self, domain: int) -> tuple[int, ...]:
+        """Return the ranks of a domain that have this rank for their partner."""
+        return self.domains[domain][self.index :: len(self.ranks)]
 
-    def served_by_each(self, cliques: Sequence[int]) -> list[list[int]]:
-        """Return for each rank of this clique the ranks of other cliques, clique by clique, whose partner it is."""
+    def served_by_each(self, domains: Sequence[int]) -> list[list[int]]:
+        """Return for each rank of this domain the ranks of other domains, domain by domain, whose partner it is."""
         size = len(self.ranks)
-        return [[rank for clique in cliques for rank in self.cliques[clique][index::size]] for index in range(size)]
+        return [[rank for domain in domains for rank in self.domains[domain][index::size]] for index in range(size)]
 
-    def turns(self, clique: int) -> list[tuple[int, ...]]:
-        """Cut the ranks of a clique into rows of at most as many ranks as this rank's clique has."""
-        ranks, size = self.cliques[clique], len(self.ranks)
+    def turns(self, domain: int) -> list[tuple[int, ...]]:
+        """Cut the ranks of a domain into rows of at most as many ranks as this rank's domain has."""
+        ranks, size = self.domains[domain], len(self.ranks)
         return [ranks[first : first + size] for first in range(0, len(ranks), size)]

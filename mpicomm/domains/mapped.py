@@ -1,4 +1,4 @@
-"""Parcels between cliques of one node, through memory that all ranks of the node map, by copies and signals."""
+"""Network messages between peer domains of one node, through mapped memory, by copies and signals."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.devices.base import Backend, Segment
 from mpicomm.devices.handle import Kind
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.domains.steps import Parcel, Wire
+from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.sharing.segments import share
 from mpicomm.symmetric.signals import SignalPad, SignalPads
 
@@ -20,9 +20,9 @@ class MappedChannels:
     """A slot for each other rank of the node, twice, in this rank's memory. Construction is collective over ``node``.
 
     A sender copies a chunk into its slot and signals. The receiver waits for the signal, copies the chunk out, and
-    signals that the slot is free, for which the sender has waited before. Chunk k of a parcel goes through channel
-    k modulo 2, so one chunk is copied in while another one is copied out. Each channel strictly alternates, and all
-    counts are in memory of the device, so a captured graph can be replayed for ever.
+    signals that the slot is free, for which the sender has waited before. Chunk k of a network message goes through
+    channel k modulo 2, so one chunk is copied in while another one is copied out. Each channel strictly alternates, and
+    all counts are in memory of the device, so a captured graph can be replayed for ever.
 
     Ranks cannot wait for each other in a circle: every rank sends its chunks number k before it receives those, and
     receives on another stream. Take the rank that is furthest behind, at chunk k. Those to which it sends have received
@@ -52,16 +52,16 @@ class MappedChannels:
                     self._signal(pad, peer, stream)  # every slot is free at first
         backend.synchronize(stream)
 
-    def exchange(self, wire: Wire, out: int, into: int) -> None:
-        """Enqueue parcels: copies to peers on the stream ``out``, copies from slots on ``into``. Local."""
-        longest = max((parcel.nbytes for parcel in (*wire.sends, *wire.receives)), default=0)
+    def exchange(self, network_step: NetworkStep, out: int, into: int) -> None:
+        """Enqueue network messages: copies to peers on the stream ``out``, copies from slots on ``into``. Local."""
+        longest = max((message.nbytes for message in (*network_step.sends, *network_step.receives)), default=0)
         for number, start in enumerate(range(0, longest, SLOT_NBYTES)):
             channel = number % _CHANNELS
-            for peer, pointer, nbytes in self._chunks(wire.sends, start):
+            for peer, pointer, nbytes in self._chunks(network_step.sends, start):
                 self._wait(self._free[channel], peer, out)
                 self._backend.copy(self._slot(channel, peer, self._node.rank), pointer, nbytes, out)
                 self._signal(self._full[channel], peer, out)
-            for peer, pointer, nbytes in self._chunks(wire.receives, start):
+            for peer, pointer, nbytes in self._chunks(network_step.receives, start):
                 self._wait(self._full[channel], peer, into)
                 self._backend.copy(pointer, self._slot(channel, self._node.rank, peer), nbytes, into)
                 self._signal(self._free[channel], peer, into)
@@ -78,11 +78,11 @@ class MappedChannels:
         """Free this rank's slots; local, after every peer's `close_peers`."""
         self._segments.close_own()
 
-    def _chunks(self, parcels: Iterable[Parcel], start: int) -> Iterable[tuple[int, int, int]]:
-        for parcel in parcels:
-            if start < parcel.nbytes:
-                peer = self._node.ranks.index(parcel.rank)
-                yield peer, parcel.pointer + start, min(SLOT_NBYTES, parcel.nbytes - start)
+    def _chunks(self, messages: Iterable[NetworkMessage], start: int) -> Iterable[tuple[int, int, int]]:
+        for message in messages:
+            if start < message.nbytes:
+                peer = self._node.ranks.index(message.rank)
+                yield peer, message.pointer + start, min(SLOT_NBYTES, message.nbytes - start)
 
     def _slot(self, channel: int, owner: int, sender: int) -> int:
         return self._segments[owner].pointer + (channel * self._node.size + sender) * SLOT_NBYTES

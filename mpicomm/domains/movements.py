@@ -1,4 +1,4 @@
-"""Schedules of the collectives over several cliques that only move data."""
+"""Schedules of the collectives over several peer domains that only move data."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import numpy as np
 from mpicomm.collectives.operations import ALLGATHER, ALLGATHERV, ALLTOALLV, BCAST, GATHERV, SCATTERV
 from mpicomm.collectives.patterns import Buffers, split
 from mpicomm.domains.layout import Layout
-from mpicomm.domains.steps import Local, Move, Pack, Parcel, Room, Step, Wire
+from mpicomm.domains.steps import Local, Move, NetworkMessage, NetworkStep, Pack, Room, Step
 from mpicomm.mpi.span import Span
 
 
-def in_clique(layout: Layout, dtype: np.dtype[Any], op: str = "", root: int = 0, **memory: Any) -> Buffers:
-    """Return this rank's memory for a collective of its clique; ``root`` is an index in the clique."""
+def in_domain(layout: Layout, dtype: np.dtype[Any], op: str = "", root: int = 0, **memory: Any) -> Buffers:
+    """Return this rank's memory for a collective of its domain; ``root`` is an index in the domain."""
     return Buffers(layout.index, len(layout.ranks), dtype, op=op, root=root, **memory)
 
 
-def allgather_in_clique(layout: Layout, dtype: np.dtype[Any], send: Span, blocks: Sequence[Span]) -> Local:
-    """Bring block i from the rank with index i to all ranks of the clique."""
+def allgather_in_domain(layout: Layout, dtype: np.dtype[Any], send: Span, blocks: Sequence[Span]) -> Local:
+    """Bring block i from the rank with index i to all ranks of the domain."""
     operation = ALLGATHER if len({block.count for block in blocks}) == 1 else ALLGATHERV
-    return Local(operation, in_clique(layout, dtype, send=send, blocks=blocks))
+    return Local(operation, in_domain(layout, dtype, send=send, blocks=blocks))
 
 
 def rail_shards(span: Span, layout: Layout, dtype: np.dtype[Any]) -> list[Span]:
-    """Return a shard of a span for each rank of the clique; those beyond the rails have empty ones."""
+    """Return a shard of a span for each rank of the domain; those beyond the rails have empty ones."""
     shards = split(span, layout.rails, dtype.itemsize)
     return shards + [Span(span.pointer, 0)] * (len(layout.ranks) - layout.rails)
 
@@ -42,7 +42,7 @@ def cut_alike(span: Span, parts: Sequence[Span], dtype: np.dtype[Any]) -> list[S
 
 
 def in_turn(blocks: Sequence[Span], turn: Sequence[int], layout: Layout) -> list[Span]:
-    """Return a block for each rank of the clique, in a turn of ranks of another clique; there may be fewer of them."""
+    """Return a block for each rank of the domain, in a turn of ranks of another domain; there may be fewer of them."""
     return [blocks[rank] for rank in turn] + [Span(0, 0)] * (len(layout.ranks) - len(turn))
 
 
@@ -61,13 +61,13 @@ def one_after_the_other(
 
 
 def allgather(b: Buffers, layout: Layout, distances: Sequence[int], room: Room) -> Iterator[Step]:
-    """Bring the blocks of the cliques that lie ``distances`` places ahead to all ranks of this clique.
+    """Bring the blocks of the domains that lie ``distances`` places ahead to all ranks of this domain.
 
-    Each rank sends its block to its partners in the cliques as many places behind, and receives the blocks of the ranks
-    that it serves. Then the clique gathers what its ranks have received. Distance 0 is the clique itself.
+    Each rank sends its block to its partners in the domains as many places behind, and receives the blocks of the ranks
+    that it serves. Then the domain gathers what its ranks have received. Distance 0 is the domain itself.
 
-    The blocks of one clique go straight to their places. The blocks of several cliques that one rank has received lie
-    apart in the output, so the clique gathers them in scratch memory, and each rank copies them to their places.
+    The blocks of one domain go straight to their places. The blocks of several domains that one rank has received lie
+    apart in the output, so the domain gathers them in scratch memory, and each rank copies them to their places.
     """
     assert b.blocks is not None
     blocks, exchanged = b.blocks, [distance for distance in distances if distance]
@@ -78,22 +78,24 @@ def allgather(b: Buffers, layout: Layout, distances: Sequence[int], room: Room) 
     start = room.take(sum(block.count for block in packed) * b.dtype.itemsize)
     places, spans = one_after_the_other(blocks, rows, start, b.dtype)
     received = [rank for distance in exchanged for rank in layout.served(layout.ahead(distance))]
-    yield Wire(
-        tuple(Parcel.of(layout.partner(b.rank, layout.ahead(-distance)), send, b.dtype) for distance in exchanged),
-        tuple(Parcel.of(rank, places[rank] if packed else blocks[rank], b.dtype) for rank in received),
+    yield NetworkStep(
+        tuple(
+            NetworkMessage.of(layout.partner(b.rank, layout.ahead(-distance)), send, b.dtype) for distance in exchanged
+        ),
+        tuple(NetworkMessage.of(rank, places[rank] if packed else blocks[rank], b.dtype) for rank in received),
     )
     if packed:
-        yield allgather_in_clique(layout, b.dtype, spans[layout.index], spans)
+        yield allgather_in_domain(layout, b.dtype, spans[layout.index], spans)
         yield Pack.of(packed, start, b.dtype, unpacks=True)
     elif len(rows) > 1 or 0 in distances:
-        for turn in (turn for clique in sources for turn in layout.turns(clique)):
+        for turn in (turn for domain in sources for turn in layout.turns(domain)):
             given = in_turn(blocks, turn, layout)
             own = send if b.rank in turn else given[layout.index]
-            yield allgather_in_clique(layout, b.dtype, own, given)
+            yield allgather_in_domain(layout, b.dtype, own, given)
 
 
 def alltoall(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """Every rank sends straight to every rank of the other cliques; each byte crosses the network once."""
+    """Every rank sends straight to every rank of the other domains; each byte crosses the network once."""
     assert b.blocks is not None
     itemsize = b.dtype.itemsize
     sends = b.send_blocks
@@ -104,77 +106,79 @@ def alltoall(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
             yield Move(copy.pointer, block.pointer, block.count * itemsize)
             sends.append(copy)
     others = layout.elsewhere
-    yield Wire(
-        tuple(Parcel.of(rank, sends[rank], b.dtype) for rank in others),
-        tuple(Parcel.of(rank, b.blocks[rank], b.dtype) for rank in others),
+    yield NetworkStep(
+        tuple(NetworkMessage.of(rank, sends[rank], b.dtype) for rank in others),
+        tuple(NetworkMessage.of(rank, b.blocks[rank], b.dtype) for rank in others),
     )
     here = [sends[rank] for rank in layout.ranks], [b.blocks[rank] for rank in layout.ranks]
     cuts = [b.cuts[rank] for rank in layout.ranks] if b.cuts else ()
-    yield Local(ALLTOALLV, in_clique(layout, b.dtype, send_blocks=here[0], blocks=here[1], cuts=cuts))
+    yield Local(ALLTOALLV, in_domain(layout, b.dtype, send_blocks=here[0], blocks=here[1], cuts=cuts))
 
 
 def gather(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """The ranks of other cliques send straight to the root; the root's clique gathers. Counts may be private."""
-    if layout.number != layout.clique_of(b.root):
+    """The ranks of other domains send straight to the root; the root's domain gathers. Counts may be private."""
+    if layout.number != layout.domain_of(b.root):
         assert b.send is not None
-        yield Wire(sends=(Parcel.of(b.root, b.send, b.dtype),))
+        yield NetworkStep(sends=(NetworkMessage.of(b.root, b.send, b.dtype),))
         return
     blocks = None
     if b.rank == b.root:
         assert b.blocks is not None
-        yield Wire(receives=tuple(Parcel.of(rank, b.blocks[rank], b.dtype) for rank in layout.elsewhere))
+        yield NetworkStep(receives=tuple(NetworkMessage.of(rank, b.blocks[rank], b.dtype) for rank in layout.elsewhere))
         blocks = [b.blocks[rank] for rank in layout.ranks]
     else:
-        yield Wire()
+        yield NetworkStep()
     root = layout.index_of(b.root)
-    yield Local(GATHERV, in_clique(layout, b.dtype, root=root, send=b.send, blocks=blocks))
+    yield Local(GATHERV, in_domain(layout, b.dtype, root=root, send=b.send, blocks=blocks))
 
 
 def scatter(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """The root sends straight to the ranks of other cliques, and scatters in its clique. Counts may be private."""
-    if layout.number != layout.clique_of(b.root):
+    """The root sends straight to the ranks of other domains, and scatters in its domain. Counts may be private."""
+    if layout.number != layout.domain_of(b.root):
         assert b.output is not None
-        yield Wire(receives=(Parcel.of(b.root, b.output, b.dtype),))
+        yield NetworkStep(receives=(NetworkMessage.of(b.root, b.output, b.dtype),))
         return
     sends = None
     if b.rank == b.root:
         assert b.send_blocks is not None
-        yield Wire(tuple(Parcel.of(rank, b.send_blocks[rank], b.dtype) for rank in layout.elsewhere))
+        yield NetworkStep(tuple(NetworkMessage.of(rank, b.send_blocks[rank], b.dtype) for rank in layout.elsewhere))
         sends = [b.send_blocks[rank] for rank in layout.ranks]
     else:
-        yield Wire()
+        yield NetworkStep()
     root = layout.index_of(b.root)
-    yield Local(SCATTERV, in_clique(layout, b.dtype, root=root, send_blocks=sends, output=b.output))
+    yield Local(SCATTERV, in_domain(layout, b.dtype, root=root, send_blocks=sends, output=b.output))
 
 
 def bcast_in_one_step(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """The root sends to its partner in every other clique; each clique broadcasts. For small data."""
+    """The root sends to its partner in every other domain; each domain broadcasts. For small data."""
     assert b.output is not None
     nbytes = b.output.count * b.dtype.itemsize
-    home = layout.clique_of(b.root)
+    home = layout.domain_of(b.root)
     source = b.root if layout.number == home else layout.partner(b.root, layout.number)
     if b.rank == b.root:
-        yield Wire(
-            sends=tuple(Parcel(layout.partner(b.root, clique), b.output.pointer, nbytes) for clique in layout.others)
+        yield NetworkStep(
+            sends=tuple(
+                NetworkMessage(layout.partner(b.root, domain), b.output.pointer, nbytes) for domain in layout.others
+            )
         )
     elif b.rank == source:
-        yield Wire(receives=(Parcel(b.root, b.output.pointer, nbytes),))
+        yield NetworkStep(receives=(NetworkMessage(b.root, b.output.pointer, nbytes),))
     else:
-        yield Wire()
-    yield Local(BCAST, in_clique(layout, b.dtype, root=layout.index_of(source), output=b.output))
+        yield NetworkStep()
+    yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), output=b.output))
 
 
 def bcast_by_rails(b: Buffers, before: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """The root's clique broadcasts a piece; each rail brings a shard of it to all other cliques, which gather.
+    """The root's domain broadcasts a piece; each rail brings a shard of it to all other domains, which gather.
 
-    Each rank of the root's clique cuts its shard into a part for each other clique. While it sends the parts of this
+    Each rank of the root's domain cuts its shard into a part for each other domain. While it sends the parts of this
     piece, the others of its rail exchange their parts of the piece before. So a piece has one network step, in which
-    every card carries about one shard, however many cliques there are. The first and the last piece meet empty ones.
+    every card carries about one shard, however many domains there are. The first and the last piece meet empty ones.
     """
     assert b.output is not None and before.output is not None
-    index, number, home = layout.index, layout.number, layout.clique_of(b.root)
-    away = [clique for clique in range(len(layout.cliques)) if clique != home]
-    rail = {clique: layout.cliques[clique][index] for clique in away} if index < layout.rails else {}
+    index, number, home = layout.index, layout.number, layout.domain_of(b.root)
+    away = [domain for domain in range(len(layout.domains)) if domain != home]
+    rail = {domain: layout.domains[domain][index] for domain in away} if index < layout.rails else {}
     shards, shards_before = (rail_shards(each, layout, b.dtype) for each in (b.output, before.output))
     new, old = (
         dict(zip(away, split(each[index], len(away), b.dtype.itemsize), strict=True))
@@ -182,14 +186,14 @@ def bcast_by_rails(b: Buffers, before: Buffers, layout: Layout, room: Room) -> I
     )
     if number == home:
         if b.output.count:
-            yield Local(BCAST, in_clique(layout, b.dtype, root=layout.index_of(b.root), output=b.output))
-        yield Wire(sends=tuple(Parcel.of(rank, new[clique], b.dtype) for clique, rank in rail.items()))
+            yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(b.root), output=b.output))
+        yield NetworkStep(sends=tuple(NetworkMessage.of(rank, new[domain], b.dtype) for domain, rank in rail.items()))
         return
-    others = {clique: rank for clique, rank in rail.items() if clique != number}
-    source = (Parcel.of(layout.cliques[home][index], new[number], b.dtype),) if rail else ()
-    yield Wire(
-        tuple(Parcel.of(rank, old[number], b.dtype) for rank in others.values()),
-        (*source, *(Parcel.of(rank, old[clique], b.dtype) for clique, rank in others.items())),
+    others = {domain: rank for domain, rank in rail.items() if domain != number}
+    source = (NetworkMessage.of(layout.domains[home][index], new[number], b.dtype),) if rail else ()
+    yield NetworkStep(
+        tuple(NetworkMessage.of(rank, old[number], b.dtype) for rank in others.values()),
+        (*source, *(NetworkMessage.of(rank, old[domain], b.dtype) for domain, rank in others.items())),
     )
     if before.output.count:
-        yield allgather_in_clique(layout, b.dtype, shards_before[index], shards_before)
+        yield allgather_in_domain(layout, b.dtype, shards_before[index], shards_before)

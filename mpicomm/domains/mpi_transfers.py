@@ -1,4 +1,4 @@
-"""Transfers: parcels between cliques as messages of MPI, with a deadline and with errors that name ranks."""
+"""Transfers: network messages between peer domains as messages of MPI, with deadlines and errors that name ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import GRACE_S, abandoned
 from mpicomm.collectives.signature import Signature
-from mpicomm.domains.network_waits import WireWaits
-from mpicomm.domains.steps import Parcel, Wire
+from mpicomm.domains.network_waits import NetworkWaits
+from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError, equal_error, name_ranks
 from mpicomm.waiting import wait_until
 
@@ -27,10 +27,10 @@ _SENDING_S = 0.05
 
 
 class Transfer(Protocol):
-    """Parcels that are under way."""
+    """Network messages that are under way."""
 
     def advance(self) -> bool:
-        """Do what can be done without waiting; return whether all parcels have arrived. Local."""
+        """Do what can be done without waiting; return whether all network messages have arrived. Local."""
 
     def receiving(self) -> set[int]:
         """Return the ranks whose data has not arrived. Local."""
@@ -39,7 +39,7 @@ class Transfer(Protocol):
         """Return the ranks that have not taken their data. Local."""
 
     def give_up(self) -> None:
-        """Leave the parcels to themselves: a rank does not come. Local."""
+        """Leave the network messages to themselves: a rank does not come. Local."""
 
 
 class Transfers:
@@ -49,7 +49,7 @@ class Transfers:
     one tag, so they must be sent and received in the same order.
     """
 
-    def __init__(self, comm: MPI.Intracomm, timeout_s: float, contacts: Sequence[int], waits: WireWaits) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout_s: float, contacts: Sequence[int], waits: NetworkWaits) -> None:
         self.comm = comm
         self._timeout_s = timeout_s
         self._contacts = contacts
@@ -82,9 +82,9 @@ class Transfers:
         return lambda: self._finish(transfer, call)
 
     def tell(self, error: MpicommError) -> None:
-        """Tell the ranks of other cliques that may wait for this one why it has given a call up. Local.
+        """Tell the ranks of other domains that may wait for this one why it has given a call up. Local.
 
-        This rank may have waited for a rank of its clique: so they learn which one. A second call does nothing.
+        This rank may have waited for a rank of its domain: so they learn which one. A second call does nothing.
         """
         if self._has_told:
             return
@@ -206,15 +206,15 @@ class _Message:
 class Direct:
     """A transfer from and into memory that MPI reads and writes itself."""
 
-    def __init__(self, comm: MPI.Intracomm, wire: Wire, tag: int) -> None:
+    def __init__(self, comm: MPI.Intracomm, network_step: NetworkStep, tag: int) -> None:
         self._receives: list[_Message] = []
         self._sends: list[_Message] = []
         try:
             # Receives first, so that no message comes before its receive and needs memory of MPI.
-            for each in wire.receives:
+            for each in network_step.receives:
                 request = comm.Irecv(memory_of(each), each.rank, tag)
                 self._receives.append(_Message(each.rank, each.nbytes, request))
-            for each in wire.sends:
+            for each in network_step.sends:
                 self._sends.append(_Message(each.rank, each.nbytes, comm.Isend(memory_of(each), each.rank, tag)))
         except MPI.Exception:
             self.give_up()  # of the messages before the one that MPI refuses
@@ -247,9 +247,9 @@ class Direct:
 def _nothing() -> None: ...
 
 
-def memory_of(parcel: Parcel) -> Any:
-    """Return a parcel's memory as MPI takes it."""
-    return [MPI.memory.fromaddress(parcel.pointer, parcel.nbytes), MPI.BYTE]
+def memory_of(message: NetworkMessage) -> Any:
+    """Return a network message's memory as MPI takes it."""
+    return [MPI.memory.fromaddress(message.pointer, message.nbytes), MPI.BYTE]
 
 
 class LengthError(Exception):

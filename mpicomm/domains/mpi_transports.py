@@ -1,4 +1,4 @@
-"""Carriers that give parcels of device memory to MPI: through pinned host memory, or straight to a CUDA-aware MPI."""
+"""Transports that give device memory to MPI: through pinned host memory, or straight to a CUDA-aware MPI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.mpi_transfers import Direct, Transfers, arrived
-from mpicomm.domains.steps import Parcel, Wire
+from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.domains.transport import Name
 from mpicomm.errors import MpicommError
 
@@ -26,8 +26,8 @@ CHUNK_NBYTES = 2 << 20
 Host = npt.NDArray[np.uint8]
 
 
-class StagedCarrier:
-    """Copies parcels to pinned memory of the host, from which MPI sends them, chunk by chunk. It blocks the host."""
+class PinnedTransport:
+    """Copies messages to pinned host memory, from which MPI sends them chunk by chunk. It blocks the host."""
 
     name: Name = "staged"
     capturable = False
@@ -39,14 +39,16 @@ class StagedCarrier:
         self._into = backend.side_streams.take()
         self._chunks = _Chunks(deque(), deque())
 
-    def start(self, wire: Wire, stream: int, call: Signature) -> Callable[[], object]:
-        """See `Carrier`; the function that it returns blocks until the parcels have arrived."""
+    def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
+        """See `Transport`; the function that it returns blocks until the network messages have arrived."""
         side = self._backend.side_streams
         behind = side.mark(stream)
         side.follow(self._out, behind)  # it reads memory that earlier work writes
         side.follow(self._into, behind)  # it overwrites memory that earlier work may read
         comm, streams = self._transfers.comm, (self._out, self._into)
-        wait = self._transfers.begin(lambda tag: _Staged(comm, wire, tag, self._backend, *streams, self._chunks), call)
+        wait = self._transfers.begin(
+            lambda tag: _Staged(comm, network_step, tag, self._backend, *streams, self._chunks), call
+        )
 
         def finish() -> None:
             side.wait(behind)
@@ -57,7 +59,7 @@ class StagedCarrier:
         return finish
 
     def tell(self, error: MpicommError) -> None:
-        """See `Carrier`."""
+        """See `Transport`."""
         self._transfers.tell(error)
 
     def memory_use(self) -> tuple[MemoryUse, ...]:
@@ -65,7 +67,7 @@ class StagedCarrier:
         return ()
 
     def close(self) -> None:
-        """See `Carrier`."""
+        """See `Transport`."""
         self._chunks.landing.clear()
         for stream in (self._out, self._into):
             self._backend.side_streams.give_back(stream)
@@ -91,7 +93,7 @@ class _Outgoing:
 
 @dataclass(frozen=True)
 class _Chunks:
-    """The chunks of all transfers of one carrier that have to keep an order."""
+    """The chunks of all transfers of one transport that have to keep an order."""
 
     outgoing: deque[_Outgoing]
     """Chunks that MPI does not have yet. It gets them in this order, because the messages of a call have one tag."""
@@ -105,7 +107,7 @@ class _Staged:
     def __init__(
         self,
         comm: MPI.Intracomm,
-        wire: Wire,
+        network_step: NetworkStep,
         tag: int,
         backend: GpuBackend,
         out: int,
@@ -114,14 +116,14 @@ class _Staged:
     ) -> None:
         self._comm, self._backend, self._into, self._chunks = comm, backend, into, chunks
         self._sends: list[_Outgoing] = []
-        for chunk in _chunks_of(wire.sends):
+        for chunk in _chunks_of(network_step.sends):
             host = backend.pinned(chunk.nbytes)
             backend.copy(host.ctypes.data, chunk.pointer, chunk.nbytes, out)
             self._sends.append(_Outgoing(chunk.rank, host, tag, backend.side_streams.mark(out)))
         chunks.outgoing.extend(self._sends)
         self._receives: deque[_Incoming] = deque()
         try:
-            for chunk in _chunks_of(wire.receives):
+            for chunk in _chunks_of(network_step.receives):
                 host = backend.pinned(chunk.nbytes)
                 request = comm.Irecv([host, MPI.BYTE], chunk.rank, tag)
                 self._receives.append(_Incoming(chunk.rank, chunk.pointer, host, request))
@@ -162,14 +164,14 @@ class _Staged:
         self._chunks.outgoing.clear()
 
 
-def _chunks_of(parcels: tuple[Parcel, ...]) -> Iterator[Parcel]:
-    for parcel in parcels:
-        for start in range(0, parcel.nbytes, CHUNK_NBYTES):
-            yield Parcel(parcel.rank, parcel.pointer + start, min(CHUNK_NBYTES, parcel.nbytes - start))
+def _chunks_of(messages: tuple[NetworkMessage, ...]) -> Iterator[NetworkMessage]:
+    for message in messages:
+        for start in range(0, message.nbytes, CHUNK_NBYTES):
+            yield NetworkMessage(message.rank, message.pointer + start, min(CHUNK_NBYTES, message.nbytes - start))
 
 
-class AwareCarrier:
-    """Gives parcels of device memory to an MPI that takes device pointers. It blocks the host."""
+class CudaAwareTransport:
+    """Gives network messages of device memory to an MPI that takes device pointers. It blocks the host."""
 
     name: Name = "mpi"
     capturable = False
@@ -178,15 +180,15 @@ class AwareCarrier:
         self._transfers = transfers
         self._backend = backend
 
-    def start(self, wire: Wire, stream: int, call: Signature) -> Callable[[], object]:
-        """See `Carrier`; it blocks until the stream has come here, because MPI knows no streams."""
+    def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
+        """See `Transport`; it blocks until the stream has come here, because MPI knows no streams."""
         self._backend.synchronize(stream)
         self._backend.check()
         comm = self._transfers.comm
-        return self._transfers.begin(lambda tag: Direct(comm, wire, tag), call)
+        return self._transfers.begin(lambda tag: Direct(comm, network_step, tag), call)
 
     def tell(self, error: MpicommError) -> None:
-        """See `Carrier`."""
+        """See `Transport`."""
         self._transfers.tell(error)
 
     def memory_use(self) -> tuple[MemoryUse, ...]:

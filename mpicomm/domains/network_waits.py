@@ -1,4 +1,4 @@
-"""WireWaits: which rank of another clique each rank of this clique waits for, in shared host memory."""
+"""NetworkWaits: which rank of another peer domain each rank of this domain waits for, in shared host memory."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _LINE_NBYTES = 64
 _ALIVE_S = 0.25  # in which a rank that waits shows that it is alive, also where ranks take turns on cores and on a GPU
 
 
-class WireWaits:
-    """A line for each rank of a clique: the rank of another clique that it waits for, and a count that goes on.
+class NetworkWaits:
+    """A line for each rank of a domain: the rank of another domain that it waits for, and a count that goes on.
 
-    A rank whose wait for a rank of its clique is over in vain may have waited for the wrong one: that rank may itself
-    wait for a rank of another clique, which is the missing one. A rank that has stopped in such a wait does not count
-    on, so it is missing itself. Construction is collective over ``clique`` and raises as `share` does.
+    A rank whose wait for a rank of its domain is over in vain may have waited for the wrong one: that rank may itself
+    wait for a rank of another domain, which is the missing one. A rank that has stopped in such a wait does not count
+    on, so it is missing itself. Construction is collective over ``domain`` and raises as `share` does.
     """
 
-    def __init__(self, clique: Group) -> None:
-        backend = HostBackend(clique.timeout_s)
+    def __init__(self, domain: Group) -> None:
+        backend = HostBackend(domain.timeout_s)
         self._segments = share(
-            clique, backend, "waits", lambda: backend.allocate("memfd", _LINE_NBYTES), lambda: _LINE_NBYTES
+            domain, backend, "waits", lambda: backend.allocate("memfd", _LINE_NBYTES), lambda: _LINE_NBYTES
         )
-        views = [backend.view(self._segments[index], (2,), np.dtype(np.int64)) for index in range(clique.size)]
+        views = [backend.view(self._segments[index], (2,), np.dtype(np.int64)) for index in range(domain.size)]
         self._lines = [view.data.cast("B").cast("q") for view in views]
-        self._own = clique.rank
+        self._own = domain.rank
 
     def waits_for(self, rank: int) -> None:
         """Say that this rank waits for ``rank``, and is alive; local, cheap, to be repeated."""
@@ -42,12 +42,12 @@ class WireWaits:
         line[1] += 1
 
     def waits_no_more(self) -> None:
-        """Say that this rank waits for no other clique; local."""
+        """Say that this rank waits for no other domain; local."""
         if self._lines:
             self._lines[self._own][0] = 0
 
     def awaited(self) -> list[int]:
-        """Return the ranks of other cliques that living ranks of this clique wait for.
+        """Return the ranks of other domains that living ranks of this domain wait for.
 
         Local. It returns when all ranks that wait have counted on, and after `_ALIVE_S` where one has stopped or none
         waits.

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from mpicomm.domains.steps import Wire
+from mpicomm.domains.steps import NetworkStep
 
 DEPTH = 2
 """The pieces that are under way at once."""
@@ -15,15 +15,16 @@ DEPTH = 2
 def carry_out(
     pieces: Iterable[Iterable[Any]],
     work: Callable[[Any], object],
-    start: Callable[[Wire], Callable[[], object]],
+    start: Callable[[NetworkStep], Callable[[], object]],
 ) -> None:
-    """Carry out pieces, each a row of steps in order: ``start`` a `Wire`, ``work`` on all others.
+    """Carry out pieces, each a row of steps in order: ``start`` a `NetworkStep`, ``work`` on all others.
 
-    ``start`` returns the function that waits for the parcels.
+    ``start`` returns the function that waits for the network messages.
 
-    Of two pieces the later one first starts its parcels, then the earlier one waits for its own. All ranks of a clique
-    make the same steps in the same order, because the order depends only on the number of wires in each piece. A piece
-    begins when the piece `DEPTH` before it is over, so that pieces take turns with `DEPTH` parts of scratch memory.
+    Of two pieces the later one first starts its network messages, then the earlier one waits for its own. All ranks of
+    a peer domain make the same steps in the same order, because the order depends only on the number of network steps
+    in each piece. A piece begins when the piece `DEPTH` before it is over, so that pieces take turns with `DEPTH` parts
+    of scratch memory.
     """
     waiting, running = iter(pieces), deque[Iterator[None]]()
     while True:
@@ -38,11 +39,11 @@ _OVER = object()
 
 
 def _steps(
-    piece: Iterable[Any], work: Callable[[Any], object], start: Callable[[Wire], Callable[[], object]]
+    piece: Iterable[Any], work: Callable[[Any], object], start: Callable[[NetworkStep], Callable[[], object]]
 ) -> Iterator[None]:
-    """Carry out a piece, with a stop behind the start of each wire."""
+    """Carry out a piece, with a stop behind the start of each network step."""
     for step in piece:
-        if isinstance(step, Wire):
+        if isinstance(step, NetworkStep):
             finish = start(step)
             yield
             finish()

@@ -1,8 +1,8 @@
-"""Schedules of the reductions over several cliques: reduce in the clique, exchange between cliques, reduce again.
+"""Schedules of the reductions over several domains: reduce in the domain, exchange between domains, reduce again.
 
-**Order.** The ranks of a clique are reduced in their order, then the results of the cliques in the order of the
-cliques. All ranks compute with the same numbers in the same order, so results are bitwise the same on all ranks and in
-every run of the same layout, whatever engine carries the data. They may differ from the result of one clique, whose
+**Order.** The ranks of a domain are reduced in their order, then the results of the domains in the order of the
+domains. All ranks compute with the same numbers in the same order, so results are bitwise the same on all ranks and in
+every run of the same layout, whatever engine carries the data. They may differ from the result of one domain, whose
 order is that of the ranks alone.
 
 **Rounding.** Sums, products, averages and operations of the user on floats of 16 bits or fewer are computed in float32
@@ -22,14 +22,14 @@ from mpicomm.collectives.patterns import Buffers, split
 from mpicomm.domains.layout import Layout
 from mpicomm.domains.movements import (
     allgather,
-    allgather_in_clique,
+    allgather_in_domain,
     cut_alike,
-    in_clique,
+    in_domain,
     in_turn,
     one_after_the_other,
     rail_shards,
 )
-from mpicomm.domains.steps import Combine, Local, Move, Pack, Parcel, Room, Slots, Step, Wire
+from mpicomm.domains.steps import Combine, Local, Move, NetworkMessage, NetworkStep, Pack, Room, Slots, Step
 from mpicomm.mpi.span import Span
 from mpicomm.mpi.types import is_narrow
 
@@ -38,81 +38,87 @@ _EXACT = ("max", "min", "land", "lor", "lxor")  # the operations whose results n
 
 
 def allreduce_in_one_step(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """All-reduce in each clique; the partners of all cliques exchange the results. One message each: for small data."""
+    """All-reduce in each peer domain; then partners of all domains exchange the results. For small data."""
     send, output = _both(b)
     dtype, op, source = yield from _widened(b, send, room)
     nbytes = send.count * dtype.itemsize
-    partials = Slots.take(room, len(layout.cliques), nbytes)
+    partials = Slots.take(room, len(layout.domains), nbytes)
     own = partials[layout.number]
-    yield Local(ALLREDUCE, in_clique(layout, dtype, op, send=source, output=Span(own, send.count)))
-    yield Wire(
-        tuple(Parcel(rank, own, nbytes) for clique in layout.others for rank in layout.served(clique)),
-        tuple(Parcel(layout.partner(layout.rank, clique), partials[clique], nbytes) for clique in layout.others),
+    yield Local(ALLREDUCE, in_domain(layout, dtype, op, send=source, output=Span(own, send.count)))
+    yield NetworkStep(
+        tuple(NetworkMessage(rank, own, nbytes) for domain in layout.others for rank in layout.served(domain)),
+        tuple(
+            NetworkMessage(layout.partner(layout.rank, domain), partials[domain], nbytes) for domain in layout.others
+        ),
     )
     yield _combined(b, dtype, op, partials, output)
 
 
 def allreduce_in_two_steps(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """Reduce-scatter in each clique, then among the ranks of each rail; all-gather along each rail, then in the clique.
+    """Reduce-scatter in each domain, then among the ranks of each rail; all-gather along each rail, then in the domain.
 
     Each rail has a shard, so all network cards carry the same bytes, twice their part of the data. In each rail every
     rank reduces a part of the shard: two messages between each two ranks, for large data.
     """
     send, output = _both(b)
     dtype, op, source = yield from _widened(b, send, room)
-    number, index, cliques = layout.number, layout.index, len(layout.cliques)
+    number, index, domains = layout.number, layout.index, len(layout.domains)
     results = rail_shards(output, layout, b.dtype)
     shards = cut_alike(source, results, dtype)
     shard = Span(room.take(shards[index].count * dtype.itemsize), shards[index].count)
-    yield _reduce_scatter_in_clique(layout, dtype, op, shards, shard)
-    places = split(results[index], cliques, b.dtype.itemsize)
+    yield _reduce_scatter_in_domain(layout, dtype, op, shards, shard)
+    places = split(results[index], domains, b.dtype.itemsize)
     parts = cut_alike(shard, places, dtype)
     nbytes = parts[number].count * dtype.itemsize
-    slots = Slots.take(room, cliques, nbytes)
-    rail = {clique: layout.cliques[clique][index] for clique in layout.others} if index < layout.rails else {}
-    yield Wire(
-        tuple(Parcel.of(rank, parts[clique], dtype) for clique, rank in rail.items()),
-        tuple(Parcel(rank, slots[clique], nbytes) for clique, rank in rail.items()),
+    slots = Slots.take(room, domains, nbytes)
+    rail = {domain: layout.domains[domain][index] for domain in layout.others} if index < layout.rails else {}
+    yield NetworkStep(
+        tuple(NetworkMessage.of(rank, parts[domain], dtype) for domain, rank in rail.items()),
+        tuple(NetworkMessage(rank, slots[domain], nbytes) for domain, rank in rail.items()),
     )
     yield Move(slots[number], parts[number].pointer, nbytes)
     yield _combined(b, dtype, op, slots, places[number])
-    yield Wire(
-        tuple(Parcel.of(rank, places[number], b.dtype) for rank in rail.values()),
-        tuple(Parcel.of(rank, places[clique], b.dtype) for clique, rank in rail.items()),
+    yield NetworkStep(
+        tuple(NetworkMessage.of(rank, places[number], b.dtype) for rank in rail.values()),
+        tuple(NetworkMessage.of(rank, places[domain], b.dtype) for domain, rank in rail.items()),
     )
-    yield allgather_in_clique(layout, b.dtype, results[index], results)
+    yield allgather_in_domain(layout, b.dtype, results[index], results)
 
 
 def reduce(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
-    """Reduce-scatter in each clique; each rail brings its shards to the root's clique, which gathers the results."""
+    """Reduce-scatter in each domain; each rail brings its shards to the root's domain, which gathers the results."""
     assert b.send is not None
     dtype, op, source = yield from _widened(b, b.send, room)
-    home, index = layout.clique_of(b.root), layout.index
+    home, index = layout.domain_of(b.root), layout.index
     at_home = layout.number == home
     shards = cut_alike(source, rail_shards(b.send, layout, b.dtype), dtype)
     count = shards[index].count
     nbytes = count * dtype.itemsize
-    slots = Slots.take(room, len(layout.cliques) if at_home else 1, nbytes)
+    slots = Slots.take(room, len(layout.domains) if at_home else 1, nbytes)
     own = slots[layout.number if at_home else 0]
-    yield _reduce_scatter_in_clique(layout, dtype, op, shards, Span(own, count))
+    yield _reduce_scatter_in_domain(layout, dtype, op, shards, Span(own, count))
     if not at_home:
-        yield Wire(sends=(Parcel(layout.cliques[home][index], own, nbytes),) if index < layout.rails else ())
+        yield NetworkStep(
+            sends=(NetworkMessage(layout.domains[home][index], own, nbytes),) if index < layout.rails else ()
+        )
         return
     others = layout.others if index < layout.rails else ()
-    yield Wire(receives=tuple(Parcel(layout.cliques[clique][index], slots[clique], nbytes) for clique in others))
+    yield NetworkStep(
+        receives=tuple(NetworkMessage(layout.domains[domain][index], slots[domain], nbytes) for domain in others)
+    )
     result = Span(room.take(count * b.dtype.itemsize), count)
     yield _combined(b, dtype, op, slots, result)
     blocks = None if b.rank != b.root or b.output is None else rail_shards(b.output, layout, b.dtype)
     root = layout.index_of(b.root)
-    yield Local(GATHERV, in_clique(layout, b.dtype, root=root, send=result, blocks=blocks))
+    yield Local(GATHERV, in_domain(layout, b.dtype, root=root, send=result, blocks=blocks))
 
 
 def reduce_scatter(b: Buffers, layout: Layout, distances: Sequence[int], room: Room) -> Iterator[Step]:
-    """Reduce the blocks of the cliques that lie ``distances`` places ahead in this clique, and send the results there.
+    """Reduce the blocks of the domains that lie ``distances`` places ahead in this domain, and send the results there.
 
-    Each block is reduced on the rank that is its owner's partner. The blocks of one clique are reduced where they lie,
-    unless they have to be converted. The blocks of several cliques that one rank reduces lie apart, so each rank packs
-    them in scratch memory before. Distance 0 is the clique itself, and comes last: then all partial results of this
+    Each block is reduced on the rank that is its owner's partner. The blocks of one domain are reduced where they lie,
+    unless they have to be converted. The blocks of several domains that one rank reduces lie apart, so each rank packs
+    them in scratch memory before. Distance 0 is the domain itself, and comes last: then all partial results of this
     rank's block are here, and are reduced.
 
     The calls with all distances must have the same scratch memory, which holds the partial results.
@@ -121,8 +127,8 @@ def reduce_scatter(b: Buffers, layout: Layout, distances: Sequence[int], room: R
     blocks, exchanged = b.send_blocks, [distance for distance in distances if distance]
     dtype, op = _accumulated(b)
     nbytes = b.output.count * dtype.itemsize
-    slots = Slots.take(room, len(layout.cliques), nbytes)
-    served = [layout.served(clique) for clique in layout.others]
+    slots = Slots.take(room, len(layout.domains), nbytes)
+    served = [layout.served(domain) for domain in layout.others]
     start = room.take(sum(blocks[rank].count for row in served for rank in row) * dtype.itemsize)
     places, spans = one_after_the_other(blocks, served, start, dtype)
     places[b.rank] = Span(slots[layout.number], b.output.count)
@@ -130,7 +136,7 @@ def reduce_scatter(b: Buffers, layout: Layout, distances: Sequence[int], room: R
     if len(targets) == 1 and dtype == b.dtype:
         for turn in layout.turns(targets[0]):
             output = places[turn[layout.index]] if layout.index < len(turn) else Span(0, 0)
-            yield _reduce_scatter_in_clique(layout, dtype, op, in_turn(blocks, turn, layout), output)
+            yield _reduce_scatter_in_domain(layout, dtype, op, in_turn(blocks, turn, layout), output)
     else:
         rows = layout.served_by_each(targets)
         count = sum(blocks[rank].count for row in rows for rank in row)
@@ -143,12 +149,12 @@ def reduce_scatter(b: Buffers, layout: Layout, distances: Sequence[int], room: R
             given = cut_alike(wide, given, dtype)
         first = spans[distances[0] - 1] if exchanged else places[b.rank]
         output = Span(first.pointer, given[layout.index].count)
-        yield _reduce_scatter_in_clique(layout, dtype, op, given, output)
-    yield Wire(
-        tuple(Parcel.of(rank, places[rank], dtype) for distance in exchanged for rank in served[distance - 1]),
+        yield _reduce_scatter_in_domain(layout, dtype, op, given, output)
+    yield NetworkStep(
+        tuple(NetworkMessage.of(rank, places[rank], dtype) for distance in exchanged for rank in served[distance - 1]),
         tuple(
-            Parcel(layout.partner(b.rank, clique), slots[clique], nbytes)
-            for clique in (layout.ahead(-distance) for distance in exchanged)
+            NetworkMessage(layout.partner(b.rank, domain), slots[domain], nbytes)
+            for domain in (layout.ahead(-distance) for distance in exchanged)
         ),
     )
     if 0 in distances:
@@ -171,7 +177,7 @@ def _prefix(b: Buffers, layout: Layout, room: Room, ranks: int) -> Iterator[Step
     slots = Slots.take(room, layout.size, nbytes)
     gathered = replace(b, output=None, blocks=[Span(slots[rank], send.count) for rank in range(layout.size)], op="")
     yield from allgather(gathered, layout, [0], room)
-    yield from allgather(gathered, layout, range(1, len(layout.cliques)), room)
+    yield from allgather(gathered, layout, range(1, len(layout.domains)), room)
     if ranks == 1:  # a single contribution is the result, also where the operation would change it
         yield Move(output.pointer, slots[0], nbytes)
     elif ranks:
@@ -201,17 +207,17 @@ def _converted(b: Buffers, source: Span, target: Span, dtype: np.dtype[Any]) -> 
 
 
 def _combined(b: Buffers, dtype: np.dtype[Any], op: str, slots: Slots, output: Span) -> Combine:
-    """Reduce the partial results of all cliques, one in each slot, to the result."""
+    """Reduce the partial results of all domains, one in each slot, to the result."""
     divisor = b.size if b.op == "avg" else 1
     return Combine(op, dtype, slots[0], slots.stride, slots.number, output.count, output.pointer, b.dtype, divisor)
 
 
-def _reduce_scatter_in_clique(
+def _reduce_scatter_in_domain(
     layout: Layout, dtype: np.dtype[Any], op: str, blocks: Sequence[Span], output: Span
 ) -> Local:
-    """Reduce block i of all ranks of the clique on the rank with index i."""
+    """Reduce block i of all ranks of the domain on the rank with index i."""
     operation = REDUCE_SCATTER_BLOCK if len({block.count for block in blocks}) == 1 else REDUCE_SCATTER
-    return Local(operation, in_clique(layout, dtype, op, send_blocks=blocks, output=output))
+    return Local(operation, in_domain(layout, dtype, op, send_blocks=blocks, output=output))
 
 
 def _both(b: Buffers) -> tuple[Span, Span]:

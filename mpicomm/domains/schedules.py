@@ -1,4 +1,4 @@
-"""The schedule of each collective over several cliques."""
+"""The schedule of each collective over several peer domains."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from mpicomm.domains import movements, reductions
 from mpicomm.domains.cuts import (
     Part,
     Schedule,
-    cliques_that_receive,
-    cliques_that_send,
-    in_a_row,
-    of_each_block,
-    of_the_data,
+    cut_blocks,
+    cut_data,
+    domains_that_receive,
+    domains_that_send,
+    pipelined,
     whole,
 )
 from mpicomm.domains.layout import Layout
@@ -28,23 +28,23 @@ ONE_STEP_NBYTES = 64 << 10
 network card moves about as many bytes."""
 
 _IN_ONE_STEP: dict[Operation, Schedule] = {
-    table.ALLREDUCE: of_the_data(reductions.allreduce_in_one_step),
-    table.BCAST: of_the_data(movements.bcast_in_one_step),
+    table.ALLREDUCE: cut_data(reductions.allreduce_in_one_step),
+    table.BCAST: cut_data(movements.bcast_in_one_step),
 }
 _SCHEDULES: dict[Operation, Schedule] = {
-    table.ALLGATHER: cliques_that_send(movements.allgather),
-    table.ALLGATHERV: cliques_that_send(movements.allgather),
-    table.ALLREDUCE: of_the_data(reductions.allreduce_in_two_steps),
-    table.ALLTOALL: of_each_block(movements.alltoall),
-    table.BCAST: in_a_row(movements.bcast_by_rails),
-    table.EXSCAN: of_each_block(reductions.exscan),
-    table.GATHER: of_each_block(movements.gather),
+    table.ALLGATHER: domains_that_send(movements.allgather),
+    table.ALLGATHERV: domains_that_send(movements.allgather),
+    table.ALLREDUCE: cut_data(reductions.allreduce_in_two_steps),
+    table.ALLTOALL: cut_blocks(movements.alltoall),
+    table.BCAST: pipelined(movements.bcast_by_rails),
+    table.EXSCAN: cut_blocks(reductions.exscan),
+    table.GATHER: cut_blocks(movements.gather),
     table.GATHERV: whole(movements.gather),
-    table.REDUCE: of_the_data(reductions.reduce),
-    table.REDUCE_SCATTER: cliques_that_receive(reductions.reduce_scatter),
-    table.REDUCE_SCATTER_BLOCK: cliques_that_receive(reductions.reduce_scatter),
-    table.SCAN: of_each_block(reductions.scan),
-    table.SCATTER: of_each_block(movements.scatter),
+    table.REDUCE: cut_data(reductions.reduce),
+    table.REDUCE_SCATTER: domains_that_receive(reductions.reduce_scatter),
+    table.REDUCE_SCATTER_BLOCK: domains_that_receive(reductions.reduce_scatter),
+    table.SCAN: cut_blocks(reductions.scan),
+    table.SCATTER: cut_blocks(movements.scatter),
     table.SCATTERV: whole(movements.scatter),
 }
 _ALL_TO_ALL = whole(movements.alltoall)
@@ -53,7 +53,7 @@ _IN_RANK_ORDER = (table.SCAN, table.EXSCAN)
 
 
 def require_order(call: Call, layout: Layout) -> None:
-    """Raise `InvalidUsageError` for an operation that does not commute where cliques are not runs of ranks.
+    """Raise `InvalidUsageError` for an operation that does not commute where domains are not runs of ranks.
 
     Local, with the same answer on all ranks. The schedules of Scan and Exscan reduce in the order of ranks.
     """
@@ -61,21 +61,21 @@ def require_order(call: Call, layout: Layout) -> None:
     if isinstance(op, Op) and not op.commute and not layout.in_rank_order and call.operation not in _IN_RANK_ORDER:
         raise InvalidUsageError(
             f"{call.operation}: {op!r} does not commute, and the ranks of a group do not follow each other: place them "
-            f'so, pass commute=True, or use algorithm="mpi"; the groups are {", ".join(map(str, layout.cliques))}'
+            f'so, pass commute=True, or use algorithm="mpi"; the groups are {", ".join(map(str, layout.domains))}'
         )
 
 
 def schedule_of(operation: Operation, nbytes: int, layout: Layout, algorithm: str) -> Schedule:
     """Return the schedule of a call of ``nbytes`` bytes for each rank. Local, with the same answer on all ranks.
 
-    Raises `InvalidUsageError` for an algorithm that works in one clique alone.
+    Raises `InvalidUsageError` for an algorithm that works in one domain alone.
     """
     if algorithm not in ("auto", "one_shot", "two_shot", "copy_engine"):
         raise InvalidUsageError(
             f'algorithm="{algorithm}" of {operation} works between ranks that map each other\'s memory, and these are '
-            f'{len(layout.cliques)} groups of such ranks: use "auto"'
+            f'{len(layout.domains)} groups of such ranks: use "auto"'
         )
-    small = nbytes * (len(layout.cliques) - 1) <= ONE_STEP_NBYTES
+    small = nbytes * (len(layout.domains) - 1) <= ONE_STEP_NBYTES
     if algorithm == "one_shot" or (algorithm != "two_shot" and small):
         return _IN_ONE_STEP.get(operation) or _SCHEDULES.get(operation, _ALL_TO_ALL)
     return _SCHEDULES.get(operation, _ALL_TO_ALL)

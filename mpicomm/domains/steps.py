@@ -1,4 +1,4 @@
-"""Steps: what one rank does for a collective over several cliques. They know neither devices nor engines."""
+"""Steps: what one rank does for a collective over several peer domains. They know neither devices nor engines."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ _ALIGNED_NBYTES = 256
 
 @dataclass(frozen=True)
 class Local:
-    """A collective of this rank's clique; ``buffers`` count its ranks by their index in the clique."""
+    """A collective of this rank's domain; ``buffers`` count its ranks by their index in the domain."""
 
     operation: Operation
     buffers: Buffers
 
 
 @dataclass(frozen=True)
-class Parcel:
-    """Bytes that go to a rank of another clique, or come from it."""
+class NetworkMessage:
+    """Bytes that go to a rank of another domain, or come from it."""
 
     rank: int
     pointer: int
     nbytes: int
 
     @classmethod
-    def of(cls, rank: int, span: Span, dtype: np.dtype[Any]) -> Parcel:
-        """Return the parcel with all elements of a span."""
+    def of(cls, rank: int, span: Span, dtype: np.dtype[Any]) -> NetworkMessage:
+        """Return the network message with all elements of a span."""
         return cls(rank, span.pointer, span.count * dtype.itemsize)
 
 
 @dataclass(frozen=True)
-class Wire:
-    """Parcels between cliques. Two ranks exchange any number of parcels, in the same order on both sides."""
+class NetworkStep:
+    """Network messages between domains. Two ranks exchange their messages in the same order on both sides."""
 
-    sends: tuple[Parcel, ...] = ()
-    receives: tuple[Parcel, ...] = ()
+    sends: tuple[NetworkMessage, ...] = ()
+    receives: tuple[NetworkMessage, ...] = ()
 
-    def without_empty(self) -> Wire:
-        """Return the parcels that have bytes: both ranks of a parcel know its length."""
-        return Wire(tuple(p for p in self.sends if p.nbytes), tuple(p for p in self.receives if p.nbytes))
+    def without_empty(self) -> NetworkStep:
+        """Return the network messages that have bytes: both ranks of a network message know its length."""
+        return NetworkStep(tuple(p for p in self.sends if p.nbytes), tuple(p for p in self.receives if p.nbytes))
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Pack:
             packed += block.count
 
 
-Step = Local | Wire | Combine | Move | Pack
+Step = Local | NetworkStep | Combine | Move | Pack
 
 
 class Room:

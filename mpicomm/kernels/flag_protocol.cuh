@@ -1,13 +1,13 @@
-// The LL wire (packet_protocols.cuh): packets of 16 bytes with 8 bytes of data, which show by a flag beside each 4 bytes
-// that they have come.
+// The LL protocol (packet_protocols.cuh): packets of 16 bytes with 8 bytes of data, which show by a
+// flag beside each 4 bytes that they have come.
 #pragma once
 
 #include "ll_flags.cuh"
 
 namespace mpicomm {
 
-// The LL wire. The 8 bytes of a unit are its words[0] and words[1].
-struct FlagWire {
+// The LL protocol. The 8 bytes of a unit are its words[0] and words[1].
+struct FlagProtocol {
   static constexpr u32 kUnitNbytes = 8;
   static constexpr bool kGivesBack = false;
   using Flag = u32;

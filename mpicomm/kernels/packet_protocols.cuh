@@ -1,21 +1,29 @@
-// Packets of 16 bytes that show by themselves whether they have come. A sender stores a packet in a slot of the
-// receiver, and the receiver loads the slot until the packet is there. A unit is the part of a message that one packet
-// carries: one thread reads it, sends it, waits for it and stores it. There are two wires.
+// Packets of 16 bytes that show by themselves whether they have come. A sender stores a packet in a
+// slot of the receiver, and the receiver loads the slot until the packet is there. A unit is the
+// part of a message that one packet carries: one thread reads it, sends it, waits for it and stores
+// it. There are two protocols.
 //
-// LL ("low latency") carries 8 bytes of data. Each half of the packet has 4 bytes of data and a flag, the number of the
-// launch (ll_flags.cuh). It is the fastest wire for messages of up to some KiB.
+// LL ("low latency") carries 8 bytes of data. Each half of the packet has 4 bytes of data and a
+// flag, the number of the launch (ll_flags.cuh). It is the fastest protocol for messages of up to
+// some KiB.
 //
-// Sentinel carries 16 bytes of data and no flag. In a slot without a packet the upper word of each half is kAbsent. The
-// sender stores each half as a whole, so a half has come when its upper word is another. A receiver that has taken a
-// packet resets the slot: it stores kAbsent there again.
+// Sentinel carries 16 bytes of data and no flag. In a slot without a packet the upper word of each
+// half is kAbsent. The sender stores each half as a whole, so a half has come when its upper word
+// is another. A receiver that has taken a packet resets the slot: it stores kAbsent there again.
 //
-// Data may have the word kAbsent in one of these two places itself. Then the sender stores kEscaped, which differs in
+// Data may have the word kAbsent in one of these two places itself. Then the sender stores
+// kEscaped, which differs in
 // the sign. The rest depends on the kernel (kEscapes):
-// - As a number kEscaped is another NaN. A reduction that makes one NaN of all NaNs (kMakesOneNan) needs nothing else.
-//   Where it has a single contribution the changed NaN stays, but this contribution goes to one rank alone. An epilogue
-//   may make any NaN of it, and its results go on in packets where they have the type of the elements.
-// - All other data has to arrive as it was. A packet with kAbsent or kEscaped in one of the two places has an escape: a
-//   byte beside the slots. It is zero until the sender stores there which of the two words were kAbsent. The receiver
+// - As a number kEscaped is another NaN. A reduction that makes one NaN of all NaNs (kMakesOneNan)
+// needs nothing else.
+//   Where it has a single contribution the changed NaN stays, but this contribution goes to one
+// rank alone. An epilogue
+//   may make any NaN of it, and its results go on in packets where they have the type of the
+// elements.
+// - All other data has to arrive as it was. A packet with kAbsent or kEscaped in one of the two
+// places has an escape: a
+//   byte beside the slots. It is zero until the sender stores there which of the two words were
+// kAbsent. The receiver
 //   resets the byte with the slot. Such data is rare.
 #pragma once
 
@@ -24,7 +32,7 @@
 
 namespace mpicomm {
 
-struct SentinelWire {
+struct SentinelProtocol {
   static constexpr u32 kUnitNbytes = kPacketNbytes;
   static constexpr bool kGivesBack = true;
 #if defined(MPICOMM_DTYPE) && (defined(MPICOMM_RESULT) || !defined(MPICOMM_EPILOGUE))
@@ -58,40 +66,41 @@ struct SentinelWire {
   static constexpr u32 kAbsent = 0xFFF5A3C6;
   static constexpr u32 kEscaped = kAbsent ^ 1u << 31;
   static constexpr u64 kSign = 1ull << 63;  // the bit of a half in which kAbsent and kEscaped differ
-  // The bits of an escape: the first half has kEscaped for kAbsent, the second half has, the escape has come.
+  // The bits of an escape: the first half has kEscaped for kAbsent, the second half has, the escape
+  // has come.
   static constexpr u32 kFirst = 1, kSecond = 2, kCome = 4;
 
   MPICOMM_DEVICE static u32 upper(u64 half) { return static_cast<u32>(half >> 32); }
   MPICOMM_DEVICE static bool is_special(u64 half) { return (upper(half) | 1u << 31) == kAbsent; }
 };
-static_assert((SentinelWire::kEscaped | 1u << 31) == SentinelWire::kAbsent, "they differ in the sign");
+static_assert((SentinelProtocol::kEscaped | 1u << 31) == SentinelProtocol::kAbsent, "they differ in the sign");
 
-// Stores a packet that needs an escape. The two stores have no order and need none: a receiver that has seen the packet
-// waits for the escape, and the byte is zero until that comes, because the receiver reset it before the slot became
-// free.
+// Stores a packet that needs an escape. The two stores have no order and need none: a receiver that
+// has seen the packet waits for the escape, and the byte is zero until that comes, because the
+// receiver reset it before the slot became free.
 MPICOMM_DEVICE_CALL void store_escaped(Pair* slot, u8* escape, Pair packet) {
-  using Wire = SentinelWire;
-  u32 code = Wire::kCome;
-  if (Wire::upper(packet.first) == Wire::kAbsent) packet.first ^= Wire::kSign, code |= Wire::kFirst;
-  if (Wire::upper(packet.second) == Wire::kAbsent) packet.second ^= Wire::kSign, code |= Wire::kSecond;
+  using Protocol = SentinelProtocol;
+  u32 code = Protocol::kCome;
+  if (Protocol::upper(packet.first) == Protocol::kAbsent) packet.first ^= Protocol::kSign, code |= Protocol::kFirst;
+  if (Protocol::upper(packet.second) == Protocol::kAbsent) packet.second ^= Protocol::kSign, code |= Protocol::kSecond;
   store_volatile(slot, packet);
   store_volatile(escape, code);
 }
 
 // Returns the packet that the sender was given, from the packet that came and its escape.
 MPICOMM_DEVICE Pair unescaped(const Pair& packet, u32 code) {
-  using Wire = SentinelWire;
-  const u64 first = (code & Wire::kFirst) != 0 ? Wire::kSign : 0, second = (code & Wire::kSecond) != 0 ? Wire::kSign : 0;
+  using Protocol = SentinelProtocol;
+  const u64 first = (code & Protocol::kFirst) != 0 ? Protocol::kSign : 0, second = (code & Protocol::kSecond) != 0 ? Protocol::kSign : 0;
   return {packet.first ^ first, packet.second ^ second};
 }
 
 #if defined(MPICOMM_SENTINEL)
-using Wire = SentinelWire;
+using Protocol = SentinelProtocol;
 #else
-static_assert(sizeof(Element) <= FlagWire::kUnitNbytes, "an element lies in one packet");
-using Wire = FlagWire;
+static_assert(sizeof(Element) <= FlagProtocol::kUnitNbytes, "an element lies in one packet");
+using Protocol = FlagProtocol;
 #endif
-constexpr u32 kUnitNbytes = Wire::kUnitNbytes;
+constexpr u32 kUnitNbytes = Protocol::kUnitNbytes;
 
 // Loads and stores of units at the end of an array, and in arrays that are not aligned.
 MPICOMM_DEVICE_CALL Packet load_narrow(const u8* from, u32 width, u32 nbytes) { return load_any(from, width, nbytes); }
@@ -99,7 +108,8 @@ MPICOMM_DEVICE_CALL void store_narrow(u8* to, Packet packet, u32 width, u32 nbyt
   store_any(to, packet, width, nbytes);
 }
 
-// Loads the unit at offset `at` of an array of `nbytes`; `at` < `nbytes`. Bytes beyond the end are zero.
+// Loads the unit at offset `at` of an array of `nbytes`; `at` < `nbytes`. Bytes beyond the end are
+// zero.
 MPICOMM_DEVICE Packet load_unit(const u8* array, u32 width, u64 at, u64 nbytes) {
   const u64 rest = nbytes - at;
   if (width >= kUnitNbytes && rest >= kUnitNbytes) {

@@ -102,7 +102,7 @@ def _message(
         return None
     _, rank, tag = end
     try:
-        peer = session.placement.clique_index_of(rank)
+        peer = session.placement.domain_index_of(rank)
     except InvalidUsageError as error:
         raise InvalidUsageError(f"{operation}: {str(error).replace('peer=', names[1] + '=', 1)}") from None
     elements = None if operand.derived is None else operand.derived[0]

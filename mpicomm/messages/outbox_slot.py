@@ -10,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.devices.base import MessageCopy
 from mpicomm.kernels.message import MESSAGE_WORDS
 from mpicomm.messages import rendezvous_header
-from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES, Description, Extent, pack_one
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES, Extent, RendezvousHeader, pack_one
 
 LINE_NBYTES = 8 * MESSAGE_WORDS
 
@@ -47,12 +47,12 @@ class Place:
     """Copies messages here, by a kernel."""
 
     @property
-    def described(self) -> Description:
+    def header(self) -> RendezvousHeader:
         """The message."""
         *whole, last = self.extents
         rest = self.nbytes - sum(extent.nbytes for extent in whole)  # the range is longer by less than the last extent
         extents = (*whole, Extent(last.packet, last.offset, rest))
-        return Description(self.nbytes, self.words, self.line * LINE_NBYTES, extents)
+        return RendezvousHeader(self.nbytes, self.words, self.line * LINE_NBYTES, extents)
 
     def describe(self, nbytes: int, secret: bytes) -> None:
         """Let the place have a message of ``nbytes`` bytes."""
@@ -62,7 +62,7 @@ class Place:
             packed = pack_one(secret, nbytes, self.line * LINE_NBYTES, self.words, extent.packet, extent.offset)
             self.counts = 1
         else:
-            described = self.described
-            packed, self.counts = described.pack(secret), described.counts
+            header = self.header
+            packed, self.counts = header.pack(secret), header.counts
         # Packed: this type matches every type that the receiver names.
-        self.message = [packed, DESCRIPTION_NBYTES, _packed]
+        self.message = [packed, HEADER_NBYTES, _packed]

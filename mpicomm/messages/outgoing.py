@@ -17,7 +17,7 @@ from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outbox import OutboxFullError
 from mpicomm.messages.outbox_slot import Place
-from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.host_copies import HostCopies, announce
 
 Send = Callable[..., Any]
@@ -107,7 +107,7 @@ class Outgoing:
         elif self._refused:
             warn_once(f"memory is opened as {self._refused!r}, not by IPC handles")
         # The user's buffer of a buffered send has room for the data, and may have none for a description.
-        elif nbytes >= DESCRIPTION_NBYTES or send not in _BUFFERED:
+        elif nbytes >= HEADER_NBYTES or send not in _BUFFERED:
             try:
                 return (self._memory.made or self._memory.rendezvous(device)).reserve(nbytes, whole=not sent.is_flat)
             except (OutboxFullError, HandleError) as error:

@@ -27,19 +27,19 @@ LEAST_PIECE_NBYTES = 32 << 20
 
 _HEAD = struct.Struct(f"<{SECRET_NBYTES}sQQH{PACKET_NBYTES}s")
 _EXTENT = struct.Struct(f"<{PACKET_NBYTES}sQQ")
-DESCRIPTION_NBYTES = -(-(_HEAD.size + MOST_EXTENTS * _EXTENT.size) // 32) * 32
+HEADER_NBYTES = -(-(_HEAD.size + MOST_EXTENTS * _EXTENT.size) // 32) * 32
 """The length of every description.
 
 It is a multiple of 32, the size of the largest basic element: MPICH ends the program where a message is no whole number
 of basic elements of the receiver's type. Few other messages have this length, so probes rarely look into data for it.
 """
 
-_ONE = struct.Struct(f"{_HEAD.format}{_EXTENT.format[1:]}{DESCRIPTION_NBYTES - _HEAD.size - _EXTENT.size}x")
+_ONE = struct.Struct(f"{_HEAD.format}{_EXTENT.format[1:]}{HEADER_NBYTES - _HEAD.size - _EXTENT.size}x")
 """A description with one extent, as nearly all are: it is packed and unpacked at once."""
 
 
 def pack_one(secret: bytes, nbytes: int, line: int, words: bytes, packet: bytes, offset: int) -> bytes:
-    """Return the packed description of a message in one extent; see `Description.pack`."""
+    """Return the packed description of a message in one extent; see `RendezvousHeader.pack`."""
     return _ONE.pack(secret, nbytes, line, 1, words, packet, offset, nbytes)
 
 
@@ -67,7 +67,7 @@ class Extent:
 
 
 @dataclass(slots=True)
-class Description:
+class RendezvousHeader:
     """A message, which lies in ``extents`` of the sender's outbox.
 
     It has a line of `ready` words and a line of `done` words, ``line`` bytes into the parts for them of the block whose
@@ -102,15 +102,15 @@ class Description:
                 yield extent, start, min(piece_nbytes, extent.nbytes - start)
 
     def pack(self, secret: bytes) -> bytes:
-        """Return the description as a message of `DESCRIPTION_NBYTES` bytes."""
+        """Return the description as a message of `HEADER_NBYTES` bytes."""
         head = _HEAD.pack(secret, self.nbytes, self.line, len(self.extents), self.words)
         extents = b"".join(_EXTENT.pack(extent.packet, extent.offset, extent.nbytes) for extent in self.extents)
-        return (head + extents).ljust(DESCRIPTION_NBYTES, b"\0")
+        return (head + extents).ljust(HEADER_NBYTES, b"\0")
 
     @classmethod
-    def unpack(cls, message: bytes, secret: bytes) -> Description | None:
+    def unpack(cls, message: bytes, secret: bytes) -> RendezvousHeader | None:
         """Return the description that a message is, None for data. Raises `HandleError` for a damaged description."""
-        if len(message) != DESCRIPTION_NBYTES or not hmac.compare_digest(message[:SECRET_NBYTES], secret):
+        if len(message) != HEADER_NBYTES or not hmac.compare_digest(message[:SECRET_NBYTES], secret):
             return None
         _, nbytes, line, count, words, packet, offset, whole = _ONE.unpack(message)
         if count == 1 and whole == nbytes:

@@ -1,4 +1,4 @@
-"""Lane: the order of the calls of one group, and the thread of those on tensors of the host."""
+"""CallQueue: the order of the calls of one group, and the thread of those on tensors of the host."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from weakref import WeakSet
 
 import torch
 
-from mpicomm.torch.failures import WAITS, as_expected
+from mpicomm.torch.failures import WAITS, translated
 from mpicomm.torch.works import HostWork, Tensors, Work, ended
 
 T = TypeVar("T")
 
 
 class Place:
-    """The place of a callback of ``works`` among the calls of a lane."""
+    """The place of a callback of ``works`` among the calls of a queue."""
 
     number = 0
     """See `HostWork.number`."""
@@ -35,7 +35,7 @@ class Place:
             work.end()
 
 
-class Lane:
+class CallQueue:
     """Keeps the calls of a group in the order in which the program makes them, and carries out those on the host.
 
     A thread carries out the asynchronous ones, so that the program computes meanwhile, and so that ranks may begin
@@ -68,7 +68,7 @@ class Lane:
     def run(
         self, call: Callable[[], None], outputs: Tensors, name: str, *, begin: bool, limit: timedelta | None = None
     ) -> Work:
-        """Carry out a call, or begin it; its errors are raised here, or by the work, as `as_expected`. Local.
+        """Carry out a call, or begin it; its errors are raised here, or by the work, as `translated`. Local.
 
         Each wait for the call ends after ``limit``, and the call goes on.
         """
@@ -81,19 +81,19 @@ class Lane:
         return ended(outputs)
 
     def call(self, name: str, call: Callable[..., T], *arguments: Any) -> T:
-        """Carry out ``call(*arguments)`` in its turn in the calling thread; its errors are raised `as_expected`."""
+        """Carry out ``call(*arguments)`` in its turn in the calling thread; its errors are raised `translated`."""
         self.__enter__()
         try:
             return call(*arguments)
         except WAITS as error:
-            raise as_expected(error, name) from error
+            raise translated(error, name) from error
         finally:
             self._turn.release()
 
     def __enter__(self) -> None:
         """Wait until all calls before are over: the ``with`` block is the turn of a call of the calling thread."""
         # The look comes after the turn is taken: a call that another thread begins later waits for the turn. While the
-        # thread of the lane calls callbacks, their call is still among `_waiting`.
+        # thread of the queue calls callbacks, their call is still among `_waiting`.
         if self._turn.acquire(blocking=False):
             if not self._waiting:
                 return
@@ -109,7 +109,7 @@ class Lane:
 
     @contextmanager
     def last_turn(self, limit_s: float) -> Iterator[bool]:
-        """Close the lane; the ``with`` block is the turn behind all its calls, also those of the callers' threads.
+        """Close the queue; the ``with`` block is the turn behind all its calls, also those of the callers' threads.
 
         It gets False, and no turn, where these calls have not ended within ``limit_s`` seconds. Local.
         """
@@ -162,11 +162,11 @@ class Lane:
             return self._begun if self._waiting else None
 
     def is_here(self) -> bool:
-        """Return whether the thread of the lane calls this. Local."""
+        """Return whether the thread of the queue calls this. Local."""
         return threading.get_ident() == self._thread_id
 
     def call_at(self, place: int, callback: Callable[[Any], T], future: torch.futures.Future[Any]) -> T:
-        """Call ``callback``, whose calls come at ``place``. The thread of the lane calls this. Local."""
+        """Call ``callback``, whose calls come at ``place``. The thread of the queue calls this. Local."""
         before, self._place = self._place, place
         try:
             return callback(future)
@@ -187,7 +187,7 @@ class Lane:
                 self._thread = threading.Thread(target=self._work, args=[self._queue], name=self._name, daemon=True)
                 self._thread.start()
                 self._thread_id = self._thread.ident
-                LANES.add(self)
+                QUEUES.add(self)
             self._enqueue(work, self._queue)
         return work
 
@@ -222,5 +222,5 @@ class Lane:
         self._unended.append(work)
 
 
-LANES: WeakSet[Lane] = WeakSet()
-"""The lanes that have had a thread."""
+QUEUES: WeakSet[CallQueue] = WeakSet()
+"""The queues that have had a thread."""

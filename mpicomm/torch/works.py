@@ -15,7 +15,7 @@ from mpicomm.api.communicator import Communicator
 from mpicomm.devices.base import SideStreams
 from mpicomm.errors import CollectiveTimeoutError
 from mpicomm.torch.current_stream import CurrentStream, current_stream
-from mpicomm.torch.failures import GroupTimeoutError, as_expected
+from mpicomm.torch.failures import GroupTimeoutError, translated
 from mpicomm.waiting import wait_until
 
 Tensors = Sequence[torch.Tensor]
@@ -165,12 +165,12 @@ class PendingWork(Work):
 
 
 class Order(Protocol):
-    """The order of the calls of a group: see `Lane`."""
+    """The order of the calls of a group: see `CallQueue`."""
 
     futures: dict[int, Sequence[HostWork]]
 
     def hurry(self, number: int) -> None:
-        """See `Lane.hurry`."""
+        """See `CallQueue.hurry`."""
 
 
 class HostWork(PendingWork):
@@ -202,7 +202,7 @@ class HostWork(PendingWork):
         try:
             self._call()
         except BaseException as error:
-            self._error = as_expected(error, self._name)
+            self._error = translated(error, self._name)
         self._call = None  # it keeps the tensors
         self._over.set()
 
@@ -281,7 +281,7 @@ class StreamWork(Work):
             try:
                 self._side.comm._check_at_once()
             except Exception as error:
-                self._error = as_expected(error, self._name)
+                self._error = translated(error, self._name)
         return True
 
     def _complete(self) -> torch.futures.Future[Any]:

@@ -1,9 +1,9 @@
 """Dispatch: which way each collective call of one communicator goes, and three forms in which a caller waits for it.
 
-Kernels carry collectives on device arrays, and between cliques an engine of room `internode`. Host arrays go through
-mapped memory where that is faster than MPI, or where MPI lacks the element type or the operation; else to MPI itself,
-as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI. `place` has
-the rule of the choice, and why all ranks choose alike.
+Kernels carry collectives on device arrays, and between peer domains an engine of room `internode`. Host arrays go
+through mapped memory where that is faster than MPI, or where MPI lacks the element type or the operation; else to MPI
+itself, as do all collectives of neighbours. All other calls on device arrays go through pinned host copies and MPI.
+`place` has the rule of the choice, and why all ranks choose alike.
 """
 
 from __future__ import annotations
@@ -204,20 +204,20 @@ class Collectives:
         refuse_stream(call.operation.name, call.stream)
         if call.epilogue is not None:
             return self._epilogue
-        if self._is_mpis(call) if blocking else selection.is_mpis_request(call, call.algorithm):
+        if self._is_mpis(call) if blocking else selection.becomes_mpi_request(call, call.algorithm):
             return self._mpi
         return self._mapped
 
     def _is_mpis(self, call: Call) -> bool:
-        def is_mpis() -> bool:
-            return selection.is_mpis(call, call.algorithm, self._size, self._nodes, self._crossover)
+        def goes_to_mpi() -> bool:
+            return selection.goes_to_mpi(call, call.algorithm, self._size, self._nodes, self._crossover)
 
         measured = self._crossover or self._nodes > 1 or call.algorithm != "auto"
-        if is_mpis() or measured or not selection.depends_on_crossover(call, self._size):
-            return is_mpis()
+        if goes_to_mpi() or measured or not selection.depends_on_crossover(call, self._size):
+            return goes_to_mpi()
         engine = self.engines.on_host(call.operation.name)
         self._judge_with(crossover.learn(self._comm, engine, self._processes))
-        return is_mpis()
+        return goes_to_mpi()
 
     def _judge_with(self, crossover: int) -> None:
         """Take the crossover of two ranks, which is 0 while it is not measured. Local."""

@@ -1,4 +1,4 @@
-"""The way of calls on device arrays that kernels carry out, in one clique or in several."""
+"""The way of calls on device arrays that kernels carry out, in one peer domain or in several."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Outcome:
     sections: list[tuple[str, str]]
 
 
-def verdict(outcomes: list[Outcome]) -> Outcome:
+def agreed_error(outcomes: list[Outcome]) -> Outcome:
     """Return what all ranks report for outcomes in rank order: a failure of any rank, or the one they all had."""
     size = len(outcomes)
     failed = [rank for rank in range(size) if outcomes[rank].outcome == "failed"]
@@ -122,7 +122,7 @@ class RankAgreement:
         )
         if report.failed:
             os.write(self._last_words, f"{mine.phase} failed:\n{mine.text}\n".encode())
-        agreed = verdict(self.allgather(mine))
+        agreed = agreed_error(self.allgather(mine))
         os.ftruncate(self._last_words, 0)
         if agreed.outcome == "failed":
             report.outcome = "failed"

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 import mpicomm
-from mpicomm.messages.rendezvous_header import DESCRIPTION_NBYTES
+from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from tests.helpers.leaks import nothing_leaks
 from tests.helpers.message_devices import LONGEST_FOR_KERNELS, DeviceArray, ThreadDevice, on_threads, small_messages
 
 Array = npt.NDArray[Any]
 
 LARGE = LONGEST_FOR_KERNELS  # int32: four times the bytes that kernels copy
-SIZES = (0, 1, DESCRIPTION_NBYTES // 4, LARGE // 4, LARGE // 4 + 1, LARGE, 5 * LARGE + 3)
+SIZES = (0, 1, HEADER_NBYTES // 4, LARGE // 4, LARGE // 4 + 1, LARGE, 5 * LARGE + 3)
 
 
 class Rig:

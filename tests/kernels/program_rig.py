@@ -14,7 +14,7 @@ from mpicomm.collectives.gpu.algorithms.copies.schedule import Reduce
 from mpicomm.collectives.gpu.algorithms.memory import PARITIES, Inboxes, Region, Request, escapes_nbytes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, STAGES
 from mpicomm.collectives.gpu.algorithms.packets.ways import large_inboxes
-from mpicomm.collectives.gpu.algorithms.registry import IN_THE_ARENA
+from mpicomm.collectives.gpu.algorithms.registry import ANY_LENGTH
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
 from mpicomm.collectives.gpu.built_in import BUILT_IN
 from mpicomm.collectives.gpu.choose import choose
@@ -120,7 +120,7 @@ class ProgramRig:
         assert threads is None
         memory = Mapped(1, 0, tuple(self.machine.addresses(self.outputs, rank))) if symmetric else None
         call, node = pattern.call(signature, memory), self.nodes[rank]
-        algorithm = IN_THE_ARENA if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)
+        algorithm = ANY_LENGTH if self._bare else choose(call, pattern.algorithm, BUILT_IN, node)
         self.requests += algorithm.memory(call, node)
         for step in algorithm.plan(call, node):
             if isinstance(step, Copy):

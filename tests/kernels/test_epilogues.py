@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mpicomm.collectives.gpu.algorithms.base import Finish
-from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Wire
+from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protocol
 from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
 from mpicomm.mpi.span import Span
@@ -113,7 +113,7 @@ def test_the_threads_of_a_row_leave_together_where_some_see_a_failure(builds: Bu
     require_same(target.view(np.float32).copy(), np.full(64, 7, np.float32))
 
 
-CONVERSIONS: list[tuple[Wire, Epilogue, tuple[str, str], str, int]] = [
+CONVERSIONS: list[tuple[Protocol, Epilogue, tuple[str, str], str, int]] = [
     ("flagged", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 2),
     ("sentinel", fp8(0.25), ("float32", "sum"), "float8_e4m3fn", 4),
     ("flagged", fp8(np.array([3], np.float32), "float8_e5m2"), ("bfloat16", "avg"), "float8_e5m2", 3),
@@ -128,18 +128,18 @@ CONVERSIONS: list[tuple[Wire, Epilogue, tuple[str, str], str, int]] = [
 
 
 @pytest.mark.parametrize(
-    ("wire", "epilogue", "reduction", "result", "size"), CONVERSIONS, ids=lambda value: str(value)[:40]
+    ("protocol", "epilogue", "reduction", "result", "size"), CONVERSIONS, ids=lambda value: str(value)[:40]
 )
 def test_conversions_in_the_kernel_that_reduces(
-    builds: Builds, wire: Wire, epilogue: Epilogue, reduction: tuple[str, str], result: str, size: int
+    builds: Builds, protocol: Protocol, epilogue: Epilogue, reduction: tuple[str, str], result: str, size: int
 ) -> None:
-    run_fused(builds, wire, epilogue, reduction, result, size=size)
+    run_fused(builds, protocol, epilogue, reduction, result, size=size)
 
 
-@pytest.mark.parametrize("wire", ["flagged", "sentinel"])
+@pytest.mark.parametrize("protocol", ["flagged", "sentinel"])
 @pytest.mark.parametrize("reduction", [("bfloat16", "avg"), ("float64", "a * 2 - b")], ids="-".join)
-def test_in_the_kernel_that_reduces(builds: Builds, wire: Wire, reduction: tuple[str, str]) -> None:
-    run_fused(builds, wire, AFFINE, reduction)
+def test_in_the_kernel_that_reduces(builds: Builds, protocol: Protocol, reduction: tuple[str, str]) -> None:
+    run_fused(builds, protocol, AFFINE, reduction)
 
 
 def test_results_that_say_that_no_packet_has_come(builds: Builds) -> None:
@@ -164,7 +164,7 @@ PLACES = {
         "float64",
     ),
     "to ranks that reduce others": (
-        Change("packet_worker.cuh", "Wire::unit(packet_of(packets, rank))", "Wire::unit(packets[1])"),
+        Change("packet_worker.cuh", "Protocol::unit(packet_of(packets, rank))", "Protocol::unit(packets[1])"),
         "float64",
     ),
 }

@@ -74,7 +74,7 @@ def main(options: argparse.Namespace) -> int:
     about = [
         f"mpicomm {mpicomm.__version__} bench {collective} --model: all times below are PREDICTED, none is measured",
         f"network: {network.gb_s:g} GB/s and {network.latency_us:g} us, as --network says, for each rank's card",
-        *group.described(),
+        *group.lines(),
     ]
     command_line.show(
         *(f"# {line}" for line in about), "#", f"#{_line(_HEAD)}", f"#{_line(_UNITS)}", *(row.line() for row in rows)

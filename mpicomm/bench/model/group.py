@@ -82,7 +82,7 @@ class Group:
         """Return mpicomm's time of a collective in the group; ``nbytes`` is the largest buffer of a rank."""
         return self.times(collective).at(nbytes)
 
-    def described(self) -> list[str]:
+    def lines(self) -> list[str]:
         """Return lines that say what was measured, and what is taken for what was not."""
         measured = (
             f"{name} {format_size(times.sizes[0])} to {format_size(times.sizes[-1])}"

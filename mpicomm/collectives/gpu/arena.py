@@ -47,9 +47,9 @@ class DeviceArena:
         self._regions: dict[Request, SharedSegments] = {}
         self.pointers = self._pointers(self._segments)
         self.flagged = self._at(layout.flagged, layout.flagged_inbox_nbytes)
-        """The inboxes of the LL wire."""
+        """The inboxes of the LL protocol."""
         self.sentinels = self._at(layout.sentinels, layout.sentinel_inbox_nbytes)
-        """The inboxes of the sentinel wire."""
+        """The inboxes of the sentinel protocol."""
         self.any_length = self.sentinels
         """The inboxes for messages whose length only two ranks know. All ranks change them behind the same call."""
 

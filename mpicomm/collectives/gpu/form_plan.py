@@ -45,7 +45,7 @@ class FormPlan(ABC):
     def __init__(self, form: Form, signature: Signature, asked: str, tuning: Tuning, node: Node, load: Load) -> None:
         self.words = signature.text_without_count()
         self.count = 0
-        """The words and the count of the call that is filled in, for `Board.post`."""
+        """The words and the count of the call that is filled in, for `CallLog.post`."""
         self._hash = signature.hash_without_count
         self._load = load
         self._why = "by the table" if asked == "auto" else f'algorithm="{asked}"'

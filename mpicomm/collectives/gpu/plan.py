@@ -30,7 +30,7 @@ class Plan:
     ) -> None:
         self.text = self.words = text
         self.count = 0
-        """The words and the count of the call for `Board.post`."""
+        """The words and the count of the call for `CallLog.post`."""
         self.choice = choice
         self.collective = collective
         self.private_nbytes: int | None = None

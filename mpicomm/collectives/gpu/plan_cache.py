@@ -45,7 +45,7 @@ class AnyPlan(Protocol):
 
 
 class Engine(Protocol):
-    """An engine for device arrays: `DeviceEngine`, or one that several cliques have together."""
+    """An engine for device arrays: `DeviceEngine`, or one that several peer domains have together."""
 
     def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> AnyPlan:
         """See `DeviceEngine.prepare_call`."""

@@ -1,4 +1,4 @@
-"""Verdict: the error with which the ranks of a node give up a host engine."""
+"""AgreedError: the error with which the ranks of a node give up a host engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _WORD = 8
 _SETTLE_S = 0.02  # some turns of the scheduler, because ranks may outnumber cores
 
 
-class Verdict:
+class AgreedError:
     """The errors that ranks of a node have published in shared memory, one of which all ranks raise.
 
     ``memory`` is the same `nbytes` of zeroed shared memory on all ranks: a word that is 1 as soon as there is an error,
@@ -98,5 +98,5 @@ class Verdict:
 
 
 def _slot_nbytes(size: int) -> int:
-    """Return the bytes of one error between ``size`` ranks: some words, and a line of the board for each rank."""
+    """Return the bytes of one error between ``size`` ranks: some words, and a line of the call log for each rank."""
     return 2048 + 512 * size

@@ -1,1 +1,1 @@
-"""Collectives on device arrays over several cliques."""
+"""Collectives on device arrays over several peer domains."""

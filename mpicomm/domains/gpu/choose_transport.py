@@ -1,4 +1,4 @@
-"""Choose the engine that moves device memory between cliques: all ranks together, by what works on all of them."""
+"""Choose the engine that moves device memory between peer domains: all ranks together, by what works on all of them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from mpicomm import environment
 from mpicomm.cluster.agreement import Group
 from mpicomm.cluster.cuda_aware import query_cuda_aware
 from mpicomm.devices.base import GpuBackend
-from mpicomm.domains.gpu.mapped_transport import MappedCarrier
+from mpicomm.domains.gpu.mapped_transport import MappedTransport
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.mpi_transfers import Transfers
-from mpicomm.domains.mpi_transports import AwareCarrier, StagedCarrier
-from mpicomm.domains.transport import Carrier
+from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
+from mpicomm.domains.transport import Transport
 from mpicomm.errors import (
     BackendUnavailableError,
     CollectiveTimeoutError,
@@ -28,13 +28,13 @@ Failure = CollectiveTimeoutError | PeerError
 
 @dataclass(frozen=True)
 class Choice:
-    """The carrier, and why better ones do not work; the same on all ranks."""
+    """The transport, and why better ones do not work; the same on all ranks."""
 
-    carrier: Carrier
+    transport: Transport
     rejected: dict[str, str]
 
 
-def choose_carrier(
+def choose_transport(
     group: Group,
     transfers: Transfers,
     backend: GpuBackend,
@@ -42,7 +42,7 @@ def choose_carrier(
     channels: Callable[[], MappedChannels] | None,
     on_failure: Callable[[Failure], None],
 ) -> Choice:
-    """Return the best carrier that works on all ranks, or the one that MPICOMM_INTERNODE names. Collective.
+    """Return the best transport that works on all ranks, or the one that MPICOMM_INTERNODE names. Collective.
 
     ``channels`` makes memory that all ranks map, collectively; it is None where ranks are on several nodes.
 
@@ -58,7 +58,7 @@ def choose_carrier(
     rejected: dict[str, str] = {}
     for name in environment.INTERNODE if request == "auto" else [request]:
         try:
-            carrier = _open(name, group, transfers, backend, uuids, channels, on_failure)
+            transport = _open(name, group, transfers, backend, uuids, channels, on_failure)
         except MpicommError as error:
             if group.broken is not None:
                 raise
@@ -66,8 +66,8 @@ def choose_carrier(
             if request != "auto":
                 raise BackendUnavailableError(f"MPICOMM_INTERNODE={name}: {error}", ranks=error.ranks) from error
         else:
-            _announce(group, carrier, rejected)
-            return Choice(carrier, rejected)
+            _announce(group, transport, rejected)
+            return Choice(transport, rejected)
     raise AssertionError("staged works everywhere")
 
 
@@ -79,19 +79,19 @@ def _open(
     uuids: tuple[bytes, ...],
     channels: Callable[[], MappedChannels] | None,
     on_failure: Callable[[Failure], None],
-) -> Carrier:
+) -> Transport:
     if name == "mapped":
         if channels is None:
             raise BackendUnavailableError("the ranks are on several nodes, which map no memory of each other")
-        return MappedCarrier(channels(), backend)
+        return MappedTransport(channels(), backend)
     if name == "staged":
-        return StagedCarrier(transfers, backend)
+        return PinnedTransport(transfers, backend)
     if name == "mpi":
         group.agree("engine mpi", _require_cuda_aware)
-        return AwareCarrier(transfers, backend)
-    # NCCL imports a library of hundreds of MB, which other carriers do not need.
+        return CudaAwareTransport(transfers, backend)
+    # NCCL imports a library of hundreds of MB, which other transports do not need.
     from mpicomm.domains.gpu.nccl_library import load, require_possible
-    from mpicomm.domains.gpu.nccl_transport import NcclCarrier
+    from mpicomm.domains.gpu.nccl_transport import NcclTransport
 
     def require() -> None:
         try:
@@ -101,12 +101,12 @@ def _open(
         require_possible(uuids)
 
     group.agree("engine nccl", require)
-    made: list[NcclCarrier] = []
+    made: list[NcclTransport] = []
     try:
-        group.agree("engine nccl: start", lambda: made.append(NcclCarrier(group, backend, on_failure)))
+        group.agree("engine nccl: start", lambda: made.append(NcclTransport(group, backend, on_failure)))
     except BaseException:
-        for carrier in made:  # it started here, and not on another rank
-            carrier.abort()
+        for transport in made:  # it started here, and not on another rank
+            transport.abort()
         raise
     return made[0]
 
@@ -117,9 +117,9 @@ def _require_cuda_aware() -> None:
         raise BackendUnavailableError(f"MPI takes no device pointers ({answer.how})")
 
 
-def _announce(group: Group, carrier: Carrier, rejected: dict[str, str]) -> None:
+def _announce(group: Group, transport: Transport, rejected: dict[str, str]) -> None:
     if group.rank != 0:
         return
     reason = "; ".join(f"not {name}: {why}" for name, why in rejected.items()) or "as asked, or the best there is"
-    say = logger.warning if carrier.name == "staged" and rejected else logger.info
-    say("between groups of ranks: engine %s: %s", carrier.name, reason)
+    say = logger.warning if transport.name == "staged" and rejected else logger.info
+    say("between groups of ranks: engine %s: %s", transport.name, reason)

@@ -1,4 +1,4 @@
-"""CliquesEngine: carries out collectives on device arrays of several cliques, in stream order."""
+"""DomainsEngine: carries out collectives on device arrays of several peer domains, in stream order."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.layout import Layout
 from mpicomm.domains.pipeline import DEPTH, carry_out
 from mpicomm.domains.schedules import require_order, schedule_of, steps_of
-from mpicomm.domains.steps import Combine, Local, Pack, Step, Wire
-from mpicomm.domains.transport import Carrier
+from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step
+from mpicomm.domains.transport import Transport
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.kernels.combine import COMBINE_THREADS, CombineArguments, blocks_for, combine_kernel
 from mpicomm.kernels.reductions import reduction_of
@@ -38,12 +38,12 @@ from mpicomm.mpi.packing import table_of_blocks
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mappings
 
-Item = Plan | Wire
+Item = Plan | NetworkStep
 _BYTE = np.dtype(np.uint8)
 
 
-class CliquesPlan:
-    """This rank's part of a call, ready to be enqueued again and again: plans of its clique, and wires."""
+class DomainsPlan:
+    """This rank's part of a call, ready to be enqueued again and again: plans of its domain, and network steps."""
 
     def __init__(
         self,
@@ -68,25 +68,25 @@ class CliquesPlan:
         return any(item.is_old for piece in self.pieces for item in piece if isinstance(item, Plan))
 
 
-class CliquesEngine:
-    """Collectives on device arrays of all ranks, with the face of `DeviceEngine`, which serves this rank's clique.
+class DomainsEngine:
+    """Collectives on device arrays of all ranks, with the face of `DeviceEngine`, which serves this rank's domain.
 
-    ``carrier`` moves parcels between cliques. Construction is local. A call that could not be carried out raises at
-    once where the carrier blocks the host, and else at the backend's next `check`.
+    ``transport`` moves network messages between domains. Construction is local. A call that could not be carried out
+    raises at once where the transport blocks the host, and else at the backend's next `check`.
     """
 
-    def __init__(self, layout: Layout, engine: DeviceEngine, backend: GpuBackend, carrier: Carrier) -> None:
+    def __init__(self, layout: Layout, engine: DeviceEngine, backend: GpuBackend, transport: Transport) -> None:
         self._layout = layout
         self._engine = engine
         self._backend = backend
-        self._carrier = carrier
+        self._transport = transport
         self._scratch = [GrowingScratch(backend) for _ in range(DEPTH)]
         self._packed = GrowingScratch(backend)
         self._tokens = GrowingScratch(backend)
         with backend.current():
             self._order = StreamOrder()
 
-    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> CliquesPlan:
+    def prepare_call(self, call: Call, mappings: Mappings, asked: str) -> DomainsPlan:
         """Return this rank's part of a call that was read; see `DeviceEngine.prepare_call`."""
         require_order(call, self._layout)
         scratch = self._packed.of(call.scratch_nbytes)
@@ -104,12 +104,12 @@ class CliquesEngine:
             backend = self._backend
             steps = finish_launches(finish, buffers.output, backend.faults, backend.multiprocessors)
             after = self._engine.prepare_alone(str(call.signature), steps)
-        return CliquesPlan(call.signature, planned, self._choice(asked), before, after)
+        return DomainsPlan(call.signature, planned, self._choice(asked), before, after)
 
     def form_plan(self, call: Call, asked: str) -> None:
         """Return None: calls over several groups are planned one by one."""
 
-    def prepare_barrier(self) -> CliquesPlan:
+    def prepare_barrier(self) -> DomainsPlan:
         """Return a plan that holds a stream until the streams of all ranks have come to theirs. Local.
 
         It is an all-gather of a byte, because a rank that has a byte of each rank knows that each has come.
@@ -119,13 +119,13 @@ class CliquesEngine:
         blocks = [Span(memory.pointer + 1 + rank, 1) for rank in range(layout.size)]
         buffers = Buffers(layout.rank, layout.size, _BYTE, send=Span(memory.pointer, 1), blocks=blocks)
         call = Signature("Barrier", str(_BYTE))
-        return CliquesPlan(call, self._plan(ALLGATHER, buffers, call, layout.size, "auto"), self._choice("auto"))
+        return DomainsPlan(call, self._plan(ALLGATHER, buffers, call, layout.size, "auto"), self._choice("auto"))
 
     def _choice(self, asked: str) -> Choice:
-        """Return the algorithm of a call in words: a schedule of the cliques, and the carrier between them."""
+        """Return the algorithm of a call in words: a schedule of the domains, and the transport between them."""
         why = "" if asked == "auto" else f', algorithm="{asked}"'
-        slow = "between groups of ranks through pinned host memory" if self._carrier.name == "staged" else ""
-        return Choice(f"groups, {self._carrier.name}", f"{len(self._layout.cliques)} groups of ranks{why}", slow)
+        slow = "between groups of ranks through pinned host memory" if self._transport.name == "staged" else ""
+        return Choice(f"groups, {self._transport.name}", f"{len(self._layout.domains)} groups of ranks{why}", slow)
 
     def _plan(
         self, operation: Operation, buffers: Buffers, call: Signature, nbytes: int, asked: str
@@ -144,8 +144,8 @@ class CliquesEngine:
         return 0 if memory is None else memory.pointer
 
     def _planned(self, step: Step, call: Signature, asked: str) -> Iterable[Item]:
-        if isinstance(step, Wire):
-            yield step.without_empty()  # also where nothing is left: all ranks make equally many wires
+        if isinstance(step, NetworkStep):
+            yield step.without_empty()  # also where nothing is left: all ranks make equally many network steps
         elif isinstance(step, Local):
             local = GpuCall(step.operation, call, step.buffers, _nbytes_of(step))
             named = asked if asked == "copy_engine" and asked in names_for(step.operation) else "auto"
@@ -160,30 +160,30 @@ class CliquesEngine:
             yield self._engine.prepare_alone(str(call), [Copy(step.target, step.source, step.nbytes, local=True)])
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
-        """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's clique."""
+        """See `DeviceEngine.prepare_messages`: the peers are indices in this rank's domain."""
         return self._engine.prepare_messages(text, sent, received)
 
-    def enqueue(self, plan: CliquesPlan | Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
+    def enqueue(self, plan: DomainsPlan | Plan, stream: int, *, again: bool = False, meets: bool = False) -> bool:
         """Enqueue a plan of this engine on ``stream``; return as `DeviceEngine.enqueue`. Collective.
 
-        ``meets`` is for plans of one clique: the ranks of several cliques meet in no other way than by their data.
-        Where the carrier blocks the host, this returns when the parcels of all ranks have come, and raises
+        ``meets`` is for plans of one domain: the ranks of several domains meet in no other way than by their data.
+        Where the transport blocks the host, this returns when the network messages of all ranks have come, and raises
         `InvalidUsageError` in a capture.
         """
         if isinstance(plan, Plan):
             return self._engine.enqueue(plan, stream, again=again, meets=meets)
-        if not self._carrier.capturable and self._backend.is_capturing(stream):
+        if not self._transport.capturable and self._backend.is_capturing(stream):
             raise InvalidUsageError(
-                f"{plan.text}: the engine {self._carrier.name} between groups of ranks blocks the host and cannot be "
+                f"{plan.text}: the engine {self._transport.name} between groups of ranks blocks the host and cannot be "
                 "part of a CUDA graph: call it outside the capture, or use MPICOMM_INTERNODE=nccl"
             )
         enqueue = partial(self._enqueue, plan, again)
         with self._backend.current():
             return self._order.enqueue(stream, enqueue, enqueue)
 
-    def _enqueue(self, plan: CliquesPlan, again: bool, stream: int) -> None:
-        def start(wire: Wire) -> Callable[[], object]:
-            return self._carrier.start(wire, stream, plan.call)
+    def _enqueue(self, plan: DomainsPlan, again: bool, stream: int) -> None:
+        def start(network_step: NetworkStep) -> Callable[[], object]:
+            return self._transport.start(network_step, stream, plan.call)
 
         def work(item: Plan) -> None:
             self._engine.enqueue(item, stream, again=again)
@@ -197,13 +197,13 @@ class CliquesEngine:
         except InvalidUsageError:
             raise  # before anything is enqueued
         except BaseException as error:
-            # Above all a KeyboardInterrupt: kernels of the clique, and other cliques, would wait for this rank.
+            # Above all a KeyboardInterrupt: kernels of the domain, and other domains, would wait for this rank.
             failure = self._failure(plan, error)
             self._engine.give_up(failure)
-            self._carrier.tell(failure)
+            self._transport.tell(failure)
             raise
 
-    def _failure(self, plan: CliquesPlan, error: BaseException) -> CollectiveTimeoutError | PeerError:
+    def _failure(self, plan: DomainsPlan, error: BaseException) -> CollectiveTimeoutError | PeerError:
         """Return the error of a call that this rank leaves, as others are to raise it."""
         if isinstance(error, (CollectiveTimeoutError, PeerError)):
             return error
@@ -220,11 +220,11 @@ class CliquesEngine:
         """Return the scratch memory of this rank; local."""
         nbytes = sum(scratch.nbytes for scratch in (*self._scratch, self._packed, self._tokens))
         yield MemoryUse("scratch", device_nbytes=nbytes)
-        yield from self._carrier.memory_use()
+        yield from self._transport.memory_use()
 
     def close_peers(self) -> None:
-        """Give back the carrier; local. This rank's work must be over."""
-        self._carrier.close()
+        """Give back the transport; local. This rank's work must be over."""
+        self._transport.close()
 
     def close_own(self) -> None:
         """Free this rank's events; local."""
@@ -233,7 +233,7 @@ class CliquesEngine:
 
 
 def _nbytes_of(step: Local) -> int:
-    """Return the bytes by which a table chooses, the same number on all ranks of the clique; 0 where they differ."""
+    """Return the bytes by which a table chooses, the same number on all ranks of the domain; 0 where they differ."""
     b = step.buffers
     if step.operation.counts == "private":
         return 0

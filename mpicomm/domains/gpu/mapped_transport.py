@@ -1,4 +1,4 @@
-"""MappedCarrier: copy engines move parcels between cliques of one node, in stream order and in CUDA graphs."""
+"""MappedTransport: copy engines move network messages between peer domains of one node, in stream order."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.beside_stream import BesideStream
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.steps import Wire
+from mpicomm.domains.steps import NetworkStep
 from mpicomm.domains.transport import Name
 from mpicomm.errors import MpicommError
 
 
-class MappedCarrier:
-    """The carrier where all ranks are on one node, and so map each other's memory. Construction is local."""
+class MappedTransport:
+    """The transport where all ranks are on one node, and so map each other's memory. Construction is local."""
 
     name: Name = "mapped"
     capturable = True
@@ -27,15 +27,15 @@ class MappedCarrier:
             # Two streams, because a rank must receive while it waits for a slot.
             self._out, self._into = BesideStream(), BesideStream()
 
-    def start(self, wire: Wire, stream: int, call: Signature) -> Callable[[], object]:
-        """See `Carrier`; it does not block."""
+    def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
+        """See `Transport`; it does not block."""
         side = self._backend.side_streams
         with self._backend.current():
             out, into = self._out.of(stream), self._into.of(stream)
             behind = side.mark(stream)
             side.follow(out, behind)
             side.follow(into, behind)
-            self._channels.exchange(wire, out, into)
+            self._channels.exchange(network_step, out, into)
         marks = side.mark(out), side.mark(into)
 
         def finish() -> None:
@@ -52,7 +52,7 @@ class MappedCarrier:
         return ()
 
     def close(self) -> None:
-        """See `Carrier`."""
+        """See `Transport`."""
         with self._backend.current():
             self._out.close()
             self._into.close()

@@ -1,4 +1,4 @@
-"""NcclCarrier: NCCL moves parcels between cliques, in stream order and in CUDA graphs."""
+"""NcclTransport: NCCL moves network messages between peer domains, in stream order and in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mpicomm.devices.cuda.beside_stream import BesideStream
 from mpicomm.devices.cuda.local_event import LocalEvent
 from mpicomm.devices.memory_use import MemoryUse
 from mpicomm.domains.gpu import nccl_library
-from mpicomm.domains.steps import Parcel, Wire
+from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.domains.transport import Name
 from mpicomm.errors import CollectiveTimeoutError, MpicommError, PeerError
 
@@ -25,7 +25,7 @@ _LOOK_AT_ERRORS_S = 0.5
 
 @dataclass
 class _Watched:
-    """A wire that is under way: between its two marks NCCL waits for other ranks."""
+    """A network step that is under way: between its two marks NCCL waits for other ranks."""
 
     call: Signature
     ranks: tuple[int, ...]
@@ -34,13 +34,13 @@ class _Watched:
     began_s: float = 0.0
 
 
-class NcclCarrier:
+class NcclTransport:
     """Sends and receives of one NCCL communicator. Construction is collective over ``group``.
 
-    NCCL's kernels wait for their peers without a limit. So a thread watches the wires: where one takes longer than
-    ``timeout_s`` from its begin on the stream, or where NCCL reports that a peer is gone, it aborts the communicator,
-    which ends the kernels, and calls ``on_failure`` with the error. Replays of a graph have no marks: there only a peer
-    that is gone ends the wait.
+    NCCL's kernels wait for their peers without a limit. So a thread watches the network steps: where one takes longer
+    than ``timeout_s`` from its begin on the stream, or where NCCL reports that a peer is gone, it aborts the
+    communicator, which ends the kernels, and calls ``on_failure`` with the error. Replays of a graph have no marks:
+    there only a peer that is gone ends the wait.
     """
 
     name: Name = "nccl"
@@ -74,20 +74,20 @@ class NcclCarrier:
         self._thread = threading.Thread(target=self._watch, name="mpicomm-nccl", daemon=True)
         self._thread.start()
 
-    def start(self, wire: Wire, stream: int, call: Signature) -> Callable[[], object]:
-        """See `Carrier`; it does not block, but for the first parcels between two ranks."""
-        if not wire.sends and not wire.receives:
+    def start(self, network_step: NetworkStep, stream: int, call: Signature) -> Callable[[], object]:
+        """See `Transport`; it does not block, but for the first network messages between two ranks."""
+        if not network_step.sends and not network_step.receives:
             return _nothing
         side, backend = self._backend.side_streams, self._backend
         capturing = backend.is_capturing(stream)
         with backend.current():
             beside = self._beside.of(stream)
         side.follow(beside, begin := side.mark(stream))
-        ranks = tuple(sorted({parcel.rank for parcel in (*wire.sends, *wire.receives)}))
+        ranks = tuple(sorted({message.rank for message in (*network_step.sends, *network_step.receives)}))
 
         def exchange() -> None:
             with backend.current():
-                self._nccl.exchange(_plain(wire.sends), _plain(wire.receives), beside)
+                self._nccl.exchange(_plain(network_step.sends), _plain(network_step.receives), beside)
 
         with self._lock:
             if self._failed:
@@ -111,7 +111,7 @@ class NcclCarrier:
         return ()
 
     def abort(self) -> None:
-        """Close a carrier that other ranks could not start, because `close` alone would wait for them. Local."""
+        """Close a transport that other ranks could not start, because `close` alone would wait for them. Local."""
         self._stop_watching()  # so that it does not abort NCCL's communicator, too
         if not self._failed:
             self._failed = True
@@ -120,7 +120,7 @@ class NcclCarrier:
         self.close()
 
     def close(self) -> None:
-        """See `Carrier`."""
+        """See `Transport`."""
         self._stop_watching()
         if not self._failed:
             self._nccl.destroy()
@@ -155,7 +155,7 @@ class NcclCarrier:
                 return
 
     def _late(self, now: float) -> _Watched | None:
-        """Return the wire that has taken too long, if there is one."""
+        """Return the network step that has taken too long, if there is one."""
         passed = self._backend.side_streams.passed
         while self._watched:
             first = self._watched[0]
@@ -179,8 +179,8 @@ class NcclCarrier:
             self._nccl.abort()
 
 
-def _plain(parcels: tuple[Parcel, ...]) -> list[tuple[int, int, int]]:
-    return [(parcel.rank, parcel.pointer, parcel.nbytes) for parcel in parcels]
+def _plain(messages: tuple[NetworkMessage, ...]) -> list[tuple[int, int, int]]:
+    return [(message.rank, message.pointer, message.nbytes) for message in messages]
 
 
 def _nothing() -> None: ...

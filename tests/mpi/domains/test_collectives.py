@@ -177,7 +177,7 @@ def test_results_are_the_same_bits_on_all_ranks_and_in_every_run(comm: mpicomm.C
 
 def test_ranks_in_different_calls_get_an_error(placement: str, device: str) -> None:
     if device != "cpu":
-        pytest.skip("the kernels of a clique find other calls, and only a blocking engine those of other cliques")
+        pytest.skip("the kernels of a peer domain find other calls, and only a blocking engine those of other domains")
     with on_hosts(placement, device, timeout_s=3) as comm:
         array = np.ones(5, np.float16)
         op = MPI.SUM if comm.rank == 0 else MPI.PROD

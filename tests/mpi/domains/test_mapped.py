@@ -1,4 +1,4 @@
-"""Parcels through memory that all ranks of a node map: on the host, where a copy is over when it returns."""
+"""Network messages through memory that all ranks of a node map: on the host, where a copy is over when it returns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.domains import mapped
 from mpicomm.domains.mapped import MappedChannels
-from mpicomm.domains.steps import Parcel, Wire
+from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from tests.helpers.communicators import communicator
 
 
@@ -37,11 +37,11 @@ def test_all_ranks_exchange_with_all(channels: MappedChannels, nbytes: int) -> N
         lengths = {peer: nbytes + 100 * (peer + rank) for peer in others}
         sent = {peer: np.full(lengths[peer], 16 * rank + peer + turn, np.uint8) for peer in others}
         received = {peer: np.zeros(lengths[peer], np.uint8) for peer in others}
-        wire = Wire(
-            tuple(Parcel(peer, array.ctypes.data, array.nbytes) for peer, array in sent.items()),
-            tuple(Parcel(peer, array.ctypes.data, array.nbytes) for peer, array in received.items()),
+        network_step = NetworkStep(
+            tuple(NetworkMessage(peer, array.ctypes.data, array.nbytes) for peer, array in sent.items()),
+            tuple(NetworkMessage(peer, array.ctypes.data, array.nbytes) for peer, array in received.items()),
         )
-        channels.exchange(wire, 0, 0)
+        channels.exchange(network_step, 0, 0)
         for peer, array in received.items():
             assert (array == 16 * peer + rank + turn).all()
 
@@ -55,4 +55,4 @@ def test_a_rank_that_does_not_come_is_named(channels: MappedChannels) -> None:
     raising = pytest.raises(mpicomm.CollectiveTimeoutError, match=rf"rank {size - 1} did not come")
     with contextlib.nullcontext() if rank else raising:
         if rank == 0:
-            channels.exchange(Wire(receives=(Parcel(size - 1, array.ctypes.data, array.nbytes),)), 0, 0)
+            channels.exchange(NetworkStep(receives=(NetworkMessage(size - 1, array.ctypes.data, array.nbytes),)), 0, 0)

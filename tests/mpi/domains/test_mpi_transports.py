@@ -1,4 +1,4 @@
-"""Parcels of device memory that MPI carries, on devices made of threads whose streams are late at random."""
+"""Network messages of device memory that MPI carries, on devices made of threads whose streams are late at random."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.signature import Signature
 from mpicomm.devices.base import GpuBackend
 from mpicomm.domains.mpi_transfers import Direct, Transfers
-from mpicomm.domains.mpi_transports import AwareCarrier, StagedCarrier
-from mpicomm.domains.network_waits import WireWaits
-from mpicomm.domains.steps import Parcel, Wire
-from mpicomm.domains.transport import Carrier
+from mpicomm.domains.mpi_transports import CudaAwareTransport, PinnedTransport
+from mpicomm.domains.network_waits import NetworkWaits
+from mpicomm.domains.steps import NetworkMessage, NetworkStep
+from mpicomm.domains.transport import Transport
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from tests.helpers.message_devices import DeviceArray, ThreadDevice
 
@@ -32,20 +32,22 @@ if SIZE == 1:
 
 
 class Rig:
-    """A carrier between ranks that are a clique each."""
+    """A transport between ranks that are a peer domain each."""
 
-    def __init__(self, comm: MPI.Intracomm, carrier: type[StagedCarrier | AwareCarrier], timeout_s: float) -> None:
+    def __init__(
+        self, comm: MPI.Intracomm, transport: type[PinnedTransport | CudaAwareTransport], timeout_s: float
+    ) -> None:
         group = Group(comm, range(SIZE), timeout_s)
-        self.waits = WireWaits(group.subgroup([RANK], tag=9))
+        self.waits = NetworkWaits(group.subgroup([RANK], tag=9))
         self.device = ThreadDevice(RANK, timeout_s)
         backend = cast(GpuBackend, self.device)
-        self.carrier: Carrier = carrier(Transfers(comm, timeout_s, OTHERS, self.waits), backend)
+        self.transport: Transport = transport(Transfers(comm, timeout_s, OTHERS, self.waits), backend)
 
     def array(self, content: Any) -> DeviceArray:
         return DeviceArray(self.device, np.asarray(content))
 
     def close(self) -> None:
-        self.carrier.close()
+        self.transport.close()
         self.waits.close_peers()
         self.waits.close_own()
         self.device.close()
@@ -58,8 +60,8 @@ class GoneRanks(MPI.Intracomm):
         raise MPI.Exception(MPI.ERR_OTHER)
 
 
-def parcel(rank: int, array: DeviceArray) -> Parcel:
-    return Parcel(rank, array.memory.ctypes.data, array.memory.nbytes)
+def message(rank: int, array: DeviceArray) -> NetworkMessage:
+    return NetworkMessage(rank, array.memory.ctypes.data, array.memory.nbytes)
 
 
 @pytest.fixture
@@ -67,30 +69,30 @@ def timeout_s() -> float:
     return 20.0
 
 
-@pytest.fixture(params=[StagedCarrier, AwareCarrier])
+@pytest.fixture(params=[PinnedTransport, CudaAwareTransport])
 def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> Iterator[Rig]:
-    monkeypatch.setattr(mpi_transports, "CHUNK_NBYTES", 4096)
+    monkeypatch.setattr("mpicomm.domains.mpi_transports.CHUNK_NBYTES", 4096)
     # Not freed where a test leaves messages behind: another communicator would get its number, and the messages.
     made = Rig(WORLD.Dup(), request.param, timeout_s)
     yield made
     made.close()
 
 
-def test_parcels_follow_the_work_of_the_stream_and_later_work_finds_them(rig: Rig) -> None:
+def test_messages_follow_the_work_of_the_stream_and_later_work_finds_them(rig: Rig) -> None:
     for turn, count in enumerate((1, 1024, 1025, 30_000)):
         started = []
-        for number in range(2):  # wires that are under way at once
+        for number in range(2):  # network steps that are under way at once
             sent = {peer: rig.array(np.zeros(count, np.int32)) for peer in OTHERS}
             received = {peer: rig.array(np.zeros(count, np.int32)) for peer in OTHERS}
             seen = {peer: rig.array(np.zeros(count, np.int32)) for peer in OTHERS}
             for peer, array in sent.items():
                 array.fill(1000 * turn + 100 * number + 10 * RANK + peer, STREAM)
                 received[peer].fill(-1, STREAM)  # earlier work may still use the memory
-            wire = Wire(
-                tuple(parcel(peer, array) for peer, array in sent.items()),
-                tuple(parcel(peer, array) for peer, array in received.items()),
+            network_step = NetworkStep(
+                tuple(message(peer, array) for peer, array in sent.items()),
+                tuple(message(peer, array) for peer, array in received.items()),
             )
-            started.append((rig.carrier.start(wire, STREAM, CALL), number, sent, received, seen))
+            started.append((rig.transport.start(network_step, STREAM, CALL), number, sent, received, seen))
         for finish, number, sent, received, seen in reversed(started):
             finish()
             for peer in OTHERS:
@@ -106,7 +108,7 @@ def test_a_rank_that_does_not_come_is_named(rig: Rig) -> None:
     if RANK == SIZE - 1:
         return
     array = rig.array(np.zeros(10, np.int32))
-    finish = rig.carrier.start(Wire(receives=(parcel(SIZE - 1, array),)), STREAM, CALL)
+    finish = rig.transport.start(NetworkStep(receives=(message(SIZE - 1, array),)), STREAM, CALL)
     with pytest.raises(CollectiveTimeoutError, match=rf"rank {SIZE - 1} did not arrive within 0.5 s") as raised:
         finish()
     assert raised.value.ranks == (SIZE - 1,)
@@ -117,36 +119,40 @@ def test_ranks_in_different_calls_name_both(rig: Rig) -> None:
     sent, received = (rig.array(np.zeros(10, np.int32)) for _ in range(2))
     peer = 1 if RANK == 0 else 0
     if RANK < 2:
-        wire = Wire((parcel(peer, sent),), (parcel(peer, received),))
+        network_step = NetworkStep((message(peer, sent),), (message(peer, received),))
         with pytest.raises(PeerError, match=r"ranks called different things: .*(Bcast|Allreduce)"):
-            rig.carrier.start(wire, STREAM, call)()
+            rig.transport.start(network_step, STREAM, call)()
 
 
 @pytest.mark.parametrize("more", [4, -4])
 def test_another_length_is_an_error(rig: Rig, more: int) -> None:
     if RANK == 0:
-        rig.carrier.start(Wire(sends=(parcel(1, rig.array(np.zeros(10, np.int32))),)), STREAM, CALL)()
+        rig.transport.start(NetworkStep(sends=(message(1, rig.array(np.zeros(10, np.int32))),)), STREAM, CALL)()
     elif RANK == 1:
         array = rig.array(np.zeros(10 + more, np.int32))
         with pytest.raises(PeerError, match=r"rank 0 sends .* bytes.* expected on rank 1"):
-            rig.carrier.start(Wire(receives=(parcel(0, array),)), STREAM, CALL)()
+            rig.transport.start(NetworkStep(receives=(message(0, array),)), STREAM, CALL)()
 
 
 def test_the_error_of_the_rank_that_is_awaited_arrives(rig: Rig) -> None:
     if RANK == 0:
-        rig.carrier.tell(CollectiveTimeoutError("rank 7 did not come", ranks=[7]))
+        rig.transport.tell(CollectiveTimeoutError("rank 7 did not come", ranks=[7]))
     elif RANK == 1:
         array = rig.array(np.zeros(10, np.int32))
-        finish = rig.carrier.start(Wire(receives=(parcel(0, array),)), STREAM, CALL)
+        finish = rig.transport.start(NetworkStep(receives=(message(0, array),)), STREAM, CALL)
         with pytest.raises(mpicomm.CollectiveTimeoutError, match=r"rank 7 did not come") as raised:
             finish()
         assert raised.value.ranks == (7,)
 
 
-@pytest.mark.parametrize("carrier", [StagedCarrier, AwareCarrier])
-def test_a_rank_of_which_mpi_says_that_it_is_gone_is_an_error(carrier: type[StagedCarrier | AwareCarrier]) -> None:
-    rig = Rig(GoneRanks(WORLD.Dup()), carrier, 20.0)
-    finish = rig.carrier.start(Wire(receives=(parcel(OTHERS[0], rig.array(np.zeros(10, np.int32))),)), STREAM, CALL)
+@pytest.mark.parametrize("transport", [PinnedTransport, CudaAwareTransport])
+def test_a_rank_of_which_mpi_says_that_it_is_gone_is_an_error(
+    transport: type[PinnedTransport | CudaAwareTransport],
+) -> None:
+    rig = Rig(GoneRanks(WORLD.Dup()), transport, 20.0)
+    finish = rig.transport.start(
+        NetworkStep(receives=(message(OTHERS[0], rig.array(np.zeros(10, np.int32))),)), STREAM, CALL
+    )
     with pytest.raises(PeerError, match=r"MPI reports that a rank is gone"):
         finish()
     rig.close()
@@ -162,9 +168,9 @@ class RefusedSends(MPI.Intracomm):
 def test_receives_are_given_up_with_a_send_that_mpi_refuses() -> None:
     comm = RefusedSends(WORLD.Dup())
     given_up, received, sent = np.zeros((3, 10), np.int32)
-    parcels = [Parcel(OTHERS[0], each.ctypes.data, each.nbytes) for each in (sent, given_up)]
+    messages = [NetworkMessage(OTHERS[0], each.ctypes.data, each.nbytes) for each in (sent, given_up)]
     with pytest.raises(MPI.Exception):
-        Direct(comm, Wire((parcels[0],), (parcels[1],)), 5)
+        Direct(comm, NetworkStep((messages[0],), (messages[1],)), 5)
     require_late_message(comm, given_up, received)
 
 
@@ -181,5 +187,5 @@ def require_late_message(comm: MPI.Intracomm, given_up: Any, received: Any) -> N
 def test_a_message_that_comes_late_is_not_written_where_its_receive_was_given_up() -> None:
     comm = WORLD.Dup()
     given_up, received = np.zeros(10, np.int32), np.zeros(10, np.int32)
-    Direct(comm, Wire(receives=(Parcel(OTHERS[0], given_up.ctypes.data, given_up.nbytes),)), 5).give_up()
+    Direct(comm, NetworkStep(receives=(NetworkMessage(OTHERS[0], given_up.ctypes.data, given_up.nbytes),)), 5).give_up()
     require_late_message(comm, given_up, received)

@@ -214,7 +214,7 @@ def test_families(said: str, family: str) -> None:
     assert family_of(said) == family
 
 
-def test_a_report_has_the_cause_and_the_mend() -> None:
+def test_a_report_has_the_cause_and_the_fix() -> None:
     report = lines(examine(healthy(shm_free=0)))
     at = next(index for index, line in enumerate(report) if line.startswith("FAULT shm: /dev/shm on host has 0"))
     assert "--shm-size" in report[at + 1]

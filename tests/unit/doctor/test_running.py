@@ -120,9 +120,9 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
         if call == "Allreduce":
             said = doctor("--pid", str(job.late), "--longer-than", str(LOOK_S))
             assert (said.returncode, said.stderr) == (1, "")
-            first, mend, *table = said.stdout.splitlines()
+            first, fix, *table = said.stdout.splitlines()
             assert first.startswith("WAIT for ") and f" s or longer: {SAID[call].format(late=job.late)}" in first
-            assert mend == f"      mend: `py-spy dump --pid {job.late}` shows where that rank is"
+            assert fix == f"      fix: `py-spy dump --pid {job.late}` shows where that rank is"
             rows = [row.split("│") for row in table if "world" in row]
             assert [[cell.strip() for cell in (row[2], row[4], row[5], row[7])] for row in rows] == [
                 ["0", "Allreduce", "3", "rank 2"],

@@ -1,4 +1,4 @@
-"""Schedules over several cliques, on arrays: every collective, any cliques, order and rounding of reductions."""
+"""Schedules over several peer domains, on arrays: every collective, any domains, order and rounding of reductions."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ def in_order(parts: Sequence[Array], op: str, dtype: np.dtype[Any]) -> Array:
     return out
 
 
-def expected(parts: Sequence[Array], cliques: Sequence[Sequence[int]], op: str) -> Array:
-    """Reduce each clique in the order of its ranks, then the cliques in their order; round once."""
+def expected(parts: Sequence[Array], domains: Sequence[Sequence[int]], op: str) -> Array:
+    """Reduce each domain in the order of its ranks, then the domains in their order; round once."""
     dtype = parts[0].dtype
     wide = F32 if dtype.itemsize < 4 and op in ("sum", "prod", "avg") else dtype
     inner = "sum" if op == "avg" else op
-    total = in_order([in_order([parts[rank] for rank in ranks], inner, wide) for ranks in cliques], inner, wide)
+    total = in_order([in_order([parts[rank] for rank in ranks], inner, wide) for ranks in domains], inner, wide)
     if op == "avg":
         total = total / wide.type(len(parts))
     return total.astype(dtype)
@@ -73,14 +73,14 @@ def expected(parts: Sequence[Array], cliques: Sequence[Sequence[int]], op: str) 
 
 def reducing_case(
     name: str,
-    cliques: Sequence[Sequence[int]],
+    domains: Sequence[Sequence[int]],
     algorithm: str,
     dtype: np.dtype[Any],
     op: str,
     count: int,
     in_place: bool,
 ) -> None:
-    operation, cluster = table.OPERATIONS[name], Cluster(cliques)
+    operation, cluster = table.OPERATIONS[name], Cluster(domains)
     size, root = len(cluster.layouts), len(cluster.layouts) // 2
     counts = [count] * size
     if operation.send == "counted":
@@ -116,28 +116,28 @@ def reducing_case(
             parts = inputs[: rank + (name == "Scan")]
             want = in_order(parts, op, dtype)
         else:
-            want = expected(inputs, cliques, op)
+            want = expected(inputs, domains, op)
             if operation.send in ("counted", "blocks"):
                 want = want[starts[rank] : starts[rank + 1]]
         got = cluster.memories[rank].view(output.pointer, output.count, dtype)
         assert got.tobytes() == want.tobytes(), (rank, got, want)
 
 
-@pytest.mark.parametrize("cliques", LAYOUTS, ids=str)
+@pytest.mark.parametrize("domains", LAYOUTS, ids=str)
 @pytest.mark.parametrize(("name", "algorithm"), REDUCING)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_reductions_keep_the_order_of_ranks_and_cliques_and_round_once(
-    cliques: list[list[int]], name: str, algorithm: str, dtype: np.dtype[Any]
+def test_reductions_keep_the_order_of_ranks_and_domains_and_round_once(
+    domains: list[list[int]], name: str, algorithm: str, dtype: np.dtype[Any]
 ) -> None:
     for op in ("sum", "prod") if dtype.kind in "ic" else ("sum", "avg", "max"):
         for count, in_place in ((1, False), (37, False), (300, True)):
             if in_place and name in ("Reduce_scatter", "Scan", "Exscan"):
                 continue
-            reducing_case(name, cliques, algorithm, dtype, op, count, in_place)
+            reducing_case(name, domains, algorithm, dtype, op, count, in_place)
 
 
-def moving_case(operation: Operation, cliques: Sequence[Sequence[int]], algorithm: str, count: int, root: int) -> None:
-    cluster, dtype = Cluster(cliques), np.dtype(np.uint16)
+def moving_case(operation: Operation, domains: Sequence[Sequence[int]], algorithm: str, count: int, root: int) -> None:
+    cluster, dtype = Cluster(domains), np.dtype(np.uint16)
     size = len(cluster.layouts)
 
     def counts(source: int, target: int) -> int:
@@ -187,7 +187,7 @@ def moving_case(operation: Operation, cliques: Sequence[Sequence[int]], algorith
             assert memory.view(span.pointer, span.count, dtype).tolist() == array.tolist()
 
 
-@pytest.mark.parametrize("cliques", LAYOUTS, ids=str)
+@pytest.mark.parametrize("domains", LAYOUTS, ids=str)
 @pytest.mark.parametrize(
     ("name", "algorithm"),
     [
@@ -196,41 +196,41 @@ def moving_case(operation: Operation, cliques: Sequence[Sequence[int]], algorith
         *((name, "auto") for name in ("Scatter", "Scatterv")),
     ],
 )
-def test_movements_bring_each_block_to_its_place(cliques: list[list[int]], name: str, algorithm: str) -> None:
-    size = sum(map(len, cliques))
+def test_movements_bring_each_block_to_its_place(domains: list[list[int]], name: str, algorithm: str) -> None:
+    size = sum(map(len, domains))
     for count in (0, 1, 19, 300):
         for root in {0, size // 2, size - 1}:
-            moving_case(table.OPERATIONS[name], cliques, algorithm, count, root)
+            moving_case(table.OPERATIONS[name], domains, algorithm, count, root)
 
 
 @given(st.data())
 @UNHURRIED
-def test_any_cliques_work(data: st.DataObject) -> None:
+def test_any_domains_work(data: st.DataObject) -> None:
     numbers = data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=9))
-    cliques = [ranks for n in range(4) if (ranks := [rank for rank, number in enumerate(numbers) if number == n])]
-    cliques.sort(key=lambda ranks: ranks[0])
-    if len(cliques) < 2:
+    domains = [ranks for n in range(4) if (ranks := [rank for rank, number in enumerate(numbers) if number == n])]
+    domains.sort(key=lambda ranks: ranks[0])
+    if len(domains) < 2:
         return
     name, algorithm = data.draw(st.sampled_from(REDUCING))
-    reducing_case(name, cliques, algorithm, F32, "sum", data.draw(st.integers(0, 60)), False)
+    reducing_case(name, domains, algorithm, F32, "sum", data.draw(st.integers(0, 60)), False)
 
 
 @pytest.mark.parametrize("nbytes", [256, 8 << 10])
-@pytest.mark.parametrize("cliques", LAYOUTS, ids=str)
-def test_long_calls_go_in_pieces(cliques: list[list[int]], nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("domains", LAYOUTS, ids=str)
+def test_long_calls_go_in_pieces(domains: list[list[int]], nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "PIECE_NBYTES", nbytes)
     monkeypatch.setattr(cuts, "SHORTEST_NBYTES", nbytes // 16)
     for name, algorithm in REDUCING:
         for dtype in (F32, np.dtype(ml_dtypes.bfloat16)):
-            reducing_case(name, cliques, algorithm, dtype, "sum", 333, name in ("Allreduce", "Reduce_scatter_block"))
+            reducing_case(name, domains, algorithm, dtype, "sum", 333, name in ("Allreduce", "Reduce_scatter_block"))
     for name in ("Allgather", "Allgatherv", "Alltoall", "Bcast", "Gather", "Scatter"):
-        moving_case(table.OPERATIONS[name], cliques, "two_shot", 300, 1)
+        moving_case(table.OPERATIONS[name], domains, "two_shot", 300, 1)
 
 
 def test_a_large_allreduce_sends_little_over_each_network_card() -> None:
     count = 1200
-    cliques = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    cluster = Cluster(cliques)
+    domains = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
+    cluster = Cluster(domains)
 
     def buffers(rank: int) -> Buffers:
         memory = cluster.memories[rank]
@@ -241,7 +241,7 @@ def test_a_large_allreduce_sends_little_over_each_network_card() -> None:
     cluster.run(schedule, buffers)
     shard = count * 4 / 4
     for rank in range(12):
-        assert cluster.wires[rank] == 2
+        assert cluster.network_steps[rank] == 2
         assert cluster.sent_nbytes[rank] <= 2 * shard * 2 / 3 + 4 * 128  # shards end at whole cache lines
 
 
@@ -256,13 +256,13 @@ def test_a_small_allreduce_and_a_small_bcast_take_one_network_step() -> None:
             return Buffers(rank, 4, F32, send=send, output=output, op="sum")
 
         cluster.run(schedule_of(operation, 16, layout, "auto"), buffers)
-        assert max(cluster.wires.values()) == 1
+        assert max(cluster.network_steps.values()) == 1
 
 
 @pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block"])
-def test_steps_in_a_clique_do_not_grow_with_the_number_of_cliques(name: str) -> None:
-    for cliques in ([[0, 1], [2, 3], [4, 5]], [[2 * number, 2 * number + 1] for number in range(20)]):
-        cluster, size = Cluster(cliques), 2 * len(cliques)
+def test_steps_in_a_domain_do_not_grow_with_the_number_of_domains(name: str) -> None:
+    for domains in ([[0, 1], [2, 3], [4, 5]], [[2 * number, 2 * number + 1] for number in range(20)]):
+        cluster, size = Cluster(domains), 2 * len(domains)
 
         def buffers(rank: int, cluster: Cluster = cluster, size: int = size) -> Buffers:
             spans = [cluster.memories[rank].place(np.ones(3, np.float32)) for _ in range(size + 1)]
@@ -272,7 +272,7 @@ def test_steps_in_a_clique_do_not_grow_with_the_number_of_cliques(name: str) -> 
 
         cluster.run(schedule_of(table.OPERATIONS[name], 12 * size, cluster.layouts[0], "auto"), buffers)
         for rank in range(size):
-            assert (cluster.locals[rank], cluster.wires[rank]) == (2, 1)
+            assert (cluster.locals[rank], cluster.network_steps[rank]) == (2, 1)
 
 
 @pytest.mark.parametrize("sizes", [[8] * 2, [8] * 40, [1] * 40, [5, 1, 8]], ids=str)
@@ -303,8 +303,8 @@ def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[A
 
 def test_every_card_carries_the_data_of_a_broadcast_about_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "SHORTEST_NBYTES", 4 << 10)
-    cliques = [[0, 1], [2, 3], [4, 5], [6, 7]]
-    cluster, nbytes, pieces = Cluster(cliques), 64 << 10, 4
+    domains = [[0, 1], [2, 3], [4, 5], [6, 7]]
+    cluster, nbytes, pieces = Cluster(domains), 64 << 10, 4
 
     def buffers(rank: int) -> Buffers:
         return Buffers(rank, 8, np.dtype(np.uint8), output=cluster.memories[rank].place(np.ones(nbytes, np.uint8)))
@@ -313,10 +313,10 @@ def test_every_card_carries_the_data_of_a_broadcast_about_once(monkeypatch: pyte
     for rank in range(8):
         assert cluster.sent_nbytes[rank] <= nbytes / 2 + pieces * 3 * 128  # parts end at whole cache lines
         assert cluster.locals[rank] == pieces
-        assert cluster.wires[rank] == (pieces if rank < 2 else pieces + 1)
+        assert cluster.network_steps[rank] == (pieces if rank < 2 else pieces + 1)
 
 
 @pytest.mark.parametrize("algorithm", ["ring", "chain"])
-def test_algorithms_of_one_clique_are_refused(algorithm: str) -> None:
+def test_algorithms_of_one_domain_are_refused(algorithm: str) -> None:
     with pytest.raises(InvalidUsageError, match=f'algorithm="{algorithm}" of Allreduce'):
         schedule_of(table.ALLREDUCE, 8, Layout([[0], [1]], 0), algorithm)

@@ -157,7 +157,7 @@ def test_a_slower_network_takes_longer(collective: str) -> None:
 def test_what_was_not_measured_has_a_stand_in_or_an_error() -> None:
     group = Group(4, {"allgather": timed(lambda size: 3.0)}, {})
     assert group.us("reduce_scatter", KIB) == 3
-    assert "reduce_scatter is taken to last as long as allgather" in group.described()
+    assert "reduce_scatter is taken to last as long as allgather" in group.lines()
     with pytest.raises(
         InvalidUsageError, match=r"--from has no times of bcast, only of allgather: write them with .* bcast"
     ):

@@ -68,8 +68,8 @@ class Rig:
         self.arena = Arena({what.replace("_", ": "): error for what, error in failures.items()})
         self.posted: list[str] = []
         node = Node(Team(size=3, rank=0), self.arena, 8, most_staged_nbytes=1 << 30)
-        board, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
-        self._preparation = Preparation(TABLE, node, self.arena, board, calls)  # type: ignore[arg-type]
+        call_log, calls = SimpleNamespace(post=self.posted.append), SimpleNamespace(require_same=lambda: None)
+        self._preparation = Preparation(TABLE, node, self.arena, call_log, calls)  # type: ignore[arg-type]
 
     def steps(self, count: int, asked: str = "auto", result: str = "", hidden: int = 0) -> list[Step]:
         """Return the steps of an all-reduce, with an epilogue to ``result`` or of rows of ``hidden`` elements."""

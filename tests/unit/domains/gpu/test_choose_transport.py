@@ -30,18 +30,18 @@ def choose(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Choose:
     backend: Any = SimpleNamespace(current=contextlib.nullcontext, side_streams=SimpleNamespace(take=lambda: 1))
     transfers: Any = None
     group = Group(MPI.COMM_SELF, [0], 5.0)
-    return lambda channels: module.choose_carrier(group, transfers, backend, (b"",), channels, lambda error: None)
+    return lambda channels: module.choose_transport(group, transfers, backend, (b"",), channels, lambda error: None)
 
 
 def test_mapped_memory_is_first_on_one_node(choose: Choose) -> None:
     choice = choose(lambda: "channels")
-    assert choice.carrier.name == "mapped"
+    assert choice.transport.name == "mapped"
     assert not choice.rejected
 
 
 def test_other_engines_follow_on_several_nodes(choose: Choose) -> None:
     choice = choose(None)
-    assert choice.carrier.name == "staged"
+    assert choice.transport.name == "staged"
     assert list(choice.rejected) == ["mapped", "nccl", "mpi"]
     assert "the ranks are on several nodes" in choice.rejected["mapped"]
     assert "pip install mpicomm[nccl]" in choice.rejected["nccl"]
@@ -52,7 +52,7 @@ def test_other_engines_follow_where_memory_cannot_be_mapped(choose: Choose) -> N
         raise HandleError("the driver refuses the handle")
 
     choice = choose(refuse)
-    assert choice.carrier.name == "staged"
+    assert choice.transport.name == "staged"
     assert choice.rejected["mapped"] == "the driver refuses the handle"
 
 
@@ -68,7 +68,7 @@ def test_an_engine_that_is_named_and_does_not_work_is_refused(
 def test_an_engine_that_is_named_is_taken(choose: Choose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MPICOMM_INTERNODE", "staged")
     choice = choose(lambda: "channels")
-    assert choice.carrier.name == "staged"
+    assert choice.transport.name == "staged"
     assert not choice.rejected
 
 
@@ -79,18 +79,18 @@ def test_nccl_is_aborted_where_another_rank_could_not_start_it(cuda: FakeCuda, m
             if step == "engine nccl: start":
                 raise HandleError("rank 1 could not start NCCL")
 
-    choose, carrier, library = (
+    choose, transport, library = (
         importlib.import_module(f"mpicomm.domains.gpu.{name}")
-        for name in ("choose_carrier", "nccl_carrier", "nccl_library")
+        for name in ("choose_transport", "nccl_transport", "nccl_library")
     )
     calls: list[str] = []
     comm = SimpleNamespace(abort=lambda: calls.append("abort"), destroy=lambda: calls.append("destroy"))
     nccl = SimpleNamespace(unique_id=lambda: b"", create=lambda size, unique_id, rank: comm)
     monkeypatch.setenv("MPICOMM_INTERNODE", "nccl")
     monkeypatch.setattr(library, "load", lambda: nccl)
-    monkeypatch.setattr(carrier, "BesideStream", lambda: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(transport, "BesideStream", lambda: SimpleNamespace(close=lambda: None))
     backend: Any = SimpleNamespace(current=contextlib.nullcontext, prepare_thread=lambda: None)
     group, transfers = AnotherRankFails(MPI.COMM_SELF, [0], 5.0), None
     with pytest.raises(BackendUnavailableError, match="rank 1 could not start NCCL"):
-        choose.choose_carrier(group, transfers, backend, (b"",), None, lambda error: None)
+        choose.choose_transport(group, transfers, backend, (b"",), None, lambda error: None)
     assert calls == ["abort"]

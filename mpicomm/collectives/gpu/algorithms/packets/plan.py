@@ -15,9 +15,9 @@ from mpicomm.collectives.gpu.algorithms.memory import Request
 from mpicomm.collectives.gpu.algorithms.packets.calls import PacketBlocks, PacketCalls
 from mpicomm.collectives.gpu.algorithms.packets.geometry import most_blocks_of
 from mpicomm.collectives.gpu.algorithms.packets.protocols import (
-    WireLimits,
+    ProtocolLimits,
     one_shot_limits,
-    packet_wire,
+    packet_protocol,
     two_shot_limits,
 )
 from mpicomm.collectives.gpu.algorithms.packets.rows import RowGeometry, row_geometry
@@ -42,8 +42,8 @@ class OneShot(Algorithm):
         """See `Algorithm`."""
         if node.size == 1:
             return "there is one rank"
-        wire = packet_wire(call.one_shot.longest_nbytes, self._limits(call, node))
-        return None if wire else "the inboxes are smaller than the data that goes one way"
+        protocol = packet_protocol(call.one_shot.longest_nbytes, self._limits(call, node))
+        return None if protocol else "the inboxes are smaller than the data that goes one way"
 
     def memory(self, call: GpuCall, node: Node) -> Sequence[Request]:
         """See `Algorithm`."""
@@ -73,9 +73,9 @@ class OneShot(Algorithm):
         fused = fused_in(call)
         return None if fused and fused.rows and not _rows(call, node) else fused
 
-    def _limits(self, call: GpuCall, node: Node) -> WireLimits:
+    def _limits(self, call: GpuCall, node: Node) -> ProtocolLimits:
         if _rows(call, node) is not None:
-            return WireLimits(0, inf)  # the order in which squares are added is one of packets of 16 bytes
+            return ProtocolLimits(0, inf)  # the order in which squares are added is one of packets of 16 bytes
         return one_shot_limits(call.operation, call.reduction, node)
 
 
@@ -128,7 +128,7 @@ def _rows(call: GpuCall, node: Node) -> RowGeometry | None:
     return row_geometry(fused.rows, most_blocks_of(node), node.size) if fused and fused.rows else None
 
 
-def _memory(node: Node, limits: WireLimits, nbytes: int) -> Sequence[Request]:
-    if nbytes <= node.arena.sentinels.nbytes or packet_wire(nbytes, limits) != "sentinel":
+def _memory(node: Node, limits: ProtocolLimits, nbytes: int) -> Sequence[Request]:
+    if nbytes <= node.arena.sentinels.nbytes or packet_protocol(nbytes, limits) != "sentinel":
         return ()
     return (large_inboxes(node.arena.layout, nbytes),)

@@ -1,4 +1,4 @@
-"""Wires: the kinds of packets, and the lengths of messages up to which each is the fastest."""
+"""Protocols: the kinds of packets, and the lengths of messages up to which each is the fastest."""
 
 from __future__ import annotations
 
@@ -6,43 +6,43 @@ from math import inf
 from typing import NamedTuple
 
 from mpicomm.collectives.gpu.algorithms.base import Node
-from mpicomm.collectives.gpu.algorithms.packets.arguments import Wire, carried_nbytes, flags_can_carry
+from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol, carried_nbytes, flags_can_carry
 from mpicomm.collectives.operations import Operation
 from mpicomm.kernels.reductions import Reduction
 
 
-class WireLimits(NamedTuple):
+class ProtocolLimits(NamedTuple):
     """The most bytes from one rank to another for which LL packets and sentinel packets are the fastest."""
 
     flagged: float
     sentinel: float
 
 
-def packet_wire(nbytes: int, limits: WireLimits) -> Wire | None:
-    """Return the wire for an exchange in which a rank sends another at most ``nbytes``; None if no wire fits."""
+def packet_protocol(nbytes: int, limits: ProtocolLimits) -> Protocol | None:
+    """Return the protocol for messages of at most ``nbytes``, or None if no protocol fits."""
     most_flagged, most_sentinel = limits
     if nbytes <= most_flagged:
         return "flagged" if nbytes else None
     return "sentinel" if nbytes <= most_sentinel else None
 
 
-def one_shot_limits(operation: Operation, reduction: Reduction | None, node: Node) -> WireLimits:
+def one_shot_limits(operation: Operation, reduction: Reduction | None, node: Node) -> ProtocolLimits:
     """Return the limits of calls in one exchange."""
     to_all = operation.traffic != "one-way"
     # Where inboxes would be used again within a launch, chunks are faster for data that only goes one way.
     return _limits(reduction, node, to_all=to_all, sentinel=inf if to_all else node.arena.layout.most_inbox_nbytes)
 
 
-def two_shot_limits(reduction: Reduction | None, node: Node) -> WireLimits:
+def two_shot_limits(reduction: Reduction | None, node: Node) -> ProtocolLimits:
     """Return the limits of calls in two exchanges."""
     return _limits(reduction, node, to_all=True, sentinel=inf)
 
 
-def _limits(reduction: Reduction | None, node: Node, *, to_all: bool, sentinel: float) -> WireLimits:
+def _limits(reduction: Reduction | None, node: Node, *, to_all: bool, sentinel: float) -> ProtocolLimits:
     if reduction is not None and not flags_can_carry(reduction[0]):
-        return WireLimits(0, sentinel)
+        return ProtocolLimits(0, sentinel)
     fastest = _most_flagged_nbytes(node.size, to_all, reduces=reduction is not None) * node.link_speed
-    return WireLimits(min(carried_nbytes(node.arena.flagged.nbytes, "flagged"), fastest), sentinel)
+    return ProtocolLimits(min(carried_nbytes(node.arena.flagged.nbytes, "flagged"), fastest), sentinel)
 
 
 def _most_flagged_nbytes(size: int, to_all: bool, *, reduces: bool) -> int:
