@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
-from mpicomm.activity.page import Member, Row, page
+from mpicomm.activity.page import CommunicatorRow, Member, page
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.roll_call import private_copy, roll_call
@@ -71,7 +71,7 @@ class Session:
         self._broken_part: CollectiveTimeoutError | PeerError | None = None
         self._shared: list[Shared] = []
         self._beside: list[Shared] = []
-        self.row = Row()
+        self.row = CommunicatorRow()
         """The doctor reads this rank's calls here."""
         processes = [Member(place.host, place.pid, place.number) for place in placement.places]
         self.row.open(placement.rank, processes, placement.node_ranks, placement.here.device)

@@ -36,9 +36,9 @@ from varied_arrays import FLOAT, Pools
 import mpicomm
 import mpicomm.torch
 from mpicomm.bench.contenders import PeerFailureError, together
-from mpicomm.bench.machine import Call, Gpu, Host, Machine
+from mpicomm.bench.machine import Call, GpuMachine, HostMachine, Machine
 from mpicomm.bench.mpi_calls import mpi_call
-from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Buffers, Case
+from mpicomm.bench.operations import IN_PLACE, OPERATIONS, OUT_OF_PLACE, ROOT, Case, CaseBuffers
 from mpicomm.bench.own import Mpicomm
 from mpicomm.bench.peers import module_of
 from mpicomm.cli.arguments import output_file
@@ -84,7 +84,7 @@ class Session:
             torch.cuda.set_device(device)
         self.device = torch.device("cpu" if device == "cpu" else f"cuda:{device}")
         self.comm = stack.enter_context(mpicomm.Communicator(WORLD, device=device))
-        self.machine: Machine = Host() if device == "cpu" else Gpu()
+        self.machine: Machine = HostMachine() if device == "cpu" else GpuMachine()
         self.peer = "gloo" if device == "cpu" else "NCCL"
         self.peer_group = dist.new_group(backend=self.peer.lower())
         self.stack = stack
@@ -154,7 +154,7 @@ def array_rows(session: Session) -> list[Row]:
     def of_tensors(pools: Pools, number: int) -> Call:
         place = pools.tensors(number)
         viewed = (None if part is None else SimpleNamespace(view=partial(_same, part)) for part in _parts(place))
-        return mpi_call(comm, pools.cases[number], Buffers(*viewed), {})
+        return mpi_call(comm, pools.cases[number], CaseBuffers(*viewed), {})
 
     def nonblocking(pools: Pools, number: int) -> Call:
         send, receive = (part.view(FLOAT) for part in _parts(pools.arrays(number)))
@@ -189,16 +189,16 @@ def array_rows(session: Session) -> list[Row]:
 def torch_rows(session: Session) -> list[Row]:
     """Return the calls of `torch.distributed`, blocking, and begun with ``async_op=True`` and waited for at once."""
 
-    def all_reduce(case: Case, place: Buffers, **options: Any) -> Any:
+    def all_reduce(case: Case, place: CaseBuffers, **options: Any) -> Any:
         return partial(dist.all_reduce, place.send, **options)
 
-    def broadcast(case: Case, place: Buffers, **options: Any) -> Any:
+    def broadcast(case: Case, place: CaseBuffers, **options: Any) -> Any:
         return partial(dist.broadcast, place.send, src=ROOT, **options)
 
-    def into(function: Callable[..., Any], case: Case, place: Buffers, **options: Any) -> Any:
+    def into(function: Callable[..., Any], case: Case, place: CaseBuffers, **options: Any) -> Any:
         return partial(function, place.receive, place.send, **options)
 
-    def splits(case: Case, place: Buffers, **options: Any) -> Any:
+    def splits(case: Case, place: CaseBuffers, **options: Any) -> Any:
         sent, received = case.sent()[0], case.received()[0]
         send, receive = place.send[: sum(sent)], place.receive[: sum(received)]
         return partial(dist.all_to_all_single, receive, send, received, sent, **options)
@@ -265,7 +265,7 @@ def cells(row: Sequence[Any]) -> list[Any]:
     return [round(cell, 1) if isinstance(cell, float) else cell for cell in row]
 
 
-def _parts(place: Buffers) -> tuple[Any, Any]:
+def _parts(place: CaseBuffers) -> tuple[Any, Any]:
     return place.send, place.receive
 
 

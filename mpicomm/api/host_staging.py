@@ -2,9 +2,9 @@
 
 The tables below name mpi4py's methods that take buffers, and those that make communicators or matched messages.
 
-`ByMpi` wraps the methods of a Communicator that nothing else implements. Intercommunicators, the communicators made
-from them, and matched messages are mpi4py's own objects: `wrap` turns them into objects of a subclass whose methods are
-wrapped likewise, and which have the GPU of the Communicator that they come from.
+`HostStaging` wraps the methods of a Communicator that nothing else implements. Intercommunicators, the communicators
+made from them, and matched messages are mpi4py's own objects: `wrap` turns them into objects of a subclass whose
+methods are wrapped likewise, and which have the GPU of the Communicator that they come from.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.host_copies import HostCopies, announce
 from mpicomm.mpi.location import is_on_device
 from mpicomm.mpi.partitioned import PartitionedRequest
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work, holding
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest, holding
 
 Places = tuple[tuple[int, str], ...]
 """Where the buffers are among the arguments of a method: the position and the name of each."""
@@ -80,7 +80,7 @@ def wrap(result: Any, gpu: Gpu) -> Any:
     if isinstance(result, Wrapped):  # also where Idup has not made it yet
         result._gpu = gpu
         return result
-    if not isinstance(result, (MPI.Comm, MPI.Message)) or isinstance(result, ByMpi) or result == MPI.COMM_NULL:
+    if not isinstance(result, (MPI.Comm, MPI.Message)) or isinstance(result, HostStaging) or result == MPI.COMM_NULL:
         return result
     cls: type = type(result)
     wrapped = _wrapped_class(cls)(result)
@@ -197,7 +197,7 @@ def _copies(operation: str, given: dict[str, Any], buffers: Sequence[str], backe
 
 def _start(
     called: Any, cls: type, operation: str, given: dict[str, Any], buffers: list[str], backend: GpuBackend
-) -> Work:
+) -> DeferredWork:
     """Start MPI's nonblocking call on host copies; the work is done when the device arrays hold the result."""
     copies = _copies(operation, given, buffers, backend)
     request: MPI.Request = getattr(cls, operation)(called, **copies.arguments)
@@ -208,7 +208,7 @@ def _start(
         if status is None or not status.Is_cancelled():
             copies.back()
 
-    work = Work(lambda: request.Test(status), finish, status, request.Cancel)
+    work = DeferredWork(lambda: request.Test(status), finish, status, request.Cancel)
     work.kept = (copies, given)
     return _completer().add(work, backend.prepare_thread)
 
@@ -218,11 +218,11 @@ def _completer() -> Completer:
     return Completer()
 
 
-class ByMpi(MPI.Intracomm):
+class HostStaging(MPI.Intracomm):
     """mpi4py's methods that nothing else of a Communicator implements, or that make communicators: wrapped."""
 
     _gpu: Gpu
 
 
 for _name, _method in wrapped_methods(MPI.Intracomm).items():
-    setattr(ByMpi, _name, _method)
+    setattr(HostStaging, _name, _method)

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from mpi4py import MPI
 
-from mpicomm.api.host_staging import ByMpi
+from mpicomm.api.host_staging import HostStaging
 from mpicomm.messages.calls import Messages
 from mpicomm.mpi.shown import probe, receiving, recv_object
 
 _improbe = MPI.Intracomm.improbe
-_mprobe = receiving(ByMpi.Mprobe, 0)
+_mprobe = receiving(HostStaging.Mprobe, 0)
 _mprobe_object = receiving(MPI.Intracomm.mprobe, 0)
 
 

@@ -23,10 +23,10 @@ from typing import Literal
 from mpicomm.collectives.operations import Operation
 from mpicomm.mpi.arguments import Operand
 
-Place = Literal["gpu", "host", "anywhere"]
+CallLocation = Literal["gpu", "host", "anywhere"]
 
 
-def place_of(operation: Operation, send: Operand | None, receive: Operand | None) -> Place:
+def place_of(operation: Operation, send: Operand | None, receive: Operand | None) -> CallLocation:
     """Return where a call with these buffers is, as far as this rank can know. Local.
 
     A buffer is None where it is ignored on this rank, or where the input is in place.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from mpicomm.activity.layout import COUNT_IN_TEXT
-from mpicomm.activity.page import Row
+from mpicomm.activity.page import CommunicatorRow
 from mpicomm.cluster.agreement import Group
 from mpicomm.devices.host import HostBackend, fence
 from mpicomm.devices.memory_use import MemoryUse
@@ -46,13 +46,13 @@ class CallLog:
     Construction is collective and raises as `share` does. ``row`` shows this rank's calls to the doctor.
     """
 
-    def __init__(self, node: Group, row: Row | None = None) -> None:
+    def __init__(self, node: Group, row: CommunicatorRow | None = None) -> None:
         backend = HostBackend(node.timeout_s)
         self._segments = share(
             node, backend, "call call log", lambda: backend.allocate("memfd", _NBYTES), lambda: _NBYTES
         )
         self._node = node
-        self._row = row or Row()
+        self._row = row or CommunicatorRow()
         self._memory = [
             backend.view(self._segments[index], (_NBYTES,), np.dtype(np.uint8)).data for index in range(node.size)
         ]

@@ -16,7 +16,7 @@ _ABSENT_S = 0.1
 driver takes longer than this to load and to start."""
 
 
-class Place(NamedTuple):
+class GpuLocation(NamedTuple):
     """Memory of a GPU."""
 
     device: int
@@ -55,7 +55,7 @@ def has_driver() -> bool:
     return _driver.query() is not None
 
 
-def place_of(pointer: int) -> Place | None:
+def place_of(pointer: int) -> GpuLocation | None:
     """Return where an address of device memory lies; None for all other addresses. Local.
 
     Memory of the host is no device memory, also where it is pinned and devices can access it.
@@ -73,7 +73,7 @@ def place_of(pointer: int) -> Place | None:
     kind, managed, ordinal, start, nbytes = values
     if not managed and kind != _ON_DEVICE:
         return None
-    return Place(ordinal, start + nbytes - pointer, bool(managed))
+    return GpuLocation(ordinal, start + nbytes - pointer, bool(managed))
 
 
 def lies_on_device(pointer: int) -> int | None:

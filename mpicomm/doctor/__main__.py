@@ -16,7 +16,7 @@ from mpicomm import environment
 from mpicomm.cli import arguments
 from mpicomm.doctor import before_mpi
 from mpicomm.doctor.check import Check
-from mpicomm.doctor.facts import Facts
+from mpicomm.doctor.facts import RankFacts
 from mpicomm.doctor.report import CHECKS, examine, lines, record
 from mpicomm.doctor.running import job_of, jobs_of_user
 from mpicomm.doctor.running_report import report, watch
@@ -82,7 +82,7 @@ def _start_mpi() -> None:
     faulthandler.cancel_dump_traceback_later()
 
 
-def _examine_ranks(facts: Facts) -> int:
+def _examine_ranks(facts: RankFacts) -> int:
     """Examine all ranks of the job, and report on one. Collective."""
     from mpi4py import MPI
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mpicomm.doctor.facts import Facts
+from mpicomm.doctor.facts import RankFacts
 
-Job = Sequence[Facts]
+Job = Sequence[RankFacts]
 """The facts of all ranks, in order. Before MPI has started: those of this rank alone."""
 
 
@@ -28,14 +28,14 @@ class Check:
     """Whether the fault may end the process when MPI starts, so that it has to be found before."""
 
 
-def by_machine(job: Job) -> list[list[Facts]]:
+def by_machine(job: Job) -> list[list[RankFacts]]:
     """Return the ranks of each machine: one kernel, and one host name, by which MPI tells machines."""
-    machines: dict[tuple[str, str], list[Facts]] = {}
+    machines: dict[tuple[str, str], list[RankFacts]] = {}
     for one in job:
         machines.setdefault((one.boot_id, one.host), []).append(one)
     return list(machines.values())
 
 
-def having(job: Job, condition: Callable[[Facts], bool]) -> list[int]:
+def having(job: Job, condition: Callable[[RankFacts], bool]) -> list[int]:
     """Return the ranks that fulfil a condition."""
     return [one.rank for one in job if condition(one)]

@@ -12,8 +12,8 @@ from functools import partial
 from itertools import pairwise
 
 from mpicomm.collectives.patterns import Buffers
-from mpicomm.domains.layout import Layout
-from mpicomm.domains.steps import Room, Step
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.steps import ScratchAllocator, Step
 from mpicomm.mpi.span import Span
 
 PIECE_NBYTES = 16 << 20
@@ -22,13 +22,13 @@ SHORTEST_NBYTES = 4 << 20
 """A call without scratch memory has pieces of at least so many bytes; see `pipelined`."""
 _LINE_NBYTES = 128
 
-Steps = Callable[[Buffers, Layout, Room], Iterator[Step]]
-StepsOfTwo = Callable[[Buffers, Buffers, Layout, Room], Iterator[Step]]
-StepsOfDomains = Callable[[Buffers, Layout, Sequence[int], Room], Iterator[Step]]
-Piece = Callable[[Room], Iterator[Step]]
+Steps = Callable[[Buffers, DomainLayout, ScratchAllocator], Iterator[Step]]
+StepsOfTwo = Callable[[Buffers, Buffers, DomainLayout, ScratchAllocator], Iterator[Step]]
+StepsOfDomains = Callable[[Buffers, DomainLayout, Sequence[int], ScratchAllocator], Iterator[Step]]
+Piece = Callable[[ScratchAllocator], Iterator[Step]]
 Part = Sequence[Piece]
 """Pieces that share scratch memory."""
-Schedule = Callable[[Buffers, Layout], Sequence[Part]]
+Schedule = Callable[[Buffers, DomainLayout], Sequence[Part]]
 
 
 def whole(steps: Steps) -> Schedule:
@@ -48,7 +48,7 @@ def pipelined(steps: StepsOfTwo) -> Schedule:
     level, and once as long on the others. Long pieces are good for the former, and short ones for the latter.
     """
 
-    def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
+    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
         length = _longest(b)
         pieces = _cut(b, pipelined_piece(length * b.dtype.itemsize))
         pairs = pairwise([_part(b, 0, 0), *pieces, _part(b, length, length)])
@@ -70,7 +70,7 @@ def cut_blocks(steps: Steps) -> Schedule:
 def domains_that_send(steps: StepsOfDomains) -> Schedule:
     """Cut the block of each rank; take the domains one by one or several at once, this rank's first."""
 
-    def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
+    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
         return [
             [partial(steps, part, layout, distances)]
             for part in _cut(b, PIECE_NBYTES)
@@ -86,7 +86,7 @@ def domains_that_receive(steps: StepsOfDomains) -> Schedule:
     The pieces of a part share the scratch memory that gathers the partial results of all domains.
     """
 
-    def schedule(b: Buffers, layout: Layout) -> Sequence[Part]:
+    def schedule(b: Buffers, layout: DomainLayout) -> Sequence[Part]:
         largest = max(map(len, layout.domains))
         return [
             [
@@ -104,7 +104,7 @@ def domains_at_once(largest_nbytes: float, domains: int) -> int:
     return max(1, min(domains - 1, int(PIECE_NBYTES // max(1.0, largest_nbytes))))
 
 
-def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: Layout) -> Iterator[range]:
+def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: DomainLayout) -> Iterator[range]:
     """Yield the distances of the other domains, so many at once as have blocks for a piece together."""
     assert blocks is not None
     domains = len(layout.domains)
@@ -113,7 +113,7 @@ def _runs(blocks: Sequence[Span] | None, b: Buffers, layout: Layout) -> Iterator
     return (range(first, min(first + step, domains)) for first in range(1, domains, step))
 
 
-def _parts(steps: Steps, b: Buffers, layout: Layout, nbytes: int) -> Sequence[Part]:
+def _parts(steps: Steps, b: Buffers, layout: DomainLayout, nbytes: int) -> Sequence[Part]:
     return [[partial(steps, part, layout)] for part in _cut(b, nbytes)]
 
 

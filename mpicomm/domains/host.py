@@ -14,7 +14,7 @@ from mpicomm.collectives.call import Call
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.devices.host import array_at
-from mpicomm.domains.layout import Layout
+from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.mpi_transfers import Direct, Transfers
 from mpicomm.domains.pipeline import DEPTH, carry_out
 from mpicomm.domains.schedules import require_order, schedule_of, steps_of
@@ -28,7 +28,7 @@ _WIDE = np.dtype(np.float32)
 class HostDomains:
     """Collectives on host arrays of all ranks; ``engine`` serves this rank's domain. Construction is local."""
 
-    def __init__(self, layout: Layout, engine: HostEngine, transfers: Transfers) -> None:
+    def __init__(self, layout: DomainLayout, engine: HostEngine, transfers: Transfers) -> None:
         self._layout = layout
         self._engine = engine
         self._transfers = transfers

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 
-class Layout:
+class DomainLayout:
     """The domains of all ranks, and this rank among them. All ranks have the same one, but for ``rank``."""
 
     def __init__(self, domains: Sequence[Sequence[int]], rank: int) -> None:

@@ -10,23 +10,23 @@ import numpy as np
 
 from mpicomm.collectives.operations import ALLGATHER, ALLGATHERV, ALLTOALLV, BCAST, GATHERV, SCATTERV
 from mpicomm.collectives.patterns import Buffers, split
-from mpicomm.domains.layout import Layout
-from mpicomm.domains.steps import Local, Move, NetworkMessage, NetworkStep, Pack, Room, Step
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.steps import Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Step
 from mpicomm.mpi.span import Span
 
 
-def in_domain(layout: Layout, dtype: np.dtype[Any], op: str = "", root: int = 0, **memory: Any) -> Buffers:
+def in_domain(layout: DomainLayout, dtype: np.dtype[Any], op: str = "", root: int = 0, **memory: Any) -> Buffers:
     """Return this rank's memory for a collective of its domain; ``root`` is an index in the domain."""
     return Buffers(layout.index, len(layout.ranks), dtype, op=op, root=root, **memory)
 
 
-def allgather_in_domain(layout: Layout, dtype: np.dtype[Any], send: Span, blocks: Sequence[Span]) -> Local:
+def allgather_in_domain(layout: DomainLayout, dtype: np.dtype[Any], send: Span, blocks: Sequence[Span]) -> Local:
     """Bring block i from the rank with index i to all ranks of the domain."""
     operation = ALLGATHER if len({block.count for block in blocks}) == 1 else ALLGATHERV
     return Local(operation, in_domain(layout, dtype, send=send, blocks=blocks))
 
 
-def rail_shards(span: Span, layout: Layout, dtype: np.dtype[Any]) -> list[Span]:
+def rail_shards(span: Span, layout: DomainLayout, dtype: np.dtype[Any]) -> list[Span]:
     """Return a shard of a span for each rank of the domain; those beyond the rails have empty ones."""
     shards = split(span, layout.rails, dtype.itemsize)
     return shards + [Span(span.pointer, 0)] * (len(layout.ranks) - layout.rails)
@@ -41,7 +41,7 @@ def cut_alike(span: Span, parts: Sequence[Span], dtype: np.dtype[Any]) -> list[S
     ]
 
 
-def in_turn(blocks: Sequence[Span], turn: Sequence[int], layout: Layout) -> list[Span]:
+def in_turn(blocks: Sequence[Span], turn: Sequence[int], layout: DomainLayout) -> list[Span]:
     """Return a block for each rank of the domain, in a turn of ranks of another domain; there may be fewer of them."""
     return [blocks[rank] for rank in turn] + [Span(0, 0)] * (len(layout.ranks) - len(turn))
 
@@ -60,7 +60,7 @@ def one_after_the_other(
     return places, spans
 
 
-def allgather(b: Buffers, layout: Layout, distances: Sequence[int], room: Room) -> Iterator[Step]:
+def allgather(b: Buffers, layout: DomainLayout, distances: Sequence[int], room: ScratchAllocator) -> Iterator[Step]:
     """Bring the blocks of the domains that lie ``distances`` places ahead to all ranks of this domain.
 
     Each rank sends its block to its partners in the domains as many places behind, and receives the blocks of the ranks
@@ -94,7 +94,7 @@ def allgather(b: Buffers, layout: Layout, distances: Sequence[int], room: Room) 
             yield allgather_in_domain(layout, b.dtype, own, given)
 
 
-def alltoall(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+def alltoall(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
     """Every rank sends straight to every rank of the other domains; each byte crosses the network once."""
     assert b.blocks is not None
     itemsize = b.dtype.itemsize
@@ -115,7 +115,7 @@ def alltoall(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
     yield Local(ALLTOALLV, in_domain(layout, b.dtype, send_blocks=here[0], blocks=here[1], cuts=cuts))
 
 
-def gather(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+def gather(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
     """The ranks of other domains send straight to the root; the root's domain gathers. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
         assert b.send is not None
@@ -132,7 +132,7 @@ def gather(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
     yield Local(GATHERV, in_domain(layout, b.dtype, root=root, send=b.send, blocks=blocks))
 
 
-def scatter(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+def scatter(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
     """The root sends straight to the ranks of other domains, and scatters in its domain. Counts may be private."""
     if layout.number != layout.domain_of(b.root):
         assert b.output is not None
@@ -149,7 +149,7 @@ def scatter(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
     yield Local(SCATTERV, in_domain(layout, b.dtype, root=root, send_blocks=sends, output=b.output))
 
 
-def bcast_in_one_step(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+def bcast_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
     """The root sends to its partner in every other domain; each domain broadcasts. For small data."""
     assert b.output is not None
     nbytes = b.output.count * b.dtype.itemsize
@@ -168,7 +168,7 @@ def bcast_in_one_step(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
     yield Local(BCAST, in_domain(layout, b.dtype, root=layout.index_of(source), output=b.output))
 
 
-def bcast_by_rails(b: Buffers, before: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+def bcast_by_rails(b: Buffers, before: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
     """The root's domain broadcasts a piece; each rail brings a shard of it to all other domains, which gather.
 
     Each rank of the root's domain cuts its shard into a part for each other domain. While it sends the parts of this

@@ -26,7 +26,7 @@ _ANSWER_S = 0.2
 _SENDING_S = 0.05
 
 
-class Transfer(Protocol):
+class MpiTransfer(Protocol):
     """Network messages that are under way."""
 
     def advance(self) -> bool:
@@ -54,7 +54,7 @@ class Transfers:
         self._timeout_s = timeout_s
         self._contacts = contacts
         self._waits = waits
-        self._open: list[Transfer] = []
+        self._open: list[MpiTransfer] = []
         self._has_told = False
         self.failed = False
         """Whether this rank has given a call up: messages of it may still be under way, or in no receive."""
@@ -66,7 +66,7 @@ class Transfers:
         """Return the tag of a call's messages."""
         return _FIRST_TAG + call.hash32 % (_LAST_TAG + 1 - _FIRST_TAG)
 
-    def begin(self, make: Callable[[int], Transfer], call: Signature) -> Callable[[], None]:
+    def begin(self, make: Callable[[int], MpiTransfer], call: Signature) -> Callable[[], None]:
         """Make a transfer, whose messages have the tag that is passed; return the function that waits for its end.
 
         That function raises `CollectiveTimeoutError` where a rank does not come within the deadline, and `PeerError`
@@ -122,7 +122,7 @@ class Transfers:
             if over:
                 self._open.remove(transfer)
 
-    def _finish(self, transfer: Transfer, call: Signature) -> None:
+    def _finish(self, transfer: MpiTransfer, call: Signature) -> None:
         def ready() -> bool:
             self._advance(call)
             return transfer not in self._open
@@ -221,7 +221,7 @@ class Direct:
             raise
 
     def advance(self) -> bool:
-        """Let MPI advance; see `Transfer`."""
+        """Let MPI advance; see `MpiTransfer`."""
         self._receives = [
             message for message in self._receives if not arrived(message.request, message.rank, message.nbytes)
         ]
@@ -229,15 +229,15 @@ class Direct:
         return not self._receives and not self._sends
 
     def receiving(self) -> set[int]:
-        """See `Transfer`."""
+        """See `MpiTransfer`."""
         return {message.rank for message in self._receives}
 
     def sending(self) -> set[int]:
-        """See `Transfer`."""
+        """See `MpiTransfer`."""
         return {message.rank for message in self._sends}
 
     def give_up(self) -> None:
-        """Cancel the receives, because later the memory may have another owner; keep the requests; see `Transfer`."""
+        """Cancel the receives, because the memory may get another owner. Keep the requests: see `MpiTransfer`."""
         for message in self._receives:
             if message.request != MPI.REQUEST_NULL:  # else it has ended with another length
                 message.request.Cancel()

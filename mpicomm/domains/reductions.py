@@ -19,7 +19,7 @@ import numpy as np
 
 from mpicomm.collectives.operations import ALLREDUCE, GATHERV, REDUCE_SCATTER, REDUCE_SCATTER_BLOCK
 from mpicomm.collectives.patterns import Buffers, split
-from mpicomm.domains.layout import Layout
+from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.movements import (
     allgather,
     allgather_in_domain,
@@ -29,7 +29,7 @@ from mpicomm.domains.movements import (
     one_after_the_other,
     rail_shards,
 )
-from mpicomm.domains.steps import Combine, Local, Move, NetworkMessage, NetworkStep, Pack, Room, Slots, Step
+from mpicomm.domains.steps import Combine, Local, Move, NetworkMessage, NetworkStep, Pack, ScratchAllocator, Slots, Step
 from mpicomm.mpi.span import Span
 from mpicomm.mpi.types import is_narrow
 
@@ -37,7 +37,7 @@ _WIDE = np.dtype(np.float32)
 _EXACT = ("max", "min", "land", "lor", "lxor")  # the operations whose results need no rounding
 
 
-def allreduce_in_one_step(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+def allreduce_in_one_step(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
     """All-reduce in each peer domain; then partners of all domains exchange the results. For small data."""
     send, output = _both(b)
     dtype, op, source = yield from _widened(b, send, room)
@@ -54,7 +54,7 @@ def allreduce_in_one_step(b: Buffers, layout: Layout, room: Room) -> Iterator[St
     yield _combined(b, dtype, op, partials, output)
 
 
-def allreduce_in_two_steps(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+def allreduce_in_two_steps(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
     """Reduce-scatter in each domain, then among the ranks of each rail; all-gather along each rail, then in the domain.
 
     Each rail has a shard, so all network cards carry the same bytes, twice their part of the data. In each rail every
@@ -85,7 +85,7 @@ def allreduce_in_two_steps(b: Buffers, layout: Layout, room: Room) -> Iterator[S
     yield allgather_in_domain(layout, b.dtype, results[index], results)
 
 
-def reduce(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+def reduce(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
     """Reduce-scatter in each domain; each rail brings its shards to the root's domain, which gathers the results."""
     assert b.send is not None
     dtype, op, source = yield from _widened(b, b.send, room)
@@ -113,7 +113,9 @@ def reduce(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
     yield Local(GATHERV, in_domain(layout, b.dtype, root=root, send=result, blocks=blocks))
 
 
-def reduce_scatter(b: Buffers, layout: Layout, distances: Sequence[int], room: Room) -> Iterator[Step]:
+def reduce_scatter(
+    b: Buffers, layout: DomainLayout, distances: Sequence[int], room: ScratchAllocator
+) -> Iterator[Step]:
     """Reduce the blocks of the domains that lie ``distances`` places ahead in this domain, and send the results there.
 
     Each block is reduced on the rank that is its owner's partner. The blocks of one domain are reduced where they lie,
@@ -161,17 +163,17 @@ def reduce_scatter(b: Buffers, layout: Layout, distances: Sequence[int], room: R
         yield _combined(b, dtype, op, slots, b.output)
 
 
-def scan(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+def scan(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
     """Bring the data of all ranks to every rank, which reduces those up to its own."""
     yield from _prefix(b, layout, room, b.rank + 1)
 
 
-def exscan(b: Buffers, layout: Layout, room: Room) -> Iterator[Step]:
+def exscan(b: Buffers, layout: DomainLayout, room: ScratchAllocator) -> Iterator[Step]:
     """Bring the data of all ranks to every rank, which reduces those before its own; the first rank writes nothing."""
     yield from _prefix(b, layout, room, b.rank)
 
 
-def _prefix(b: Buffers, layout: Layout, room: Room, ranks: int) -> Iterator[Step]:
+def _prefix(b: Buffers, layout: DomainLayout, room: ScratchAllocator, ranks: int) -> Iterator[Step]:
     send, output = _both(b)
     nbytes = send.count * b.dtype.itemsize
     slots = Slots.take(room, layout.size, nbytes)
@@ -192,7 +194,7 @@ def _accumulated(b: Buffers) -> tuple[np.dtype[Any], str]:
     return (_WIDE if wide else b.dtype), ("sum" if b.op == "avg" else b.op)
 
 
-def _widened(b: Buffers, send: Span, room: Room) -> Generator[Step, None, tuple[np.dtype[Any], str, Span]]:
+def _widened(b: Buffers, send: Span, room: ScratchAllocator) -> Generator[Step, None, tuple[np.dtype[Any], str, Span]]:
     """Convert the input where partial results travel in a wider type; return that type, the operation, the input."""
     dtype, op = _accumulated(b)
     if dtype == b.dtype:
@@ -213,7 +215,7 @@ def _combined(b: Buffers, dtype: np.dtype[Any], op: str, slots: Slots, output: S
 
 
 def _reduce_scatter_in_domain(
-    layout: Layout, dtype: np.dtype[Any], op: str, blocks: Sequence[Span], output: Span
+    layout: DomainLayout, dtype: np.dtype[Any], op: str, blocks: Sequence[Span], output: Span
 ) -> Local:
     """Reduce block i of all ranks of the domain on the rank with index i."""
     operation = REDUCE_SCATTER_BLOCK if len({block.count for block in blocks}) == 1 else REDUCE_SCATTER

@@ -18,8 +18,8 @@ from mpicomm.domains.cuts import (
     pipelined,
     whole,
 )
-from mpicomm.domains.layout import Layout
-from mpicomm.domains.steps import Room, Step
+from mpicomm.domains.layout import DomainLayout
+from mpicomm.domains.steps import ScratchAllocator, Step
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.own_ops import Op
 
@@ -52,7 +52,7 @@ _ALL_TO_ALL = whole(movements.alltoall)
 _IN_RANK_ORDER = (table.SCAN, table.EXSCAN)
 
 
-def require_order(call: Call, layout: Layout) -> None:
+def require_order(call: Call, layout: DomainLayout) -> None:
     """Raise `InvalidUsageError` for an operation that does not commute where domains are not runs of ranks.
 
     Local, with the same answer on all ranks. The schedules of Scan and Exscan reduce in the order of ranks.
@@ -65,7 +65,7 @@ def require_order(call: Call, layout: Layout) -> None:
         )
 
 
-def schedule_of(operation: Operation, nbytes: int, layout: Layout, algorithm: str) -> Schedule:
+def schedule_of(operation: Operation, nbytes: int, layout: DomainLayout, algorithm: str) -> Schedule:
     """Return the schedule of a call of ``nbytes`` bytes for each rank. Local, with the same answer on all ranks.
 
     Raises `InvalidUsageError` for an algorithm that works in one domain alone.
@@ -86,9 +86,9 @@ def steps_of(part: Part, memory: Callable[[int], int]) -> list[list[Step]]:
 
     ``memory`` takes a number of bytes, and returns the address of as much scratch memory. All the pieces share it.
     """
-    needed = [Room() for _ in part]
+    needed = [ScratchAllocator() for _ in part]
     for piece, room in zip(part, needed, strict=True):
         for _ in piece(room):
             pass
     start = memory(max(room.nbytes for room in needed))
-    return [list(piece(Room(start))) for piece in part]
+    return [list(piece(ScratchAllocator(start))) for piece in part]

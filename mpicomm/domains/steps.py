@@ -104,7 +104,7 @@ class Pack:
 Step = Local | NetworkStep | Combine | Move | Pack
 
 
-class Room:
+class ScratchAllocator:
     """Scratch memory of one call from an address on, which its schedule takes piece by piece.
 
     A schedule is a pure function of its arguments, so a run with any address tells how many bytes it needs.
@@ -131,7 +131,7 @@ class Slots:
     number: int
 
     @classmethod
-    def take(cls, room: Room, number: int, nbytes: int) -> Slots:
+    def take(cls, room: ScratchAllocator, number: int, nbytes: int) -> Slots:
         """Take slots of ``nbytes`` bytes each from the scratch memory."""
         stride = _aligned(nbytes)
         return cls(room.take(number * stride), stride, number)

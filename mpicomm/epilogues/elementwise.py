@@ -21,7 +21,7 @@ from mpicomm.kernels.epilogue import (
     MOST_OPERANDS,
     EpilogueArguments,
     EpilogueOperands,
-    Finish,
+    PacketEpilogue,
     blocks_for,
     epilogue_kernel,
     epilogue_options,
@@ -161,7 +161,7 @@ class BoundElementwise(BoundEpilogue):
     def fused(self, reduced: int, finished: int) -> Fused:
         """See `BoundEpilogue`."""
         options = epilogue_options(self._code, self.result.name if self.converts else None)
-        return Fused(options, Finish(self._operands, reduced, finished))
+        return Fused(options, PacketEpilogue(self._operands, reduced, finished))
 
     def behind(self, source: int, output: int, failed: int, multiprocessors: int) -> KernelCall:
         """See `BoundEpilogue`."""

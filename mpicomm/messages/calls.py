@@ -25,7 +25,7 @@ from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.bottom import require_host_addresses
 from mpicomm.mpi.buffers import array_of, is_host_view
 from mpicomm.mpi.location import parse_on_device, require_here
-from mpicomm.mpi.requests import Completer, DeferredRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork
 from mpicomm.mpi.shown import sendrecv
 
 _address = MPI.Get_address  # a tenth of the time of NumPy's `ctypes`
@@ -129,7 +129,7 @@ class Messages:
             buffer = self._outgoing.buffer(send, sent, dest, copies)
             request = buffer.hand_over(send, self._comm, dest, tag)
             pending = PendingSend(buffer, request, device.completion(copies))
-        return self._request(Work(pending.done, device.check), device)
+        return self._request(DeferredWork(pending.done, device.check), device)
 
     def receive_array(self, operation: str, buf: Any, incoming: Incoming, status: MPI.Status | None) -> None:
         """Receive into a NumPy array. The length of most messages shows that they are data: no endpoint is made."""
@@ -383,7 +383,9 @@ class Messages:
         before: Callable[[], bool] = _nothing_before,
     ) -> DeferredRequest:
         pending = PendingReceive(buffer, request, correct, mark, before)
-        return self._request(Work(pending.done, buffer.device.check, pending.status, pending.cancel), buffer.device)
+        return self._request(
+            DeferredWork(pending.done, buffer.device.check, pending.status, pending.cancel), buffer.device
+        )
 
-    def _request(self, work: Work, device: MessageDevice) -> DeferredRequest:
+    def _request(self, work: DeferredWork, device: MessageDevice) -> DeferredRequest:
         return DeferredRequest(self._completer.add(work, device.prepare_thread))

@@ -19,7 +19,7 @@ _packed = MPI.PACKED
 
 # Compared by identity, and not frozen, because every message makes one or takes one that is idle.
 @dataclass(slots=True, eq=False)
-class Place:
+class OutboxSlot:
     """A range of the outbox, and its line of words. Its messages follow each other."""
 
     begin: int

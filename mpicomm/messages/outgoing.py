@@ -16,7 +16,7 @@ from mpicomm.log import logger, tell_slow_way
 from mpicomm.messages.endpoint import Endpoint, refused_capture
 from mpicomm.messages.memory import MessageMemory
 from mpicomm.messages.outbox import OutboxFullError
-from mpicomm.messages.outbox_slot import Place
+from mpicomm.messages.outbox_slot import OutboxSlot
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.host_copies import HostCopies, announce
 
@@ -97,7 +97,7 @@ class Outgoing:
         rendezvous.fill(place, sent, stream)
         return SendBuffer(place.message, sent, partial(rendezvous.withdraw, place, stream))
 
-    def _place(self, send: Send, sent: Endpoint, dest: int) -> Place | None:
+    def _place(self, send: Send, sent: Endpoint, dest: int) -> OutboxSlot | None:
         """Return a place in the outbox for a message; None if MPI carries the data or the outbox has no room."""
         nbytes, device = sent.nbytes, sent.device
         if not nbytes or dest < 0 or device is None or sent.stream is None:

@@ -15,7 +15,7 @@ from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.endpoint import Endpoint
 from mpicomm.messages.in_flight import DONE
 from mpicomm.messages.outbox import Outbox
-from mpicomm.messages.outbox_slot import LINE_NBYTES, Place
+from mpicomm.messages.outbox_slot import LINE_NBYTES, OutboxSlot
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES, RendezvousHeader, is_for_kernels
 from mpicomm.mpi.derived import Elements
 from mpicomm.mpi.packing import table_for
@@ -63,7 +63,7 @@ class Rendezvous:
             return None
         return RendezvousHeader.unpack(ctypes.string_at(pointer, HEADER_NBYTES), self._secret)
 
-    def fill(self, place: Place, sent: Endpoint, stream: int) -> None:
+    def fill(self, place: OutboxSlot, sent: Endpoint, stream: int) -> None:
         """Enqueue the copy of a message into its place."""
         if not sent.is_flat:
             elements = sent.elements
@@ -84,11 +84,11 @@ class Rendezvous:
                 self._steps.announce(stream, ready=place.ready, count=1)
                 done += piece
 
-    def put_back(self, place: Place) -> None:
+    def put_back(self, place: OutboxSlot) -> None:
         """Release the place of a message that is not filled, and that this rank does not send."""
         self._outbox.put_back(place)
 
-    def withdraw(self, place: Place, stream: int) -> None:
+    def withdraw(self, place: OutboxSlot, stream: int) -> None:
         """Release the place of a message that this rank does not send, but has filled in the same stream."""
         self._steps.release(stream, done=place.done, count=place.counts)
 

@@ -20,7 +20,7 @@ from mpicomm.torch.works import HostWork, Tensors, Work, ended
 T = TypeVar("T")
 
 
-class Place:
+class QueuePosition:
     """The place of a callback of ``works`` among the calls of a queue."""
 
     number = 0
@@ -54,15 +54,19 @@ class CallQueue:
         self._begun = 0  # how many calls and places the thread has got
         self.futures: dict[int, Sequence[HostWork]] = {}
         """The works behind each future that is not complete, by the future's `id`."""
-        self._queue: SimpleQueue[HostWork | Place | None] | None = None
+        self._queue: SimpleQueue[HostWork | QueuePosition | None] | None = None
         self._thread: threading.Thread | None = None
         self._thread_id: int | None = None
         # Held during a call, because the engine of a group carries out one call at a time.
         self._turn = threading.Lock()
         # Only the thread uses the attributes below.
-        self._take: Callable[[], HostWork | Place | None] = lambda: None  # takes the next, also when `_queue` is closed
+        self._take: Callable[[], HostWork | QueuePosition | None] = lambda: (
+            None
+        )  # takes the next, also when `_queue` is closed
         self._carried_out = 0  # the number of the last call or place that the thread has come to
-        self._unended: deque[HostWork | Place] = deque()  # what it has carried out, and whose callbacks it is to call
+        self._unended: deque[HostWork | QueuePosition] = (
+            deque()
+        )  # what it has carried out, and whose callbacks it is to call
         self._place = 0  # of the callback that it calls now
 
     def run(
@@ -149,7 +153,7 @@ class CallQueue:
             work = self._take()
             assert work is not None
             self._carry_out(work)
-            if isinstance(work, Place):
+            if isinstance(work, QueuePosition):
                 work.end()  # callbacks with an earlier place than `number`
 
     def place(self, future: torch.futures.Future[Any]) -> int | None:
@@ -158,7 +162,7 @@ class CallQueue:
             return self._place  # that of the callback that adds it
         with self._lock:
             if self._waiting and self._queue is not None and id(future) in self.futures:
-                self._enqueue(Place(self.futures[id(future)]), self._queue)
+                self._enqueue(QueuePosition(self.futures[id(future)]), self._queue)
             return self._begun if self._waiting else None
 
     def is_here(self) -> bool:
@@ -191,12 +195,12 @@ class CallQueue:
             self._enqueue(work, self._queue)
         return work
 
-    def _enqueue(self, work: HostWork | Place, queue: SimpleQueue[HostWork | Place | None]) -> None:
+    def _enqueue(self, work: HostWork | QueuePosition, queue: SimpleQueue[HostWork | QueuePosition | None]) -> None:
         self._waiting += 1
         self._begun = work.number = self._begun + 1
         queue.put(work)
 
-    def _work(self, queue: SimpleQueue[HostWork | Place | None]) -> None:
+    def _work(self, queue: SimpleQueue[HostWork | QueuePosition | None]) -> None:
         self._take = queue.get
         while True:
             if not self._unended:
@@ -214,7 +218,7 @@ class CallQueue:
                 self._waiting -= 1
             del work  # it keeps the outputs
 
-    def _carry_out(self, work: HostWork | Place) -> None:
+    def _carry_out(self, work: HostWork | QueuePosition) -> None:
         if isinstance(work, HostWork):
             with self._turn:
                 work.carry_out()

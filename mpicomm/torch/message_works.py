@@ -78,7 +78,7 @@ class MessageWork(PendingWork):
         threading.Thread(target=settle, name=f"mpicomm {self._name}", daemon=True).start()
 
 
-class Mover:
+class MessageProgress:
     """Moves messages of the host, in a thread, while the program waits outside MPI, as in a store.
 
     MPI moves a message only inside its calls. Requests for memory of GPUs have a `Completer`, which does as much.
@@ -112,4 +112,4 @@ class Mover:
             pending = [work for work in pending if not work.is_completed()]
 
 
-MOVER = Mover()
+MOVER = MessageProgress()

@@ -19,7 +19,7 @@ from mpicomm.log import logger
 from mpicomm.mpi.requests import DeferredRequest
 from mpicomm.torch.call_queue import CallQueue
 from mpicomm.torch.collective_calls import Call, CollectiveCalls, Given
-from mpicomm.torch.collectives import Collectives
+from mpicomm.torch.collectives import TensorCollectives
 from mpicomm.torch.failures import WAITS, translated
 from mpicomm.torch.message_works import MOVER, MessageWork
 from mpicomm.torch.monitored_barrier import forget, wait_for_all
@@ -64,7 +64,7 @@ class ProcessGroup(CollectiveCalls):
         self._group_name = self._group_desc = ""
         self.communicator = comm
         self._store = store
-        self.collectives = Collectives(comm)
+        self.collectives = TensorCollectives(comm)
         self._streams = None if comm.device == "cpu" else Streams(comm)
         self._timeout_s = timeout_s
         self._queue = CallQueue(f"mpicomm rank {comm.rank} of {comm.size}")

@@ -237,7 +237,7 @@ class HostWork(PendingWork):
         super()._settle(ended)
 
 
-class Side(Protocol):
+class StreamSource(Protocol):
     """The streams of a group: see `Streams`."""
 
     comm: Communicator
@@ -250,7 +250,7 @@ class Side(Protocol):
 class StreamWork(Work):
     """A call that is enqueued on a stream, which may capture a graph: see `enqueued`."""
 
-    _side: Side
+    _side: StreamSource
     _stream: torch.cuda.Stream
     _mark: Any
     _name: str
@@ -306,7 +306,9 @@ class StreamWork(Work):
         return future
 
 
-def enqueued(outputs: Tensors, side: Side, stream: Any, mark: Any, name: str, limit: timedelta | None) -> StreamWork:
+def enqueued(
+    outputs: Tensors, side: StreamSource, stream: Any, mark: Any, name: str, limit: timedelta | None
+) -> StreamWork:
     """Return the work of the call ``name`` that ends at ``mark``, a place in the work of ``stream``. Local.
 
     With a ``limit`` a wait waits on the host, too, so long at most; `FOREVER` is no limit. See `ended`.

@@ -22,9 +22,9 @@ from mpicomm.epilogues.base import Epilogue
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import refuse_stream
-from mpicomm.mpi.requests import Completer, DeferredRequest, PersistentRequest, Work
+from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, PersistentRequest
 from mpicomm.session import Session
-from mpicomm.ways.by_mpi import ByMpi, OnPinnedCopies
+from mpicomm.ways.by_mpi import MpiWay, OnPinnedCopies
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.on_gpus import OnGpus, root_of
 from mpicomm.ways.on_host import InMappedMemory, OnCopies, WithEpilogue
@@ -46,7 +46,7 @@ class MessageCall(NamedTuple):
     counts: None = None
 
 
-class Collectives:
+class Dispatcher:
     """The collectives of the communicator ``comm``.
 
     The first call that goes through kernels or mapped memory sets ``session`` up, collectively.
@@ -63,7 +63,7 @@ class Collectives:
         self._witness = witness = Witness(session, engines)
         self._reader = reader = Reader(comm, session, witness)
         completer = Completer()
-        self._mpi = ByMpi(comm, session, reader, witness)
+        self._mpi = MpiWay(comm, session, reader, witness)
         self._pinned = OnPinnedCopies(session, self._mpi)
         self._gpus = OnGpus(session, engines, completer, witness)
         self._mapped = InMappedMemory(engines, witness)
@@ -135,7 +135,7 @@ class Collectives:
         if call.on_device:
             self._session.require_gpu(operation.name)
 
-        def begin() -> Work:
+        def begin() -> DeferredWork:
             known = self._begin_known(operation, arguments, stream, algorithm)
             if known is not None:
                 return known
@@ -233,7 +233,7 @@ class Collectives:
         told = operation.send != "counted" or given.counts is not None
         return told and self._plain[method](given.send, given.receive, given.op)
 
-    def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> Work | None:
+    def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> DeferredWork | None:
         """Begin a call on device arrays that was made before; None if it was not."""
         gpu = self.engines.gpu
         if gpu is None:
@@ -243,13 +243,13 @@ class Collectives:
         return None if found is None else self._gpus.until(gpu.begin(found, stream, given.send, given.receive))
 
 
-def _work(begun: Begun) -> Work:
+def _work(begun: Begun) -> DeferredWork:
     """Return a call that was enqueued as work; it is complete where nobody has to wait for it."""
-    if isinstance(begun, Work):
+    if isinstance(begun, DeferredWork):
         return begun
     if begun is not None:
         begun.Wait()
-    work = Work(lambda: True, lambda: None)
+    work = DeferredWork(lambda: True, lambda: None)
     # MPICH ends a program that waits for an open generalized request beside a null one, so this one is complete.
     work.advance()
     return work

@@ -12,7 +12,7 @@ from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.one_node import OneNode
 from mpicomm.domains.host import HostDomains
-from mpicomm.domains.layout import Layout
+from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.mpi_transfers import Transfers
 from mpicomm.domains.network_waits import NetworkWaits
@@ -50,8 +50,8 @@ class Engines:
         session.leaves_messages = lambda: any(transfers.failed for transfers in self._transfers)
 
     @cached_property
-    def _layout(self) -> Layout:
-        return Layout(self._session.placement.domains, self._session.placement.rank)
+    def _layout(self) -> DomainLayout:
+        return DomainLayout(self._session.placement.domains, self._session.placement.rank)
 
     def internode(self, operation: str) -> InternodeEngine | None:
         """Return the engine that moves memory of the device between peer domains, None in one peer domain.
@@ -102,7 +102,7 @@ class Engines:
             return OneNode(self.on_host(operation), len(self._session.placement.places))
         if self._host_domains is None:
             session = self._session.set_up(operation)
-            layout = Layout(session.placement.nodes, session.placement.rank)
+            layout = DomainLayout(session.placement.nodes, session.placement.rank)
             # On all nodes together: where one fails, the others would wait for its messages.
             made: list[NetworkWaits] = []
 
@@ -162,7 +162,7 @@ class Engines:
         self._internode = InternodeEngine(choice.transport.name, choice.rejected)
         return session.keep(DomainsEngine(self._layout, engine, backend, choice.transport))
 
-    def _transfers_of(self, session: Session, layout: Layout, waits: NetworkWaits) -> Transfers:
+    def _transfers_of(self, session: Session, layout: DomainLayout, waits: NetworkWaits) -> Transfers:
         transfers = Transfers(session.private, session.placement.here.timeout_s, layout.contacts, waits)
         self._transfers.append(transfers)
         return transfers

@@ -18,7 +18,7 @@ undecided ranks alone, and there are other peer domains, nobody here can know: t
 from __future__ import annotations
 
 from mpicomm.collectives.call import Call
-from mpicomm.collectives.call_location import Place
+from mpicomm.collectives.call_location import CallLocation
 from mpicomm.collectives.operations import Operation
 from mpicomm.errors import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.session import Session
@@ -51,7 +51,7 @@ class Witness:
             else:
                 call_log.post(f"{operation}: set-up")
 
-    def learn(self, call: Call) -> Place:
+    def learn(self, call: Call) -> CallLocation:
         """Return where a call is in which this rank is undecided. Local but for the set-up of the call log, blocking.
 
         Raises `CollectiveTimeoutError` where no rank comes in time to say so, and `InvalidUsageError` where no rank of

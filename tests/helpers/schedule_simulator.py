@@ -14,7 +14,7 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains.cuts import Schedule
-from mpicomm.domains.layout import Layout
+from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.pipeline import DEPTH, carry_out
 from mpicomm.domains.schedules import steps_of
 from mpicomm.domains.steps import Combine, Local, Move, NetworkStep, Pack, Step
@@ -64,7 +64,7 @@ class Cluster:
 
     def __init__(self, domains: Sequence[Sequence[int]]) -> None:
         size = sum(map(len, domains))
-        self.layouts = [Layout(domains, rank) for rank in range(size)]
+        self.layouts = [DomainLayout(domains, rank) for rank in range(size)]
         self.memories = [Memory() for _ in range(size)]
         self._mail: dict[tuple[int, int], collections.deque[npt.NDArray[np.uint8]]] = collections.defaultdict(
             collections.deque

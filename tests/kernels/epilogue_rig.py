@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from mpicomm.collectives.gpu.algorithms.base import Finish
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.signature import Signature
 from mpicomm.epilogues import Epilogue
@@ -99,7 +99,7 @@ class FusedCalls:
             )
             signature = Signature("Allreduce", name, count, op, epilogue=whole.text)
             nap_us = int(rng.integers(3000)) if rng.integers(4) == 0 else 0
-            self._rig.run(rank, pattern, signature, finish=Finish(on_ranks[rank], target.address), nap_us=nap_us)
+            self._rig.run(rank, pattern, signature, finish=CallEpilogue(on_ranks[rank], target.address), nap_us=nap_us)
             self._checks.append((target, expected, exact))
             if whole.converts:
                 self._checks.append((scratch, np.zeros_like(part), True))

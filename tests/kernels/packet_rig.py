@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from mpicomm.collectives.exchange import TwoShot
-from mpicomm.collectives.gpu.algorithms.base import Finish, Node
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, Node
 from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protocol
 from mpicomm.collectives.gpu.algorithms.packets.geometry import Geometry
@@ -80,7 +80,7 @@ class PacketRig:
         *,
         threads: int | None = None,
         nap_us: int = 0,
-        finish: Finish | None = None,
+        finish: CallEpilogue | None = None,
     ) -> None:
         """Enqueue a rank's part of a collective; how threads share the work is the rig's, the same on all ranks."""
         assert threads is None

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mpicomm.bench.model.group import Group
+from mpicomm.bench.model.group import DomainTimes
 from mpicomm.bench.model.network import Network
 from mpicomm.domains.cuts import PIECE_NBYTES, domains_at_once, pipelined_piece
 from mpicomm.errors import InvalidUsageError
@@ -25,7 +25,7 @@ PACKING = Network(gb_s=1800, latency_us=1.5)
 class System:
     """``groups`` groups, each like ``group``, with ``network`` between them."""
 
-    group: Group
+    group: DomainTimes
     groups: int
     network: Network
 

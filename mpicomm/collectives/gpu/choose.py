@@ -55,7 +55,7 @@ def _first(name: str, call: GpuCall, node: Node) -> tuple[Algorithm | None, str]
     return None, reason
 
 
-class Choice(NamedTuple):
+class AlgorithmChoice(NamedTuple):
     """The algorithm of a call in words, for records of calls."""
 
     algorithm: str = ""
@@ -64,7 +64,7 @@ class Choice(NamedTuple):
     """Why the call takes a slow way; "" for calls that do not."""
 
 
-NO_CHOICE = Choice()
+NO_CHOICE = AlgorithmChoice()
 """For plans that are parts of calls."""
 
 
@@ -74,7 +74,7 @@ class Prepared(NamedTuple):
     text: str
     """The call in words."""
     steps: list[Step]
-    choice: Choice
+    choice: AlgorithmChoice
 
 
 def _reason(call: GpuCall, asked: str, tuning: Tuning, node: Node) -> str:
@@ -123,7 +123,7 @@ class Preparation:
                 for request in requests:
                     self.provide(request)
                 steps = [*algorithm.plan(call, self._node), *self._finish(call, algorithm)]
-                return Prepared(text, steps, Choice(algorithm.name, why, slow))
+                return Prepared(text, steps, AlgorithmChoice(algorithm.name, why, slow))
             except NoMemoryError as error:
                 in_inboxes = algorithm.name == "one_shot" and self._node.size > 1
                 if not in_inboxes and (asked != "auto" or algorithm.name == "one_shot"):

@@ -27,7 +27,7 @@ from mpicomm.collectives.gpu.algorithms.sendrecv.arguments import SENDRECV_BLOCK
 from mpicomm.collectives.gpu.algorithms.sendrecv.plan import SendrecvPlanner, sendrecv_memory, sendrecv_request
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Fork, Launch, Step
 from mpicomm.collectives.gpu.arena import DeviceArena
-from mpicomm.collectives.gpu.choose import NO_CHOICE, Choice, Preparation
+from mpicomm.collectives.gpu.choose import NO_CHOICE, AlgorithmChoice, Preparation
 from mpicomm.collectives.gpu.form_plan import FormPlan, form_plan
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
 from mpicomm.collectives.gpu.longest_message import LongestMessage, longest_with_peers
@@ -224,7 +224,7 @@ class DeviceEngine:
         self._require_open(signature.operation)
         self._call_log.post(str(signature))
         barrier = DirectPlanner.of(self._node).barrier(signature.hash32, after_copies=False)
-        return self._plan(str(signature), [barrier], Choice("one_shot", "there is nothing to choose"))
+        return self._plan(str(signature), [barrier], AlgorithmChoice("one_shot", "there is nothing to choose"))
 
     def prepare_messages(self, text: str, sent: Message | None, received: Message | None) -> Plan:
         """Return a plan that sends one message and receives another; ``text`` says so.
@@ -242,7 +242,7 @@ class DeviceEngine:
         after, received = self._packed_message(received, scratch, _packed_nbytes(sent), unpacks=True)
         launch = self._sendrecv.launch(sent, received, self._arena.region(request).pointers)
         steps = [*before, *([] if launch is None else [launch]), *after]
-        return self._plan(text, steps, Choice("one_shot", "in stream order"), collective=False)
+        return self._plan(text, steps, AlgorithmChoice("one_shot", "in stream order"), collective=False)
 
     def _packed_message(
         self, message: Message | None, scratch: Span | None, at: int, *, unpacks: bool
@@ -255,7 +255,9 @@ class DeviceEngine:
         launches = pack_launches(self._backend, [job], pointer, unpacks=unpacks)
         return launches, replace(message, span=Span(pointer, message.span.count))
 
-    def _plan(self, text: str, steps: Sequence[Step], choice: Choice = NO_CHOICE, *, collective: bool = True) -> Plan:
+    def _plan(
+        self, text: str, steps: Sequence[Step], choice: AlgorithmChoice = NO_CHOICE, *, collective: bool = True
+    ) -> Plan:
         # Before any of them can run: loading may wait for the device, and a kernel that runs there for the peers.
         launches = [step for step in steps if isinstance(step, Launch)]
         if any(self._kernels.find(launch.variant) is None for launch in launches):

@@ -17,7 +17,7 @@ from mpicomm.collectives.gpu.algorithms.direct.plan import most_copied_nbytes
 from mpicomm.collectives.gpu.algorithms.form import Form
 from mpicomm.collectives.gpu.algorithms.registry import ALGORITHMS, names_for
 from mpicomm.collectives.gpu.algorithms.template import Filled
-from mpicomm.collectives.gpu.choose import Choice
+from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.tuning import Tuning
 from mpicomm.collectives.signature import Signature, counted_hash
 from mpicomm.devices.cuda.load import Launcher
@@ -91,9 +91,9 @@ class FormPlan(ABC):
         return self.text
 
     @property
-    def choice(self) -> Choice:
+    def choice(self) -> AlgorithmChoice:
         """The algorithm of the call that is filled in, in words."""
-        return Choice(self._chosen.name, self._why)
+        return AlgorithmChoice(self._chosen.name, self._why)
 
     def launch(self, stream: int) -> None:
         """Enqueue the call that is filled in; the device's context must be current."""

@@ -27,7 +27,7 @@ Failure = CollectiveTimeoutError | PeerError
 
 
 @dataclass(frozen=True)
-class Choice:
+class TransportChoice:
     """The transport, and why better ones do not work; the same on all ranks."""
 
     transport: Transport
@@ -41,7 +41,7 @@ def choose_transport(
     uuids: tuple[bytes, ...],
     channels: Callable[[], MappedChannels] | None,
     on_failure: Callable[[Failure], None],
-) -> Choice:
+) -> TransportChoice:
     """Return the best transport that works on all ranks, or the one that MPICOMM_INTERNODE names. Collective.
 
     ``channels`` makes memory that all ranks map, collectively; it is None where ranks are on several nodes.
@@ -67,7 +67,7 @@ def choose_transport(
                 raise BackendUnavailableError(f"MPICOMM_INTERNODE={name}: {error}", ranks=error.ranks) from error
         else:
             _announce(group, transport, rejected)
-            return Choice(transport, rejected)
+            return TransportChoice(transport, rejected)
     raise AssertionError("staged works everywhere")
 
 

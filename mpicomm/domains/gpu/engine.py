@@ -10,10 +10,10 @@ import numpy as np
 
 from mpicomm.collectives.call import Call
 from mpicomm.collectives.exchange import Message
-from mpicomm.collectives.gpu.algorithms.base import Finish, GpuCall
+from mpicomm.collectives.gpu.algorithms.base import CallEpilogue, GpuCall
 from mpicomm.collectives.gpu.algorithms.registry import names_for
 from mpicomm.collectives.gpu.algorithms.steps import Copy, Launch
-from mpicomm.collectives.gpu.choose import Choice
+from mpicomm.collectives.gpu.choose import AlgorithmChoice
 from mpicomm.collectives.gpu.engine import DeviceEngine
 from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.collectives.gpu.growing_scratch import GrowingScratch
@@ -26,7 +26,7 @@ from mpicomm.devices.base import GpuBackend
 from mpicomm.devices.cuda.driver import DriverShutDownError
 from mpicomm.devices.cuda.stream_order import StreamOrder
 from mpicomm.devices.memory_use import MemoryUse
-from mpicomm.domains.layout import Layout
+from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.pipeline import DEPTH, carry_out
 from mpicomm.domains.schedules import require_order, schedule_of, steps_of
 from mpicomm.domains.steps import Combine, Local, NetworkStep, Pack, Step
@@ -49,7 +49,7 @@ class DomainsPlan:
         self,
         call: Signature,
         pieces: Sequence[Sequence[Item]],
-        choice: Choice,
+        choice: AlgorithmChoice,
         before: Plan | None = None,
         after: Plan | None = None,
     ):
@@ -75,7 +75,7 @@ class DomainsEngine:
     raises at once where the transport blocks the host, and else at the backend's next `check`.
     """
 
-    def __init__(self, layout: Layout, engine: DeviceEngine, backend: GpuBackend, transport: Transport) -> None:
+    def __init__(self, layout: DomainLayout, engine: DeviceEngine, backend: GpuBackend, transport: Transport) -> None:
         self._layout = layout
         self._engine = engine
         self._backend = backend
@@ -100,7 +100,7 @@ class DomainsEngine:
             unpacks = pack_launches(self._backend, call.packed.after, scratch.pointer, unpacks=True)
             before, after = (self._engine.prepare_alone(str(call.signature), steps) for steps in (packs, unpacks))
         if call.epilogue is not None and call.receive is not None and buffers.output is not None:
-            finish = Finish(call.epilogue, call.receive.pointer)
+            finish = CallEpilogue(call.epilogue, call.receive.pointer)
             backend = self._backend
             steps = finish_launches(finish, buffers.output, backend.faults, backend.multiprocessors)
             after = self._engine.prepare_alone(str(call.signature), steps)
@@ -121,11 +121,13 @@ class DomainsEngine:
         call = Signature("Barrier", str(_BYTE))
         return DomainsPlan(call, self._plan(ALLGATHER, buffers, call, layout.size, "auto"), self._choice("auto"))
 
-    def _choice(self, asked: str) -> Choice:
+    def _choice(self, asked: str) -> AlgorithmChoice:
         """Return the algorithm of a call in words: a schedule of the domains, and the transport between them."""
         why = "" if asked == "auto" else f', algorithm="{asked}"'
         slow = "between groups of ranks through pinned host memory" if self._transport.name == "staged" else ""
-        return Choice(f"groups, {self._transport.name}", f"{len(self._layout.domains)} groups of ranks{why}", slow)
+        return AlgorithmChoice(
+            f"groups, {self._transport.name}", f"{len(self._layout.domains)} groups of ranks{why}", slow
+        )
 
     def _plan(
         self, operation: Operation, buffers: Buffers, call: Signature, nbytes: int, asked: str

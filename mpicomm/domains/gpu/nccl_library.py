@@ -16,7 +16,7 @@ _BYTES = 1  # ncclUint8
 _NO_ERRORS = (0, 7)  # ncclSuccess and ncclInProgress
 
 
-class Communicator(Protocol):
+class NcclCommunicator(Protocol):
     """A communicator of NCCL. Its calls may block until a peer comes: see `bounded`."""
 
     def exchange(
@@ -42,7 +42,7 @@ class Library(Protocol):
     def unique_id(self) -> bytes:
         """Return the id of a new communicator."""
 
-    def create(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+    def create(self, size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
         """Join a communicator; blocks until all ranks have come. The device must be current."""
 
 
@@ -55,7 +55,7 @@ class _Nccl4py:
     def unique_id(self) -> bytes:
         return bytes(self._core.get_unique_id())
 
-    def create(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+    def create(self, size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
         joined = self._core.Communicator.init(size, rank, self._core.UniqueId.from_bytes(unique_id))
         return _Nccl4pyCommunicator(joined, self._bindings)
 
@@ -98,7 +98,7 @@ class _Cupy:
     def unique_id(self) -> bytes:
         return bytes(byte % 256 for byte in self._nccl.get_unique_id())
 
-    def create(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+    def create(self, size: int, unique_id: bytes, rank: int) -> NcclCommunicator:
         signed = tuple(byte - 256 if byte > 127 else byte for byte in unique_id)  # C's char
         return _CupyCommunicator(self._nccl.NcclCommunicator(size, signed, rank), self._nccl)
 

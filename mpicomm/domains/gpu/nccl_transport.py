@@ -58,7 +58,7 @@ class NcclTransport:
         library = nccl_library.load()
         ids = group.exchange("NCCL: id", lambda: library.unique_id() if group.rank == 0 else b"")
 
-        def create() -> nccl_library.Communicator:
+        def create() -> nccl_library.NcclCommunicator:
             with backend.current():
                 return library.create(group.size, ids[0], group.rank)
 

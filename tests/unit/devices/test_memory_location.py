@@ -46,7 +46,7 @@ def load(monkeypatch: pytest.MonkeyPatch, library: Library | None) -> list[int]:
 
 def test_device_memory_has_an_ordinal_and_the_rest_of_its_allocation(monkeypatch: pytest.MonkeyPatch) -> None:
     load(monkeypatch, Library(2, 0, 3, 0x1000, 0x800))
-    assert memory_location.place_of(0x1100) == memory_location.Place(3, 0x700, False)
+    assert memory_location.place_of(0x1100) == memory_location.GpuLocation(3, 0x700, False)
     assert memory_location.lies_on_device(0x1100) == 3
 
 

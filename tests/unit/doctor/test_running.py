@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from mpicomm.activity.page import Member, Row
+from mpicomm.activity.page import CommunicatorRow, Member
 from mpicomm.doctor.running import job_of
 from mpicomm.doctor.running_report import watch
-from mpicomm.doctor.waits import Wait
+from mpicomm.doctor.waits import RankWait
 from mpicomm.errors import InvalidUsageError
 from mpicomm.waiting import wait_until
 from tests.helpers.late_rank import CALLS, LATE, TAG
@@ -102,7 +102,7 @@ SAID = {
 
 
 def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
-    found: list[Wait] = []
+    found: list[RankWait] = []
 
     def is_seen(call: str) -> bool:
         (seen,) = watch(lambda: [job_of(job.mpiexec.pid)], LOOK_S)
@@ -139,7 +139,7 @@ def test_the_doctor_names_the_rank_for_which_the_others_wait(job: Job) -> None:
 
 
 def test_nobody_waits_where_a_process_is_alone() -> None:
-    row = Row()
+    row = CommunicatorRow()
     row.open(0, [Member("host", os.getpid(), 0)], [0], "cpu")
     row.post("Allreduce(float64, count=4)")
     said = doctor("--pid", str(os.getpid()), "--longer-than", str(LOOK_S))

@@ -18,7 +18,7 @@ from mpicomm.collectives.host.reduction import Reducer
 from mpicomm.collectives.operations import Operation
 from mpicomm.collectives.patterns import Buffers
 from mpicomm.domains import cuts
-from mpicomm.domains.layout import Layout
+from mpicomm.domains.layout import DomainLayout
 from mpicomm.domains.schedules import schedule_of, steps_of
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
@@ -246,7 +246,7 @@ def test_a_large_allreduce_sends_little_over_each_network_card() -> None:
 
 
 def test_a_small_allreduce_and_a_small_bcast_take_one_network_step() -> None:
-    layout = Layout([[0, 1], [2, 3]], 0)
+    layout = DomainLayout([[0, 1], [2, 3]], 0)
     for operation in (table.ALLREDUCE, table.BCAST):
         cluster = Cluster([[0, 1], [2, 3]])
 
@@ -280,7 +280,7 @@ def test_steps_in_a_domain_do_not_grow_with_the_number_of_domains(name: str) -> 
 @pytest.mark.parametrize("name", ["Allgather", "Reduce_scatter_block", "Bcast"])
 def test_scratch_memory_does_not_grow_with_the_data(name: str, dtype: np.dtype[Any], sizes: list[int]) -> None:
     ends = [0, *itertools.accumulate(sizes)]
-    layout, size = Layout([range(*each) for each in itertools.pairwise(ends)], 0), ends[-1]
+    layout, size = DomainLayout([range(*each) for each in itertools.pairwise(ends)], 0), ends[-1]
     taken = [0]
 
     def memory(nbytes: int) -> int:
@@ -319,4 +319,4 @@ def test_every_card_carries_the_data_of_a_broadcast_about_once(monkeypatch: pyte
 @pytest.mark.parametrize("algorithm", ["ring", "chain"])
 def test_algorithms_of_one_domain_are_refused(algorithm: str) -> None:
     with pytest.raises(InvalidUsageError, match=f'algorithm="{algorithm}" of Allreduce'):
-        schedule_of(table.ALLREDUCE, 8, Layout([[0], [1]], 0), algorithm)
+        schedule_of(table.ALLREDUCE, 8, DomainLayout([[0], [1]], 0), algorithm)

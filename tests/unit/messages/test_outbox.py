@@ -18,7 +18,7 @@ from mpicomm.messages import outbox
 from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT
 from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
-from mpicomm.messages.outbox_slot import Place
+from mpicomm.messages.outbox_slot import OutboxSlot
 from tests.helpers.message_devices import ThreadDevice
 
 MOST = 24 << 20
@@ -40,7 +40,7 @@ def box(device: ThreadDevice) -> Iterator[Outbox]:
     box.close()
 
 
-def places(box: Outbox, place: Place) -> list[tuple[int, int]]:
+def places(box: Outbox, place: OutboxSlot) -> list[tuple[int, int]]:
     found = []
     for extent in place.header.extents:
         segment = box.find(extent.packet)
@@ -49,7 +49,7 @@ def places(box: Outbox, place: Place) -> list[tuple[int, int]]:
     return found
 
 
-def finish(box: Outbox, place: Place) -> None:
+def finish(box: Outbox, place: OutboxSlot) -> None:
     """Set the `done` words, as the receiver does when it has copied the message."""
     words = box.find(place.header.words)
     assert words is not None
@@ -59,7 +59,7 @@ def finish(box: Outbox, place: Place) -> None:
 
 def test_messages_do_not_overlap_and_nothing_is_lost(box: Outbox, device: ThreadDevice) -> None:
     rng = random.Random(5)
-    in_flight: list[Place] = []
+    in_flight: list[OutboxSlot] = []
     for number in range(400):
         nbytes = rng.choice((1, 40_000, 70_000, 1 << 20, 3 << 20, (5 << 20) + 1))
         try:
@@ -149,7 +149,7 @@ def test_a_loop_of_many_lengths_takes_no_more_than_what_is_in_flight(no_leaks: N
     double = ThreadDevice(0, 5.0, total_nbytes=64 * 512 << 20, slowest_s=0)
     box = Outbox(cast(MessageDevice, double), SECRET)
     lengths = [4, 16_384, 12_000_000, 68, 2_800_000, 6_000_004, 256, 12_000_000]
-    in_flight: list[Place] = []
+    in_flight: list[OutboxSlot] = []
     most_nbytes = 0
     for number in range(400):
         in_flight.append(box.reserve(lengths[number // 2 % len(lengths)]))

@@ -79,7 +79,7 @@ class ArenaLayout:
     First come the head and the arrival words of direct.cu. Then comes the memory of packets.cu: the inboxes of the LL
     protocol and the inboxes of the sentinel protocol, each for both parities, all stages and every rank; the escapes of
     the sentinel protocol; and the words of fences. Last come the `ChannelWords` of exchange.cu, whose slots are a
-    `Region`.
+    `ArenaRegion`.
     """
 
     size: int
@@ -209,7 +209,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Region:
+class ArenaRegion:
     """Memory of every rank for a `Request`: its addresses, and the size of its slots, at least as requested."""
 
     pointers: tuple[int, ...]
@@ -238,5 +238,5 @@ class Arena(Protocol):
     def has(self, request: Request) -> bool:
         """Return whether there is memory for a request; local, the same on all ranks."""
 
-    def region(self, request: Request) -> Region:
+    def region(self, request: Request) -> ArenaRegion:
         """Return memory for a request; collective if the ranks have to set it up, else local."""

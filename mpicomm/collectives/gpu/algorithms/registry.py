@@ -19,9 +19,9 @@ ANY_LENGTH = AnyLengthPackets()
 ALGORITHMS: tuple[Algorithm, ...] = (
     IntoMemory(),
     ANY_LENGTH,
-    packets.OneShot(),
-    chunks.OneShot(),
-    packets.TwoShot(),
+    packets.PacketOneShot(),
+    chunks.ChunkedOneShot(),
+    packets.PacketTwoShot(),
     AlongRanks(),
     CopyEngines(),
     chunks.Ring(),

@@ -19,7 +19,7 @@ from mpicomm.collectives.gpu.algorithms import registry
 from mpicomm.collectives.gpu.algorithms.base import GpuCall, Node
 from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS, CHAIN_THREADS
 from mpicomm.collectives.gpu.algorithms.chain.plan import AlongRanks, ChainTemplate, cut, layout_of
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import (
     FEWEST_LAPS,
     SLOT_NBYTES,
@@ -128,7 +128,7 @@ def test_slots_of_a_chain_grow_with_its_messages() -> None:
 def test_kernels_that_use_slots_again_know_whether_these_lie_in_memory_of_the_host(host_slots: bool) -> None:
     layout, tag = ArenaLayout(2, 64), 1
     inboxes = Inboxes((4096, 8192), layout.sentinel_inbox_nbytes)
-    region = Region((4096, 8192), 8 * layout.large_inbox_nbytes(64 * MIB))
+    region = ArenaRegion((4096, 8192), 8 * layout.large_inbox_nbytes(64 * MIB))
     arena: Any = SimpleNamespace(
         layout=layout, flagged=inboxes, sentinels=inboxes, has=lambda request: True, region=lambda request: region
     )
@@ -164,8 +164,8 @@ class Arena:
     def has(self, request: Request) -> bool:
         return True
 
-    def region(self, request: Request) -> Region:
-        return Region(self._bases, request.slots_nbytes)
+    def region(self, request: Request) -> ArenaRegion:
+        return ArenaRegion(self._bases, request.slots_nbytes)
 
 
 def node_of(rank: int, size: int, *, link_speed: float = 1.0) -> Node:

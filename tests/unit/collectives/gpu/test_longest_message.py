@@ -20,7 +20,7 @@ pytest.importorskip("cuda.bindings", reason="memory of a GPU is opened with cuda
 
 from mpicomm.collectives.gpu import choose
 from mpicomm.collectives.gpu.algorithms.base import Node
-from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.memory import ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import FEWEST_LAPS, SLOT_NBYTES
 from mpicomm.collectives.gpu.algorithms.packets.geometry import geometry_within
 from mpicomm.collectives.gpu.algorithms.steps import Launch
@@ -88,9 +88,9 @@ class Arena:
             raise NoMemoryError("rank 0: out of memory")
         self.regions.append(request)
 
-    def region(self, request: Request) -> Region:
+    def region(self, request: Request) -> ArenaRegion:
         assert request in self.regions
-        return Region(tuple(len(self.regions) << 41 for _ in range(self._world.size)), request.slots_nbytes)
+        return ArenaRegion(tuple(len(self.regions) << 41 for _ in range(self._world.size)), request.slots_nbytes)
 
 
 class CallLog:

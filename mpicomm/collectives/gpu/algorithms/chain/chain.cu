@@ -77,7 +77,7 @@ constexpr u32 kBatchPackets = kBatchNbytes / kPacketNbytes;
 constexpr u32 kRows = kBatchPackets / kLanes;  // rows of a batch; a row is one packet for each lane
 
 // A place of a rank in the chain.
-struct Place {
+struct Hop {
   const u8* own;  // the contribution that the rank adds, or null
   u8* output;     // where the rank keeps the result, or null
   u32 receives;   // whether there is a rank before
@@ -86,7 +86,7 @@ struct Place {
 
 struct Chain {
   Team team;
-  Place places[2];  // the second is for a rank that is first and last
+  Hop places[2];  // the second is for a rank that is first and last
   u64 nbytes;
   u64 batch_nbytes;       // at most kBatchNbytes
   u8* memory[kMaxRanks];  // the memory of every rank for chains, as mapped on this rank; its counts come first
@@ -119,7 +119,7 @@ struct Chain {
     return memory[owner] + slots + channels * kChainSlots * slot_nbytes + begin / kPacketNbytes;
   }
 
-  MPICOMM_DEVICE const Place& place() const { return places[blockIdx.x / blocks]; }
+  MPICOMM_DEVICE const Hop& place() const { return places[blockIdx.x / blocks]; }
   // The channel of this thread's warp.
   MPICOMM_DEVICE u32 channel() const { return threadIdx.x / kLanes * blocks + blockIdx.x % blocks; }
   // The distance from one batch of a channel to the next.
@@ -138,7 +138,7 @@ struct Rows {
 // The work of one warp: what it takes, reduces and sends on.
 struct Passing {
   const Chain& x;
-  const Place place;
+  const Hop place;
   const u32 lane, channel;
   u32 received, sent;  // the epochs of the last slots that were received and sent
   u32 credit = sent - kChainSlots;  // the credit that this rank has at least
@@ -322,7 +322,7 @@ MPICOMM_DEVICE void run(const Chain& x) {
   // anything.
   Health health;
   if (lane == 0) health = load_health(x.team);
-  const Place& place = x.place();
+  const Hop& place = x.place();
   Passing passing{
       x,
       place,

@@ -1,7 +1,7 @@
 """Packets: every rank stores packets into inboxes of its peers, and a packet says itself whether it has arrived.
 
-`OneShot` sends all data straight to the ranks that need it. `TwoShot` sends a shard to each rank, which reduces or
-takes it and sends the result on, in the same kernel.
+`PacketOneShot` sends all data straight to the ranks that need it. `PacketTwoShot` sends a shard to each rank, which
+reduces or takes it and sends the result on, in the same kernel.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues.base import Fused
 
 
-class OneShot(Algorithm):
+class PacketOneShot(Algorithm):
     """All data goes straight to the ranks that need it."""
 
     name = "one_shot"
@@ -79,7 +79,7 @@ class OneShot(Algorithm):
         return one_shot_limits(call.operation, call.reduction, node)
 
 
-class TwoShot(Algorithm):
+class PacketTwoShot(Algorithm):
     """Each rank reduces or receives a shard, and sends it on to all ranks that need it."""
 
     name = "two_shot"

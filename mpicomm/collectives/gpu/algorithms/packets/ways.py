@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 
 from mpicomm.collectives.gpu.algorithms.base import Node
-from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, Inboxes, Region, Request
+from mpicomm.collectives.gpu.algorithms.memory import PARITIES, ArenaLayout, ArenaRegion, Inboxes, Request
 from mpicomm.collectives.gpu.algorithms.packets.arguments import STAGES, UNIT_NBYTES, Protocol
 from mpicomm.collectives.gpu.algorithms.packets.geometry import (
     Geometry,
@@ -75,7 +75,7 @@ def large_inboxes(layout: ArenaLayout, nbytes: int) -> Request:
     return Request("collectives: large messages", slots_nbytes, sentinel=True)
 
 
-def inboxes_of(layout: ArenaLayout, region: Region) -> Inboxes:
+def inboxes_of(layout: ArenaLayout, region: ArenaRegion) -> Inboxes:
     """Return the inboxes in a region that was set up for `large_inboxes`."""
     return Inboxes(region.pointers, region.slots_nbytes // _number_of_inboxes(layout))
 
