@@ -26,8 +26,8 @@ from mpicomm.kernels.packing import PACK_KERNEL  # noqa: E402
 from mpicomm.kernels.reductions import REDUCTIONS  # noqa: E402
 from mpicomm.kernels.variant import Variant  # noqa: E402
 from mpicomm.p2p.kernels import CHASE, COPY, HOLD, RALLY  # noqa: E402
-from tests.helpers.kernel_sources import INCLUDES  # noqa: E402
-from tests.helpers.mpiexec import ROOT  # noqa: E402
+from tests.helpers.inputs.kernel_sources import INCLUDES  # noqa: E402
+from tests.helpers.jobs.mpiexec import ROOT  # noqa: E402
 
 WANTED = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 SUPPORTED = nvrtc.nvrtcGetSupportedArchs()[1]

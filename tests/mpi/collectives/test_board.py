@@ -14,7 +14,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.board import Board
 from mpicomm.collectives.gpu.mismatch import DeviceCalls
 from mpicomm.errors import CollectiveTimeoutError, PeerError
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.raising import raises_everywhere
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from mpi4py import MPI
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
 from mpicomm.mpi.types import COVERED
-from tests.helpers.buffers import Placed, values
-from tests.helpers.communicator_calls import (
+from tests.helpers.inputs.buffers import Placed, values
+from tests.helpers.inputs.communicator_calls import (
     FORMS,
     MOVEMENTS,
     OF_ONE_TYPE,
@@ -25,8 +25,8 @@ from tests.helpers.communicator_calls import (
     compile_reductions,
     legal_ops,
 )
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.reductions import Array, dtype_named, dtype_or_skip, reduced, require_same
+from tests.helpers.references.reductions import Array, dtype_named, dtype_or_skip, reduced, require_same
+from tests.helpers.rigs.communicators import array_module, communicator
 
 FLOAT32 = np.dtype(np.float32)
 KIB = 1024

@@ -13,7 +13,7 @@ import mpicomm
 from mpicomm.internode import mapped
 from mpicomm.internode.mapped import MappedChannels
 from mpicomm.internode.steps import Parcel, Wire
-from tests.helpers.communicators import communicator
+from tests.helpers.rigs.communicators import communicator
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from mpicomm.internode.mpi_transfers import Direct, Transfers
 from mpicomm.internode.staged import AwareCarrier, StagedCarrier
 from mpicomm.internode.steps import Parcel, Wire
 from mpicomm.internode.wire_waits import WireWaits
-from tests.helpers.message_devices import DeviceArray, ThreadDevice
+from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

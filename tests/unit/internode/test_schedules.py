@@ -22,8 +22,8 @@ from mpicomm.internode import cuts
 from mpicomm.internode.layout import Layout
 from mpicomm.internode.schedules import schedule_of, steps_of
 from mpicomm.mpi.span import Span
-from tests.helpers.exchange_simulator import UNHURRIED
-from tests.helpers.schedule_simulator import Cluster
+from tests.helpers.references.exchange_simulator import UNHURRIED
+from tests.helpers.references.schedule_simulator import Cluster
 
 Array = npt.NDArray[Any]
 F32 = np.dtype(np.float32)

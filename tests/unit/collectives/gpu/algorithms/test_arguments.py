@@ -27,8 +27,8 @@ from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.team import Faults, Team
 from mpicomm.p2p import kernels as p2p
-from tests.helpers.kernel_sources import INCLUDES, SOURCES
-from tests.helpers.reductions import SENTINELS
+from tests.helpers.inputs.kernel_sources import INCLUDES, SOURCES
+from tests.helpers.references.reductions import SENTINELS
 
 
 @pytest.fixture(autouse=True)
