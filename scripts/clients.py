@@ -133,7 +133,7 @@ def main() -> int:
 
 def _run(module: str, program: Program, nprocs: int, *, on_gpu: bool = False) -> subprocess.CompletedProcess[str]:
     sys.path.insert(0, str(ROOT))
-    from tests.helpers.mpiexec import environment, mpiexec_command, sharing_of_cores
+    from tests.helpers.jobs.mpiexec import environment, mpiexec_command, sharing_of_cores
 
     source = source_of(program.package)
     path = [str(source / program.path)] if program.path else []

@@ -17,7 +17,7 @@ import pygments
 from pygments.formatters import HtmlFormatter
 from pygments.lexers import CudaLexer, PythonLexer
 
-from tests.helpers.mpiexec import ROOT, run_job
+from tests.helpers.jobs.mpiexec import ROOT, run_job
 
 EXAMPLES = ROOT / "examples"
 MISSING = re.compile(r"this example needs .*?(?=this example needs|$)", re.MULTILINE)

@@ -33,7 +33,7 @@ from soak_rounds import MIB, WORLD, Soak
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
-from tests.helpers.communicators import array_module, communicator
+from tests.helpers.rigs.communicators import array_module, communicator
 
 SETTLED_S = 0.3  # after that time the threads that complete requests have ended
 Rounds = Iterator[tuple[float, Callable[[], object]]]

@@ -13,7 +13,7 @@ from mpicomm.doctor.running_report import watch
 from mpicomm.doctor.waits import Line, RankWait
 from mpicomm.errors import BackendUnavailableError
 from mpicomm.waiting import wait_until
-from tests.helpers.mpiexec import environment, mpiexec_command, sharing_of_cores
+from tests.helpers.jobs.mpiexec import environment, mpiexec_command, sharing_of_cores
 
 try:
     visible_devices()

@@ -14,7 +14,7 @@ from mpicomm.collectives.gpu.algorithms.memory import ArenaRegion, ChannelMemory
 from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
-from tests.helpers.patterns import Pattern
+from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Builds, Change
 from tests.kernels.memory_rig import MemoryRig
 

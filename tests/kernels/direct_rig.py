@@ -10,7 +10,7 @@ from mpicomm.collectives.exchange import Exchange
 from mpicomm.collectives.gpu.algorithms.direct.plan import DirectPlanner
 from mpicomm.collectives.gpu.algorithms.steps import Launch
 from mpicomm.symmetric.registry import Mapped
-from tests.helpers.launch_numbers import begin_behind
+from tests.helpers.inputs.launch_numbers import begin_behind
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine, Place

@@ -16,8 +16,8 @@ from mpicomm.epilogues import Epilogue
 from mpicomm.epilogues.base import BoundEpilogue
 from mpicomm.mpi.arguments import Operand, parse
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.reductions import Array, dtype_named, reduced, require_same, samples
+from tests.helpers.inputs import patterns
+from tests.helpers.references.reductions import Array, dtype_named, reduced, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.machine import Machine, Place
 from tests.kernels.packet_rig import PacketRig

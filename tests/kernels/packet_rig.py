@@ -18,8 +18,8 @@ from mpicomm.collectives.gpu.algorithms.packets.plan import fused_in
 from mpicomm.collectives.gpu.algorithms.packets.rows import row_geometry
 from mpicomm.collectives.gpu.algorithms.packets.template import PacketTemplate
 from mpicomm.collectives.signature import Signature
-from tests.helpers.launch_numbers import begin_behind, old_flags
-from tests.helpers.patterns import Pattern
+from tests.helpers.inputs.launch_numbers import begin_behind, old_flags
+from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.build import Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine

@@ -21,7 +21,7 @@ from mpicomm.collectives.gpu.choose import choose
 from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
 from mpicomm.symmetric.registry import Mapped
-from tests.helpers.patterns import Pattern
+from tests.helpers.inputs.patterns import Pattern
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine
 from tests.kernels.packet_rig import SmallLayout

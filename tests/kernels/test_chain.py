@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings", reason="the arguments of kernels are made b
 from mpicomm.collectives.exchange import ChainHop
 from mpicomm.collectives.gpu.algorithms.chain.arguments import BATCH_NBYTES, CHAIN_SLOTS
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
+from tests.helpers.inputs import patterns
 from tests.kernels.build import Builds, Change
 from tests.kernels.chain_rig import ChainRig
 from tests.kernels.kernel_calls import Calls, sizes_around

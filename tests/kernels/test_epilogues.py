@@ -10,7 +10,7 @@ from mpicomm.collectives.gpu.algorithms.packets.arguments import ABSENT, Protoco
 from mpicomm.collectives.gpu.finish_launches import finish_launches
 from mpicomm.epilogues import Elementwise, Epilogue, fp8, rms_norm
 from mpicomm.mpi.span import Span
-from tests.helpers.reductions import dtype_named, require_same, samples
+from tests.helpers.references.reductions import dtype_named, require_same, samples
 from tests.kernels.build import Builds, Change
 from tests.kernels.epilogue_rig import bound, finished, on_rank, run_fused
 from tests.kernels.exchange_rig import kernel_of

@@ -12,9 +12,9 @@ from mpicomm.kernels.packing import PACK_KERNEL, PACK_THREADS, blocks_for
 from mpicomm.mpi import packing
 from mpicomm.mpi.layout import DatatypeLayout
 from mpicomm.mpi.packing import PackJob, table_of
-from tests.helpers.reference_packing import pack, unpack
-from tests.helpers.regions import layout as in_turn
-from tests.helpers.regions import region
+from tests.helpers.inputs.regions import layout as in_turn
+from tests.helpers.inputs.regions import region
+from tests.helpers.references.reference_packing import pack, unpack
 from tests.kernels.build import Builds, Change
 from tests.kernels.exchange_rig import kernel_of
 from tests.kernels.machine import Machine

@@ -12,8 +12,8 @@ import pytest
 from mpicomm.collectives.gpu.algorithms.packets.arguments import Protocol
 from mpicomm.collectives.signature import Signature
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.reductions import SENTINELS
+from tests.helpers.inputs import patterns
+from tests.helpers.references.reductions import SENTINELS
 from tests.kernels.build import Builds, Change
 from tests.kernels.kernel_calls import Calls
 from tests.kernels.late_resets import LATE, LOST

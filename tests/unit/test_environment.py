@@ -9,7 +9,7 @@ import pytest
 
 from mpicomm import environment
 from mpicomm.errors import InvalidUsageError
-from tests.helpers.mpiexec import ROOT
+from tests.helpers.jobs.mpiexec import ROOT
 
 
 @pytest.fixture(autouse=True)

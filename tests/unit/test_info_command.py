@@ -17,7 +17,7 @@ from rich.console import Console
 import mpicomm
 from mpicomm.cluster import cuda_aware
 from mpicomm.info import algorithms, tables
-from tests.helpers.mpiexec import run_job
+from tests.helpers.jobs.mpiexec import run_job
 
 INFO = ("-m", "mpicomm.info", "--device", "cpu")
 

@@ -21,7 +21,7 @@ import pytest
 
 import mpicomm
 from mpicomm.ring import parser
-from tests.helpers.mpiexec import JOB_LIMIT_S, environment, mpiexec_command, run_job
+from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, environment, mpiexec_command, run_job
 
 RING = ("-m", "mpicomm.ring", "--device", "cpu")
 SHORT = ("-b", "1K", "-e", "64K", "-n", "2", "-w", "1")

@@ -11,9 +11,9 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm import InvalidUsageError
-from tests.helpers.communicators import communicator, halves, node_ranks, require_memory_works, to_host
-from tests.helpers.hosts_by_name import on_hosts
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.rigs.communicators import communicator, halves, node_ranks, require_memory_works, to_host
+from tests.helpers.rigs.hosts_by_name import on_hosts
 
 Make = Callable[[mpicomm.Communicator], MPI.Comm]
 

@@ -9,8 +9,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers.communicators import communicator
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.rigs.communicators import communicator
 
 LIMIT_S = 0.5
 MAKERS: dict[str, Callable[[mpicomm.Communicator], MPI.Comm]] = {

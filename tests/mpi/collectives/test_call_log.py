@@ -14,7 +14,7 @@ from mpicomm.cluster.agreement import Group
 from mpicomm.collectives.call_log import CallLog
 from mpicomm.collectives.gpu.mismatch import LoggedCalls
 from mpicomm.errors import CollectiveTimeoutError, PeerError
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.raising import raises_everywhere
 
 
 @pytest.fixture

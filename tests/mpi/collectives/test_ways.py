@@ -22,9 +22,9 @@ from mpicomm.collectives import beside
 from mpicomm.devices.base import GpuBackend
 from mpicomm.log import logger
 from mpicomm.session import Session
-from tests.helpers.device_calls import Engine, on_host_engine
-from tests.helpers.message_devices import DeviceArray, take_for_gpu
-from tests.helpers.message_rigs import Rig
+from tests.helpers.fakes.message_devices import DeviceArray, take_for_gpu
+from tests.helpers.rigs.device_calls import Engine, on_host_engine
+from tests.helpers.rigs.message_rigs import Rig
 
 if MPI.COMM_WORLD.size == 1:
     pytest.skip("one rank has no others to agree with", allow_module_level=True)

@@ -11,10 +11,10 @@ from mpi4py import MPI
 
 import mpicomm
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.communicator_calls import MOVEMENTS, OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
-from tests.helpers.communicators import array_module
-from tests.helpers.hosts_by_name import PLACEMENTS, groups_of, on_hosts
-from tests.helpers.reductions import dtype_or_skip, reduced
+from tests.helpers.inputs.communicator_calls import MOVEMENTS, OPS, REDUCTIONS, Case, Prepared, legal_ops, require_works
+from tests.helpers.references.reductions import dtype_or_skip, reduced
+from tests.helpers.rigs.communicators import array_module
+from tests.helpers.rigs.hosts_by_name import PLACEMENTS, groups_of, on_hosts
 
 WORLD = MPI.COMM_WORLD
 COUNTS = (0, 1, 1025)

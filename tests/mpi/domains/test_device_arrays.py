@@ -12,8 +12,8 @@ import pytest
 from mpi4py import MPI
 
 import mpicomm
-from tests.helpers.communicators import array_module
-from tests.helpers.hosts_by_name import PLACEMENTS, on_hosts
+from tests.helpers.rigs.communicators import array_module
+from tests.helpers.rigs.hosts_by_name import PLACEMENTS, on_hosts
 
 if MPI.COMM_WORLD.size == 1:
     pytest.skip("one rank is one group", allow_module_level=True)

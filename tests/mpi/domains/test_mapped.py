@@ -13,7 +13,7 @@ import mpicomm
 from mpicomm.domains import mapped
 from mpicomm.domains.mapped import MappedChannels
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
-from tests.helpers.communicators import communicator
+from tests.helpers.rigs.communicators import communicator
 
 
 @pytest.fixture

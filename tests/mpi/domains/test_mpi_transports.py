@@ -19,7 +19,7 @@ from mpicomm.domains.network_waits import NetworkWaits
 from mpicomm.domains.steps import NetworkMessage, NetworkStep
 from mpicomm.domains.transport import Transport
 from mpicomm.errors import CollectiveTimeoutError, PeerError
-from tests.helpers.message_devices import DeviceArray, ThreadDevice
+from tests.helpers.fakes.message_devices import DeviceArray, ThreadDevice
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size

@@ -16,9 +16,9 @@ import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
 from mpicomm.mpi.buffers import read
-from tests.helpers.leaks import nothing_leaks
-from tests.helpers.message_devices import DeviceArray, on_threads, take_for_gpu
-from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, same
+from tests.helpers.fakes.message_devices import DeviceArray, on_threads, take_for_gpu
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.rigs.message_rigs import LARGE, SIZES, Rig, content, same
 
 Array = npt.NDArray[Any]
 

@@ -13,8 +13,8 @@ import mpicomm
 from mpicomm import CollectiveTimeoutError, InvalidUsageError, PeerError
 from mpicomm.collectives.exchange import Message
 from mpicomm.ways.dispatch import Dispatcher, MessageCall
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.message_rigs import Rig
+from tests.helpers.rigs.communicators import array_module, communicator
+from tests.helpers.rigs.message_rigs import Rig
 
 COUNTS = (1, 1000, 8192, 100_003, 5_000_001)  # int32; the last one is longer than the slots
 ONE_SHOT: dict[str, Any] = {"algorithm": "one_shot"}

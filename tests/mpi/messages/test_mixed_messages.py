@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from mpicomm import InvalidUsageError
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from tests.helpers.message_devices import DeviceArray
-from tests.helpers.message_rigs import LARGE, SIZES, Rig, content, same
+from tests.helpers.fakes.message_devices import DeviceArray
+from tests.helpers.rigs.message_rigs import LARGE, SIZES, Rig, content, same
 
 RECEIVES = ["Recv", "Irecv", "Waitall", "Sendrecv", "Sendrecv_replace", "Isendrecv", "Isendrecv_replace", "Recv_init"]
 MATCHED = ["Mprobe", "Improbe", "Mprobe Irecv"]

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.messages.rendezvous_header import HEADER_NBYTES
-from tests.helpers.message_rigs import Rig, content, same
+from tests.helpers.rigs.message_rigs import Rig, content, same
 
 COUNTS = (1, 2, 7, HEADER_NBYTES // 4 - 1, HEADER_NBYTES // 4)
 

@@ -17,8 +17,8 @@ import mpicomm
 from mpicomm.observation import inside
 from mpicomm.recording import clocks
 from mpicomm.trace.__main__ import main
-from tests.helpers.communicators import array_module, communicator
-from tests.helpers.message_rigs import rig_on
+from tests.helpers.rigs.communicators import array_module, communicator
+from tests.helpers.rigs.message_rigs import rig_on
 
 Event = dict[str, Any]
 LATE_S = 0.05

@@ -14,7 +14,7 @@ from mpicomm.activity.page import CommunicatorRow, Member, begin_mpis, page
 from mpicomm.activity.ranks import ranks_as_text, ranks_of_text
 from mpicomm.activity.reading import Activity, BlockedMessage, OtherVersionError, RankCalls, read_activity
 from mpicomm.collectives.operations import OPERATIONS
-from tests.helpers.mpiexec import environment
+from tests.helpers.jobs.mpiexec import environment
 
 ALONE = [Member("host", 1, 0)]
 

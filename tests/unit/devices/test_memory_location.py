@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mpicomm.devices import memory_location
-from tests.helpers import fake_driver
+from tests.helpers.fakes import fake_driver
 
 
 class Library:

@@ -13,7 +13,7 @@ import pytest
 from mpi4py import MPI
 
 from mpicomm.doctor.report import CHECKS
-from tests.helpers.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, run_job
+from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, run_job
 
 DOCTOR = ("-m", "mpicomm.doctor", "--device", "cpu")
 IS_MPICH = MPI.get_vendor()[0] == "MPICH"

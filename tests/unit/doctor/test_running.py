@@ -20,8 +20,8 @@ from mpicomm.doctor.running_report import watch
 from mpicomm.doctor.waits import RankWait
 from mpicomm.errors import InvalidUsageError
 from mpicomm.waiting import wait_until
-from tests.helpers.late_rank import CALLS, LATE, TAG
-from tests.helpers.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, sharing_of_cores
+from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, ROOT, environment, mpiexec_command, sharing_of_cores
+from tests.helpers.programs.late_rank import CALLS, LATE, TAG
 
 START_LIMIT_S = 20.0
 LOOK_S = 0.3
@@ -74,7 +74,7 @@ class Job:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    command = mpiexec_command(LATE + 1, "-m", "tests.helpers.late_rank", str(tmp_path))
+    command = mpiexec_command(LATE + 1, "-m", "tests.helpers.programs.late_rank", str(tmp_path))
     variables = {**sharing_of_cores(LATE + 1), **environment()}
     with (tmp_path / "output").open("w") as output:
         job = subprocess.Popen(command, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, cwd=ROOT)

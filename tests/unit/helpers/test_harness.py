@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.agreement import Outcome, agreed_error
-from tests.helpers.leaks import nothing_leaks
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.jobs.agreement import Outcome, agreed_error
 
 ROOT = Path(__file__).parents[3]
 
@@ -25,10 +25,10 @@ def run_ranks(tmp_path: Path) -> RunRanks:
     def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         (tmp_path / "test_it.py").write_text(
             "import os, time, pytest\nfrom mpi4py import MPI\n"
-            "from tests.helpers.raising import raises_everywhere\n"
+            "from tests.helpers.faults.raising import raises_everywhere\n"
             "WORLD = MPI.COMM_WORLD\nRANK = WORLD.rank\n" + code
         )
-        command = [sys.executable, "-m", "tests.helpers.run_ranks", "2"]
+        command = [sys.executable, "-m", "tests.helpers.jobs.run_ranks", "2"]
         command += ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path), "--timeout=20"]
         return subprocess.run(
             [*command, *arguments, str(tmp_path / "test_it.py")],

@@ -19,7 +19,7 @@ from mpicomm.messages.device import MessageDevice
 from mpicomm.messages.in_flight import DONE, MOST_IN_FLIGHT
 from mpicomm.messages.outbox import PART, Outbox, OutboxFullError
 from mpicomm.messages.outbox_slot import OutboxSlot
-from tests.helpers.message_devices import ThreadDevice
+from tests.helpers.fakes.message_devices import ThreadDevice
 
 MOST = 24 << 20
 SECRET = bytes(32)

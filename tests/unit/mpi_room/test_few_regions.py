@@ -10,8 +10,8 @@ from mpicomm.kernels.packing import ENTRY_NBYTES
 from mpicomm.mpi.layout import DatatypeLayout, layout_of, together
 from mpicomm.mpi.packing import table_for, table_of_blocks
 from mpicomm.mpi.regions import Region
-from tests.helpers.reference_packing import runs_of
-from tests.helpers.regions import region
+from tests.helpers.inputs.regions import region
+from tests.helpers.references.reference_packing import runs_of
 
 _CUBE = [10, 20, 30]
 

@@ -14,8 +14,8 @@ from mpi4py import MPI
 from mpicomm.mpi.layout import DatatypeLayout, layout_of
 from mpicomm.mpi.packing import PackJob, table_of
 from mpicomm.mpi.regions import Region, joined
-from tests.helpers.reference_packing import pack, runs_of, unpack
-from tests.helpers.regions import region
+from tests.helpers.inputs.regions import region
+from tests.helpers.references.reference_packing import pack, runs_of, unpack
 
 _NAMED = (MPI.BYTE, MPI.INT16_T, MPI.FLOAT, MPI.DOUBLE, MPI.C_DOUBLE_COMPLEX)
 

@@ -205,7 +205,9 @@ def test_a_list_that_waits_lets_mpi_go_on_with_the_others() -> None:
     receive = comm.Irecv(content, 0, 1)
     send = comm.Isend(b"7" * (1 << 20), 0, 1)
     work = DeferredWork(lambda: content[-1] == ord("7"), lambda: None)
-    MPI.Request.Waitall([DeferredRequest(work), receive, send])
+    requests = [DeferredRequest(work), receive, send]
+    MPI.Request.Waitall(requests)
+    assert requests == [NULL] * 3
     comm.Free()
 
 

@@ -26,10 +26,10 @@ from mpicomm.tune import __main__ as tune
 from mpicomm.tune.subjects import Subject, subjects_of
 from mpicomm.tune.sweep import Measure, choose, sweep
 from mpicomm.tune.timing import Timing
-from tests.helpers.mpiexec import run_job
-from tests.helpers.reductions import dtype_named
-from tests.helpers.tuning import row as tuning_row
-from tests.helpers.tuning import table
+from tests.helpers.inputs.tuning import row as tuning_row
+from tests.helpers.inputs.tuning import table
+from tests.helpers.jobs.mpiexec import run_job
+from tests.helpers.references.reductions import dtype_named
 
 TUNE = ("-m", "mpicomm.tune")
 KIB, MIB = 1 << 10, 1 << 20

@@ -17,12 +17,12 @@ from mpicomm.collectives.host.engine import HostEngine
 from mpicomm.collectives.host.reduction import OPERATIONS, is_supported
 from mpicomm.errors import InvalidUsageError
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.host_engines import CALL, FLOAT32, SMALL, Array, engine_of, meet, parts_of, span, spans, wanted
-from tests.helpers.leaks import nothing_leaks
-from tests.helpers.raising import raises_everywhere
-from tests.helpers.reductions import NARROW, dtype_or_skip, require_same
-from tests.helpers.ring_order import ring_reduced
+from tests.helpers.faults.leaks import nothing_leaks
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.inputs import patterns
+from tests.helpers.references.reductions import NARROW, dtype_or_skip, require_same
+from tests.helpers.references.ring_order import ring_reduced
+from tests.helpers.rigs.host_engines import CALL, FLOAT32, SMALL, Array, engine_of, meet, parts_of, span, spans, wanted
 
 
 @pytest.fixture(scope="module")

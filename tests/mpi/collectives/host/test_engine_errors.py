@@ -22,9 +22,9 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.devices.host import HostBackend, fence
 from mpicomm.errors import CollectiveTimeoutError, PeerError
 from mpicomm.sharing.segments import share
-from tests.helpers import patterns
-from tests.helpers.host_engines import CALL, FLOAT32, engine_of, meet, span, spans
-from tests.helpers.raising import raises_everywhere
+from tests.helpers.faults.raising import raises_everywhere
+from tests.helpers.inputs import patterns
+from tests.helpers.rigs.host_engines import CALL, FLOAT32, engine_of, meet, span, spans
 
 
 @pytest.fixture

@@ -41,9 +41,9 @@ from mpicomm.kernels.reductions import HOST_SLOTS, REDUCTIONS
 from mpicomm.kernels.team import LANES, Team
 from mpicomm.mpi.span import Span
 from mpicomm.symmetric.registry import Mapped
-from tests.helpers import patterns
-from tests.helpers.reductions import dtype_named
-from tests.helpers.tuning import row, table
+from tests.helpers.inputs import patterns
+from tests.helpers.inputs.tuning import row, table
+from tests.helpers.references.reductions import dtype_named
 
 SIZES = st.integers(2, 8)
 KIB, MIB = 1 << 10, 1 << 20

@@ -27,7 +27,7 @@ from mpicomm.errors import InvalidUsageError
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.plain_arrays import plain_array
 from mpicomm.symmetric.registry import Mappings
-from tests.helpers.addresses import DeviceArray, read_device_arrays
+from tests.helpers.fakes.addresses import DeviceArray, read_device_arrays
 
 OPERATIONS_OF_FORMS = [row for row in OPERATIONS.values() if row.counts == "same" and row.send != "counted"]
 

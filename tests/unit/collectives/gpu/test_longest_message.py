@@ -31,9 +31,9 @@ from mpicomm.collectives.signature import Signature
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.span import Span
 from mpicomm.waiting import wait_until
-from tests.helpers import patterns
-from tests.helpers.patterns import Pattern
-from tests.helpers.tuning import table
+from tests.helpers.inputs import patterns
+from tests.helpers.inputs.patterns import Pattern
+from tests.helpers.inputs.tuning import table
 
 KIB, MIB = 1 << 10, 1 << 20
 BYTE = np.dtype(np.uint8)

@@ -19,8 +19,8 @@ from mpicomm.collectives.call import Arguments, Call
 from mpicomm.collectives.operations import OPERATIONS, Operation
 from mpicomm.mpi import buffers
 from mpicomm.symmetric.registry import Mappings
-from tests.helpers.fake_cuda import FakeCuda
-from tests.helpers.fake_engines import STREAM, Rig
+from tests.helpers.fakes.fake_cuda import FakeCuda
+from tests.helpers.rigs.fake_engines import STREAM, Rig
 
 FLOAT = np.dtype("f4")
 PACKAGE = str(Path(mpicomm.__file__).parent)

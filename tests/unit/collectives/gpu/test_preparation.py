@@ -25,8 +25,8 @@ from mpicomm.errors import HandleError, InvalidUsageError, MpicommError, PeerErr
 from mpicomm.kernels.team import Team
 from mpicomm.mpi.arguments import parse
 from mpicomm.mpi.span import Span
-from tests.helpers import patterns
-from tests.helpers.tuning import row, table
+from tests.helpers.inputs import patterns
+from tests.helpers.inputs.tuning import row, table
 
 TABLE = table(row("Allreduce", 3, (100, "two_shot"), (1000, "copy_engine")))
 FLOAT32 = np.dtype(np.float32)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from mpicomm.mpi.requests import Completer, DeferredWork
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_cuda import FakeCuda
 
 LONG_S = 20
 

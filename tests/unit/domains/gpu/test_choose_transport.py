@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 from mpicomm.cluster.agreement import Group
 from mpicomm.errors import BackendUnavailableError, HandleError
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fakes.fake_cuda import FakeCuda
 
 Choose = Callable[[Callable[[], Any] | None], Any]
 """Chooses with a function that makes channels, which is None where the ranks are on several nodes."""

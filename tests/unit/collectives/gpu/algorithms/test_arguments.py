@@ -27,8 +27,8 @@ from mpicomm.kernels.ll_flags import FlaggedInboxes
 from mpicomm.kernels.reductions import OPTIONS, REDUCTIONS, cpp_name, options_for
 from mpicomm.kernels.team import Faults, Team
 from mpicomm.p2p import kernels as p2p
-from tests.helpers.kernel_sources import INCLUDES, SOURCES
-from tests.helpers.reductions import SENTINELS
+from tests.helpers.inputs.kernel_sources import INCLUDES
+from tests.helpers.references.reductions import SENTINELS
 
 
 @pytest.fixture(autouse=True)
@@ -173,9 +173,3 @@ def test_host_and_kernel_agree_on_the_threads_of_a_block(
     # Without the kernel of packets.cu, which takes the compiler long.
     source.write_text(f'#include "packet_worker.cuh"\nstatic_assert(mpicomm::kWorkers == {workers});')
     compile_kernel(source, (9, 0), (*variant.options, *INCLUDES))
-
-
-def test_the_kernel_alone_bounds_its_registers() -> None:
-    # At 128 registers for each of 512 threads a block fits on every device; without the bound a launch could fail.
-    text = (SOURCES["exchange.cu"]).read_text()
-    assert "__launch_bounds__(mpicomm::kThreads) mpicomm_exchange" in text
