@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.document_programs import DOCUMENTS, programs, require_programs_run
+from tests.helpers.mpiexec import ROOT
 
 UNFREED = "always:<mpicomm.:ResourceWarning"  # Python hides these warnings by default
 LANGUAGES = {"python", "yaml", ""}
@@ -30,3 +31,7 @@ def test_no_program_hides(document: Path) -> None:
     """A fence that is indented, or names another language, would keep its program from the tests above."""
     opening = re.findall(r"^( *)```(\w*)\n.*?^ *```$", document.read_text(), re.MULTILINE | re.DOTALL)
     assert {language for _, language in opening} <= LANGUAGES and not any(indent for indent, _ in opening)
+
+
+def test_the_readme_is_read_in_three_minutes() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 140
