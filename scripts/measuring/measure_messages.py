@@ -1,4 +1,6 @@
-"""Measure messages of GPU arrays between two ranks: `mpiexec -n 2 python scripts/measure_messages.py [--json FILE]`.
+"""Measure messages of GPU arrays between two ranks.
+
+Run `mpiexec -n 2 python scripts/measuring/measure_messages.py [--json FILE]`.
 
 Each way has its line. *MPI matches* is `Send` and `Recv`. *stream order* is the same with ``algorithm="one_shot"``,
 where kernels match. *by hand* copies to NumPy arrays, sends these with mpi4py, and copies back. Times are microseconds:

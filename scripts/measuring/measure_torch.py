@@ -1,4 +1,6 @@
-"""Measure PyTorch's backends mpicomm and gloo, or NCCL on GPUs: `mpiexec -n N python scripts/measure_torch.py`.
+"""Measure PyTorch's backends mpicomm and gloo, or NCCL on GPUs.
+
+Run `mpiexec -n N python scripts/measuring/measure_torch.py`.
 
 `torch.distributed.all_reduce` of float32 tensors, blocking, and begun with ``async_op=True`` and waited for at once.
 Then a step of the network of examples/train_torch.py with DistributedDataParallel, and on GPUs one of a network whose
@@ -36,7 +38,7 @@ from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
 
 WORLD = MPI.COMM_WORLD

@@ -1,4 +1,6 @@
-"""Transform arrays by mpi4py-fft's pencils: `mpirun -np N python -m mpicomm scripts/pencil_fft.py PENCIL [--cupy]`.
+"""Transform arrays by mpi4py-fft's pencils.
+
+Run `mpirun -np N python -m mpicomm scripts/testing/pencil_fft.py PENCIL [--cupy]`.
 
 PENCIL is the file pencil.py of mpi4py-fft, which needs no FFTW. Its classes divide an array along one axis or two, by
 parts of a Cartesian communicator, and turn the division by `Alltoallw` of subarray types. Each rank transforms the axis

@@ -1,4 +1,4 @@
-"""Measure epilogues of all-reduces on GPUs: `mpirun -np 2 python -m mpi4py scripts/measure_epilogues.py`.
+"""Measure epilogues of all-reduces on GPUs: `mpirun -np 2 python -m mpi4py scripts/measuring/measure_epilogues.py`.
 
 It times a CUDA graph of 20 all-reduces: each of them alone; with an epilogue; with the same epilogue in the package's
 kernel behind the all-reduce; and with kernels of CuPy behind that compute the same. It does so for

@@ -1,4 +1,4 @@
-"""Measure host arrays between groups against MPI alone: `mpiexec -n N python scripts/measure_host_groups.py`.
+"""Measure host arrays between groups against MPI alone: `mpiexec -n N python scripts/measuring/measure_host_groups.py`.
 
 The ranks claim to be on two hosts. MPIR_CVAR_NUM_CLIQUES=2 before the command makes MPICH take them for two hosts, too.
 A Communicator and plain mpi4py take turns with the same arrays. Times are microseconds: medians of the slowest rank.

@@ -1,4 +1,4 @@
-"""Random calls for a long time: `mpiexec -n N python scripts/soak.py --seconds 3600`, from the project's root.
+"""Random calls for a long time: `mpiexec -n N python scripts/testing/soak.py --seconds 3600`, from the project's root.
 
 Each round makes new communicators and streams. It calls random collectives (blocking, nonblocking and persistent, of
 all types and sizes), puts, gets, signals, messages and registrations; on GPUs also graphs of collectives, which it
@@ -27,13 +27,15 @@ from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from result_file import LONG_RUNS, Table, add_tables, hardware, today
 from soak_rounds import MIB, WORLD, Soak
 
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 from tests.helpers.communicators import array_module, communicator
+
+sys.path.append(str(Path(__file__).parents[1] / "measuring"))
+from result_file import LONG_RUNS, Table, add_tables, hardware, today
 
 SETTLED_S = 0.3  # after that time the threads that complete requests have ended
 Rounds = Iterator[tuple[float, Callable[[], object]]]

@@ -1,4 +1,4 @@
-"""Measure set-up and mapped memory: `mpirun -np N python scripts/measure.py [--json FILE]`.
+"""Measure set-up and mapped memory: `mpirun -np N python scripts/measuring/measure.py [--json FILE]`.
 
 Set-up: milliseconds of the slowest rank to create a communicator, its first array and its second. The first
 communicator of the process counts by itself, because on GPUs it creates the CUDA context; other times are medians.

@@ -1,4 +1,4 @@
-"""Measure how long a call holds the host: `mpiexec -n N python scripts/measure_issue.py [--json FILE]`.
+"""Measure how long a call holds the host: `mpiexec -n N python scripts/measuring/measure_issue.py [--json FILE]`.
 
 A *known* call is the same in all calls. A *new* call has another size than all before, above half of ``--kib`` up to
 it, and other addresses; calls whose ranks have counts have other counts. Calls of arrays are those of a Communicator,
@@ -45,7 +45,7 @@ from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
 
 WORLD = MPI.COMM_WORLD

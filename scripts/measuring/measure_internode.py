@@ -1,4 +1,6 @@
-"""Measure all-reduces between groups of GPUs: `mpiexec -n 4 python scripts/measure_internode.py [--json FILE]`.
+"""Measure all-reduces between groups of GPUs.
+
+Run `mpiexec -n 4 python scripts/measuring/measure_internode.py [--json FILE]`.
 
 The ranks claim to be on ``--hosts`` hosts, so this also measures ranks of one machine. The engine is the one of
 MPICOMM_INTERNODE. *possible* is the time of the copies and of MPI's own Allreduce of the shards that the engine

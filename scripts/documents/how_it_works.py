@@ -1,4 +1,6 @@
-"""Draw how mpicomm works: `python scripts/how_it_works.py [FILE]`, by default how_it_works.svg beside this script.
+"""Draw how mpicomm works.
+
+Run `python scripts/documents/how_it_works.py [FILE]`, by default how_it_works.svg beside this script.
 
 The upper half is set-up, in which ranks swap handles of their memory and open each other's. The lower half is a
 collective, in which kernels store straight into the memory of their peers.

@@ -1,4 +1,4 @@
-"""Make an HTML page of the examples: `python scripts/examples_page.py FOLDER [--ranks N]`, from scripts/docs.
+"""Make an HTML page of the examples: `python scripts/documents/examples_page.py FOLDER [--ranks N]`, from scripts/docs.
 
 It runs each program that examples/README.md lists, and shows its text, its code, its output and its picture.
 """

@@ -1,4 +1,6 @@
-"""Measure MPI against mapped memory on host arrays: `mpiexec -n N python scripts/measure_host_collectives.py`.
+"""Measure MPI against mapped memory on host arrays.
+
+Run `mpiexec -n N python scripts/measuring/measure_host_collectives.py`.
 
 For each collective and size the script gives milliseconds of the slowest rank: the median of rounds in which MPI and
 the algorithms of the host engine take turns. Beside each time it gives how many times as fast as MPI that is. Sizes are

@@ -1,4 +1,6 @@
-"""Measure the kernel that packs and unpacks derived datatypes, on one GPU: `python scripts/measure_packing.py`.
+"""Measure the kernel that packs and unpacks derived datatypes, on one GPU.
+
+Run `python scripts/measuring/measure_packing.py`.
 
 It times a launch that packs and a launch that unpacks, each beside a copy of as many bytes within the device. A CUDA
 graph of 20 launches is launched twice, and events time the second. The data is random. NumPy checks what the graphs
