@@ -77,7 +77,7 @@ def section(name: str, ranks: int, folder: Path) -> str:
 
 def main() -> None:
     """Write examples.html and the pictures into the folder."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", type=int, default=4)
     options = parser.parse_args()

@@ -8,7 +8,7 @@ collective, in which kernels store straight into the memory of their peers.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -141,8 +141,9 @@ def picture() -> str:
 
 def main() -> None:
     """Write the file."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_suffix(".svg")
-    path.write_text(picture())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?", default=Path(__file__).with_suffix(".svg"))
+    parser.parse_args().file.write_text(picture())
 
 
 if __name__ == "__main__":

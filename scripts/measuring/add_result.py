@@ -38,7 +38,7 @@ def published(result: dict[str, Any], where: str | None) -> dict[str, Any]:
 
 def main() -> None:
     """Write the file."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     parser.add_argument("name")
     parser.add_argument("--hardware", help="default: the GPUs, their links and the processor of the result")

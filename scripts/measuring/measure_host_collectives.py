@@ -101,7 +101,7 @@ def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int)
 
 def main() -> None:
     """Measure and print on rank 0."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kib", default="16,64,256,1024,4096,16384,65536")
     parser.add_argument("--slots", default="")
     parser.add_argument("--only", default="")

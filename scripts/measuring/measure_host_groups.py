@@ -56,7 +56,7 @@ def compare(name: str, nbytes: int, comm: MPI.Intracomm, rounds: int) -> tuple[f
 
 def main() -> None:
     """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="8,1K,64K,1M,16M")
     parser.add_argument("--rounds", type=int, default=51)
     parser.add_argument("--json", type=output_file)

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import cupy
 import numpy as np
 from mpi4py import MPI
+from needed import cupy
 from result_file import Table, add_tables, command, hardware
 from rich.console import Console
 
@@ -63,7 +63,7 @@ def possible(rail: MPI.Intracomm, shards: int, nbytes: int) -> Callable[[], None
 
 def main() -> None:
     """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4K,64K,1M,16M,64M")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=11)

@@ -25,9 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from mpi4py import MPI
+from needed import torch
 from result_file import Table, add_tables, command, hardware
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -47,6 +46,8 @@ from mpicomm.cli.options import rank_record
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
+
+dist = torch.distributed
 
 WORLD = MPI.COMM_WORLD
 IN_FLIGHT = 20
@@ -298,7 +299,7 @@ def show(line: str) -> None:
 
 def main() -> None:
     """Measure, and print each row on rank 0."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kib", type=int, default=64, help="of the largest buffer of a rank; default: 64")
     parser.add_argument("--calls", type=int, default=200, help="that count; default: 200")
     parser.add_argument("--only", default="", help="rows whose names have one of these texts, as in Alltoallv,dist.")

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import cupy
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
+from needed import cupy
 from result_file import Table, add_tables, command, hardware
 
 import mpicomm
@@ -171,7 +171,7 @@ def require_same(what: str, found: Bytes, expected: Bytes) -> None:
 
 def main() -> None:
     """Measure and print; write the table where a file is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     with mpicomm.Communicator(MPI.COMM_SELF) as comm:

@@ -26,9 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from mpi4py import MPI
+from needed import torch
 from result_file import Table, add_tables, command, hardware
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -40,6 +39,8 @@ from mpicomm.cli.options import rank_record
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
+
+dist = torch.distributed
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -193,7 +194,7 @@ def training_steps(training: Training, peer: Peer, rounds: int) -> list[list[Any
 
 def main() -> None:
     """Measure and print on rank 0."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kib", default="4,16,64,256,1024,4096,16384,65536")
     parser.add_argument("--rounds", type=int, default=21, help="of large tensors; small ones and steps have five times")
     parser.add_argument("--gpu", action="store_true", help="on GPUs, against NCCL")

@@ -114,7 +114,7 @@ PROGRAMS = (
 
 def main() -> int:
     """Run all programs; return 1 if one fails on Communicators alone."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,3", help="numbers of ranks, with commas between them")
     parser.add_argument("--cupy", action="store_true", help="test CuPy's arrays on mpicomm, too")
     options = parser.parse_args()

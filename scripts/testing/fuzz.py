@@ -63,7 +63,7 @@ def mutated(rng: random.Random) -> bytes:
 
 def main() -> None:
     """Feed as many inputs as the options say."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packets", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=output_file)

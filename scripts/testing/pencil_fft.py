@@ -72,7 +72,7 @@ def transform(xp: Any, module: Any, divided: list[int], dtype: Any) -> float:
 
 def main() -> None:
     """Transform in all ways; exit with 1 where a result is wrong."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pencil")
     parser.add_argument("--cupy", action="store_true", help="transform CuPy's arrays")
     options = parser.parse_args()

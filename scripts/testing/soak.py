@@ -79,7 +79,7 @@ def settled_resources(soak: Soak) -> dict[str, int]:
 
 def main() -> None:
     """Run, and print on rank 0."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu"))
     parser.add_argument("--seed", type=int, default=1)

@@ -23,7 +23,7 @@ TRIALS_PER_JOB = 50
 
 def main() -> None:
     """Run the trials in as many jobs as they need, and print the outcome."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=1)
