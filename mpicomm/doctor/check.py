@@ -13,7 +13,7 @@ Job = Sequence[RankFacts]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that goes wrong. README's table of troubles has a row for each, made of the texts below the title."""
+    """A trouble between ranks. The document of troubles has a row for each check, with its symptom and its fix."""
 
     name: str
     title: str

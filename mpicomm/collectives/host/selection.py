@@ -1,7 +1,7 @@
 """The choice between MPI and mapped memory for collectives on host arrays, and the exchanges on mapped memory.
 
-The sizes are measured: `scripts/measure_host_collectives.py` compares with MPICH 5, which copies from process to
-process, with 2 and with 4 ranks on 2 cores. Reductions gain most, because MPI spends most of their time between its
+The sizes are measured: `scripts/measuring/measure_host_collectives.py` compares with MPICH 5, which copies from process
+to process, with 2 and with 4 ranks on 2 cores. Reductions gain most, because MPI spends most of their time between its
 copies. Collectives that only move data gain little, because memory bounds them in MPI as well. They may lose much,
 because slots pass from cache to cache, which takes four times as long between cores that share no cache.
 """

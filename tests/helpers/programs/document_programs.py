@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.mpiexec import JOB_LIMIT_S, ROOT, run_job_within
+from tests.helpers.jobs.mpiexec import JOB_LIMIT_S, ROOT, run_job_within
 
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "mpicomm/docs").glob("*.md")))
 FENCE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-import mpicomm
 from mpicomm.cli.launch import JobLaunch, launch_of
 from mpicomm.doctor.facts import MemoryFacts, RankFacts, VisibleGpu, family_of
-from mpicomm.doctor.report import CHECKS, examine, lines, readme_table
+from mpicomm.doctor.report import CHECKS, examine, lines
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH configure:    --with-device=ch4:ofi --with-pm=hydra"
@@ -225,9 +223,3 @@ def test_a_report_has_the_cause_and_the_fix() -> None:
     assert "--shm-size" in report[at + 1]
     assert "ok    library: mpi4py finds the library of its MPI" in report
     assert len(report) == len(CHECKS) + 1
-
-
-def test_the_table_of_troubles_is_made_of_the_checks() -> None:
-    readme = (Path(mpicomm.__file__).parents[1] / "README.md").read_text()
-    between = readme.partition("<!-- table of troubles: begin -->")[2].partition("<!-- table of troubles: end -->")[0]
-    assert between.strip() == readme_table(), "write report.readme_table() between the marks"

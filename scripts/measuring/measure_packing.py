@@ -1,4 +1,6 @@
-"""Measure the kernel that packs and unpacks derived datatypes, on one GPU: `python scripts/measure_packing.py`.
+"""Measure the kernel that packs and unpacks derived datatypes, on one GPU.
+
+Run `python scripts/measuring/measure_packing.py`.
 
 It times a launch that packs and a launch that unpacks, each beside a copy of as many bytes within the device. A CUDA
 graph of 20 launches is launched twice, and events time the second. The data is random. NumPy checks what the graphs
@@ -14,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import cupy
 import numpy as np
 import numpy.typing as npt
 from mpi4py import MPI
+from needed import cupy
 from result_file import Table, add_tables, command, hardware
 
 import mpicomm
@@ -169,7 +171,7 @@ def require_same(what: str, found: Bytes, expected: Bytes) -> None:
 
 def main() -> None:
     """Measure and print; write the table where a file is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     with mpicomm.Communicator(MPI.COMM_SELF) as comm:

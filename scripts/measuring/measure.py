@@ -1,4 +1,4 @@
-"""Measure set-up and mapped memory: `mpirun -np N python scripts/measure.py [--json FILE]`.
+"""Measure set-up and mapped memory: `mpirun -np N python scripts/measuring/measure.py [--json FILE]`.
 
 Set-up: milliseconds of the slowest rank to create a communicator, its first array and its second. The first
 communicator of the process counts by itself, because on GPUs it creates the CUDA context; other times are medians.
@@ -161,7 +161,7 @@ def device_ring(nbytes: int) -> list[list[Any]]:
 
 def main() -> None:
     """Measure and print on rank 0; write the tables where a file is named."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     set_up_ms = set_up()  # first of all: it times the first communicator of the process

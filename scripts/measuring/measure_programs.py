@@ -1,4 +1,6 @@
-"""Measure what programs of others gain: `python scripts/measure_programs.py --heat DIR --ptypy DIR --pylops-mpi DIR`.
+"""Measure what programs of others gain.
+
+Run `python scripts/measuring/measure_programs.py --heat DIR --ptypy DIR --pylops-mpi DIR`.
 
 Each DIR is a checkout of the program's repository, whose own benchmark or example runs on ``--ranks`` GPUs: Heat's
 `benchmarks/cb`, ptypy's `benchmark/ptypy_moonflower_script_cupy.py` and PyLops-MPI's
@@ -172,7 +174,9 @@ def main() -> None:
         title = f"Programs of others, {options.ranks} ranks"
         text = "Staged: the program copies its GPU arrays through the host, as it does for an MPI that knows no GPU."
         named = " ".join(f"--{name.replace('_', '-')} DIR" for name in SOURCES if getattr(options, name))
-        command = f"python scripts/measure_programs.py {named} --ranks {options.ranks} --repeat {options.repeat}"
+        command = (
+            f"python scripts/measuring/measure_programs.py {named} --ranks {options.ranks} --repeat {options.repeat}"
+        )
         add_tables(options.json, [Table("Calls", title, where, columns, rows, text=text, command=command)])
 
 

@@ -1,4 +1,4 @@
-"""Measure how long a call holds the host: `mpiexec -n N python scripts/measure_issue.py [--json FILE]`.
+"""Measure how long a call holds the host: `mpiexec -n N python scripts/measuring/measure_issue.py [--json FILE]`.
 
 A *known* call is the same in all calls. A *new* call has another size than all before, above half of ``--kib`` up to
 it, and other addresses; calls whose ranks have counts have other counts. Calls of arrays are those of a Communicator,
@@ -25,9 +25,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from mpi4py import MPI
+from needed import torch
 from result_file import Table, add_tables, command, hardware
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -45,8 +44,10 @@ from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
+
+dist = torch.distributed
 
 WORLD = MPI.COMM_WORLD
 IN_FLIGHT = 20
@@ -298,7 +299,7 @@ def show(line: str) -> None:
 
 def main() -> None:
     """Measure, and print each row on rank 0."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kib", type=int, default=64, help="of the largest buffer of a rank; default: 64")
     parser.add_argument("--calls", type=int, default=200, help="that count; default: 200")
     parser.add_argument("--only", default="", help="rows whose names have one of these texts, as in Alltoallv,dist.")

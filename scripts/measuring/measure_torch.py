@@ -1,4 +1,6 @@
-"""Measure PyTorch's backends mpicomm and gloo, or NCCL on GPUs: `mpiexec -n N python scripts/measure_torch.py`.
+"""Measure PyTorch's backends mpicomm and gloo, or NCCL on GPUs.
+
+Run `mpiexec -n N python scripts/measuring/measure_torch.py`.
 
 `torch.distributed.all_reduce` of float32 tensors, blocking, and begun with ``async_op=True`` and waited for at once.
 Then a step of the network of examples/train_torch.py with DistributedDataParallel, and on GPUs one of a network whose
@@ -24,9 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from mpi4py import MPI
+from needed import torch
 from result_file import Table, add_tables, command, hardware
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -36,8 +37,10 @@ from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
+
+dist = torch.distributed
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
@@ -73,7 +76,7 @@ class Peer:
     """The backend beside mpicomm, with a group of the same ranks, and the device of the tensors."""
 
     name: str
-    group: dist.ProcessGroup
+    group: Any
     device: torch.device
 
     def finish(self) -> None:
@@ -191,7 +194,7 @@ def training_steps(training: Training, peer: Peer, rounds: int) -> list[list[Any
 
 def main() -> None:
     """Measure and print on rank 0."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kib", default="4,16,64,256,1024,4096,16384,65536")
     parser.add_argument("--rounds", type=int, default=21, help="of large tensors; small ones and steps have five times")
     parser.add_argument("--gpu", action="store_true", help="on GPUs, against NCCL")

@@ -1,4 +1,6 @@
-"""Ranks that die, stop or fail at random lines: `python scripts/soak_deaths.py --trials 1000`, from the project's root.
+"""Ranks that die, stop or fail at random lines.
+
+Run `python scripts/testing/soak_deaths.py --trials 1000`, from the project's root.
 
 tests/helpers/programs/peer_death.py describes a trial, and the duties of the survivors and of the victims that live on.
 This program prints the victims and the survivors' errors, and exits with 1 if a rank fails one of its duties. Pass
@@ -21,7 +23,7 @@ TRIALS_PER_JOB = 50
 
 def main() -> None:
     """Run the trials in as many jobs as they need, and print the outcome."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trials", type=int, default=200)
     parser.add_argument("--ranks", type=int, default=3)
     parser.add_argument("--at-once", type=int, default=1)
@@ -65,6 +67,7 @@ def main() -> None:
 def record(options: argparse.Namespace, victims: int, slowest: float) -> None:
     """Add the row of a run to a result file."""
     # Imported here, because this import starts MPI in this process, and the jobs above must not inherit it.
+    sys.path.append(str(Path(__file__).parents[1] / "measuring"))
     from result_file import LONG_RUNS, Table, add_tables, hardware, today
 
     from mpicomm.cli.machine import processor

@@ -1,4 +1,4 @@
-"""Predict collectives over many nodes from recorded results of one: `python scripts/predict.py`.
+"""Predict collectives over many nodes from recorded results of one: `python scripts/measuring/predict.py`.
 
 It replaces scripts/results/predicted-8-h200.json, and predicted-against-runs-h100.json by model_error.py; then run
 `python scripts/results/tables.py`. A test compares the files with what this script would write.
@@ -19,7 +19,7 @@ from mpicomm.bench.model.nccl import ring_us, tree_us
 from mpicomm.bench.model.network import Network
 from mpicomm.bench.model.schedules import PACKING, System, predict
 
-FOLDER = Path(__file__).resolve().parent / "results"
+FOLDER = Path(__file__).resolve().parents[1] / "results"
 NAME, AGAINST_RUNS = "predicted-8-h200.json", "predicted-against-runs-h100.json"
 SOURCES = [FOLDER / f"{name}-8-h200.json" for name in ("allreduce", "allgather", "alltoall", "bcast")]
 NETWORK = Network(gb_s=50, latency_us=5)

@@ -1,7 +1,7 @@
-"""How far the model of several nodes is from recorded runs: the table that `python scripts/predict.py` writes.
+"""How far the model of several nodes is from recorded runs: a table of `python scripts/measuring/predict.py`.
 
-The runs are all-reduces between groups of GPUs of one machine, by scripts/measure_internode.py. Two groups of one rank
-tell the cost of the network, which is the engine here. Two groups of two ranks are predicted from that.
+The runs are all-reduces between groups of GPUs of one machine, by measure_internode.py. Two groups of one rank tell the
+cost of the network, which is the engine here. Two groups of two ranks are predicted from that.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mpicomm.bench.model.schedules import System, predict
 from mpicomm.domains.cuts import PIECE_NBYTES
 from mpicomm.sizes import nbytes_of
 
-FOLDER = Path(__file__).resolve().parent / "results"
+FOLDER = Path(__file__).resolve().parents[1] / "results"
 ONE_RANK, TWO_RANKS = (FOLDER / f"internode-2x{ranks}-h100.json" for ranks in (1, 2))
 
 

@@ -1,4 +1,4 @@
-"""Measure host arrays between groups against MPI alone: `mpiexec -n N python scripts/measure_host_groups.py`.
+"""Measure host arrays between groups against MPI alone: `mpiexec -n N python scripts/measuring/measure_host_groups.py`.
 
 The ranks claim to be on two hosts. MPIR_CVAR_NUM_CLIQUES=2 before the command makes MPICH take them for two hosts, too.
 A Communicator and plain mpi4py take turns with the same arrays. Times are microseconds: medians of the slowest rank.
@@ -56,7 +56,7 @@ def compare(name: str, nbytes: int, comm: MPI.Intracomm, rounds: int) -> tuple[f
 
 def main() -> None:
     """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="8,1K,64K,1M,16M")
     parser.add_argument("--rounds", type=int, default=51)
     parser.add_argument("--json", type=output_file)

@@ -1,4 +1,6 @@
-"""Measure MPI against mapped memory on host arrays: `mpiexec -n N python scripts/measure_host_collectives.py`.
+"""Measure MPI against mapped memory on host arrays.
+
+Run `mpiexec -n N python scripts/measuring/measure_host_collectives.py`.
 
 For each collective and size the script gives milliseconds of the slowest rank: the median of rounds in which MPI and
 the algorithms of the host engine take turns. Beside each time it gives how many times as fast as MPI that is. Sizes are
@@ -99,7 +101,7 @@ def compare(name: str, nbytes: int, engines: dict[str, HostEngine], rounds: int)
 
 def main() -> None:
     """Measure and print on rank 0."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kib", default="16,64,256,1024,4096,16384,65536")
     parser.add_argument("--slots", default="")
     parser.add_argument("--only", default="")

@@ -1,4 +1,6 @@
-"""Take a result of the bench into scripts/results: `python scripts/add_result.py RESULT.json NAME [--hardware TEXT]`.
+"""Take a result of the bench into scripts/results.
+
+Run `python scripts/measuring/add_result.py RESULT.json NAME [--hardware TEXT]`.
 
 RESULT.json is a file of `python -m mpicomm.bench -J`, and NAME.json its place in scripts/results, where it replaces an
 earlier result of that name. Names of hosts, processes and devices stay out. `python scripts/results/tables.py` then
@@ -17,7 +19,7 @@ from result_file import hardware, without
 
 from mpicomm.cli.arguments import write_json
 
-FOLDER = Path(__file__).parent / "results"
+FOLDER = Path(__file__).parents[1] / "results"
 
 
 def published(result: dict[str, Any], where: str | None) -> dict[str, Any]:
@@ -36,7 +38,7 @@ def published(result: dict[str, Any], where: str | None) -> dict[str, Any]:
 
 def main() -> None:
     """Write the file."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=Path)
     parser.add_argument("name")
     parser.add_argument("--hardware", help="default: the GPUs, their links and the processor of the result")

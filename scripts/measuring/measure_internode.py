@@ -1,4 +1,6 @@
-"""Measure all-reduces between groups of GPUs: `mpiexec -n 4 python scripts/measure_internode.py [--json FILE]`.
+"""Measure all-reduces between groups of GPUs.
+
+Run `mpiexec -n 4 python scripts/measuring/measure_internode.py [--json FILE]`.
 
 The ranks claim to be on ``--hosts`` hosts, so this also measures ranks of one machine. The engine is the one of
 MPICOMM_INTERNODE. *possible* is the time of the copies and of MPI's own Allreduce of the shards that the engine
@@ -16,9 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import cupy
 import numpy as np
 from mpi4py import MPI
+from needed import cupy
 from result_file import Table, add_tables, command, hardware
 from rich.console import Console
 
@@ -61,7 +63,7 @@ def possible(rail: MPI.Intracomm, shards: int, nbytes: int) -> Callable[[], None
 
 def main() -> None:
     """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="4K,64K,1M,16M,64M")
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=11)

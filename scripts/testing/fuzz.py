@@ -1,4 +1,4 @@
-"""Feed damaged packets to their readers: `python scripts/fuzz.py [--packets 1000000]`, from the project's root.
+"""Feed damaged packets to their readers: `python scripts/testing/fuzz.py [--packets 1000000]`, from the project's root.
 
 The inputs are handle packets, with a digest that fits or not, and messages of the descriptor exchange: first random
 ones, then, where atheris is installed, as many that atheris chooses by the code they reach. A `HandleError` and a
@@ -13,8 +13,7 @@ import argparse
 import importlib.util
 import random
 import sys
-
-from result_file import LONG_RUNS, Table, add_tables, hardware, today
+from pathlib import Path
 
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
@@ -23,6 +22,9 @@ from mpicomm.devices.handle import PACKET_NBYTES, MemoryHandle
 from mpicomm.errors import HandleError
 from mpicomm.sharing import fd_exchange
 from mpicomm.sharing.fd_exchange import Address, FdExchange
+
+sys.path.append(str(Path(__file__).parents[1] / "measuring"))
+from result_file import LONG_RUNS, Table, add_tables, hardware, today
 
 SECRET = bytes(range(32))
 PACKET = MemoryHandle("ipc", bytes(16), bytes(range(64)), 1 << 21, 512, 4096).pack()
@@ -61,7 +63,7 @@ def mutated(rng: random.Random) -> bytes:
 
 def main() -> None:
     """Feed as many inputs as the options say."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packets", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=output_file)

@@ -1,4 +1,6 @@
-"""Draw how mpicomm works: `python scripts/how_it_works.py [FILE]`, by default how_it_works.svg beside this script.
+"""Draw how mpicomm works.
+
+Run `python scripts/documents/how_it_works.py [FILE]`. Without FILE the script writes mpicomm/docs/how_it_works.svg.
 
 The upper half is set-up, in which ranks swap handles of their memory and open each other's. The lower half is a
 collective, in which kernels store straight into the memory of their peers.
@@ -6,10 +8,11 @@ collective, in which kernels store straight into the memory of their peers.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 from xml.sax.saxutils import escape
 
+PICTURE = Path(__file__).parents[2] / "mpicomm/docs/how_it_works.svg"
 WIDTH, HEIGHT = 840, 830
 RANKS = (0, 1, 2)
 COLUMN_WIDTH, FIRST_COLUMN, COLUMN_STEP = 230, 35, 270
@@ -139,8 +142,9 @@ def picture() -> str:
 
 def main() -> None:
     """Write the file."""
-    path = Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).with_suffix(".svg")
-    path.write_text(picture())
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", type=Path, nargs="?", default=PICTURE)
+    parser.parse_args().file.write_text(picture())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run programs that others wrote unchanged on Communicators, and compare with plain mpi4py.
 
-    python scripts/clients.py [--ranks 2,3] [--cupy]
+    python scripts/testing/clients.py [--ranks 2,3] [--cupy]
 
 They are mpi4py's own tests and demos, pylops-mpi's tests, and a distributed FFT by mpi4py-fft's pencils. client_sources
 fetches them. Each runs twice on the same number of ranks: by `python -m mpi4py` and by `python -m mpicomm`. A program
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from client_sources import needs_of, source_of
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LIMIT_S = 900
 
 
@@ -88,7 +88,7 @@ PROGRAMS = (
         for command in (("helloworld",), ("ringtest", "-n", "256", "-l", "8"), ("pingpong", "--max-size", "1048576"))
     ),
     Program(
-        str(ROOT / "scripts/pencil_fft.py"),
+        str(ROOT / "scripts/testing/pencil_fft.py"),
         ("{source}/mpi4py_fft/pencil.py",),
         on_gpu=("--cupy",),
         package="mpi4py-fft",
@@ -114,7 +114,7 @@ PROGRAMS = (
 
 def main() -> int:
     """Run all programs; return 1 if one fails on Communicators alone."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,3", help="numbers of ranks, with commas between them")
     parser.add_argument("--cupy", action="store_true", help="test CuPy's arrays on mpicomm, too")
     options = parser.parse_args()

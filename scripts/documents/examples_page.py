@@ -1,4 +1,4 @@
-"""Make an HTML page of the examples: `python scripts/examples_page.py FOLDER [--ranks N]`, from scripts/docs.
+"""Make an HTML page of the examples: `python scripts/documents/examples_page.py FOLDER [--ranks N]`, from scripts/docs.
 
 It runs each program that examples/README.md lists, and shows its text, its code, its output and its picture.
 """
@@ -77,7 +77,7 @@ def section(name: str, ranks: int, folder: Path) -> str:
 
 def main() -> None:
     """Write examples.html and the pictures into the folder."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ranks", type=int, default=4)
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Measure epilogues of all-reduces on GPUs: `mpirun -np 2 python -m mpi4py scripts/measure_epilogues.py`.
+"""Measure epilogues of all-reduces on GPUs: `mpirun -np 2 python -m mpi4py scripts/measuring/measure_epilogues.py`.
 
 It times a CUDA graph of 20 all-reduces: each of them alone; with an epilogue; with the same epilogue in the package's
 kernel behind the all-reduce; and with kernels of CuPy behind that compute the same. It does so for
@@ -15,10 +15,10 @@ import sys
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import cupy
 import ml_dtypes
 import numpy as np
 from mpi4py import MPI
+from needed import cupy
 from result_file import Table, add_tables, command, hardware
 
 import mpicomm
@@ -211,7 +211,7 @@ def norm(comm: mpicomm.Communicator, x: Any) -> list[float]:
 
 def main() -> None:
     """Measure, print on rank 0, and write the table where a file is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=output_file)
     options = parser.parse_args()
     rows: list[list[Any]] = []

@@ -1,4 +1,6 @@
-"""Measure messages of GPU arrays between two ranks: `mpiexec -n 2 python scripts/measure_messages.py [--json FILE]`.
+"""Measure messages of GPU arrays between two ranks.
+
+Run `mpiexec -n 2 python scripts/measuring/measure_messages.py [--json FILE]`.
 
 Each way has its line. *MPI matches* is `Send` and `Recv`. *stream order* is the same with ``algorithm="one_shot"``,
 where kernels match. *by hand* copies to NumPy arrays, sends these with mpi4py, and copies back. Times are microseconds:
@@ -18,9 +20,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import cupy
 import numpy as np
 from mpi4py import MPI
+from needed import cupy
 from result_file import Table, add_tables, command, hardware
 from rich.console import Console
 
@@ -141,7 +143,7 @@ def measure(name: str, way: Way, nbytes: int, count: int, rounds: int) -> list[A
 
 def main() -> None:
     """Measure, and print on rank 0."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="8,1K,16K,64K,256K,1M,4M,16M")
     parser.add_argument("--count", type=int, default=50, help="messages in a row")
     parser.add_argument("--rounds", type=int, default=15)

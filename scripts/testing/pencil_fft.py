@@ -1,4 +1,6 @@
-"""Transform arrays by mpi4py-fft's pencils: `mpirun -np N python -m mpicomm scripts/pencil_fft.py PENCIL [--cupy]`.
+"""Transform arrays by mpi4py-fft's pencils.
+
+Run `mpirun -np N python -m mpicomm scripts/testing/pencil_fft.py PENCIL [--cupy]`.
 
 PENCIL is the file pencil.py of mpi4py-fft, which needs no FFTW. Its classes divide an array along one axis or two, by
 parts of a Cartesian communicator, and turn the division by `Alltoallw` of subarray types. Each rank transforms the axis
@@ -70,7 +72,7 @@ def transform(xp: Any, module: Any, divided: list[int], dtype: Any) -> float:
 
 def main() -> None:
     """Transform in all ways; exit with 1 where a result is wrong."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pencil")
     parser.add_argument("--cupy", action="store_true", help="transform CuPy's arrays")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Random calls for a long time: `mpiexec -n N python scripts/soak.py --seconds 3600`, from the project's root.
+"""Random calls for a long time: `mpiexec -n N python scripts/testing/soak.py --seconds 3600`, from the project's root.
 
 Each round makes new communicators and streams. It calls random collectives (blocking, nonblocking and persistent, of
 all types and sizes), puts, gets, signals, messages and registrations; on GPUs also graphs of collectives, which it
@@ -27,13 +27,15 @@ from collections.abc import Callable, Iterator
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from result_file import LONG_RUNS, Table, add_tables, hardware, today
 from soak_rounds import MIB, WORLD, Soak
 
 from mpicomm.cli.arguments import output_file
 from mpicomm.cli.machine import processor
 from mpicomm.cli.options import rank_record
 from tests.helpers.rigs.communicators import array_module, communicator
+
+sys.path.append(str(Path(__file__).parents[1] / "measuring"))
+from result_file import LONG_RUNS, Table, add_tables, hardware, today
 
 SETTLED_S = 0.3  # after that time the threads that complete requests have ended
 Rounds = Iterator[tuple[float, Callable[[], object]]]
@@ -77,7 +79,7 @@ def settled_resources(soak: Soak) -> dict[str, int]:
 
 def main() -> None:
     """Run, and print on rank 0."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--device", default="auto", choices=("auto", "cpu"))
     parser.add_argument("--seed", type=int, default=1)
