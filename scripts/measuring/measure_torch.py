@@ -29,6 +29,7 @@ from typing import Any
 from mpi4py import MPI
 from needed import torch
 from result_file import Table, add_tables, command, hardware
+from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,8 +40,6 @@ from mpicomm.cli.options import rank_record
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 from train_torch import BATCH, digits, network
-
-dist = torch.distributed
 
 WORLD = MPI.COMM_WORLD
 RANK, SIZE = WORLD.rank, WORLD.size
