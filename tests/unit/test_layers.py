@@ -150,6 +150,16 @@ def test_no_modules_import_each_other() -> None:
     assert set(graphlib.TopologicalSorter(graph).static_order()) == names
 
 
+def test_the_document_of_rooms_has_this_order() -> None:
+    docs = ROOT / "mpicomm/docs"
+    table = (docs / "architecture.md").read_text().split("| room |")[1].split("\n\n")[0]
+    named = [name for row in table.splitlines() for name in re.findall(r"`([\w.]+)`", row.split("|")[1])]
+    drawn = [name for name in re.findall(r">([\w.]+)</text>", (docs / "rooms.svg").read_text()) if name in ROOM]
+    for names in (named, drawn):
+        assert sorted(names) == sorted(ROOM)
+        assert names == sorted(names, key=lambda name: -ROOM[name]), "a room stands above one that may import it"
+
+
 def test_import_loads_nothing_heavy() -> None:
     # A .pth file of another package may import modules at every start: those are not mpicomm's.
     code = "import json, sys; old = {*sys.modules}; import mpicomm; print(json.dumps([*({*sys.modules} - old)]))"
