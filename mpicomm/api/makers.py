@@ -64,19 +64,19 @@ class Makers(MPI.Intracomm):
     @_shown
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator; the duplicate has its own memory."""
-        made: Self = self._adopt(self._when_all_are_here("Dup").Dup(info), type(self))
+        made: Self = self._adopt(self._when_all_are_here("Dup").Dup(info), type(self), range(self.size))
         return made
 
     @_shown
     def Dup_with_info(self, info: MPI.Info) -> Self:
         """Duplicate the communicator with other hints."""
-        made: Self = self._adopt(self._when_all_are_here("Dup_with_info").Dup_with_info(info), type(self))
+        made: Self = self._adopt(self._when_all_are_here("Dup_with_info").Dup_with_info(info), type(self), range(self.size))
         return made
 
     @_shown
     def Clone(self) -> Self:
         """Duplicate the communicator: mpi4py's other name for `Dup`."""
-        made: Self = self._adopt(self._when_all_are_here("Clone").Clone(), type(self))
+        made: Self = self._adopt(self._when_all_are_here("Clone").Clone(), type(self), range(self.size))
         return made
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:

@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mpicomm import environment
+from mpicomm.activity.page import Heading, Member
 from mpicomm.cluster.agreement import Group, container_key, group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo, GpuBackend
 from mpicomm.devices.handle import Kind
@@ -62,6 +63,11 @@ class RankPlace:
     """`process_number`."""
 
     @property
+    def describes_messages(self) -> bool:
+        """Whether long messages of device arrays are described: whether peers open the outbox by IPC handles."""
+        return self.handle == "ipc" and isinstance(self.device, int)
+
+    @property
     def most_outbox_nbytes(self) -> int | None:
         """The part of `most_nbytes` for the outbox.
 
@@ -91,6 +97,12 @@ class Placement:
             (index, ranks) for index, ranks in enumerate(self.nodes) if rank in ranks
         )
         self.local_rank = self.node_ranks.index(rank)
+
+    @cached_property
+    def heading(self) -> Heading:
+        """This rank's part of the page of the doctor that all communicators of this placement have in common."""
+        processes = [Member(place.host, place.pid, place.number) for place in self.places]
+        return Heading(self.rank, processes, self.node_ranks, self.here.device)
 
     @cached_property
     def cliques(self) -> tuple[tuple[int, ...], ...]:
