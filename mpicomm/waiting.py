@@ -13,10 +13,7 @@ _LONGEST_PAUSE_S = 1e-3
 
 def soon(ready: Callable[[], bool]) -> bool:
     """Call ``ready`` until it returns true, for some microseconds; return whether it did."""
-    for _ in range(_SPINS):
-        if ready():
-            return True
-    return False
+    return any(ready() for _ in range(_SPINS))
 
 
 def wait_until(ready: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], object] | None = None) -> bool:

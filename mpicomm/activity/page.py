@@ -16,7 +16,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -92,11 +92,12 @@ class Page:
 
     def take_row(self) -> tuple[int, memoryview]:
         """Return a row that is free, and its number; a row that nobody reads, and -1, where all are taken."""
-        with suppress(IndexError):
+        try:
             number = self._free.pop()
-            at = layout.ROWS_AT + number * layout.ROW_NBYTES
-            return number, self._bytes[at : at + layout.ROW_NBYTES]
-        return -1, memoryview(bytearray(layout.ROW_NBYTES))
+        except IndexError:
+            return -1, memoryview(bytearray(layout.ROW_NBYTES))
+        at = layout.ROWS_AT + number * layout.ROW_NBYTES
+        return number, self._bytes[at : at + layout.ROW_NBYTES]
 
     def give_row(self, number: int) -> None:
         """Let another communicator have a row."""

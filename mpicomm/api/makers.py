@@ -64,30 +64,30 @@ class Makers(MPI.Intracomm):
     @_shown
     def Dup(self, info: MPI.Info | None = None) -> Self:
         """Duplicate the communicator; the duplicate has its own memory."""
-        made: Self = self._adopt(self._when_all_are_here("Dup").Dup(info), type(self), range(self.size))
+        made: Self = self._adopt_whole(self._when_all_are_here("Dup").Dup(info))
         return made
 
     @_shown
     def Dup_with_info(self, info: MPI.Info) -> Self:
         """Duplicate the communicator with other hints."""
-        made: Self = self._adopt(self._when_all_are_here("Dup_with_info").Dup_with_info(info), type(self), range(self.size))
+        made: Self = self._adopt_whole(self._when_all_are_here("Dup_with_info").Dup_with_info(info))
         return made
 
     @_shown
     def Clone(self) -> Self:
         """Duplicate the communicator: mpi4py's other name for `Dup`."""
-        made: Self = self._adopt(self._when_all_are_here("Clone").Clone(), type(self), range(self.size))
+        made: Self = self._adopt_whole(self._when_all_are_here("Clone").Clone())
         return made
 
     def Idup(self, info: MPI.Info | None = None) -> tuple[Self, MPI.Request]:
         """Duplicate without blocking; the new communicator may be used when the request is complete."""
         comm, request = MPI.Intracomm(self).Idup(info)
-        return self._adopt(comm, type(self), range(self.size)), request
+        return self._adopt_whole(comm), request
 
     def Idup_with_info(self, info: MPI.Info) -> tuple[Self, MPI.Request]:
         """Duplicate with other hints, without blocking."""
         comm, request = MPI.Intracomm(self).Idup_with_info(info)
-        return self._adopt(comm, type(self), range(self.size)), request
+        return self._adopt_whole(comm), request
 
     @_shown
     def Create(self, group: MPI.Group) -> MPI.Intracomm:
@@ -206,6 +206,10 @@ class Makers(MPI.Intracomm):
         ranks = [rank for rank in group.Translate_ranks(range(group.size), mine) if rank != MPI.UNDEFINED]
         mine.Free()
         return ranks
+
+    def _adopt_whole(self, comm: MPI.Intracomm) -> Any:
+        """Return a communicator of the same ranks as a Communicator like this one."""
+        return self._adopt(comm, type(self), range(self.size))
 
     def _adopt_part(self, comm: AnyComm) -> AnyComm:
         """Return a communicator of some ranks as a Communicator with the topology that MPI gave it; keep COMM_NULL."""
