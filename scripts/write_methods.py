@@ -112,8 +112,7 @@ def blocking(row: Operation) -> str:
 
 def nonblocking(row: Operation) -> str:
     """Return the nonblocking method."""
-    items = [row_of(row), f"Arguments({', '.join(values(row))})", "stream", "algorithm"]
-    start = fold("        return self._collectives.start(", items, ")")
+    start = fold("        return self._collectives.start(", [row_of(row), "stream", "algorithm", *values(row)], ")")
     begin = fold("            return begin(", ["self", row_of(row), *row.arguments], ")")
     body = [*(plainly(row, row.nonblocking) + begin if has_shortcut(row) else []), *start]
     return method(row.nonblocking, row.arguments, "MPI.Request", f"Start `{row}`; return its request.", body)

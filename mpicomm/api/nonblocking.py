@@ -9,7 +9,6 @@ from mpi4py import MPI
 
 from mpicomm.activity.page import begin_mpis
 from mpicomm.collectives import operations as rows
-from mpicomm.collectives.call import Arguments
 from mpicomm.collectives.host.fast_path import Judge
 from mpicomm.collectives.operations import Operation
 from mpicomm.epilogues import as_epilogue
@@ -58,8 +57,7 @@ class NonblockingCollectives(MPI.Intracomm):
         finish = as_epilogue(epilogue, operands) if epilogue is not None or operands else None
         if finish is stream is None and algorithm == "auto" and self._plain["Iallreduce"](sendbuf, recvbuf, op):
             return begin(self, rows.ALLREDUCE, sendbuf, recvbuf, op)
-        arguments = Arguments(sendbuf, recvbuf, op, epilogue=finish)
-        return self._collectives.start(rows.ALLREDUCE, arguments, stream, algorithm)
+        return self._collectives.start(rows.ALLREDUCE, stream, algorithm, sendbuf, recvbuf, op, epilogue=finish)
 
     # scripts/write_methods.py writes all that follows, from the table of operations.
 
@@ -67,35 +65,35 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Allgather`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iallgather"](sendbuf, recvbuf):
             return begin(self, rows.ALLGATHER, sendbuf, recvbuf)
-        return self._collectives.start(rows.ALLGATHER, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.ALLGATHER, stream, algorithm, sendbuf, recvbuf)
 
     def Iallgatherv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Allgatherv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iallgatherv"](sendbuf, recvbuf):
             return begin(self, rows.ALLGATHERV, sendbuf, recvbuf)
-        return self._collectives.start(rows.ALLGATHERV, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.ALLGATHERV, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoall(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoall`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ialltoall"](sendbuf, recvbuf):
             return begin(self, rows.ALLTOALL, sendbuf, recvbuf)
-        return self._collectives.start(rows.ALLTOALL, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.ALLTOALL, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoallv(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoallv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ialltoallv"](sendbuf, recvbuf):
             return begin(self, rows.ALLTOALLV, sendbuf, recvbuf)
-        return self._collectives.start(rows.ALLTOALLV, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.ALLTOALLV, stream, algorithm, sendbuf, recvbuf)
 
     def Ialltoallw(self, sendbuf: Any, recvbuf: Any, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Alltoallw`; return its request."""
-        return self._collectives.start(rows.ALLTOALLW, Arguments(sendbuf, recvbuf), stream, algorithm)
+        return self._collectives.start(rows.ALLTOALLW, stream, algorithm, sendbuf, recvbuf)
 
     def Ibcast(self, buf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto") -> MPI.Request:
         """Start `Bcast`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ibcast"](None, buf):
             return begin(self, rows.BCAST, buf, root)
-        return self._collectives.start(rows.BCAST, Arguments(None, buf, root=root), stream, algorithm)
+        return self._collectives.start(rows.BCAST, stream, algorithm, None, buf, root=root)
 
     def Iexscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -103,7 +101,7 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Exscan`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iexscan"](sendbuf, recvbuf, op):
             return begin(self, rows.EXSCAN, sendbuf, recvbuf, op)
-        return self._collectives.start(rows.EXSCAN, Arguments(sendbuf, recvbuf, op), stream, algorithm)
+        return self._collectives.start(rows.EXSCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Igather(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -111,7 +109,7 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Gather`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Igather"](sendbuf, recvbuf):
             return begin(self, rows.GATHER, sendbuf, recvbuf, root)
-        return self._collectives.start(rows.GATHER, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
+        return self._collectives.start(rows.GATHER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Igatherv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -119,7 +117,7 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Gatherv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Igatherv"](sendbuf, recvbuf):
             return begin(self, rows.GATHERV, sendbuf, recvbuf, root)
-        return self._collectives.start(rows.GATHERV, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
+        return self._collectives.start(rows.GATHERV, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Ireduce(
         self,
@@ -134,7 +132,7 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Reduce`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ireduce"](sendbuf, recvbuf, op):
             return begin(self, rows.REDUCE, sendbuf, recvbuf, op, root)
-        return self._collectives.start(rows.REDUCE, Arguments(sendbuf, recvbuf, op, root), stream, algorithm)
+        return self._collectives.start(rows.REDUCE, stream, algorithm, sendbuf, recvbuf, op, root)
 
     def Ireduce_scatter(
         self,
@@ -154,9 +152,7 @@ class NonblockingCollectives(MPI.Intracomm):
             and self._plain["Ireduce_scatter"](sendbuf, recvbuf, op)
         ):
             return begin(self, rows.REDUCE_SCATTER, sendbuf, recvbuf, recvcounts, op)
-        return self._collectives.start(
-            rows.REDUCE_SCATTER, Arguments(sendbuf, recvbuf, op, counts=recvcounts), stream, algorithm
-        )
+        return self._collectives.start(rows.REDUCE_SCATTER, stream, algorithm, sendbuf, recvbuf, op, counts=recvcounts)
 
     def Ireduce_scatter_block(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -164,7 +160,7 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Reduce_scatter_block`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Ireduce_scatter_block"](sendbuf, recvbuf, op):
             return begin(self, rows.REDUCE_SCATTER_BLOCK, sendbuf, recvbuf, op)
-        return self._collectives.start(rows.REDUCE_SCATTER_BLOCK, Arguments(sendbuf, recvbuf, op), stream, algorithm)
+        return self._collectives.start(rows.REDUCE_SCATTER_BLOCK, stream, algorithm, sendbuf, recvbuf, op)
 
     def Iscan(
         self, sendbuf: Any, recvbuf: Any, op: MPI.Op = MPI.SUM, *, stream: Any = None, algorithm: str = "auto"
@@ -172,7 +168,7 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Scan`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iscan"](sendbuf, recvbuf, op):
             return begin(self, rows.SCAN, sendbuf, recvbuf, op)
-        return self._collectives.start(rows.SCAN, Arguments(sendbuf, recvbuf, op), stream, algorithm)
+        return self._collectives.start(rows.SCAN, stream, algorithm, sendbuf, recvbuf, op)
 
     def Iscatter(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -180,7 +176,7 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Scatter`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iscatter"](sendbuf, recvbuf):
             return begin(self, rows.SCATTER, sendbuf, recvbuf, root)
-        return self._collectives.start(rows.SCATTER, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
+        return self._collectives.start(rows.SCATTER, stream, algorithm, sendbuf, recvbuf, root=root)
 
     def Iscatterv(
         self, sendbuf: Any, recvbuf: Any, root: int = 0, *, stream: Any = None, algorithm: str = "auto"
@@ -188,4 +184,4 @@ class NonblockingCollectives(MPI.Intracomm):
         """Start `Scatterv`; return its request."""
         if stream is None and algorithm == "auto" and self._plain["Iscatterv"](sendbuf, recvbuf):
             return begin(self, rows.SCATTERV, sendbuf, recvbuf, root)
-        return self._collectives.start(rows.SCATTERV, Arguments(sendbuf, recvbuf, root=root), stream, algorithm)
+        return self._collectives.start(rows.SCATTERV, stream, algorithm, sendbuf, recvbuf, root=root)

@@ -282,9 +282,11 @@ class DeviceEngine:
         if not self._open:
             self._require_open(plan.text)
         if plan.collective:
+            # `ready` pairs with `meet` on the other ranks: nothing holds this thread up before its launch.
             if again:
-                self._board.post(plan.words, plan.count)
-            self._board.ready()  # pairs with `meet` on the other ranks: nothing holds this thread up before its launch
+                self._board.post(plan.words, plan.count, ready=True)
+            else:
+                self._board.ready()
             if meets:
                 self._calls.meet()
         if not plan.steps:

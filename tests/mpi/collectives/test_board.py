@@ -205,15 +205,20 @@ def test_ranks_that_call_the_same_go_on(comm_world: MPI.Intracomm, board: Board)
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_meet_when_all_of_them_launch_next(comm_world: MPI.Intracomm, board: Board) -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_ranks_meet_when_all_of_them_launch_next(comm_world: MPI.Intracomm, board: Board, is_known: bool) -> None:
     calls, late = calls_on(comm_world, board), time.monotonic()
     for number in range(3):
-        board.post(f"call {number}")
-        calls.require_same()
+        if not is_known:
+            board.post(f"call {number}")
+            calls.require_same()
         if comm_world.rank == 0:  # it has called the same, and loads a kernel
             time.sleep(0.1)
             late = time.monotonic()
-        board.ready()
+        if is_known:
+            board.post(f"call {number}", ready=True)
+        else:
+            board.ready()
         calls.meet()
         met = time.monotonic()
         assert met >= comm_world.bcast(late)  # the ranks of a node have one clock
