@@ -375,6 +375,7 @@ class CartCommunicator(Communicator, NeighborCollectives, MPI.Cartcomm):
 
     def Sub(self, remain_dims: Sequence[bool]) -> MPI.Cartcomm:
         """Make communicators of the parts of the grid along the dimensions that remain."""
+        self._when_all_are_here("Sub")
         return self._adopt_part(MPI.Cartcomm(self).Sub(remain_dims))
 
 
