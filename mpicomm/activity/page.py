@@ -13,9 +13,10 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
@@ -165,9 +166,9 @@ class Row:
         self._text = ""
         self._position = 0
 
-    def __del__(self) -> None:
-        """Let another communicator have the row."""
-        if self._page.is_own:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Let another communicator have the row, but not at exit, when the modules are gone: the memory goes, too."""
+        if not is_finalizing() and self._page.is_own:
             self.close()
             self._page.give_row(self._number)
 
