@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from mpicomm import environment, log
-from mpicomm.activity.page import CommunicatorRow, Member, page
+from mpicomm.activity.page import CommunicatorRow, page
 from mpicomm.cluster.agreement import Group, release_before_finalize, world_rank, world_size
 from mpicomm.cluster.placement import Placement, find_placement
 from mpicomm.cluster.roll_call import private_copy, roll_call
@@ -73,9 +73,7 @@ class Session:
         self._beside: list[Shared] = []
         self.row = CommunicatorRow()
         """The doctor reads this rank's calls here."""
-        processes = [Member(place.host, place.pid, place.number) for place in placement.places]
-        self.row.open(placement.rank, processes, placement.node_ranks, placement.here.device)
-        self._meets_always = False
+        self.row.open(placement.heading)
         self._missed = False
         self._freed = False
         self.awaited_elsewhere: Callable[[], bool] = lambda: False
@@ -202,13 +200,9 @@ class Session:
         self._shared.append(shared)
         return shared
 
-    def keep_beside(self, member: Shared, *, opened_by_peers: bool) -> None:
-        """Give ``member`` back with the communicator; unlike with `keep`, each rank has its own. Local.
-
-        ``opened_by_peers`` says that peers open its memory without any set-up: `close` then waits for them always.
-        """
+    def keep_beside(self, member: Shared) -> None:
+        """Give ``member`` back with the communicator; unlike with `keep`, each rank has its own. Local."""
         self._beside.append(member)
-        self._meets_always |= opened_by_peers
 
     def links(self) -> tuple[Link, ...]:
         """Return how this rank reaches the memory of each rank, after `set_up`; local."""
@@ -262,8 +256,8 @@ class Session:
     def close(self) -> None:
         """Give everything back. Collective, blocking; local where the communicator is broken. Idempotent.
 
-        On a communicator that is not set up it sets nothing up. Its ranks then wait for each other only if peers may
-        have opened memory all the same: see `keep_beside`.
+        On a communicator that is not set up it sets nothing up. Its ranks then wait for each other only if
+        `_opened_unasked`.
         """
         if self._freed:
             return
@@ -273,8 +267,10 @@ class Session:
         if self.channel is not None and late is None and self._groups and self.intact:
             self.channel.part(self.group, self.private)
         self._freed = True
+        everything = [*reversed(self._shared), *self._beside]
         try:
-            self._give_back([*reversed(self._shared), *self._beside], "Free", late)
+            if everything or self._groups or self._has_device or self._opened_unasked:
+                self._give_back(everything, "Free", late)
         except PeerError:
             # A rank that a Ctrl-C took out of its `close` comes to it once more. It may go on to send over the private
             # communicator, whose number MPI would give to another one.
@@ -306,6 +302,11 @@ class Session:
             self.backend.synchronize()
             for member in (*self._shared, *self._beside):
                 member.close_peers()
+
+    @property
+    def _opened_unasked(self) -> bool:
+        """Whether peers may have opened this rank's outbox: that takes no set-up, and no other rank knows of it."""
+        return self.placement.here.describes_messages
 
     def _require_unfreed(self, what: object) -> None:
         if self._freed:
@@ -381,7 +382,7 @@ class Session:
             for member in reversed(shared):
                 last.callback(member.close_own)  # whatever fails before, as a peer that is gone has nothing mapped
             if not self._groups:
-                if self._meets_always:
+                if self._opened_unasked:
                     last.callback(self._meet_without_groups, step)
                 stop_and_unmap()
             elif self.intact:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 MEMORY_NAME = "mpicomm-activity"
 """The name of the memory, as the links in /proc/PID/fd show it."""
-MAGIC = 0x32796C706D6F6363
+MAGIC = 0x33796C706D6F6363
 """The first word. Its last byte changes with the layout."""
 
 HEADER_NBYTES = 4096
@@ -24,11 +24,8 @@ PID = 1
 WORLD_RANK = 2
 WORLD_SIZE = 3
 TEXTS_END = 4  # the position behind the last text
-STEP_COUNT = 5  # odd while the step is written
-STEP_SINCE = 6  # when the step began, in nanoseconds of the monotonic clock; 0 outside of steps
-# Texts of the header, in bytes.
-STEP = slice(256, 1024)
-STEP_RANKS = slice(1024, HEADER_NBYTES)
+STEP = 5  # the position of the text of `step_text` plus 1; 0 outside of steps
+STEP_SINCE = 6  # when the step began, in nanoseconds of the monotonic clock
 
 # Words of a row.
 KEY = 0  # names the communicator, alike in all its processes; 0 if the row is free
@@ -71,6 +68,11 @@ BY_MPI = (
 Programs and the doctor have one table, because `MAGIC` tells them apart from those of other versions.
 """
 _NUMBERS = {name: number for number, name in enumerate(BY_MPI)}
+
+
+def step_text(text: str, ranks: str) -> str:
+    """Return a step and the ranks of MPI.COMM_WORLD that make it, as one text, so that one word publishes both."""
+    return f"{ranks} {text}"
 
 
 def by_mpi(name: str) -> int:

@@ -13,17 +13,16 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
+import sys
 import time
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
 from mpicomm.activity import layout
 from mpicomm.activity.ranks import ranks_as_text
-from mpicomm.interrupts import uninterrupted
 
 _monotonic_ns = time.monotonic_ns
 
@@ -36,7 +35,6 @@ class Page:
         self._words = self._bytes[: layout.HEADER_NBYTES].cast("q")
         self._free = list(range(layout.ROWS - 1, -1, -1))
         self._positions: dict[str, int] = {}
-        self._step: tuple[str, str, int] = ("", "", 0)
         self._pid = self._words[layout.PID] = os.getpid()
         self._words[layout.WORLD_RANK] = -1
         self._words[0] = layout.MAGIC
@@ -59,16 +57,19 @@ class Page:
     @contextmanager
     def step(self, text: str, ranks: str) -> Iterator[None]:
         """Say, as long as the block lasts, that this process is in a step of ``ranks`` of MPI.COMM_WORLD."""
-        outer = self._step
+        words = self._words
+        outer, outer_since_ns = words[layout.STEP], words[layout.STEP_SINCE]
         try:
-            self._write_step(text, ranks, _monotonic_ns())
+            self._enter(text, ranks)
             yield
         finally:
-            self._write_step(*outer)
+            if self.is_own:
+                words[layout.STEP_SINCE] = outer_since_ns
+                words[layout.STEP] = outer
 
     def enter_last(self, text: str) -> None:
         """Say that this process is in a step of all ranks of MPI.COMM_WORLD, in which it stays until it ends."""
-        self._write_step(text, ranks_as_text(range(self.world_size)), _monotonic_ns())
+        self._enter(text, ranks_as_text(range(self.world_size)))
 
     def position(self, text: str) -> int:
         """Return where a text begins, which is written if it is not there any more."""
@@ -92,28 +93,25 @@ class Page:
 
     def take_row(self) -> tuple[int, memoryview]:
         """Return a row that is free, and its number; a row that nobody reads, and -1, where all are taken."""
-        with suppress(IndexError):
+        try:
             number = self._free.pop()
-            at = layout.ROWS_AT + number * layout.ROW_NBYTES
-            return number, self._bytes[at : at + layout.ROW_NBYTES]
-        return -1, memoryview(bytearray(layout.ROW_NBYTES))
+        except IndexError:
+            return -1, memoryview(bytearray(layout.ROW_NBYTES))
+        at = layout.ROWS_AT + number * layout.ROW_NBYTES
+        return number, self._bytes[at : at + layout.ROW_NBYTES]
 
     def give_row(self, number: int) -> None:
         """Let another communicator have a row."""
         if number >= 0:
             self._free.append(number)
 
-    def _write_step(self, text: str, ranks: str, since_ns: int) -> None:
+    def _enter(self, text: str, ranks: str) -> None:
         if not self.is_own:  # a forked child must not write for its parent
             return
+        position = self.position(layout.step_text(text, ranks))
         words = self._words
-        with uninterrupted():  # a Ctrl-C could leave the number odd, or the step of an exchange that is over
-            self._step = text, ranks, since_ns
-            words[layout.STEP_COUNT] += 1
-            _write(self._bytes, layout.STEP, text)
-            _write(self._bytes, layout.STEP_RANKS, ranks)
-            words[layout.STEP_SINCE] = since_ns
-            words[layout.STEP_COUNT] += 1
+        words[layout.STEP_SINCE] = _monotonic_ns()
+        words[layout.STEP] = position + 1  # last: from here on the doctor reads the step
 
 
 class Member(NamedTuple):
@@ -122,6 +120,36 @@ class Member(NamedTuple):
     host: str
     pid: int
     number: int
+
+
+class Heading:
+    """The words and texts that the rows of all communicators of the same processes have in common on this rank.
+
+    ``rank`` among ``processes`` is this one; ``node_ranks`` are the ranks on this node.
+    """
+
+    def __init__(self, rank: int, processes: Sequence[Member], node_ranks: Sequence[int], device: int | str) -> None:
+        digest = hashlib.blake2b(repr(list(map(tuple, processes))).encode(), digest_size=6).digest()
+        self._digest = int.from_bytes(digest, "big")
+        numbers = [process.number for process in processes]
+        is_world = numbers == list(range(page().world_size))
+        self._name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
+        self.row = bytearray(layout.ROW_NBYTES)
+        words = memoryview(self.row)[: 8 * layout.WORDS].cast("q")
+        words[layout.RANK], words[layout.SIZE] = rank, len(processes)
+        words[layout.ON_GPU] = isinstance(device, int)
+        words[layout.SOURCE] = words[layout.DEST] = layout.NOBODY
+        _write(memoryview(self.row), layout.NODE_RANKS, ranks_as_text(node_ranks))
+
+    def count(self) -> tuple[int, str]:
+        """Return the key and the name of another communicator of these processes.
+
+        They are the same in all its processes, because these make their communicators in one order.
+        """
+        _made[self._digest] += 1
+        number = _made[self._digest]
+        name = self._name if number == 1 else f"{self._name} #{number}"
+        return self._digest << 15 | 1 << 14 | number & 0x3FFF, name
 
 
 class CommunicatorRow:
@@ -135,30 +163,21 @@ class CommunicatorRow:
         self._page = page()
         self._number, self._bytes = self._page.take_row()
         self.words = self._bytes.cast("q")
-        for word in range(layout.WORDS):
-            self.words[word] = 0
-        self.words[layout.SOURCE] = self.words[layout.DEST] = layout.NOBODY
         self._text = ""
         self._position = 0
-        # Not at exit, because the memory goes with the process.
-        weakref.finalize(self, _give_back, self._page, self._number, self.words).atexit = False
 
-    def open(self, rank: int, processes: Sequence[Member], node_ranks: Sequence[int], device: int | str) -> None:
-        """Let the doctor read the row: of ``rank`` among ``processes``, of which ``node_ranks`` are on this node."""
-        digest = hashlib.blake2b(repr(list(map(tuple, processes))).encode(), digest_size=6).digest()
-        _made[digest] += 1  # on all ranks alike, because they make communicators of one group in one order
-        number = _made[digest]
-        numbers = [process.number for process in processes]
-        words = self.words
-        is_world = numbers == list(range(self._page.world_size))
-        name = "world" if is_world else f"rank{'s' * (len(numbers) > 1)} {ranks_as_text(numbers)}"
-        if number > 1:
-            name += f" #{number}"
-        words[layout.RANK], words[layout.SIZE] = rank, len(processes)
-        words[layout.ON_GPU] = isinstance(device, int)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        """Let another communicator have the row, but not at exit, when the modules are gone: the memory goes, too."""
+        if not is_finalizing() and self._page.is_own:
+            self.close()
+            self._page.give_row(self._number)
+
+    def open(self, heading: Heading) -> None:
+        """Let the doctor read the row."""
+        key, name = heading.count()
+        self._bytes[:] = heading.row
         _write(self._bytes, layout.NAME, name)
-        _write(self._bytes, layout.NODE_RANKS, ranks_as_text(node_ranks))
-        words[layout.KEY] = int.from_bytes(digest, "big") << 15 | 1 << 14 | number & 0x3FFF
+        self.words[layout.KEY] = key
 
     def post(self, text: str, count: int = 0) -> None:
         """Say that this rank begins a collective call, with ``count`` in the place of `layout.COUNT_IN_TEXT`.
@@ -191,13 +210,7 @@ def page() -> Page:
     return Page()
 
 
-_made: Counter[bytes] = Counter()
-
-
-def _give_back(page: Page, number: int, words: memoryview) -> None:
-    if page.is_own:
-        words[layout.KEY] = 0
-        page.give_row(number)
+_made: Counter[int] = Counter()
 
 
 def _allocate() -> mmap.mmap | bytearray:

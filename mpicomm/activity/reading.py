@@ -12,7 +12,6 @@ from mpicomm.activity import layout
 from mpicomm.activity.ranks import ranks_of_text
 
 _LINK = f"/memfd:{layout.MEMORY_NAME}"
-_TRIES = 100  # a process that has stopped in the middle of a change leaves it so for ever
 
 
 class OtherVersionError(Exception):
@@ -109,13 +108,9 @@ def _read(path: Path) -> Activity:
 
 
 def _step(memory: mmap.mmap) -> Step | None:
-    for _ in range(_TRIES):
-        count = _words(memory, 0, layout.STEP_COUNT + 1)[layout.STEP_COUNT]
-        since_ns = _words(memory, 0, layout.STEP_SINCE + 1)[layout.STEP_SINCE]
-        text, ranks = _text(memory, 0, layout.STEP), _text(memory, 0, layout.STEP_RANKS)
-        if count % 2 == 0 and count == _words(memory, 0, layout.STEP_COUNT + 1)[layout.STEP_COUNT]:
-            return Step(text, since_ns, ranks_of_text(ranks)) if since_ns else None
-    return None
+    words = _words(memory, 0, layout.STEP_SINCE + 1)
+    ranks, _, text = _posted(memory, words[layout.STEP] - 1).partition(" ") if words[layout.STEP] else ("", "", "")
+    return Step(text, words[layout.STEP_SINCE], ranks_of_text(ranks)) if text else None
 
 
 def _calls(memory: mmap.mmap, at: int) -> RankCalls | None:

@@ -11,10 +11,9 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from mpi4py import MPI
 
@@ -39,9 +38,8 @@ T = TypeVar("T")
 GRACE_S = 0.5  # by which the others wait longer than the first rank, whose answer names the missing rank
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """One rank's part of an exchange: its result, or its error."""
+class _Outcome(NamedTuple):
+    """One rank's part of an exchange: its result, or its error. Ranks send it as a plain tuple, which takes less."""
 
     step: str
     value: Any = None
@@ -218,7 +216,7 @@ class Group:
             # Not from any source: a rank outside this group may be in an exchange of another part of the ranks.
             for rank in self.ranks:
                 if rank not in heard and (message := self._comm.improbe(rank, self._tag)):
-                    heard[rank] = message.recv()
+                    heard[rank] = _Outcome(*message.recv())
             return len(heard) == self.size
 
         # This tells the others, which may have come long before, that this rank is here: their deadlines start again.
@@ -232,14 +230,15 @@ class Group:
             different = self._different(heard)
             answer = CollectiveTimeoutError(f"{late}; {different}", ranks=late.ranks) if different else late
         # A missing rank gets the answer, too: if it comes late, it raises at once.
-        requests += [self._send(answer, rank) for rank in self.ranks[1:]]
+        told = list(map(tuple, answer)) if isinstance(answer, list) else answer
+        requests += [self._send(told, rank) for rank in self.ranks[1:]]
         return answer
 
     def _ask(self, mine: _Outcome, limit_s: float, requests: list[MPI.Request]) -> _Answer:
         """Take another rank's part: send its outcome to the first rank, and return the answer."""
         first = self.ranks[0]
         said: list[Any] = []  # from the first rank: None when it has come, then the answer
-        requests.append(self._send(mine, first))
+        requests.append(self._send(tuple(mine), first))
 
         def listen() -> bool:
             if message := self._comm.improbe(first, self._tag):
@@ -248,8 +247,8 @@ class Group:
             return False
 
         if self._wait(listen, limit_s + GRACE_S) and self._wait(listen, limit_s + GRACE_S):
-            answer: _Answer = said[1]
-            return answer
+            answer: list[tuple[Any, ...]] | CollectiveTimeoutError = said[1]
+            return [_Outcome(*each) for each in answer] if isinstance(answer, list) else answer
         return did_not_arrive(mine.step, [first], self.timeout_s, self.absence_reason())
 
     def _send(self, message: object, rank: int) -> MPI.Request:

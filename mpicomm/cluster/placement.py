@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from mpicomm import environment
+from mpicomm.activity.page import Heading, Member
 from mpicomm.cluster.agreement import Group, container_key, group_by_node, node_key, process_number
 from mpicomm.devices.base import DeviceInfo, GpuBackend
 from mpicomm.devices.handle import Kind
@@ -24,6 +25,7 @@ from mpicomm.kernels.team import MAX_RANKS
 from mpicomm.log import logger
 
 SECRET_NBYTES = 32
+_MOST_SUBSETS = 64  # that are kept
 
 _given: list[bytes] = []
 """UUID of the GPU that "auto" has given this process, once it has. A rank keeps it in all its communicators: its arrays
@@ -62,6 +64,11 @@ class RankPlace:
     """`process_number`."""
 
     @property
+    def describes_messages(self) -> bool:
+        """Whether long messages of device arrays are described: whether peers open the outbox by IPC handles."""
+        return self.handle == "ipc" and isinstance(self.device, int)
+
+    @property
     def most_outbox_nbytes(self) -> int | None:
         """The part of `most_nbytes` for the outbox.
 
@@ -91,6 +98,13 @@ class Placement:
             (index, ranks) for index, ranks in enumerate(self.nodes) if rank in ranks
         )
         self.local_rank = self.node_ranks.index(rank)
+        self._subsets: dict[tuple[int, ...], Placement] = {}
+
+    @cached_property
+    def heading(self) -> Heading:
+        """This rank's part of the page of the doctor that all communicators of this placement have in common."""
+        processes = [Member(place.host, place.pid, place.number) for place in self.places]
+        return Heading(self.rank, processes, self.node_ranks, self.here.device)
 
     @cached_property
     def domains(self) -> tuple[tuple[int, ...], ...]:
@@ -148,11 +162,20 @@ class Placement:
         return self.domain_ranks.index(rank)
 
     def subset(self, ranks: Sequence[int]) -> Placement:
-        """Return the placement of a communicator of some of these ranks, this one among them; local."""
-        numbers = list(ranks)
-        if numbers == list(range(len(self.places))):
+        """Return the placement of a communicator of some of these ranks, this one among them; local.
+
+        It is kept, because programs make communicators of the same ranks again and again.
+        """
+        numbers = tuple(ranks)
+        if numbers == tuple(range(len(self.places))):
             return self
-        return Placement([self.places[rank] for rank in numbers], numbers.index(self.rank))
+        found = self._subsets.get(numbers)
+        if found is None:
+            if len(self._subsets) >= _MOST_SUBSETS:
+                self._subsets.clear()
+            places = [self.places[rank] for rank in numbers]
+            found = self._subsets[numbers] = Placement(places, numbers.index(self.rank))
+        return found
 
     def parted(self, ranks: Set[int]) -> Placement | None:
         """Return the placement in which the nodes of ``ranks`` are parted by containers; the same on all ranks.

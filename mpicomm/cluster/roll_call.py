@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 from mpi4py import MPI
@@ -9,7 +10,7 @@ from mpi4py import MPI
 from mpicomm.activity.page import page
 from mpicomm.cluster.agreement import GRACE_S, abandoned, did_not_arrive, ranks_in_world, require_own_process
 from mpicomm.errors import CollectiveTimeoutError
-from mpicomm.waiting import wait_until
+from mpicomm.waiting import soon, wait_until
 
 
 def duplicate(comm: MPI.Intracomm, step: str, timeout_s: float) -> MPI.Intracomm:
@@ -56,41 +57,54 @@ def roll_call(comm: MPI.Intracomm, step: str, timeout_s: float) -> None:
     if comm.size == 1:
         return
     requests: list[MPI.Request] = []
-    try:
+
+    def wait(ready: Callable[[], bool], limit_s: float) -> bool:
+        if soon(ready):
+            return True
         with page().step(step, ranks_in_world(comm, range(comm.size))):
-            words = (_call_the_roll if comm.rank == 0 else _answer_the_roll)(comm, timeout_s, requests)
+            return wait_until(ready, limit_s)
+
+    try:
+        words = (_call_the_roll if comm.rank == 0 else _answer_the_roll)(comm, timeout_s, wait, requests)
     finally:
-        # Also after a Ctrl-C: an open request keeps its buffers.
-        abandoned.extend(request for request in requests if request != MPI.REQUEST_NULL)
-    if not all(word == _HERE for word in words):
+        # Also after a Ctrl-C: an open request, which is true, keeps its buffers.
+        abandoned.extend(filter(None, requests))
+    if words != _all_here(comm.size):
         # A rank has left because the first rank was late, else the silent ranks are late.
         missing = [0] if _LEFT in words else [rank for rank, word in enumerate(words) if not word]
         raise did_not_arrive(step, missing, timeout_s, "let every rank make this call, or raise timeout_s=")
 
 
-def _call_the_roll(comm: MPI.Intracomm, timeout_s: float, requests: list[MPI.Request]) -> bytes:
+def _all_here(size: int) -> bytes:
+    return bytes([_HERE]) * size
+
+
+_Wait = Callable[[Callable[[], bool], float], bool]
+
+
+def _call_the_roll(comm: MPI.Intracomm, timeout_s: float, wait: _Wait, requests: list[MPI.Request]) -> bytes:
     """Take the first rank's part: return the word of each rank."""
     size = comm.size
     words = bytearray(size)
     words[0] = _HERE
     # This tells the others, which may have come long before, that this rank is here: their deadlines start again.
-    requests.append(comm.Iscatterv([bytes(size), [1] * size, MPI.BYTE], MPI.IN_PLACE))
+    requests.append(calling := comm.Iscatterv([bytes(size), [1] * size, MPI.BYTE], MPI.IN_PLACE))
     requests.append(hearing := comm.Igatherv(MPI.IN_PLACE, [words, [1] * size, MPI.BYTE]))
-    wait_until(hearing.Test, timeout_s)
+    wait(hearing.Test, timeout_s)
     heard = bytes(words)  # the words that have arrived so far, also where some have not
-    requests.append(comm.Iscatterv([heard * size, [size] * size, MPI.BYTE], MPI.IN_PLACE))
-    if all(word == _HERE for word in heard):
-        wait_until(lambda: MPI.Request.Testall(requests), timeout_s)
+    requests.append(telling := comm.Iscatterv([heard * size, [size] * size, MPI.BYTE], MPI.IN_PLACE))
+    if heard == _all_here(size):
+        wait(lambda: calling.Test() and telling.Test(), timeout_s)
     return heard
 
 
-def _answer_the_roll(comm: MPI.Intracomm, timeout_s: float, requests: list[MPI.Request]) -> bytes:
+def _answer_the_roll(comm: MPI.Intracomm, timeout_s: float, wait: _Wait, requests: list[MPI.Request]) -> bytes:
     """Take another rank's part: return the word of each rank as the first rank has heard it."""
     words = bytearray(comm.size)
     requests.append(calling := comm.Iscatterv(None, [bytearray(1), MPI.BYTE]))
-    called = wait_until(calling.Test, timeout_s + GRACE_S)
-    requests.append(comm.Igatherv([bytes([_HERE if called else _LEFT]), MPI.BYTE], None))
-    requests.append(comm.Iscatterv(None, [words, MPI.BYTE]))
-    if called and wait_until(lambda: MPI.Request.Testall(requests), timeout_s + GRACE_S):
+    called = wait(calling.Test, timeout_s + GRACE_S)
+    requests.append(answering := comm.Igatherv([bytes([_HERE if called else _LEFT]), MPI.BYTE], None))
+    requests.append(listening := comm.Iscatterv(None, [words, MPI.BYTE]))
+    if called and wait(lambda: listening.Test() and answering.Test(), timeout_s + GRACE_S):
         return bytes(words)
-    return bytes([0] + [_HERE] * (comm.size - 1))
+    return b"\0" + _all_here(comm.size - 1)

@@ -65,10 +65,11 @@ class CallLog:
         """The numbers of the texts that are in this rank's memory."""
         self._next_text = 0
 
-    def post(self, text: str, count: int = 0) -> None:
+    def post(self, text: str, count: int = 0, *, ready: bool = False) -> None:
         """Write this rank's next call; local. Text beyond 256 bytes of UTF-8 is cut off.
 
-        Readers put ``count`` in the place of `COUNT_IN_TEXT`, so calls that differ in a count share a text.
+        ``ready`` tells the other ranks as `CallLog.ready` does. Readers replace `COUNT_IN_TEXT` with ``count``, because
+        calls that differ only in a count share a text.
         """
         counter = self._own
         if counter is None:
@@ -79,6 +80,8 @@ class CallLog:
         self._calls = call = self._calls + 1
         counter[_KEPT_AT + call % _KEPT] = count << _COUNT_AT | (number & _TEXT) << _CALL_BITS | call & _CALL
         counter[_CALLS] = call
+        if ready:
+            counter[_READY] = call
         self._row.post(text, count)
 
     def post_on_host(self, text: str) -> None:

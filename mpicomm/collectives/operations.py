@@ -86,12 +86,6 @@ class Operation:
         return MPI.Topocomm if self.of_neighbors else MPI.Intracomm
 
     @cached_property
-    def begin(self) -> Callable[..., MPI.Request]:
-        """mpi4py's nonblocking method, if MPI has the collective."""
-        method: Callable[..., MPI.Request] = getattr(self.mpi_class, self.nonblocking)
-        return method
-
-    @cached_property
     def number(self) -> int:
         """The number by which the doctor names MPI's calls."""
         return by_mpi(self.name)

@@ -26,7 +26,7 @@ from mpicomm.mpi.requests import Completer, DeferredRequest, DeferredWork, Persi
 from mpicomm.session import Session
 from mpicomm.ways.by_mpi import MpiWay, OnPinnedCopies
 from mpicomm.ways.engines import Engines
-from mpicomm.ways.on_gpus import OnGpus, root_of
+from mpicomm.ways.on_gpus import OnGpus
 from mpicomm.ways.on_host import InMappedMemory, OnCopies, WithEpilogue
 from mpicomm.ways.reader import Reader
 from mpicomm.ways.way import Begun, Way
@@ -34,16 +34,13 @@ from mpicomm.ways.witness import Witness
 
 
 class MessageCall(NamedTuple):
-    """The arguments of a message in stream order, in the order in which `PlanCache.find` takes them."""
+    """The arguments of a message in stream order, in the order in which `PlanCache.find_message` takes them."""
 
     operation: str
-    algorithm: str
     send: Any
     receive: Any
-    op: None
     route: tuple[int, int, int, int]
     """The destination and its tag, the source and its tag."""
-    counts: None = None
 
 
 class Dispatcher:
@@ -92,8 +89,8 @@ class Dispatcher:
         """
         gpu = self.engines.gpu
         if gpu:
-            key = root if epilogue is None else epilogue.key(gpu.identity_of)
-            known = gpu.find(operation, algorithm, send, receive, op, key, counts)
+            finish = () if epilogue is None else epilogue.key(gpu.identity_of)
+            known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
             if known:
                 gpu.run(known, stream, send, receive)
                 return
@@ -103,10 +100,23 @@ class Dispatcher:
         else:
             self._carry(self._reader.read(operation, arguments, algorithm, stream), blocking=True)
 
-    def start(self, operation: Operation, arguments: Arguments, stream: Any, algorithm: str) -> MPI.Request:
-        """Start a nonblocking collective."""
-        begun: Begun = self._begin_known(operation, arguments, stream, algorithm)
+    def start(
+        self,
+        operation: Operation,
+        stream: Any,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None = None,
+        root: int = 0,
+        counts: Sequence[int] | None = None,
+        epilogue: Epilogue | None = None,
+    ) -> MPI.Request:
+        """Start a nonblocking collective, with the arguments of `run`."""
+        given = send, receive, op, root, counts, epilogue
+        begun: Begun = self._begin_known(operation, stream, algorithm, *given)
         if begun is None:
+            arguments = Arguments(*given)
             if self._is_plain(operation, operation.nonblocking, arguments, stream, algorithm):
                 begun = self._mpi.carry_out(operation, arguments, blocking=False)
             else:
@@ -115,7 +125,7 @@ class Dispatcher:
             return begun
         work = _work(begun)
         if not work.over:  # else nothing reads the buffers any more
-            work.kept = arguments
+            work.kept = given
         return DeferredRequest(work)
 
     def prepare(
@@ -136,7 +146,17 @@ class Dispatcher:
             self._session.require_gpu(operation.name)
 
         def begin() -> DeferredWork:
-            known = self._begin_known(operation, arguments, stream, algorithm)
+            known = self._begin_known(
+                operation,
+                stream,
+                algorithm,
+                arguments.send,
+                arguments.receive,
+                arguments.op,
+                arguments.root,
+                arguments.counts,
+                arguments.epilogue,
+            )
             if known is not None:
                 return known
             # The arguments are read again, because symmetric memory among them may have been closed.
@@ -159,7 +179,7 @@ class Dispatcher:
     def repeat_message(self, call: MessageCall, stream: Any) -> bool:
         """Enqueue a message in stream order again; local. Return whether such a call was made before."""
         gpu = self.engines.gpu
-        known = gpu and gpu.find(*call)
+        known = gpu and gpu.find_message(*call)
         if not gpu or not known:
             return False
         gpu.enqueue(known, stream, call.send, call.receive)
@@ -175,7 +195,7 @@ class Dispatcher:
         gpu = self.engines.on_gpu(call.operation)
         plan = gpu.engine.prepare_messages(call.operation, sent, received)
         by_output = call.send is None
-        gpu.add(plan, call, by_output=by_output)
+        gpu.add_message(plan, *call, by_output=by_output)
         gpu.engine.enqueue(plan, session.backend.stream(stream, array_of(call.receive if by_output else call.send)))
 
     def refused(
@@ -233,14 +253,25 @@ class Dispatcher:
         told = operation.send != "counted" or given.counts is not None
         return told and self._plain[method](given.send, given.receive, given.op)
 
-    def _begin_known(self, operation: Operation, given: Arguments, stream: Any, algorithm: str) -> DeferredWork | None:
+    def _begin_known(
+        self,
+        operation: Operation,
+        stream: Any,
+        algorithm: str,
+        send: Any,
+        receive: Any,
+        op: MPI.Op | None,
+        root: int,
+        counts: Sequence[int] | None,
+        epilogue: Epilogue | None,
+    ) -> DeferredWork | None:
         """Begin a call on device arrays that was made before; None if it was not."""
         gpu = self.engines.gpu
         if gpu is None:
             return None
-        root = root_of(gpu, given)
-        found = gpu.find(operation, algorithm, given.send, given.receive, given.op, root, given.counts)
-        return None if found is None else self._gpus.until(gpu.begin(found, stream, given.send, given.receive))
+        finish = () if epilogue is None else epilogue.key(gpu.identity_of)
+        known = gpu.find(operation, algorithm, send, receive, op, root, counts, finish)
+        return None if known is None else self._gpus.until(gpu.begin(known, stream, send, receive))
 
 
 def _work(begun: Begun) -> DeferredWork:

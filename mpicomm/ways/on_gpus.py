@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from mpicomm.collectives.beside import PinnedCopies
-from mpicomm.collectives.call import Arguments, Call
+from mpicomm.collectives.call import Call
 from mpicomm.mpi.buffers import array_of
 from mpicomm.mpi.location import require_here
 from mpicomm.mpi.requests import Completer, DeferredWork
 from mpicomm.session import Session
 from mpicomm.ways.engines import Engines
 from mpicomm.ways.witness import Witness
-
-if TYPE_CHECKING:
-    from mpicomm.collectives.gpu.plan_cache import PlanCache
 
 
 def ready(session: Session, call: Call) -> Session:
@@ -27,14 +23,6 @@ def ready(session: Session, call: Call) -> Session:
         require_here(f"{operation}: {operand.name}", operand.device, session.backend.device)
     session.require_usable(operation)
     return session
-
-
-def root_of(gpu: PlanCache, arguments: Arguments) -> Hashable:
-    """Return the root of a call as a key of plans; of a call with an epilogue, which has no root, the epilogue.
-
-    None where the epilogue has an array that cannot be recognised.
-    """
-    return arguments.root if arguments.epilogue is None else arguments.epilogue.key(gpu.identity_of)
 
 
 class OnGpus:
@@ -53,10 +41,10 @@ class OnGpus:
             self._witness.tell(operation, on_host=False)
         gpu, backend = self._engines.on_gpu(operation.name), session.gpu(operation.name)
         plan = gpu.engine.prepare_call(call, session.mappings, call.algorithm)
-        root = root_of(gpu, given)
+        finish = () if given.epilogue is None else given.epilogue.key(gpu.identity_of)
         # Other ranks may pass other memory the next time, and this rank would not ask.
-        if root is not None and not call.was_undecided:
-            key = (operation, call.algorithm, given.send, given.receive, given.op, root, given.counts)
+        if finish is not None and not call.was_undecided:
+            key = (operation, call.algorithm, given.send, given.receive, given.op, given.root, given.counts, finish)
             gpu.add(plan, key, by_output=call.device_array is not array_of(given.send), read=call)
         stream = backend.stream(call.stream, call.device_array)
         if blocking:

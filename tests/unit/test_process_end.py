@@ -54,6 +54,7 @@ ENDS = {
     "Finalize, collected": "MPI.Finalize(); del comm, child, array, of_child, event, view; gc.collect()",
     "communicator collected": "del comm, child; gc.collect(); array.local[:] = 2; assert of_child.peer(1)[0] == 0",
     "arrays collected": "del array, of_child, event; gc.collect(); comm.zeros(3)",
+    "kept by other modules": "MPI.kept = comm.Dup(); sys.kept = comm.Split()",  # which end later than mpicomm
     "all collected": "del comm, child, array, of_child, event; gc.collect(); assert view[0] in (0, 1)",
     "error caught": """
 try:

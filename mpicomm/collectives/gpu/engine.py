@@ -284,9 +284,11 @@ class DeviceEngine:
         if not self._open:
             self._require_open(plan.text)
         if plan.collective:
+            # `ready` pairs with `meet` on the other ranks: nothing holds this thread up before its launch.
             if again:
-                self._call_log.post(plan.words, plan.count)
-            self._call_log.ready()  # pairs with `meet` on the other ranks: this thread launches next
+                self._call_log.post(plan.words, plan.count, ready=True)
+            else:
+                self._call_log.ready()
             if meets:
                 self._calls.meet()
         if not plan.steps:

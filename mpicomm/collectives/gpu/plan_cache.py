@@ -132,28 +132,26 @@ class PlanCache:
 
     def find(
         self,
-        operation: Operation | str,
+        operation: Operation,
         algorithm: str,
         send: Any,
         receive: Any,
         op: MPI.Op | None,
-        root: Hashable,
+        root: int,
         counts: Sequence[int] | None,
+        finish: Hashable = (),
     ) -> KnownCall | None:
         """Return a call that was made before, or whose form is known; None for all others.
 
-        The ``root`` of a message is its ends and tags, and that of a call with an epilogue the key of the epilogue.
+        ``finish`` is the key of the epilogue, () without one. It is None, and no call is found, where the epilogue has
+        an array that cannot be recognised.
         """
-        mappings = self._session.mappings
-        if (
-            mappings.version != self._version
-        ):  # symmetric memory may have become ordinary memory, or the other way round
-            self._version, self._any_mapped = mappings.version, mappings.any
-            self._calls.clear()
+        if self._session.mappings.version != self._version:
+            self._forget_memory()
         try:
             # As `_plain`, spelled out, because nearly every call comes here and it takes half the time.
             cupy = self._cupy
-            both = type(send) is type(receive) is cupy and counts is None and type(operation) is not str
+            both = type(send) is type(receive) is cupy and counts is None
             if both and send._c_contiguous and receive._c_contiguous:
                 data, output = send.data, receive.data
                 sent: Any = data.ptr, send.size, (send.dtype, data.device_id)
@@ -161,8 +159,8 @@ class PlanCache:
             else:
                 sent, received = _plain(operation, send, receive, counts)
             if received is None:
-                return self._usable(self._key(operation, algorithm, send, receive, op, root, counts))
-            form = self._forms.get((operation, sent[2], received[2], id(op), root, algorithm))
+                return self._usable(self._key(operation, algorithm, send, receive, op, root, counts, finish))
+            form = self._forms.get((operation, sent[2], received[2], id(op), root, finish, algorithm))
         except TypeError:  # a root that is a list, for example; `Call` refuses it
             return None
         if form is None:
@@ -182,6 +180,20 @@ class PlanCache:
         self._times[digest] = times + 1
         registered = self._any_mapped and self._into_memory(operation, receive, received[0])
         return form.filled if form.fill(sent, received, registered=registered) else None
+
+    def find_message(
+        self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]
+    ) -> KnownCall | None:
+        """Return a message in stream order that was sent before; None for all others.
+
+        ``route`` is its destination, the tag there, its source, and the tag from there.
+        """
+        if self._session.mappings.version != self._version:
+            self._forget_memory()
+        try:
+            return self._usable(self._key_of_message(operation, send, receive, route))
+        except TypeError:  # a rank that is a list, for example; who reads the message refuses it
+            return None
 
     def enqueue(self, call: KnownCall, stream: Any, send: Any, receive: Any) -> bool:
         """Enqueue the plan of a call with these buffers again; return as `DeviceEngine.enqueue`. Local.
@@ -234,7 +246,7 @@ class PlanCache:
     def add(
         self,
         plan: AnyPlan,
-        call: tuple[Operation | str, str, Any, Any, MPI.Op | None, Hashable, Sequence[int] | None],
+        call: tuple[Operation, str, Any, Any, MPI.Op | None, int, Sequence[int] | None, Hashable],
         *,
         by_output: bool,
         read: Call | None = None,
@@ -243,13 +255,13 @@ class PlanCache:
 
         With ``read``, the same call, calls of its form are found from now on, too.
         """
-        operation, algorithm, send, receive, op, root, counts = call
+        operation, algorithm, send, receive, op, root, counts, finish = call
         by_address = read is not None and any(operand.by_address for operand in read.operands)
         sent, received = _plain(operation, send, receive, counts)
         if received is None:
             key = self._key(*call)
         else:
-            kinds = operation, sent[2], received[2], id(op), root, algorithm
+            kinds = operation, sent[2], received[2], id(op), root, finish, algorithm
             form = self._forms.get(kinds)
             if form is None:
                 if len(self._forms) >= _MOST_FORMS:
@@ -262,30 +274,50 @@ class PlanCache:
                 if plan_of_all is not None and plan_of_all.takes(sent, received):
                     form.fill = plan_of_all.fill
                 form.filled = KnownCall(plan_of_all or plan, op, by_output, by_address)
+        self._keep(key, KnownCall(plan, op, by_output, by_address))
+
+    def add_message(
+        self,
+        plan: AnyPlan,
+        operation: str,
+        send: Any,
+        receive: Any,
+        route: tuple[int, int, int, int],
+        *,
+        by_output: bool,
+    ) -> None:
+        """Keep the plan of a message with the arguments of `find_message`, if they can be recognised; local."""
+        self._keep(self._key_of_message(operation, send, receive, route), KnownCall(plan, None, by_output))
+
+    def _keep(self, key: Hashable, call: KnownCall) -> None:
         if key is not None:
             if len(self._calls) >= _MOST:
                 self._calls.clear()
-            self._calls[key] = KnownCall(plan, op, by_output, by_address)
+            self._calls[key] = call
+
+    def _forget_memory(self) -> None:
+        """Forget all addresses: symmetric memory may have become ordinary memory, or the other way round."""
+        self._version, self._any_mapped = self._session.mappings.version, self._session.mappings.any
+        self._calls.clear()
 
     def _usable(self, key: Hashable) -> KnownCall | None:
         known = None if key is None else self._calls.get(key)
         return None if known is None or known.plan.is_old else known
 
-    def _into_memory(self, operation: Operation | str, receive: Any, pointer: int) -> bool:
+    def _into_memory(self, operation: Operation, receive: Any, pointer: int) -> bool:
         """Return whether all ranks' output lies in a symmetric array, into which an algorithm may store."""
-        if isinstance(operation, str) or not operation.into_all:
-            return False
-        return self._session.mappings.find(pointer, receive.nbytes) is not None
+        return operation.into_all and self._session.mappings.find(pointer, receive.nbytes) is not None
 
     def _key(
         self,
-        operation: Operation | str,
+        operation: Operation,
         algorithm: str,
         send: Any,
         receive: Any,
         op: MPI.Op | None,
-        root: Hashable,
+        root: int,
         counts: Sequence[int] | None,
+        finish: Hashable,
     ) -> Hashable:
         """Return the key of a call, None where its arguments cannot be recognised."""
         if operation is REDUCE_SCATTER and counts is None and send is not MPI.IN_PLACE:
@@ -294,7 +326,12 @@ class PlanCache:
         shares = None if counts is None else _identify_said(counts)
         if sent is None or received is None or (shares is None and counts is not None):
             return None
-        return operation, sent, received, shares, id(op), root, algorithm
+        return operation, sent, received, shares, id(op), root, finish, algorithm
+
+    def _key_of_message(self, operation: str, send: Any, receive: Any, route: tuple[int, int, int, int]) -> Hashable:
+        """Return the key of a message, None where its buffers cannot be recognised."""
+        sent, received = self.identity_of(send), self.identity_of(receive)
+        return None if sent is None or received is None else (operation, sent, received, route)
 
     def identity_of(self, argument: Any) -> Hashable:
         """Return the key of a buffer argument, None where it cannot be recognised."""
@@ -312,13 +349,10 @@ class PlanCache:
 
 
 def _plain(
-    operation: Operation | str, send: Any, receive: Any, counts: Sequence[int] | None
+    operation: Operation, send: Any, receive: Any, counts: Sequence[int] | None
 ) -> tuple[Any, PlainArray | PlainBlocks | None]:
-    """Return both buffers as `plain_array` reads them; None for the second where a call has no form.
-
-    Messages have none, because each tag would make another one.
-    """
-    if counts is not None or isinstance(operation, str) or operation is REDUCE_SCATTER:
+    """Return both buffers as `plain_array` reads them; None for the second where a call has no form."""
+    if counts is not None or operation is REDUCE_SCATTER:
         return None, None
     sent = plain_array(send)
     return sent, None if sent is None else plain_array(receive)

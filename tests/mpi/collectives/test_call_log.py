@@ -205,15 +205,20 @@ def test_ranks_that_call_the_same_go_on(comm_world: MPI.Intracomm, call_log: Cal
 
 
 @pytest.mark.mpi(min_size=2)
-def test_ranks_meet_when_all_of_them_launch_next(comm_world: MPI.Intracomm, call_log: CallLog) -> None:
+@pytest.mark.parametrize("is_known", [False, True])
+def test_ranks_meet_when_all_of_them_launch_next(comm_world: MPI.Intracomm, call_log: CallLog, is_known: bool) -> None:
     calls, late = calls_on(comm_world, call_log), time.monotonic()
     for number in range(3):
-        call_log.post(f"call {number}")
-        calls.require_same()
+        if not is_known:
+            call_log.post(f"call {number}")
+            calls.require_same()
         if comm_world.rank == 0:  # it has called the same, and loads a kernel
             time.sleep(0.1)
             late = time.monotonic()
-        call_log.ready()
+        if is_known:
+            call_log.post(f"call {number}", ready=True)
+        else:
+            call_log.ready()
         calls.meet()
         met = time.monotonic()
         assert met >= comm_world.bcast(late)  # the ranks of a node have one clock

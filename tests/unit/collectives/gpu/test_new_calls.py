@@ -65,7 +65,7 @@ class Calls:
         self.planned += 1
         call = Call(operation, Arguments(send, receive, op), 0, 2)
         plan = self._rig.engine.prepare_call(call, self._session.mappings, "auto")
-        self._cache.add(plan, (operation, "auto", send, receive, op, 0, None), by_output=False, read=call)
+        self._cache.add(plan, (operation, "auto", send, receive, op, 0, None, ()), by_output=False, read=call)
         self._rig.engine.enqueue(plan, STREAM)
 
     def finish(self) -> None:

@@ -104,13 +104,13 @@ class Known:
 
     def add(self, operation: str, given: Arguments, algorithm: str = "auto", *, by_output: bool = False) -> Any:
         plan: Any = SimpleNamespace(text=operation, is_old=False)
-        call = (OPERATIONS[operation], algorithm, given.send, given.receive, given.op, given.root, given.counts)
+        call = (OPERATIONS[operation], algorithm, given.send, given.receive, given.op, given.root, given.counts, ())
         self._calls.add(plan, call, by_output=by_output)
         return plan
 
     def find(self, operation: str, given: Arguments, algorithm: str = "auto", stream: Any = 7) -> Any:
         """Return the plan that is enqueued, if any."""
-        call = (OPERATIONS[operation], algorithm, given.send, given.receive, given.op, given.root, given.counts)
+        call = (OPERATIONS[operation], algorithm, given.send, given.receive, given.op, given.root, given.counts, ())
         found = self._calls.find(*call)
         if found is None:
             return None
@@ -122,7 +122,7 @@ class Known:
 
     def begin(self, operation: str, given: Arguments) -> Any:
         """Begin a call that is known; return what says whether it is done."""
-        call = (OPERATIONS[operation], "auto", given.send, given.receive, given.op, given.root, given.counts)
+        call = (OPERATIONS[operation], "auto", given.send, given.receive, given.op, given.root, given.counts, ())
         found = self._calls.find(*call)
         assert found is not None
         return self._calls.begin(found, 7, given.send, given.receive)
@@ -276,7 +276,7 @@ def test_a_known_call_on_an_address_waits_unless_a_stream_is_named(by_address: b
     known._calls.engine.form_plan = lambda call, asked: None  # type: ignore[method-assign]
     read: Any = SimpleNamespace(operands=[SimpleNamespace(by_address=by_address)], in_place=False)
     plan: Any = SimpleNamespace(text="Allreduce", is_old=False)
-    call = (OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None)
+    call = (OPERATIONS["Allreduce"], "auto", given.send, given.receive, given.op, 0, None, ())
     known._calls.add(plan, call, by_output=False, read=read)
     found = known._calls.find(*call)
     assert found is not None
