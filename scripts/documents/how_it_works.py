@@ -2,8 +2,8 @@
 
 Run `python scripts/documents/how_it_works.py [FILE]`. Without FILE the script writes mpicomm/docs/how_it_works.svg.
 
-The upper half is set-up, in which ranks swap handles of their memory and open each other's. The lower half is a
-collective, in which kernels store straight into the memory of their peers.
+The upper half shows set-up: ranks swap handles of their memory, and open memory of each other. The lower half shows a
+collective: kernels store straight into the memory of their peers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ INK, GREY, PAPER, PANEL = "#111827", "#4b5563", "#ffffff", "#f3f4f6"
 
 
 def left_of(rank: int) -> int:
-    """Return where a rank's column begins."""
+    """Return the left edge of a rank's column."""
     return FIRST_COLUMN + rank * COLUMN_STEP
 
 
@@ -32,7 +32,7 @@ def middle_of(rank: int) -> int:
 
 
 def text(x: float, y: float, words: str, *, size: int = 15, weight: str = "normal", fill: str = INK) -> str:
-    """Return a line of text whose middle is ``x`` and whose base line is ``y``."""
+    """Return a line of text with its middle at ``x`` and its base line at ``y``."""
     style = f'font-size="{size}" font-weight="{weight}" fill="{fill}" text-anchor="middle"'
     return f'<text x="{x:g}" y="{y:g}" {style}>{escape(words)}</text>'
 
