@@ -17,7 +17,7 @@ import pdoc.render
 import reference
 import search_index
 from document_html import to_html
-from links import within_site
+from document_links import within_site
 from pdoc.render_helpers import defuse_unsafe_reprs
 from pdoc.render_helpers import to_html as docstring_html
 
